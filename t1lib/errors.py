@@ -1,0 +1,29 @@
+"""One kind of error for bad input: it names the value and what is allowed."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+
+class T1Error(ValueError):
+    """Bad input. The message is one or two lines: the value, and what is allowed."""
+
+
+class UnavailableError(RuntimeError):
+    """Something optional is not installed here (a peer, a PyTorch version, a compiler)."""
+
+
+def choose(what: str, value: Any, allowed: Iterable[str]) -> Any:
+    """Return `value` if it is one of `allowed`, else raise a `T1Error` that lists them."""
+    names = list(allowed)
+    if value in names:
+        return value
+    close = get_close_matches(str(value), names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise T1Error(f"unknown {what} {value!r}; allowed: {', '.join(names)}.{hint}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `T1Error(message)` unless `condition` holds."""
+    if not condition:
+        raise T1Error(message)

@@ -1,0 +1,74 @@
+"""Floors: the least time the hardware allows, measured in the same process as what is held against them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from t1lib.measure.memory import pinned_empty
+from t1lib.measure.timing import interleaved_ms, median_ms, synchronize
+
+
+@dataclass(frozen=True)
+class Link:
+    """Copy rates between pinned host memory and the device, in bytes a second; `both_*` while the other runs."""
+
+    host_to_device: float
+    device_to_host: float
+    both_in: float
+    both_out: float
+
+    def step_ms(self, forward_in: int, backward_in: int, backward_out: int) -> float:
+        """Least time in ms that a step needs the link: weights in for the forward, then weights in beside gradients out.
+
+        What is left of the longer direction when the shorter is done runs at the rate of one direction alone.
+        """
+        forward = forward_in / self.host_to_device
+        together = min(backward_in / self.both_in, backward_out / self.both_out)
+        rest_in = (backward_in - together * self.both_in) / self.host_to_device
+        rest_out = (backward_out - together * self.both_out) / self.device_to_host
+        return (forward + together + max(rest_in, rest_out, 0.0)) * 1e3
+
+
+def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) -> Link:
+    """Measure the link with copies of `nbytes`; on a CPU, where nothing is crossed, plain copies of memory."""
+    host_in, host_out = (pinned_empty(nbytes, torch.uint8, device).fill_(1) for _ in range(2))
+    dev_in, dev_out = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    if device.type != "cuda":
+        ms = interleaved_ms({"in": lambda: dev_in.copy_(host_in), "out": lambda: host_out.copy_(dev_out)}, device, repeats)
+        rate_in, rate_out = (nbytes / min(ms[k]) * 1e3 for k in ("in", "out"))
+        return Link(rate_in, rate_out, rate_in, rate_out)
+
+    inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def timed(copies: int, use_in: bool, use_out: bool) -> tuple[float, float]:
+        synchronize(device)
+        marks = {}
+        for stream, use, to, source in ((inward, use_in, dev_in, host_in), (outward, use_out, host_out, dev_out)):
+            if use:
+                with torch.cuda.stream(stream):
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    for _ in range(copies):
+                        to.copy_(source, non_blocking=True)
+                    end.record()
+                    marks[stream] = (start, end)
+        synchronize(device)
+        ms = [marks[s][0].elapsed_time(marks[s][1]) if s in marks else float("inf") for s in (inward, outward)]
+        return nbytes * copies / ms[0] * 1e3, nbytes * copies / ms[1] * 1e3
+
+    timed(2, True, True)
+    alone_in = max(timed(4, True, False)[0] for _ in range(3))
+    alone_out = max(timed(4, False, True)[1] for _ in range(3))
+    both = [timed(8, True, True) for _ in range(3)]
+    return Link(alone_in, alone_out, max(b[0] for b in both), max(b[1] for b in both))
+
+
+def three_products_ms(
+    tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype, device: torch.device, repeats: int = 5
+) -> dict[str, float]:
+    """Median times in ms of the output layer's three matrix products (logits, dE, dW), random operands."""
+    e = torch.randn(tokens, hidden, dtype=dtype, device=device)
+    w = torch.randn(vocabulary, hidden, dtype=dtype, device=device) * 0.02
+    z = e @ w.T
+    products = {"logits": lambda: torch.mm(e, w.T, out=z), "dE": lambda: torch.mm(z, w), "dW": lambda: torch.mm(z.T, e)}
+    return {name: median_ms(product, device, repeats) for name, product in products.items()}

@@ -1,0 +1,172 @@
+"""Memory: the allocator's own history, exact peaks on the device and on the host, pinned bytes."""
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+GIB = 2**30
+
+
+@dataclass
+class Peak:
+    """Bytes on the device: at the baseline, and the most in live tensors and in the allocator since then.
+
+    `reserved` is None on a CPU, which has no caching allocator.
+    """
+
+    baseline: int
+    allocated: int
+    reserved: int | None
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages under `tensors` (views and tied weights count once)."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class AllocatorTimeline:
+    """Every allocation and release between entry and exit, from the allocator's history: exact, no polling.
+
+        with AllocatorTimeline(device, baseline) as timeline:
+            …one step…
+        timeline.points   # [(ms since entry, allocated bytes, reserved bytes or None)]
+        timeline.peak     # Peak
+
+    On CUDA the caching allocator's history is read. On a CPU the profiler's memory events of this thread are, and
+    `baseline` says how many bytes were live at entry (a CPU allocator does not know). The recording itself slows
+    small operations: take times from another pass.
+    """
+
+    def __init__(self, device: torch.device, baseline: int = 0, max_events: int = 1_000_000) -> None:
+        self.device, self.baseline, self.max_events = device, baseline, max_events
+        self.points: list[tuple[float, int, int | None]] = []
+
+    def __enter__(self) -> "AllocatorTimeline":
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.baseline = torch.cuda.memory_allocated(self.device)
+            self._reserved = torch.cuda.memory_reserved(self.device)
+            torch.cuda.memory._record_memory_history(context=None, max_entries=self.max_events)
+        else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's start and stop messages
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
+        self._start_us = time.time_ns() / 1e3
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            trace = torch.cuda.memory._snapshot()["device_traces"][self.device.index or 0]
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._replay((e["time_us"], e["action"], e["size"]) for e in trace)
+        else:
+            self._profile.__exit__(*exc)
+            events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+            events.sort(key=lambda e: e.start_ns())
+            self._replay((e.start_ns() / 1e3, "alloc", e.nbytes()) for e in events)
+
+    def _replay(self, events: Iterable[tuple[float, str, int]]) -> None:
+        allocated = self.baseline
+        reserved = self._reserved if self.device.type == "cuda" else None
+        self.points = [(0.0, allocated, reserved)]
+        for time_us, action, size in events:
+            if action == "alloc":
+                allocated += size
+            elif action == "free_completed":
+                allocated -= size
+            elif action in ("segment_alloc", "segment_map"):
+                reserved += size
+            elif action in ("segment_free", "segment_unmap"):
+                reserved -= size
+            else:
+                continue
+            self.points.append(((time_us - self._start_us) / 1e3, allocated, reserved))
+
+    @property
+    def peak(self) -> Peak:
+        reserved = [r for _, _, r in self.points if r is not None]
+        return Peak(self.baseline, max(a for _, a, _ in self.points), max(reserved, default=None))
+
+
+def reset_peak(device: torch.device) -> int:
+    """Start a new peak on a CUDA device; returns the allocated bytes now, the baseline."""
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def read_peak(device: torch.device, baseline: int = 0) -> Peak:
+    """The peak since `reset_peak`, in bytes."""
+    return Peak(baseline, torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+
+
+class HostPeak:
+    """Exact peak of this process's resident memory since construction, in bytes.
+
+        host = HostPeak(); …; host.read()
+
+    Linux resets and reads the kernel's own high-water mark. Elsewhere the mark cannot be reset: `exact` is False and
+    `read` gives the peak of the whole process so far.
+    """
+
+    def __init__(self) -> None:
+        self.baseline = psutil.Process().memory_info().rss
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.exact = True
+        except OSError:
+            self.exact = False
+
+    def read(self) -> int:
+        if self.exact:
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        info = psutil.Process().memory_info()
+        if hasattr(info, "peak_wset"):  # Windows
+            return info.peak_wset
+        import resource  # POSIX only
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+_registered: dict[int, int] = {}
+
+
+def pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat host tensor that `device` can copy from and to asynchronously; plain memory for a CPU.
+
+    Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two
+    (96 MiB would take 128). The registration ends with the storage.
+    """
+    buffer = torch.empty(numel, dtype=dtype)
+    if device.type == "cuda" and numel:
+        pointer, nbytes = buffer.data_ptr(), buffer.nbytes
+        code = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0)
+        if int(code) != 0:
+            raise MemoryError(f"the system refused to pin {nbytes / GIB:.2f} GiB of host memory (CUDA error {int(code)})")
+        _registered[pointer] = nbytes
+        weakref.finalize(buffer.untyped_storage(), _unregister, pointer)
+    return buffer
+
+
+def _unregister(pointer: int) -> None:
+    _registered.pop(pointer, None)
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def pinned_bytes() -> int:
+    """Bytes of host memory pinned by this process: the kit's own buffers and PyTorch's pinned allocator."""
+    cached = 0
+    if torch.cuda.is_available() and hasattr(torch.cuda.memory, "host_memory_stats"):
+        cached = torch.cuda.memory.host_memory_stats().get("allocated_bytes.current", 0)
+    return sum(_registered.values()) + cached

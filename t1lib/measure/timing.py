@@ -1,0 +1,171 @@
+"""Timers of a step and its phases, and spans of work on parallel lanes.
+
+On a CUDA device a mark is an event on the current stream: nothing waits until
+the step is over. On a CPU, where work is done when the call returns, a mark is
+a clock reading.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+Mark = torch.cuda.Event | float
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work queued on `device`; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _mark(device: torch.device, stream: "torch.cuda.Stream | None" = None) -> Mark:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream or torch.cuda.current_stream(device))
+    return event
+
+
+def _between_ms(start: Mark, end: Mark) -> float:
+    if isinstance(start, float):
+        return (end - start) * 1e3
+    return start.elapsed_time(end)
+
+
+class PhaseTimer:
+    """Wall time of a step and of its consecutive phases.
+
+        timer = PhaseTimer(device)
+        …forward…;  timer.mark("forward")
+        …backward…; timer.mark("backward")
+        wall_ms, phases = timer.stop()
+
+    `stop` synchronises the device once; `mark` never does. All times are in ms.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._wall = time.perf_counter()
+        self._marks: list[tuple[str, Mark]] = [("start", _mark(device))]
+
+    def mark(self, phase: str) -> None:
+        """End the phase that runs now and call it `phase`."""
+        self._marks.append((phase, _mark(self.device)))
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        """Synchronise; return the wall time and the time of each phase (same names are summed), in ms."""
+        synchronize(self.device)
+        wall = (time.perf_counter() - self._wall) * 1e3
+        phases: dict[str, float] = {}
+        for (_, start), (name, end) in zip(self._marks, self._marks[1:], strict=False):
+            phases[name] = phases.get(name, 0.0) + _between_ms(start, end)
+        return wall, phases
+
+
+@dataclass
+class Span:
+    """One piece of work: `lane` (compute, in, out, update), `phase`, `layer`, start and end in ms from the trace's start."""
+
+    lane: str
+    phase: str
+    layer: int
+    start: float
+    end: float
+
+
+@dataclass
+class Trace:
+    """Spans of one instrumented step, on device lanes (CUDA events) and host lanes (clock) with one common zero."""
+
+    device: torch.device
+    _open: dict[tuple[str, str, int], Mark] = field(default_factory=dict)
+    _closed: list[tuple[str, str, int, Mark, Mark]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        synchronize(self.device)  # so that the event and the clock below name the same instant
+        self._clock = time.perf_counter()
+        self._zero = _mark(self.device)
+
+    def begin(self, lane: str, phase: str, layer: int) -> None:
+        self._open[lane, phase, layer] = _mark(self.device)
+
+    def end(self, lane: str, phase: str, layer: int) -> None:
+        start = self._open.pop((lane, phase, layer), None)
+        if start is not None:
+            self._closed.append((lane, phase, layer, start, _mark(self.device)))
+
+    @contextmanager
+    def span(self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None) -> Iterator[None]:
+        """A span of device work on `stream` (default: the current one)."""
+        start = _mark(self.device, stream)
+        try:
+            yield
+        finally:  # PyTorch's checkpoint leaves a recomputation by an exception when it has what it needs
+            self._closed.append((lane, phase, layer, start, _mark(self.device, stream)))
+
+    @contextmanager
+    def host_span(self, lane: str, phase: str, layer: int) -> Iterator[None]:
+        """A span of work on the host, measured by the clock; may be called from any thread."""
+        start = time.perf_counter()
+        yield
+        self._closed.append((lane, phase, layer, start, time.perf_counter()))
+
+    def spans(self) -> list[Span]:
+        """Synchronise and return all finished spans, ordered by start."""
+        synchronize(self.device)
+
+        def ms(mark: Mark) -> float:
+            if isinstance(mark, float):
+                return (mark - self._clock) * 1e3
+            return self._zero.elapsed_time(mark)
+
+        spans = [Span(lane, phase, layer, ms(a), ms(b)) for lane, phase, layer, a, b in self._closed]
+        return sorted(spans, key=lambda s: s.start)
+
+
+class NoTrace:
+    """The clean pass: takes a trace's place and records nothing."""
+
+    def begin(self, lane: str, phase: str, layer: int) -> None: ...
+
+    def end(self, lane: str, phase: str, layer: int) -> None: ...
+
+    def span(self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None) -> nullcontext:
+        return nullcontext()
+
+    host_span = span
+
+
+def time_ms(function: Callable[[], object], device: torch.device) -> float:
+    """Time of one call in ms, from an idle device to an idle device."""
+    synchronize(device)
+    start = _mark(device)
+    function()
+    end = _mark(device)
+    synchronize(device)
+    return _between_ms(start, end)
+
+
+def interleaved_ms(
+    functions: dict[str, Callable[[], object]], device: torch.device, repeats: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Time several functions in turn (A B C A B C …): `repeats` samples in ms of each, after `warmup` rounds.
+
+    A drift of the clocks then falls on all of them alike.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for round_ in range(warmup + repeats):
+        for name, function in functions.items():
+            elapsed = time_ms(function, device)
+            if round_ >= warmup:
+                samples[name].append(elapsed)
+    return samples
+
+
+def median_ms(function: Callable[[], object], device: torch.device, repeats: int = 5, warmup: int = 2) -> float:
+    """Median time of a call in ms over `repeats` samples."""
+    return median(interleaved_ms({"": function}, device, repeats, warmup)[""])

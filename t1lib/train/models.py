@@ -1,0 +1,132 @@
+"""Models: presets by shape with random weights, or real checkpoints, all through `transformers`; and their parts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from t1lib.errors import T1Error, require
+
+
+def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool = True, **other: object) -> dict[str, object]:
+    shape = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+    shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-6}
+    shape |= {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp}
+    return {"model_type": "qwen3"} | shape | {"num_attention_heads": heads, "tie_word_embeddings": tied} | other
+
+
+# Shapes as published in the models' own configurations.
+PRESETS: dict[str, dict[str, object]] = {
+    "tiny": _qwen3(4, 64, 192, 4, vocab_size=512, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
+    "llama-3.2-1b": {
+        "model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 16, "hidden_size": 2048,
+        "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    },
+    "gemma-2-2b": {
+        "model_type": "gemma2", "vocab_size": 256000, "num_hidden_layers": 26, "hidden_size": 2304,
+        "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def build_model(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    **changes: object,
+) -> PreTrainedModel:
+    """A Hugging Face causal language model on `device`, ready to train.
+
+    `name` is a preset (random weights of that shape, drawn from `seed`), a local checkpoint directory, or a hub name
+    "owner/model" (real weights). `changes` replaces fields of the configuration, such as `num_hidden_layers=2`; with
+    a real checkpoint none are taken. No remote code is ever run.
+
+    The random weights depend on `seed` and on the machine, not on `device`: they are drawn on the GPU where there is
+    one, a module at a time, so a model larger than the GPU can be built on the host.
+    """
+    if name in PRESETS:
+        return _random_model({**PRESETS[name], **changes}, dtype, torch.device(device), seed)
+    require(not changes, f"{name!r} is no preset: its configuration cannot be changed ({', '.join(changes)})")
+    local = Path(name).is_dir()
+    if not local and name.count("/") != 1:
+        raise T1Error(
+            f"unknown model {name!r}: neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, "
+            "nor a hub name 'owner/model'"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise T1Error(f"cannot load {name!r}: {reason}\npresets that need no files: {', '.join(PRESETS)}") from error
+    return model.to(device).train()
+
+
+def _random_model(fields: dict[str, object], dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    fields = dict(fields)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    transformers_logging.set_verbosity_error()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    draw_on = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    tied = model.get_output_embeddings() if config.tie_word_embeddings else None
+    with torch.random.fork_rng(devices=[draw_on] if draw_on.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        for module in model.modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if not own or module is tied:
+                continue
+            module.to_empty(device=draw_on, recurse=False)
+            model._init_weights(module)  # the architecture's own rule for this kind of module
+            module._apply(lambda t: t.to(device), recurse=False)
+    model.tie_weights()
+    return model.train()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A causal language model taken apart: what runs before, in, and after its stack of like layers."""
+
+    base: nn.Module  # runs embedding, layers and norm
+    embed: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Linear
+    softcap: float | None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer's weight is the embedding's."""
+        return self.head.weight is self.embed.weight
+
+
+def split(model: PreTrainedModel) -> Parts:
+    """Take a decoder apart. Raises `T1Error` for models that are not a stack of like layers between embedding and head."""
+    base, embed, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
+    layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
+    kind = model.config.model_type
+    require(
+        isinstance(layers, nn.ModuleList) and norm is not None and isinstance(head, nn.Linear),
+        f"model type {kind!r} is not embedding, layers, norm, linear head (Qwen3, Llama, Gemma-2, Mistral are)",
+    )
+    for field in ("logit_scale", "logits_scaling"):
+        value = getattr(model.config, field, None)
+        require(value in (None, 1, 1.0), f"model type {kind!r} scales its logits by {field}={value}: not supported")
+    return Parts(base, embed, layers, norm, head, getattr(model.config, "final_logit_softcapping", None))

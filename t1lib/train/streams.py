@@ -1,0 +1,150 @@
+"""The mechanisms under mode `slide`: layers in flat host buffers, device slots, copy lanes, and the update worker."""
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from t1lib.errors import T1Error
+from t1lib.measure.memory import pinned_empty
+
+ALIGN = 128  # elements; every parameter in a flat buffer begins at a multiple, as the device's loads like it
+
+
+class Layout:
+    """Where each parameter of a layer lies in one flat buffer. All layers must be alike: same names, shapes and dtype."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.shapes = {n: p.shape for n, p in layers[0].named_parameters()}
+        self.dtype = next(layers[0].parameters()).dtype
+        for index, layer in enumerate(layers):
+            found = {n: p.shape for n, p in layer.named_parameters()}
+            odd = [n for n in {**self.shapes, **found} if found.get(n) != self.shapes.get(n)]
+            odd += [n for n, p in layer.named_parameters() if p.dtype != self.dtype]
+            if odd:
+                raise T1Error(f"layer {index} differs from layer 0 at {odd[0]!r}: slide streams layers that are alike")
+        self.offsets, self.numel = {}, 0
+        for name, shape in self.shapes.items():
+            self.offsets[name] = self.numel
+            self.numel += -(-shape.numel() // ALIGN) * ALIGN
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters as views into a flat buffer of `numel` elements."""
+        return {n: flat[self.offsets[n] : self.offsets[n] + s.numel()].view(s) for n, s in self.shapes.items()}
+
+
+class Lane:
+    """An ordered queue of device work: a CUDA stream of its own, or the current one; on a CPU, work done at once.
+
+    Lanes are ordered among each other by marks: `after(mark)` holds a lane back until the mark's lane has come to it,
+    without the host waiting for anything.
+    """
+
+    def __init__(self, device: torch.device, own_stream: bool) -> None:
+        self.cuda = device.type == "cuda"
+        self.own = torch.cuda.Stream(device) if self.cuda and own_stream else None
+
+    @property
+    def stream(self) -> "torch.cuda.Stream | None":
+        if not self.cuda:
+            return None
+        return self.own or torch.cuda.current_stream()
+
+    def active(self) -> AbstractContextManager:
+        return torch.cuda.stream(self.own) if self.own is not None else nullcontext()
+
+    def mark(self) -> "torch.cuda.Event | None":
+        if not self.cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def after(self, mark: "torch.cuda.Event | None") -> None:
+        if mark is not None:
+            self.stream.wait_event(mark)
+
+
+class Slots:
+    """`count` flat device buffers, one layer each, used in turn: layer i goes to slot i mod count."""
+
+    def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
+        self.flat = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
+        self.views = [layout.views(flat) for flat in self.flat]
+        self.holds: list[int | None] = [None] * count  # which layer's content
+        self.filled: list[torch.cuda.Event | None] = [None] * count  # marks when the content is complete
+        self.freed: list[torch.cuda.Event | None] = [None] * count  # marks when the content is no longer needed
+
+    def of(self, layer: int) -> int:
+        return layer % len(self.flat)
+
+
+class HostPool:
+    """A few pinned host buffers for gradients on their way to the update; `take` waits until one is free."""
+
+    def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
+        self.buffers = [pinned_empty(layout.numel, layout.dtype, device) for _ in range(count)]
+        self.views = [layout.views(flat) for flat in self.buffers]
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(count):
+            self._free.put(index)
+
+    def take(self) -> int:
+        return self._free.get()
+
+    def give(self, index: int) -> None:
+        self._free.put(index)
+
+
+class UpdateWorker:
+    """Runs one update a layer on a thread of its own; of those that wait, the lowest layer first.
+
+    The next forward needs layer 0 first, and its gradients come last: the order in which updates are needed is the
+    order of the layers. An error in an update is raised where its layer is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None, threading.Event]]
+        self._queue = queue.PriorityQueue()
+        self._count = itertools.count()  # of two updates of one layer, the earlier first
+        self._pending: dict[int, threading.Event] = {}
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="t1-update", daemon=True)
+        self._thread.start()
+
+    def submit(self, layer: int, update: Callable[[], None]) -> None:
+        done = self._pending[layer] = threading.Event()
+        self._queue.put((layer, next(self._count), update, done))
+
+    def wait(self, layer: int) -> None:
+        """Return when the layer's update, if one was submitted, is done."""
+        done = self._pending.pop(layer, None)
+        if done is not None:
+            done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def drain(self) -> None:
+        for layer in list(self._pending):
+            self.wait(layer)
+
+    def close(self) -> None:
+        self._queue.put((-1, next(self._count), None, threading.Event()))
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            _, _, update, done = self._queue.get()
+            if update is None:
+                return
+            try:
+                if self._error is None:
+                    update()
+            except BaseException as error:  # handed to the thread that waits
+                self._error = error
+            finally:
+                done.set()

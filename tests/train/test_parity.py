@@ -1,0 +1,150 @@
+"""All modes compute the same thing: bit for bit on the CPU in float32."""
+
+import pytest
+import torch
+
+from t1lib.train import OptimizerSpec, build_model, make_trainer
+
+STEPS = 5
+SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97}
+SHAPES = {
+    "qwen3": ("tiny", {**SMALL, "head_dim": 8}),
+    "qwen3-untied": ("tiny", {**SMALL, "head_dim": 8, "tie_word_embeddings": False}),
+    "llama": ("llama-3.2-1b", {**SMALL, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "gemma2": ("gemma-2-2b", {**SMALL, "head_dim": 8, "num_attention_heads": 4, "sliding_window": 4}),
+    "mistral": ("llama-3.2-1b", {
+        **SMALL, "model_type": "mistral", "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "sliding_window": 4,
+    }),
+}  # fmt: skip
+OPTIMIZERS = {
+    "sgd": OptimizerSpec("sgd", lr=0.1),
+    "momentum": OptimizerSpec("sgd", lr=0.1, momentum=0.9),
+    "adamw": OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1),
+}
+
+
+def model(kind: str, dtype: torch.dtype = torch.float32):
+    preset, changes = SHAPES[kind]
+    return build_model(preset, dtype=dtype, **changes)
+
+
+def batches(count: int = STEPS, vocabulary: int = 97):
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(vocabulary, (2, 11), generator=generator)} for _ in range(count)]
+
+
+def run(trainer, data=None) -> tuple[list[float], dict]:
+    losses = [trainer.step(batch).loss for batch in data or batches()]
+    state = trainer.state_dict()
+    trainer.close()
+    return losses, state
+
+
+def assert_same(state, other) -> None:
+    assert state.keys() == other.keys()
+    for name, weight in state["model"].items():
+        assert torch.equal(weight, other["model"][name]), name
+    for name, slots in state["optimizer"].items():
+        assert slots.keys() == other["optimizer"][name].keys()
+        for key, value in slots.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["optimizer"][name][key])), (name, key)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-untied"])
+@pytest.mark.parametrize("mode", ["ckpt", "slide"])
+def test_same_bits_as_gpu(mode, kind, optimizer):
+    spec = OPTIMIZERS[optimizer]
+    losses, state = run(make_trainer(model(kind), "gpu", optimizer=spec))
+    assert losses[-1] != losses[0]
+    other_losses, other = run(make_trainer(model(kind), mode, optimizer=spec))
+    assert other_losses == losses
+    assert_same(state, other)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
+def test_any_decoder(kind):
+    """Slide takes the layers as the model runs them: masks, windows, caps and scalings stay the model's own."""
+    spec = OPTIMIZERS["adamw"]
+    losses, state = run(make_trainer(model(kind), "gpu", optimizer=spec))
+    other_losses, other = run(make_trainer(model(kind), "slide", optimizer=spec))
+    assert other_losses == losses
+    assert_same(state, other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap_in": False},
+        {"overlap_out": False},
+        {"overlap_update": False},
+        {"overlap_in": False, "overlap_out": False, "overlap_update": False, "slots": 1},
+        {"slots": 3, "grad_slots": 1, "host_grads": 1},
+        {"slots": 5},
+        {"slots": 8, "grad_slots": 8, "host_grads": 8},
+    ],
+    ids=str,
+)
+def test_schedule_changes_no_bits(options):
+    losses, state = run(make_trainer(model("qwen3"), "gpu", optimizer=OPTIMIZERS["adamw"]))
+    other_losses, other = run(make_trainer(model("qwen3"), "slide", optimizer=OPTIMIZERS["adamw"], **options))
+    assert other_losses == losses
+    assert_same(state, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"embedding": "device"}], ids=["host", "device"])
+def test_reports_setting(options):
+    """Decoder layers only, mean square: the loss falls, and nothing outside the layers moves."""
+    setting = {"optimizer": OptimizerSpec("sgd", lr=5.0), "loss": "mean_square", "train": "layers"}
+    losses, state = run(make_trainer(model("qwen3"), "gpu", **setting))
+    other_losses, other = run(make_trainer(model("qwen3"), "slide", **setting, **options))
+    assert losses == other_losses and losses[-1] < losses[0]
+    assert_same(state, other)
+    assert torch.equal(state["model"]["model.embed_tokens.weight"], model("qwen3").model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("head", ["full", "chunked"])
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_loss_is_the_models_own(mode, head):
+    """The first loss, and its gradient, are those of the Hugging Face model called as its users call it."""
+    plain, batch = model("gemma2"), batches(1)[0]
+    expected = plain(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+    expected.backward()
+    trainer = make_trainer(model("gemma2"), mode, head=head, optimizer=OptimizerSpec("sgd", lr=1.0))
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    assert trainer.step(batch).loss == pytest.approx(expected.item(), rel=1e-6)
+    after = trainer.state_dict()["model"]
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(before[name] - after[name], param.grad, rtol=2e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_master_weights(mode):
+    """bf16 parameters are the rounded copies of float32 masters, which take in updates smaller than a bf16 step."""
+    spec = OptimizerSpec("adamw", lr=1e-5, master_weights=True)
+    trainer = make_trainer(model("qwen3", torch.bfloat16), mode, optimizer=spec)
+    _, state = run(trainer)
+    for name, slots in state["optimizer"].items():
+        assert slots["master"].dtype == slots["exp_avg"].dtype == torch.float32
+        assert torch.equal(slots["master"].bfloat16(), state["model"][name])
+    drift = max(float((s["master"] - model("qwen3").state_dict()[n]).abs().max()) for n, s in state["optimizer"].items())
+    assert drift > 0
+    if mode == "slide":
+        _, other = run(make_trainer(model("qwen3", torch.bfloat16), "gpu", optimizer=spec))
+        assert_same(other, state)
+
+
+@pytest.mark.parametrize("first, second", [("slide", "slide"), ("gpu", "slide"), ("slide", "gpu")])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_resume_equals_unbroken(first, second, optimizer, tmp_path):
+    spec, data = OPTIMIZERS[optimizer], batches()
+    losses, state = run(make_trainer(model("qwen3"), "slide", optimizer=spec), data)
+    begun, saved = run(make_trainer(model("qwen3"), first, optimizer=spec), data[:2])
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    resumed = make_trainer(build_model(SHAPES["qwen3"][0], dtype=torch.float32, seed=9, **SHAPES["qwen3"][1]), second, optimizer=spec)
+    resumed.step(data[4])  # a past that the checkpoint must wipe out
+    resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
+    rest, final = run(resumed, data[2:])
+    assert begun + rest == losses
+    assert_same(state, final)
