@@ -1,0 +1,96 @@
+"""Output layers: one contract (`linear_cross_entropy`), several ways to compute it (`HEADS`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import choose, require
+from t1lib.heads.checks import parse_bytes
+from t1lib.heads.chunked import chunked
+from t1lib.heads.contract import HeadStats
+from t1lib.heads.full import full
+from t1lib.heads.native import native
+
+__all__ = ["DEFAULT_HEAD", "HEADS", "HeadStats", "linear_cross_entropy", "next_token_targets", "parse_bytes"]
+
+HEADS: dict[str, Callable] = {"full": full, "chunked": chunked, "torch": native}
+"""Name to function. Each takes what `linear_cross_entropy` takes, without `head`, and options of its own."""
+
+DEFAULT_HEAD = "chunked"
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    head: str = DEFAULT_HEAD,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    workspace: int | str | None = None,
+    filter_eps: float | None = None,
+    return_stats: bool = False,
+    **head_options: Any,
+) -> Tensor | tuple[Tensor, HeadStats]:
+    """Cross-entropy of `input @ linear_weight.T + linear_bias` against `target`; the equation is in `full`.
+
+    Names, order and semantics are those of `torch.nn.functional.linear_cross_entropy` (2.13) for class indices.
+
+    input           (…, D) floating; under autocast the operands are cast as `F.linear` casts them
+    linear_weight   (V, D), the dtype of input; linear_bias (V) likewise
+    target          (…) integers in [0, V), or `ignore_index` (None means −100)
+    head            a name in `HEADS`; `head_options` are that head's own (its docstring lists them)
+    weight          (V) class weights; a constant
+    reduction       "mean", "sum" or "none"
+    label_smoothing in [0, 1]
+    softcap         s > 0: z ← s · tanh(z / s)
+    z_loss          ≥ 0: adds z_loss · lse² to each valid token's loss, not multiplied by its class weight
+    token_weight    (…) a factor on each token's loss and, under "mean", on its part of the denominator; a constant
+    workspace       bytes, or "256MiB": the most memory the head may use beyond inputs and gradients
+    filter_eps      in (0, 1): gradient filtering of Cut Cross-Entropy (section 4.3); None is exact
+    return_stats    also return `HeadStats`, each of the target's shape
+
+    Returns the loss, float32 (float64 for float64 operands): (…) under "none", else a scalar; with `return_stats`
+    the pair (loss, HeadStats). Raises `T1Error` for a bad argument and `UnavailableError` where a head cannot run.
+    A target out of range is a `T1Error` on the CPU and an asynchronous device assertion on CUDA.
+    """
+    choose("head", head, HEADS)
+    return HEADS[head](
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        token_weight=token_weight,
+        workspace=workspace,
+        filter_eps=filter_eps,
+        return_stats=return_stats,
+        **head_options,
+    )
+
+
+def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:
+    """Targets of a language model: (B, S) or (S) token ids shifted left by one, the last position ignored.
+
+    Shifting the targets leaves the hidden states as they are, so they need not be copied. Returns int64 of the
+    same shape. Raises `T1Error` for ids that are not integers or have another number of dimensions.
+    """
+    integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    require(integer, f"ids must be integers, got {ids.dtype}")
+    require(ids.dim() in (1, 2), f"ids must have shape (B, S) or (S), got {tuple(ids.shape)}")
+    targets = torch.full_like(ids, ignore_index, dtype=torch.int64)
+    targets[..., :-1] = ids[..., 1:]
+    return targets

@@ -1,0 +1,151 @@
+"""Head `chunked`: the loss and its gradients from blocks of logits, by the sequence or by the vocabulary."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import T1Error, choose, require
+from t1lib.heads import checks, sweeps
+from t1lib.heads.contract import HeadStats, Options, as_head, need_workspace
+from t1lib.heads.logits import Rows, entry_bytes, token_losses
+
+DEFAULT_CHUNKS = 8  # by sequence
+DEFAULT_COLUMNS = 8192  # by vocabulary, columns a chunk
+TOKEN_BYTES = 128  # of the vectors over tokens: targets, masks, statistics, coefficients
+
+
+class Plan(NamedTuple):
+    """`size`: tokens or columns a chunk. `needs`: which of input, linear_weight, linear_bias want a gradient."""
+
+    size: int
+    needs: tuple[bool, bool, bool]
+
+
+@as_head("chunked")
+def chunked(
+    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, *, by: str = "sequence", chunks: int | None = None
+) -> tuple[Tensor, HeadStats | None]:
+    """Cross-entropy of a linear layer's outputs that never holds more than a chunk of the logits.
+
+    by="sequence" (default; what T1M3's text describes): chunks of tokens, `chunks` of them (default 8). Under "mean"
+    and "sum" the forward makes the gradients too, three matrix products in all, and the backward scales them in
+    place: a second backward is refused. Under "none" the backward makes the logits again: four products.
+    The weight gradient adds up in the weight's own dtype, so no float32 V × D buffer exists; in 16 bits that is one
+    rounding a chunk: at 8 chunks its rounding error is up to 2.1 times that of a single product.
+
+    by="vocabulary" (what T1M3's code does): chunks of columns of the logits, `chunks` of them (default: of 8192
+    columns). The forward keeps an online log-sum-exp; the backward makes the logits again from it: four products.
+    The input's gradient adds up in float32, N × D; each slice of the weight's gradient is written once.
+
+    workspace picks the chunk size in place of `chunks`: the largest whose buffers fit (on a GPU; outside the count
+    are cuBLAS's own buffers and, on the CPU, casts that PyTorch buffers).
+
+    Frozen operands cost no product. Nothing waits for the device. The equation: `full`; the gradient: `logits`.
+    float16 under a loss scaler: by="sequence" makes gradients before the scale is known, so those below 6e-8 are
+    lost; take by="vocabulary" there. Raises `T1Error` for a bad option, chunks and workspace both, a workspace
+    too small (saying the least that works), a second backward by sequence, and create_graph=True.
+    """
+    choose("by", by, FUNCTIONS)
+    tensors = (e, w, b)
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
+    plan = Plan(_chunk_size(e, opts, by, chunks, needs), needs)
+    loss, lse, logprob, correct = FUNCTIONS[by].apply(e, w, b, opts, plan)
+    return loss, opts.stats(lse, logprob, correct) if opts.return_stats else None
+
+
+def _chunk_size(e: Tensor, opts: Options, by: str, chunks: int | None, needs: tuple[bool, bool, bool]) -> int:
+    """Tokens or columns a chunk, from `chunks`, the workspace, or the default."""
+    require(chunks is None or opts.workspace is None, "give chunks or workspace, not both: each sets the chunk size")
+    length = e.shape[0] if by == "sequence" else opts.vocab
+    if opts.workspace is not None:
+        fixed, unit = _costs(e, opts, by, needs)
+        need_workspace(opts, fixed + unit, f"chunked by {by}")
+        return max(1, min(length, (opts.workspace - fixed) // unit))
+    if chunks is not None:
+        checks.count("chunks", chunks)
+    elif by == "vocabulary":
+        return min(length, DEFAULT_COLUMNS)
+    return max(1, -(-length // (chunks or DEFAULT_CHUNKS)))
+
+
+def _costs(e: Tensor, opts: Options, by: str, needs: tuple[bool, bool, bool]) -> tuple[int, int]:
+    """(fixed bytes, bytes a token or column of a chunk)."""
+    tokens, hidden = e.shape
+    entry = entry_bytes(e.dtype, opts, any(needs))
+    wide = opts.dtype.itemsize if e.dtype != opts.dtype else 0
+    fixed = TOKEN_BYTES * tokens
+    if by == "sequence":
+        # + wide: where softmax does not fuse its cast it makes a float32 copy of the chunk
+        return fixed + (2 * opts.dtype.itemsize * opts.vocab if needs[2] else 0), (entry + wide) * opts.vocab
+    return fixed + (2 * wide * tokens * hidden if needs[0] else 0), max(1, entry * tokens)
+
+
+def _outputs(ctx, rows: Rows, opts: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What both functions return: the loss, and lse, logprob and correct, which have no gradient."""
+    loss = opts.reduce(opts.mask(token_losses(rows, opts)))
+    stats = (rows.lse[:, 0], rows.logprob[:, 0], (rows.at_target >= rows.top)[:, 0])
+    ctx.mark_non_differentiable(*stats)
+    ctx.set_materialize_grads(False)
+    return loss, *stats
+
+
+def _refuse_create_graph() -> None:
+    """Grad mode is on in a backward only under create_graph=True; constants there would be silently wrong."""
+    require(not torch.is_grad_enabled(), 'head "chunked" has no second derivative (create_graph=True); use head "full"')
+
+
+class _BySequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, plan: Plan):
+        ctx.early = opts.reduction != "none" and any(plan.needs)
+        if ctx.early:
+            gradient = opts.token_gradient(1.0)
+            rows, ctx.gradients = sweeps.by_sequence(e, w, b, opts, plan.size, plan.needs, gradient)
+        else:
+            rows, _ = sweeps.by_sequence(e, w, b, opts, plan.size, (False,) * 3, None)
+            ctx.save_for_backward(e, w, b)
+            ctx.opts, ctx.plan = opts, plan
+        return _outputs(ctx, rows, opts)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor | None, *_):
+        _refuse_create_graph()
+        if upstream is None:
+            return (None,) * 5
+        if not ctx.early:
+            opts, plan = ctx.opts, ctx.plan
+            gradient = opts.token_gradient(upstream)
+            _, gradients = sweeps.by_sequence(*ctx.saved_tensors, opts, plan.size, plan.needs, gradient)
+            return *gradients, None, None
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise T1Error(
+                'second backward through head "chunked" by sequence: its gradients were made in the forward and '
+                'given away by the first; call it again, or use by="vocabulary" or reduction="none"'
+            )
+        # One dimension, not zero: a float32 scalar would be rounded to the gradients' dtype before the product.
+        scale = upstream.reshape(1)
+        return *(None if g is None else torch.mul(g, scale, out=g) for g in gradients), None, None
+
+
+class _ByVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, plan: Plan):
+        rows = sweeps.columns_forward(e, w, b, opts, plan.size)
+        ctx.save_for_backward(e, w, b)
+        ctx.opts, ctx.plan, ctx.rows = opts, plan, rows
+        return _outputs(ctx, rows, opts)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor | None, *_):
+        _refuse_create_graph()
+        if upstream is None:
+            return (None,) * 5
+        opts, plan = ctx.opts, ctx.plan
+        gradient = opts.token_gradient(upstream)
+        gradients = sweeps.columns_backward(*ctx.saved_tensors, opts, plan.size, plan.needs, gradient, ctx.rows)
+        return *gradients, None, None
+
+
+FUNCTIONS = {"sequence": _BySequence, "vocabulary": _ByVocabulary}

@@ -1,0 +1,205 @@
+"""The contract that every head shares: options, validation, and the wrapper that applies both.
+
+A head is written as `compute(e, w, b, opts, *, own options) -> (loss, HeadStats | None)` on flat operands
+e (N, D), w (V, D), b (V) or None; `as_head` gives it the public signature and checks every argument once.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import T1Error, require
+from t1lib.heads import checks
+
+
+class HeadStats(NamedTuple):
+    """Detached facts per token, each of the target's shape; 0, 0 and False at ignored tokens.
+
+    `lse`: log-sum-exp of the token's logits. `logprob`: log-probability of the target, without weights.
+    `correct`: whether no logit is larger than the target's (ties count as correct).
+    """
+
+    lse: Tensor
+    logprob: Tensor
+    correct: Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """One validated call, without the operands. Vectors over tokens are flat (N), over classes (V)."""
+
+    target: Tensor
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    shape: torch.Size
+    vocab: int
+    dtype: torch.dtype  # of the loss and of everything made from logits: float32, or float64 for float64 operands
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    workspace: int | None
+    filter_eps: float | None
+    return_stats: bool
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """(N) bool: tokens that are not ignored."""
+        return self.target != self.ignore_index
+
+    @cached_property
+    def safe_target(self) -> Tensor:
+        """(N) int64 in [0, V): the target, 0 at ignored tokens, so that it can index."""
+        return self.target.masked_fill(~self.valid, 0)
+
+    @cached_property
+    def target_weight(self) -> Tensor | None:
+        """(N): the class weight of each token's target; None without class weights."""
+        return None if self.class_weight is None else self.class_weight[self.safe_target]
+
+    @cached_property
+    def class_sum(self) -> Tensor | float:
+        """Sum of the class weights over the vocabulary; V without class weights."""
+        return float(self.vocab) if self.class_weight is None else self.class_weight.sum()
+
+    @cached_property
+    def denominator(self) -> Tensor:
+        """Scalar by which `mean` divides: the sum over valid tokens of token weight times the target's class weight."""
+        weight = self.valid.to(self.dtype)
+        for factor in (self.token_weight, self.target_weight):
+            weight = weight if factor is None else weight * factor
+        return weight.sum()
+
+    def mask(self, losses: Tensor) -> Tensor:
+        """Multiply (N) per-token losses by the token weight and make them 0 at ignored tokens."""
+        weighted = losses if self.token_weight is None else losses * self.token_weight
+        return torch.where(self.valid, weighted, 0.0)
+
+    def token_gradient(self, upstream: Tensor | float) -> Tensor:
+        """(N): dL / d(loss of the token before its token weight), given dL / d(what `reduce` returns)."""
+        if self.reduction == "mean":
+            upstream = upstream / self.denominator
+        # masked last: with every token ignored the mean's upstream gradient is infinite, the gradient is still 0
+        return self.mask(upstream * torch.ones_like(self.target, dtype=self.dtype))
+
+    def reduce(self, losses: Tensor) -> Tensor:
+        """Masked (N) losses to what the call returns, flat: (N) under `none`, a scalar otherwise."""
+        if self.reduction == "none":
+            return losses
+        return losses.sum() if self.reduction == "sum" else losses.sum() / self.denominator
+
+    def stats(self, lse: Tensor, logprob: Tensor, correct: Tensor) -> HeadStats:
+        """`HeadStats` from flat (N) values: ignored tokens cleared."""
+        return HeadStats(torch.where(self.valid, lse, 0.0), torch.where(self.valid, logprob, 0.0), correct & self.valid)
+
+
+Compute = Callable[..., tuple[Tensor, HeadStats | None]]
+
+
+def as_head(name: str) -> Callable[[Compute], Callable]:
+    """Decorator: give `compute` the signature of `linear_cross_entropy`, checked, flat, outside autocast."""
+
+    def decorate(compute: Compute) -> Callable:
+        own = [p.name for p in inspect.signature(compute).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+        @functools.wraps(compute)
+        def head(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs):
+            options = {key: kwargs.pop(key) for key in list(kwargs) if key not in SHARED}
+            reject_unknown(name, own, options)
+            e, w, b, opts = prepare(input, linear_weight, target, **kwargs)
+            with torch.autocast(e.device.type, enabled=False):  # operands are cast already, the rest is float32
+                loss, stats = compute(e, w, b, opts, **options)
+            loss = loss.reshape(opts.shape) if opts.reduction == "none" else loss
+            if not opts.return_stats:
+                return loss
+            return loss, HeadStats(*(value.detach().reshape(opts.shape) for value in stats))
+
+        return head
+
+    return decorate
+
+
+def reject_unknown(name: str, own: list[str], options: dict) -> None:
+    """Raise a `T1Error` that lists what head `name` takes if `options` holds anything else."""
+    for key in options:
+        allowed = ", ".join(own) or "none of its own"
+        require(key in own, f"unknown option {key!r} for head {name!r}; its options: {allowed}")
+
+
+def prepare(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    workspace: int | str | None = None,
+    filter_eps: float | None = None,
+    return_stats: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Options]:
+    """Check every argument of `linear_cross_entropy`; return flat operands (autocast applied) and `Options`."""
+    ignore_index = -100 if ignore_index is None else ignore_index
+    tensors = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
+    checks.tensors(input=input, linear_weight=linear_weight, target=target, **tensors)
+    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    checks.operands(input, linear_weight, linear_bias)
+    vocab = linear_weight.shape[0]
+    checks.targets(target, input, vocab, ignore_index)
+    checks.weights(weight, token_weight, vocab, target.shape)
+    checks.scalars(reduction, label_smoothing, softcap, z_loss, filter_eps)
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    opts = Options(
+        target=target.reshape(-1).long(),
+        class_weight=None if weight is None else weight.to(dtype),
+        token_weight=None if token_weight is None else token_weight.reshape(-1).to(dtype),
+        shape=target.shape,
+        vocab=vocab,
+        dtype=dtype,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=float(label_smoothing),
+        softcap=softcap,
+        z_loss=float(z_loss),
+        workspace=None if workspace is None else checks.parse_bytes(workspace),
+        filter_eps=filter_eps,
+        return_stats=return_stats,
+    )
+    return input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, opts
+
+
+SHARED = frozenset(p.name for p in inspect.signature(prepare).parameters.values())
+
+
+def _autocast(*operands: Tensor | None) -> list[Tensor | None]:
+    """Cast the operands as `torch.nn.functional.linear` does under autocast: floating ones, float64 excepted."""
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(operands)
+    dtype = torch.get_autocast_dtype(device)
+    keep = (None, torch.float64)
+    return [
+        t if t is None or t.dtype in keep or not t.is_floating_point() else t.to(dtype)  # None: an absent bias
+        for t in operands
+    ]
+
+
+def need_workspace(opts: Options, least: int, head: str) -> None:
+    """Raise a `T1Error` that says the least that works if the call's workspace is below `least` bytes."""
+    if opts.workspace is not None and opts.workspace < least:
+        raise T1Error(
+            f"workspace of {opts.workspace} bytes is too small for head {head!r} here; "
+            f"the least that works is {least} bytes ({least / 2**20:.2f}MiB)"
+        )

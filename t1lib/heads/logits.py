@@ -1,0 +1,172 @@
+"""What both chunked heads do with one block of logits: buffers, softmax statistics, the gradient, in few passes.
+
+With logits z (after the softcap), p = softmax z and the symbols of `full`, a token's loss
+    l = t [ −(1−α) c_y log p_y + α/V Σ_v c_v (lse − z_v) + ζ lse² ]
+has, with r = t · dL/dl and C = Σ_v c_v, the gradient
+    dL/dz_v = A p_v − B [v = y] − E c_v,   A = B + r (α C/V + 2 ζ lse),   B = r (1−α) c_y,   E = r α / V,
+and the softcap multiplies it by 1 − (z_v / s)².
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from t1lib.heads.contract import Options
+
+
+@dataclass
+class Buffers:
+    """Memory for one block, made once and reused. `raw`: logits, later gradients, in the operands' dtype;
+    `work`: float32 (the same memory as `raw` for float32 operands); `slope`: the softcap's derivative."""
+
+    raw: Tensor
+    work: Tensor
+    slope: Tensor | None
+
+    @classmethod
+    def allocate(cls, entries: int, like: Tensor, opts: Options, gradients: bool) -> "Buffers":
+        """Flat buffers of `entries` logits; `slope` only where a softcap needs it in a gradient."""
+        raw = like.new_empty(entries)
+        work = raw if raw.dtype == opts.dtype else like.new_empty(entries, dtype=opts.dtype)
+        slope = like.new_empty(entries, dtype=opts.dtype) if gradients and opts.softcap is not None else None
+        return cls(raw, work, slope)
+
+    def view(self, rows: int, columns: int) -> "Buffers":
+        """The first rows × columns entries, as contiguous matrices."""
+        raw = self.raw[: rows * columns].view(rows, columns)
+        work = raw if self.work is self.raw else self.work[: rows * columns].view(rows, columns)
+        slope = None if self.slope is None else self.slope[: rows * columns].view(rows, columns)
+        return Buffers(raw, work, slope)
+
+
+def entry_bytes(dtype: torch.dtype, opts: Options, gradients: bool) -> int:
+    """Bytes of workspace a logit of a block: the buffers, and what filtering's comparisons allocate."""
+    size = dtype.itemsize
+    if dtype != opts.dtype:
+        size += opts.dtype.itemsize
+    if gradients and opts.softcap is not None:
+        size += opts.dtype.itemsize
+    return size + (3 if gradients and opts.filter_eps is not None else 0)
+
+
+class Rows(NamedTuple):
+    """Per token, (N, 1) in float32 or float64, from which loss and gradient follow.
+
+    The log-sum-exp is kept as two terms because their difference from a logit loses less at large logits.
+    """
+
+    top: Tensor  # the largest logit
+    total: Tensor  # Σ_v exp(z_v − top)
+    at_target: Tensor
+    pull: Tensor  # Σ_v c_v z_v under label smoothing, else 0
+
+    @property
+    def lse(self) -> Tensor:
+        return self.top + self.total.log()
+
+    @property
+    def logprob(self) -> Tensor:
+        return (self.at_target - self.top) - self.total.log()
+
+
+def project(e: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
+    """out ← e wᵀ + b, rounded once to the operands' dtype, as `F.linear` rounds it."""
+    if b is None:
+        torch.mm(e, w.t(), out=out)
+    else:
+        torch.addmm(b, e, w.t(), out=out)
+
+
+def upcast(block: Buffers, opts: Options) -> Tensor:
+    """work ← raw, softcapped; slope ← 1 − tanh². Returns work."""
+    work = block.work
+    if work is not block.raw:
+        work.copy_(block.raw)
+    if opts.softcap is not None:
+        work.div_(opts.softcap).tanh_()
+        if block.slope is not None:
+            torch.mul(work, work, out=block.slope).neg_().add_(1.0)
+        work.mul_(opts.softcap)
+    return work
+
+
+def pull_of(z: Tensor, class_weight: Tensor | None, opts: Options) -> Tensor:
+    """Σ_v c_v z_v of each row of a block, (rows, 1)."""
+    if not opts.label_smoothing:
+        return z.new_zeros(len(z), 1, dtype=opts.dtype)
+    return z.sum(-1, keepdim=True) if class_weight is None else (z @ class_weight)[:, None]
+
+
+def softmax_rows(block: Buffers, target: Tensor, opts: Options) -> Rows:
+    """Statistics of whole rows; leaves p in `work`.
+
+    The plain case reads the 16-bit logits for the maximum and lets softmax do the cast: no float32 logits are made.
+    softmax's own denominator is read back from its largest entry, p_top = 1 / total, instead of another pass.
+    """
+    where = block.raw.argmax(-1, keepdim=True)
+    z = upcast(block, opts) if opts.softcap is not None or opts.label_smoothing else block.raw
+    top, at_target = (z.gather(1, index).to(opts.dtype) for index in (where, target[:, None]))
+    pull = pull_of(z, opts.class_weight, opts)
+    torch.softmax(z, -1, dtype=opts.dtype, out=block.work)
+    return Rows(top, block.work.gather(1, where).reciprocal(), at_target, pull)
+
+
+def token_losses(rows: Rows, opts: Options) -> Tensor:
+    """(N) losses before the token weight; the equation above."""
+    smooth = opts.label_smoothing
+    lse = rows.lse[:, 0]
+    losses = -(1.0 - smooth) * rows.logprob[:, 0]
+    if opts.target_weight is not None:
+        losses = losses * opts.target_weight
+    if smooth:
+        losses = losses + smooth / opts.vocab * (opts.class_sum * lse - rows.pull[:, 0])
+    return losses + opts.z_loss * lse.square() if opts.z_loss else losses
+
+
+class Coefficients(NamedTuple):
+    """A, B and E of the gradient's equation, (N, 1)."""
+
+    softmax: Tensor
+    target: Tensor
+    even: Tensor
+
+    def part(self, tokens: slice) -> "Coefficients":
+        return Coefficients(*(value[tokens] for value in self))
+
+
+def coefficients(lse: Tensor, gradient: Tensor, target_weight: Tensor | None, opts: Options) -> Coefficients:
+    """From lse (N, 1) and r (N), `gradient` with respect to the token's loss, 0 at ignored tokens."""
+    r = gradient[:, None]
+    smooth = opts.label_smoothing
+    target = r * (1.0 - smooth)
+    if target_weight is not None:
+        target = target * target_weight[:, None]
+    softmax = target
+    if smooth or opts.z_loss:
+        softmax = target + r * (smooth / opts.vocab * opts.class_sum + 2.0 * opts.z_loss * lse)
+    return Coefficients(softmax, target, r * (smooth / opts.vocab))
+
+
+def logit_gradient(
+    block: Buffers, index: Tensor, hit: Tensor, coef: Coefficients, class_weight: Tensor | None, opts: Options
+) -> Tensor:
+    """dL/d(raw logits) of a block whose `work` holds p; written over `raw`, which is returned.
+
+    index, hit (rows, 1): the target's column in this block, and 1.0 where it lies in the block, else 0.0.
+    """
+    x = block.work.scatter_add_(1, index, -hit)  # p − one-hot, in float32: no cancellation as p_y → 1
+    if not (opts.label_smoothing or opts.z_loss or opts.softcap or opts.filter_eps):
+        return torch.mul(x, coef.softmax, out=block.raw)  # scale and rounding in one pass
+    small = None if opts.filter_eps is None else (x < opts.filter_eps).logical_and_(x > -opts.filter_eps)
+    x.mul_(coef.softmax).scatter_add_(1, index, (coef.softmax - coef.target) * hit)
+    if opts.label_smoothing and class_weight is None:
+        x.sub_(coef.even)
+    elif opts.label_smoothing:
+        x.addr_(coef.even[:, 0], class_weight, alpha=-1)
+    if block.slope is not None:
+        x.mul_(block.slope)
+    if small is not None:
+        x.masked_fill_(small, 0.0)
+    return x if x is block.raw else block.raw.copy_(x)

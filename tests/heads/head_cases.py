@@ -1,0 +1,95 @@
+"""Problems for the tests of heads: operands, sets of options, and one way to run a head on them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from t1lib.heads import linear_cross_entropy
+
+OPTION_SETS = ("plain", "weight", "smoothing", "weighted smoothing", "softcap", "z_loss", "token_weight", "all")
+REDUCTIONS = ("mean", "sum", "none")
+SHAPES = ((1, 7, 3), (5, 257, 16), (37, 1000, 123), (5, 8200, 3))  # N, V, D; 8200 crosses a chunk of 8192 columns
+
+
+@dataclass
+class Problem:
+    """Operands e (N, D), w (V, D), b (V) or None, targets (N)."""
+
+    e: Tensor
+    w: Tensor
+    b: Tensor | None
+    target: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Problem":
+        return Problem(self.e.to(dtype), self.w.to(dtype), None if self.b is None else self.b.to(dtype), self.target)
+
+
+def problem(n, v, d, *, dtype=torch.float64, bias=True, ignored=True, seed=0, device="cpu") -> Problem:
+    """Logits of standard deviation about 3; a fifth of the tokens ignored, the first never (index −100)."""
+    g = torch.Generator().manual_seed(seed)
+    e = torch.randn(n, d, generator=g, dtype=torch.float64)
+    w = torch.randn(v, d, generator=g, dtype=torch.float64) * 3 / d**0.5
+    b = torch.randn(v, generator=g, dtype=torch.float64) if bias else None
+    target = torch.randint(0, v, (n,), generator=g)
+    target[-1] = v - 1  # the last column, in the last chunk
+    if ignored:
+        target[1::5] = -100
+    made = Problem(e, w, b, target).to(dtype)
+    return Problem(*(None if t is None else t.to(device) for t in (made.e, made.w, made.b, made.target)))
+
+
+def options(name: str, p: Problem, seed: int = 1) -> dict:
+    """The named set of options, with weights drawn for this problem."""
+    g = torch.Generator().manual_seed(seed)
+    weight = (torch.rand(len(p.w), generator=g, dtype=torch.float64) + 0.2).to(p.e.dtype).to(p.e.device)
+    token_weight = (torch.rand(len(p.e), generator=g, dtype=torch.float64) + 0.2).to(p.e.device)
+    single = {
+        "plain": {},
+        "weight": {"weight": weight},
+        "smoothing": {"label_smoothing": 0.3},
+        "weighted smoothing": {"weight": weight, "label_smoothing": 0.3},
+        "softcap": {"softcap": 4.0},
+        "z_loss": {"z_loss": 0.05},
+        "token_weight": {"token_weight": token_weight},
+    }
+    return {k: v for part in single.values() for k, v in part.items()} if name == "all" else single[name]
+
+
+def upstream_for(loss: Tensor) -> Tensor:
+    """An upstream gradient: 1.7, or for losses per token a column of a matrix, so not contiguous."""
+    if loss.dim() == 0:
+        return torch.full_like(loss, 1.7)
+    g = torch.Generator().manual_seed(2)
+    return torch.randn(*loss.shape, 3, generator=g, dtype=torch.float64).to(loss)[..., 1]
+
+
+def run(head: str, p: Problem, upstream: Tensor | None = None, grad=(True, True, True), **kwargs) -> list[Tensor]:
+    """[loss, de, dw, db]: db only with a bias; a gradient not asked for is left out."""
+    operands = [t.detach().requires_grad_(wanted) for t, wanted in zip((p.e, p.w), grad, strict=False)]
+    bias = None if p.b is None else p.b.detach().requires_grad_(grad[2])
+    loss = linear_cross_entropy(*operands, p.target, head=head, linear_bias=bias, **kwargs)
+    wanted = [t for t in (*operands, bias) if t is not None and t.requires_grad]
+    given = upstream_for(loss) if upstream is None else upstream
+    return [loss.detach(), *torch.autograd.grad(loss, wanted, given)]
+
+
+def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    """Largest difference at most `tolerance` times the largest magnitude wanted, tensor by tensor."""
+    assert len(got) == len(want)
+    for place, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert g.shape == w.shape, f"{place}: {g.shape} against {w.shape}"
+        error = (g.double() - w.double()).abs().max()
+        scale = w.double().abs().max()
+        assert error <= tolerance * scale + 1e-300, f"{place}: error {error:.3g}, largest value {scale:.3g}"
+
+
+def weight_bound(name: str, own: dict) -> float:
+    """How far the 16-bit error of dW may exceed that of `full`: 1.5, and 2.12 where logits saturate.
+
+    By sequence, dW is rounded once a chunk. If the sum's square grows evenly, 8 chunks have Σ k/8 = 4.5 times the
+    squared rounding error of one product: 2.12 times the error. The rounding of the logits, which every head shares,
+    hides that, except under a softcap, which flattens it away.
+    """
+    by_sequence = own.get("by", "sequence") == "sequence"
+    return 2.12 if by_sequence and name in ("softcap", "all") else 1.5

@@ -1,0 +1,192 @@
+"""Extreme values as cross_entropy answers them; what chunking promises of memory, products, waiting and backward."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from head_cases import REDUCTIONS, assert_close, options, problem, run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from t1lib.errors import T1Error
+from t1lib.heads import checks, linear_cross_entropy
+
+HEADS = [("full", {}), ("chunked", {}), ("chunked", {"by": "vocabulary", "chunks": 3})]
+CHUNKED = [own for head, own in HEADS if head == "chunked"]
+
+
+@pytest.mark.parametrize("head, own", HEADS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_all_tokens_ignored(head, own, reduction):
+    p = problem(5, 257, 16)
+    p.target[:] = -100
+    loss, *grads = run(head, p, reduction=reduction, **own)
+    want = F.cross_entropy(p.e @ p.w.T, p.target, reduction=reduction)
+    torch.testing.assert_close(loss, want, equal_nan=True)
+    assert math.isnan(loss) if reduction == "mean" else (loss == 0).all()
+    assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("head, own", HEADS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_ignored_tokens_have_exactly_zero_gradient(head, own, reduction, name):
+    p = problem(37, 257, 16, dtype=torch.float32)
+    p.e[p.target == -100] *= 1e3
+    loss, de, _, _ = run(head, p, reduction=reduction, **options(name, p), **own)
+    assert (de[p.target == -100] == 0).all() and de[p.target != -100].abs().amin(1).max() > 0
+    assert reduction != "none" or (loss[p.target == -100] == 0).all()
+
+
+@pytest.mark.parametrize("head, own", HEADS)
+@pytest.mark.parametrize("offset", [1e3, -1e3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_large_offsets(head, own, offset, smoothing):
+    """A constant added to every logit changes nothing but rounding: that of logits near 1000 in float32, 6e-5."""
+    p = problem(37, 1000, 16, dtype=torch.float32)
+    p.b += offset
+    kwargs = {"reduction": "none", "label_smoothing": smoothing}
+    got = run(head, p, **kwargs, **own)
+    assert_close(got, run("full", p.to(torch.float64), **kwargs), 3e-4)
+    z = F.linear(p.e, p.w, p.b)
+    torch.testing.assert_close(got[0], F.cross_entropy(z, p.target, **kwargs), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("head, own", HEADS)
+def test_certain_targets(head, own):
+    """p(target) → 1: the loss goes to 0 and stays there, and the gradient keeps the size of 1 − p."""
+    e = torch.eye(4, dtype=torch.float32)
+    w = torch.zeros(50, 4)
+    w[torch.arange(4), torch.arange(4)] = torch.tensor([8.0, 14.0, 30.0, 1e3])
+    target = torch.arange(4)
+    z = (e @ w.T).requires_grad_()
+    want = F.cross_entropy(z, target, reduction="none")
+    (dz,) = torch.autograd.grad(want.sum(), z)
+    losses = linear_cross_entropy(e, w.requires_grad_(), target, head=head, reduction="none", **own)
+    (dw,) = torch.autograd.grad(losses.sum(), w)
+    torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=2e-7)
+    torch.testing.assert_close(dw, dz.T @ e, rtol=1e-5, atol=2e-7)
+    assert (losses >= 0).all() and losses[3] == 0
+
+
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
+def test_wrong_targets_of_large_loss(own):
+    e, w = torch.ones(1, 1), torch.tensor([[0.0], [1e4]])
+    assert linear_cross_entropy(e, w, torch.tensor([0]), head="chunked", **own) == 1e4
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator that runs and the size and dtype of what it returns."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.waits, self.made = 0, [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.products += name in ("mm", "addmm", "addmm_")
+        mask = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if mask or name in self.WAITING:
+            self.waits.append(name)
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.made.append((t.numel(), t.dtype))
+        return out
+
+
+def record(p, reduction="mean", grad=(True, True, True), backward=True, **kwargs):
+    """A Recorder over one call of `chunked` (without the target's range check, which may wait on the CPU)."""
+    operands = [t.detach().requires_grad_(g) for t, g in zip((p.e, p.w, p.b), grad, strict=True)]
+    with Recorder() as seen:
+        loss = linear_cross_entropy(
+            *operands[:2], p.target, head="chunked", linear_bias=operands[2], reduction=reduction, **kwargs
+        )
+        if backward:
+            loss.backward(torch.ones_like(loss))
+    return seen
+
+
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_never_waits_and_never_holds_more_than_a_chunk(own, name, reduction, monkeypatch):
+    monkeypatch.setattr(checks, "_in_range", lambda *_: None)
+    p = problem(64, 1000, 8, dtype=torch.bfloat16)
+    seen = record(p, reduction, **options(name, p), **own)
+    assert seen.waits == []
+    largest = 64 * 334 if "by" in own else 8 * 1000
+    assert max(numel for numel, _ in seen.made) == largest
+    assert 64 * 8 < largest < 64 * 1000
+    if "by" not in own:
+        p = problem(64, 1000, 64, dtype=torch.bfloat16)  # now a V × D buffer is larger than a chunk
+        seen = record(p, reduction, **options(name, p), **own)
+        assert {dtype for numel, dtype in seen.made if numel > 8 * 1000} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "own, reduction, grad, backward, products",
+    [
+        ({"chunks": 4}, "mean", (True, True, True), True, 3 * 4),
+        ({"chunks": 4}, "mean", (True, False, False), True, 2 * 4),
+        ({"chunks": 4}, "mean", (False, True, False), True, 2 * 4),
+        ({"chunks": 4}, "mean", (False, False, True), True, 1 * 4),
+        ({"chunks": 4}, "mean", (False, False, False), False, 1 * 4),
+        ({"chunks": 4}, "none", (True, True, True), False, 1 * 4),
+        ({"chunks": 4}, "none", (True, True, True), True, 4 * 4),
+        ({"chunks": 4, "by": "vocabulary"}, "mean", (True, True, True), True, 4 * 4),
+        ({"chunks": 4, "by": "vocabulary"}, "mean", (True, False, True), True, 3 * 4),
+    ],
+)
+def test_number_of_products(own, reduction, grad, backward, products):
+    assert record(problem(8, 40, 3), reduction, grad, backward, **own).products == products
+
+
+def test_no_gradient_is_made_without_grad_mode():
+    p = problem(8, 40, 3)
+    with torch.no_grad():
+        assert record(p, backward=False, chunks=4).products == 4
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
+def test_second_backward_is_right_or_refused(own, reduction):
+    p = problem(8, 40, 3)
+    e = p.e.requires_grad_()
+    loss = linear_cross_entropy(e, p.w, p.target, head="chunked", reduction=reduction, **own)
+    ones = torch.ones_like(loss)
+    (first,) = torch.autograd.grad(loss, e, ones, retain_graph=True)
+    kept = first.clone()
+    if "by" in own or reduction == "none":
+        assert torch.equal(torch.autograd.grad(loss, e, ones)[0], kept)
+    else:
+        with pytest.raises(T1Error, match="second backward"):
+            torch.autograd.grad(loss, e, ones)
+    assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
+def test_a_gradient_of_the_gradient_is_refused(own):
+    p = problem(8, 40, 3)
+    e = p.e.requires_grad_()
+    loss = linear_cross_entropy(e, p.w, p.target, head="chunked", **own)
+    with pytest.raises(T1Error, match="no second derivative"):
+        torch.autograd.grad(loss, e, create_graph=True)
+
+
+def test_the_upstream_scalar_is_not_rounded_to_16_bits():
+    """1/3 in bfloat16 is 0.2% too large: every gradient would be."""
+    p = problem(64, 257, 16, dtype=torch.bfloat16)
+    one, third = (run("chunked", p, torch.tensor(x))[2].double() for x in (1.0, 1 / 3))
+    ratio = (third * one).sum() / (one * one).sum()
+    assert abs(ratio * 3 - 1) < 3e-4
+
+
+def test_an_operand_changed_before_the_backward_is_noticed():
+    p = problem(8, 40, 3)
+    loss = linear_cross_entropy(p.e.requires_grad_(), p.w, p.target, head="chunked", by="vocabulary")
+    p.w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,86 @@
+"""On a GPU: no wait of the host, 16-bit accuracy, and the memory and workspace that `chunked` promises."""
+
+import pytest
+import torch
+from head_cases import OPTION_SETS, REDUCTIONS, options, problem, run, weight_bound
+
+from t1lib.heads import linear_cross_entropy, parse_bytes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BOTH = [{}, {"by": "vocabulary"}]
+
+
+@pytest.mark.parametrize("own", BOTH, ids=str)
+@pytest.mark.parametrize("name", OPTION_SETS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_host_never_waits(own, name, reduction):
+    """The target's range check included."""
+    p = problem(300, 9000, 64, dtype=torch.bfloat16, device="cuda")
+    kwargs = options(name, p) | {"reduction": reduction}
+    upstream = torch.ones((300,) if reduction == "none" else (), device="cuda")
+    run("chunked", p, upstream, **kwargs, **own)  # the first call may wait while libraries load
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run("chunked", p, upstream, **kwargs, **own)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("own", BOTH, ids=str)
+@pytest.mark.parametrize("name", OPTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_that_of_full(own, name, dtype):
+    p = problem(512, 20000, 256, dtype=dtype, device="cuda")
+    kwargs = options(name, p)
+    one = torch.ones((), device="cuda")
+    exact = run("full", p.to(torch.float64), one.double(), **kwargs)
+    plain, got = (run(head, p, one, **kwargs, **extra) for head, extra in (("full", {}), ("chunked", own)))
+    for what, k, g, f, x in zip(
+        ["loss", "de", "dw", "db"], (1.05, 1.05, weight_bound(name, own), 1.5), got, plain, exact, strict=True
+    ):
+        error, usual = ((t.double() - x).norm() for t in (g, f))
+        assert error <= k * usual + 1e-6 * x.norm(), f"{what}: {error / usual:.3f} times full's error"
+
+
+@pytest.mark.parametrize("own", BOTH, ids=str)
+def test_float32_on_the_gpu(own):
+    """The buffers of float32 operands are one: softmax and product overwrite what they read."""
+    p = problem(300, 9000, 64, dtype=torch.float32, device="cuda")
+    exact = run("full", p.to(torch.float64))
+    for g, x in zip(run("chunked", p, **own), exact, strict=True):
+        assert (g.double() - x).norm() <= 1e-5 * x.norm()
+
+
+def test_the_upstream_scalar_is_not_rounded_to_16_bits():
+    """On CUDA a scalar takes the other operand's dtype: 1/3 in bfloat16 would make every gradient 0.2% too large."""
+    p = problem(64, 257, 16, dtype=torch.bfloat16, device="cuda")
+    one, third = (run("chunked", p, torch.tensor(x, device="cuda"))[2].double() for x in (1.0, 1 / 3))
+    assert abs(3 * (third * one).sum() / (one * one).sum() - 1) < 3e-4
+
+
+def workspace_of(head, p, **kwargs):
+    """Peak bytes beyond operands and gradients of one loss and backward, without a bias (whose GEMM takes its own)."""
+    operands = [t.detach().requires_grad_() for t in (p.e, p.w)]
+    for _ in range(2):  # in the first, libraries allocate their own buffers
+        for t in operands:
+            t.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(*operands, p.target, head=head, **kwargs).backward()
+    return torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in operands)
+
+
+def test_workspace_is_a_seventh_of_full():
+    p = problem(1024, 32000, 256, dtype=torch.bfloat16, device="cuda")
+    assert workspace_of("chunked", p) <= workspace_of("full", p) / 7
+
+
+@pytest.mark.parametrize("own", BOTH, ids=str)
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("budget", ["16MiB", "64MiB"])
+def test_workspace_is_kept(own, name, budget):
+    p = problem(1024, 32000, 256, dtype=torch.bfloat16, device="cuda")
+    assert workspace_of("chunked", p, workspace=budget, **options(name, p), **own) <= parse_bytes(budget)
