@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from t1lib.errors import choose
-from t1lib.train.models import PRESETS, build_model, split
+from t1lib.train.models import PRESETS, build_model, sizes, split
 from t1lib.train.optim import OPTIMIZERS, OptimizerSpec
 from t1lib.train.slide import SlideTrainer
 from t1lib.train.trainer import CkptTrainer, GpuTrainer, StepRecord, Trainer
@@ -33,5 +33,6 @@ __all__ = [
     "Trainer",
     "build_model",
     "make_trainer",
+    "sizes",
     "split",
 ]

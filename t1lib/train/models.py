@@ -63,12 +63,7 @@ def build_model(
     if name in PRESETS:
         return _random_model({**PRESETS[name], **changes}, dtype, torch.device(device), seed)
     require(not changes, f"{name!r} is no preset: its configuration cannot be changed ({', '.join(changes)})")
-    local = Path(name).is_dir()
-    if not local and name.count("/") != 1:
-        raise T1Error(
-            f"unknown model {name!r}: neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, "
-            "nor a hub name 'owner/model'"
-        )
+    local = _is_local(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True
@@ -77,6 +72,17 @@ def build_model(
         reason = str(error).strip().splitlines()[0]
         raise T1Error(f"cannot load {name!r}: {reason}\npresets that need no files: {', '.join(PRESETS)}") from error
     return model.to(device).train()
+
+
+def _is_local(name: str) -> bool:
+    """Whether a model that is no preset is a directory (else a hub name); `T1Error` if it can be neither."""
+    local = Path(name).is_dir()
+    if not local and name.count("/") != 1:
+        raise T1Error(
+            f"unknown model {name!r}: neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, "
+            "nor a hub name 'owner/model'"
+        )
+    return local
 
 
 def _random_model(fields: dict[str, object], dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
@@ -130,3 +136,22 @@ def split(model: PreTrainedModel) -> Parts:
         value = getattr(model.config, field, None)
         require(value in (None, 1, 1.0), f"model type {kind!r} scales its logits by {field}={value}: not supported")
     return Parts(base, embed, layers, norm, head, getattr(model.config, "final_logit_softcapping", None))
+
+
+def sizes(name: str, **changes: object) -> dict[str, int]:
+    """Counts of a preset or local checkpoint, without building it: layers, layer_params, params, vocabulary, hidden."""
+    if name in PRESETS:
+        fields = {**PRESETS[name], **changes}
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    else:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=_is_local(name))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = split(model).layers
+    return {
+        "layers": len(layers),
+        "layer_params": sum(p.numel() for p in layers[0].parameters()),
+        "params": sum(p.numel() for p in model.parameters()),
+        "vocabulary": config.vocab_size,
+        "hidden": config.hidden_size,
+    }

@@ -50,7 +50,7 @@ class SlideTrainer(Trainer):
         require(embedding in ("host", "device"), f"embedding {embedding!r}; allowed: host, device")
         require(overlap_in is False or slots >= 2, f"slots={slots} cannot overlap; allowed: 2 or more, or overlap_in=False")
         self.overlap_in, self.overlap_update, self.overlap_out = overlap_in, overlap_update, overlap_out
-        self._counts, self._embedding = (slots, grad_slots, host_grads), embedding
+        self.slots, self.grad_slots, self.host_grads, self._embedding = slots, grad_slots, host_grads, embedding
         super().__init__(model, **common)
 
     # -- where things live -----------------------------------------------------------------------------------------
@@ -86,10 +86,9 @@ class SlideTrainer(Trainer):
         return [m for m in self.model.modules() if m in outside]
 
     def _make_pipeline(self) -> None:
-        slots, grad_slots, host_grads = self._counts
-        self._weights = Slots(slots, self.layout, self.device)
-        self._grads = Slots(grad_slots, self.layout, self.device)
-        self._host_grads = HostPool(host_grads, self.layout, self.device)
+        self._weights = Slots(self.slots, self.layout, self.device)
+        self._grads = Slots(self.grad_slots, self.layout, self.device)
+        self._host_grads = HostPool(self.host_grads, self.layout, self.device)
         self._compute_lane = Lane(self.device, own_stream=False)
         self._in_lane = Lane(self.device, own_stream=self.overlap_in)
         self._out_lane = Lane(self.device, own_stream=self.overlap_out)
@@ -204,12 +203,16 @@ class SlideTrainer(Trainer):
         """Bytes of one pass of all layers' weights, which is also that of all their gradients."""
         return len(self._host_flat) * self._host_flat[0].nbytes
 
-    def state_dict(self) -> dict[str, Any]:
+    def drain(self) -> None:
+        """Wait for the updates that still run; a step itself does not."""
         self._worker.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.drain()
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._worker.drain()
+        self.drain()
         super().load_state_dict(state)
         self._weights.holds = [None] * len(self._weights.holds)
 
@@ -229,7 +232,7 @@ class SlideTrainer(Trainer):
             updater.load_state_dict({n.removeprefix(prefix): s for n, s in state.items() if n.startswith(prefix)})
 
     def close(self) -> None:
-        self._worker.drain()
+        self.drain()
         self._worker.close()
         super().close()
 

@@ -1,0 +1,121 @@
+"""The machine and the software of a run, without anything that names its owner (host, user, path)."""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from t1lib import __version__, paths
+
+_GIB = 2**30
+_H200_GIB = 70  # an 80 GB card counts as large, and reports some GiB less than 80
+
+
+def _output(*command: str) -> str | None:
+    """Return what a command prints, or None where it is not installed or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+@functools.cache
+def _cpu_model() -> str:
+    if platform.system() == "Linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _gpu() -> dict[str, str | float] | None:
+    """Return name, memory and driver of the first visible GPU, or None without CUDA.
+
+    nvidia-smi is asked first because torch would create a CUDA context: the driver process would
+    then hold GPU memory, and count on the card, during every measurement.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    query = "--query-gpu=name,memory.total,driver_version"
+    answer = _output("nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits") or ""
+    fields = [field.strip() for field in answer.split(",")]
+    try:
+        name, mebibytes, driver = fields
+        return {"name": name, "memory": round(float(mebibytes) / 1024, 1), "driver": driver}
+    except ValueError:
+        properties = torch.cuda.get_device_properties(0)
+        return {"name": properties.name, "memory": round(properties.total_memory / _GIB, 1), "driver": "unknown"}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def device_name() -> str:
+    """Return the name of the first visible GPU, or of the CPU without CUDA."""
+    gpu = _gpu()
+    return str(gpu["name"]) if gpu else _cpu_model()
+
+
+def default_profile() -> str:
+    """Return the profile for this machine: smoke without CUDA, h200 from 70 GiB GPU memory on, else laptop."""
+    gpu = _gpu()
+    if gpu is None:
+        return "smoke"
+    return "h200" if float(gpu["memory"]) >= _H200_GIB else "laptop"
+
+
+def environment() -> dict[str, str | int | float]:
+    """Return machine and versions, flat; memory sizes in GiB. GPU entries only where there is one."""
+    import torch
+
+    found: dict[str, str | int | float] = {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "cores_physical": psutil.cpu_count(logical=False) or 0,
+        "cores_logical": psutil.cpu_count() or 0,
+        "ram_gib": round(psutil.virtual_memory().total / _GIB, 1),
+        "t1lib": __version__,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "cuda": torch.version.cuda or "none",
+    }
+    gpu = _gpu()
+    if gpu:
+        found |= {"gpu": gpu["name"], "gpu_memory_gib": gpu["memory"], "driver": gpu["driver"]}
+    return found
+
+
+def git_state() -> dict[str, str | bool]:
+    """Return the commit and whether files other than outputs/ differ from it.
+
+    Without git, `T1_COMMIT` and `T1_DIRTY` (1 or 0) say so, else both are "unknown". A run writes
+    into outputs/, which therefore says nothing about the sources.
+    """
+    folder = str(paths.root())
+    commit = _output("git", "-C", folder, "rev-parse", "HEAD")
+    if commit:
+        changes = _output("git", "-C", folder, "status", "--porcelain", "--", ".", ":(exclude)outputs")
+        return {"commit": commit, "dirty": "unknown" if changes is None else bool(changes)}
+    dirty = os.environ.get("T1_DIRTY", "").lower()
+    known = {"1": True, "true": True, "0": False, "false": False}
+    return {"commit": os.environ.get("T1_COMMIT") or "unknown", "dirty": known.get(dirty, "unknown")}

@@ -1,0 +1,138 @@
+"""A fresh process for every variant, and all of them measured in turn.
+
+Memory claims need a process that has done nothing else; times need the variants interleaved, so that drift falls on
+all alike. `measure_variants` gives both: one process a variant, all alive, taking turns.
+"""
+
+import multiprocessing as mp
+import signal
+import traceback
+from collections.abc import Callable, Generator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from t1lib.errors import T1Error, UnavailableError
+from t1lib.measure.records import Records
+
+
+class VariantOutOfMemory(MemoryError):
+    """The variant's process ran out of device or host memory."""
+
+
+class VariantFailed(RuntimeError):
+    """The variant's process raised something else; the message holds its traceback."""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
+    """The process's loop: build the session, then answer calls until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
+    session = None
+    try:
+        session = factory(**settings)
+        pipe.send(("ok", None))
+        while True:
+            method, kwargs = pipe.recv()
+            pipe.send(("ok", getattr(session, method)(**kwargs)))
+    except EOFError:
+        return
+    except BaseException as error:
+        known = {T1Error: "bad", UnavailableError: "unavailable"}.get(type(error), "error")
+        kind = "oom" if _is_out_of_memory(error) else known
+        pipe.send((kind, traceback.format_exc() if kind == "error" else str(error)))
+
+
+class Isolated:
+    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be importable and picklable."""
+
+    def __init__(self, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
+        method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+        context = mp.get_context(method)
+        if method == "forkserver":  # imports are done once, before any device is touched
+            context.set_forkserver_preload([factory.__module__])
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
+        self._process.start()
+        other.close()
+        self._receive()
+
+    def call(self, method: str, **kwargs: Any) -> Any:
+        """Run the session's method and return its result. Raises `VariantOutOfMemory` or `VariantFailed`."""
+        self._pipe.send((method, kwargs))
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            kind, value = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(10)
+            code = self._process.exitcode
+            if code == -getattr(signal, "SIGKILL", 9):  # as the system does to a process when memory runs out
+                raise VariantOutOfMemory("the process was killed: host memory") from None
+            raise VariantFailed(f"the process ended with exit code {code}") from None
+        raised = {"oom": VariantOutOfMemory, "unavailable": UnavailableError, "bad": T1Error, "error": VariantFailed}
+        if kind in raised:
+            raise raised[kind](value)
+        return value
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+Protocol = Callable[[str, Callable[..., Any]], Generator[None, None, None]]
+
+
+def measure_variants(
+    factory: Callable[..., Any],
+    variants: dict[str, dict[str, Any]],
+    protocol: Protocol,
+    records: Records,
+    together: bool = True,
+    phase: str = "",
+) -> None:
+    """Run `protocol(variant, call)` for every variant, each in a fresh process that holds `factory(**settings)`.
+
+    The protocol is a generator that calls the session's methods, `call("step", n=3)`, and yields where the next variant
+    may take its turn. With `together=False` the variants run one after the other: for a device that cannot hold all of
+    them at once. A variant that runs out of memory becomes a row with status `oom`, one that lacks something optional
+    a row with status `unavailable`, and the others run on.
+    """
+    waiting = list(variants.items())
+    if not together:
+        for name, settings in waiting:
+            measure_variants(factory, {name: settings}, protocol, records, phase=phase)
+        return
+    running: dict[str, tuple[Isolated, Generator[None, None, None]]] = {}
+
+    def turn(name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except VariantOutOfMemory:
+            records.status(name, "oom", phase=phase)
+        except UnavailableError:
+            records.status(name, "unavailable", phase=phase)
+        except StopIteration:
+            records.status(name, "ok", phase=phase)
+        if name in running:
+            running.pop(name)[0].close()
+        return None
+
+    try:
+        for name, settings in waiting:
+            worker = turn(name, lambda settings=settings: Isolated(factory, settings))
+            if worker is not None:
+                running[name] = worker, protocol(name, worker.call)
+        while running:
+            for name in list(running):
+                turn(name, lambda name=name: next(running[name][1]))
+    finally:
+        for worker, _ in running.values():
+            worker.close()

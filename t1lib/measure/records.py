@@ -1,0 +1,172 @@
+"""What a run leaves: tidy rows of raw samples, and the few numbers that prose quotes.
+
+Figures and tables are functions of the rows alone, so `save` and `load` keep every float exactly.
+"""
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pandas as pd
+
+from t1lib.errors import T1Error, choose, require
+
+COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
+# "wrong": its loss or gradients miss their bound, so it gets no time.
+STATUSES = ("ok", "oom", "unavailable", "skipped", "wrong")
+
+
+class Records:
+    """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(
+        self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
+    ) -> None:
+        """Append one sample. `value` is anything that `float()` takes, such as a one-element tensor."""
+        require(metric != "status", "use Records.status for the status of a variant")
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise T1Error(f"{variant} {metric}: {value!r} is not a number") from None
+        self._append(variant, phase, step, metric, unit, number)
+
+    def status(self, variant: str, state: str, phase: str = "") -> None:
+        """Append how a variant ended: one of `STATUSES`."""
+        self._append(variant, phase, "", "status", "", choose("status", state, STATUSES))
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows given as mappings with the names of `COLUMNS`; phase, step and unit may be left out."""
+        for row in rows:
+            for name in row:
+                choose("column of records", name, COLUMNS)
+            missing = [name for name in ("variant", "metric", "value") if name not in row]
+            require(not missing, f"a row of records lacks {', '.join(missing)}: {dict(row)}")
+            if row["metric"] == "status":
+                self.status(row["variant"], row["value"], row.get("phase", ""))
+            else:
+                self.add(**row)
+
+    def _append(self, *values: Any) -> None:
+        self.rows.append(dict(zip(COLUMNS, values, strict=True)))
+
+    def frame(self) -> pd.DataFrame:
+        """Return the rows as a table. `value` holds floats, and text in the rows with metric `status`."""
+        return pd.DataFrame(self.rows, columns=list(COLUMNS))
+
+    def save(self, path: Path) -> None:
+        """Write the rows as CSV; floats in the shortest form that reads back exactly."""
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote. Raises `T1Error` when the columns are not `COLUMNS`."""
+        records = cls()
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            require(tuple(reader.fieldnames or ()) == COLUMNS, f"{path} has not the columns {', '.join(COLUMNS)}")
+            for row in reader:
+                row["step"] = int(row["step"]) if re.fullmatch(r"-?\d+", row["step"]) else row["step"]
+                records.extend([row])
+        return records
+
+
+def numeric(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows that hold measurements, with `value` as float64 (`Records.frame` mixes in statuses)."""
+    rows = frame[frame["metric"] != "status"]
+    return rows.assign(value=rows["value"].astype("float64"), step=rows["step"].infer_objects())
+
+
+def statuses(frame: pd.DataFrame) -> dict[str, str]:
+    """Return variant -> its status, the last one recorded when there are several."""
+    rows = frame[frame["metric"] == "status"]
+    return dict(zip(rows["variant"], rows["value"], strict=True))
+
+
+def format_number(value: Any) -> str:
+    """Return a value as a reader wants it: three significant digits, whole numbers in full."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return str(value)
+    if not math.isfinite(value):
+        return "n/a"
+    if isinstance(value, int) or value == 0:
+        return _grouped(value)
+    rounded = float(f"{value:.3g}")  # before the digits are counted: 9.999 has two before the point
+    exponent = math.floor(math.log10(abs(rounded)))
+    if -4 < exponent < 7:
+        return _grouped(value) if exponent >= 3 else f"{value:.{max(0, 2 - exponent)}f}"
+    return f"{value:.2e}"
+
+
+def _grouped(value: float) -> str:
+    # Four digits read well unseparated.
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.0f}"
+
+
+_KEY = re.compile(r"[A-Za-z0-9_.-]+")
+_NUMBER = re.compile(r"(-?[\d,]+(?:\.\d+)?)(?:e([+-]?\d+))?")
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {character: "\\" + character for character in "&%$#_{}"}
+# Lets any paper \input the file: a missing key stops the build instead of printing nothing.
+_TEX_HEAD = r"""% Written by a run; do not edit. \result{key} prints a number, \resultunit{key} its unit.
+\providecommand{\setresult}[3]{\expandafter\gdef\csname result:#1\endcsname{#2}%
+  \expandafter\gdef\csname result-unit:#1\endcsname{#3}}
+\providecommand{\result}[1]{\ifcsname result:#1\endcsname\csname result:#1\endcsname\else
+  \errmessage{no result with the key #1}\fi}
+\providecommand{\resultunit}[1]{\ifcsname result-unit:#1\endcsname\csname result-unit:#1\endcsname\else
+  \errmessage{no result with the key #1}\fi}
+"""
+
+
+def escape_latex(text: str) -> str:
+    """Return `text` as LaTeX prints it literally; negative and scientific numbers in math mode."""
+    number = _NUMBER.fullmatch(text)
+    if number and (text.startswith("-") or number[2]):
+        power = rf"\times10^{{{int(number[2])}}}" if number[2] else ""
+        return rf"\ensuremath{{{number[1].replace(',', '{,}')}{power}}}"
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+class Numbers(dict[str, dict[str, Any]]):
+    """The numbers that prose quotes: key -> {value, unit, text}; keys like `t1m1.slide.wall_ms`."""
+
+    def set(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
+        """Set a number; `fmt` is a format specification such as ".1f", else `format_number` decides.
+
+        Raises `T1Error` for a key with other characters than letters, digits, `_`, `-` and `.`.
+        """
+        require(bool(_KEY.fullmatch(key)), f"the key {key!r} may hold letters, digits, '_', '-' and '.' only")
+        if hasattr(value, "item"):  # numpy and torch scalars
+            value = value.item()
+        finite = not isinstance(value, float) or math.isfinite(value)
+        text = format(value, fmt) if fmt and finite else format_number(value)
+        self[key] = {"value": value if finite else None, "unit": unit, "text": text}
+
+    def save_json(self, path: Path) -> None:
+        """Write all numbers as JSON, sorted by key; a number that is not finite is null."""
+        text = json.dumps(self, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8", newline="\n")
+
+    @classmethod
+    def load_json(cls, path: Path) -> Self:
+        """Read what `save_json` wrote."""
+        return cls(json.loads(path.read_text(encoding="utf-8")))
+
+    def save_tex(self, path: Path) -> None:
+        r"""Write a line `\setresult{key}{text}{unit}` a number, after the commands that look it up."""
+        lines = [
+            rf"\setresult{{{key}}}{{{escape_latex(entry['text'])}}}{{{escape_latex(entry['unit'])}}}"
+            for key, entry in sorted(self.items())
+        ]
+        path.write_text(_TEX_HEAD + "\n".join(lines) + "\n", encoding="utf-8", newline="\n")

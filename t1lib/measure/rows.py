@@ -1,0 +1,73 @@
+"""From what a session returns to rows of records; and the gate that a variant's losses must pass before its times count."""
+
+from collections.abc import Iterable
+
+from t1lib.measure.memory import GIB
+from t1lib.measure.records import Records
+from t1lib.measure.timing import Span
+
+
+def add_step(records: Records, variant: str, phase: str, step: int, record: object) -> None:
+    """A `StepRecord`: its loss, wall time and phases (ms)."""
+    records.add(variant, "loss", record.loss, phase=phase, step=step)
+    records.add(variant, "wall_ms", record.wall_ms, "ms", phase, step)
+    for name, ms in record.phases.items():
+        records.add(variant, f"{name}_ms", ms, "ms", phase, step)
+
+
+def add_memory(records: Records, variant: str, phase: str, peaks: dict[str, int]) -> None:
+    """Peaks in bytes, by name, as rows in GiB."""
+    for name, value in peaks.items():
+        records.add(variant, f"{name}_gib", value / GIB, "GiB", phase)
+
+
+def add_link(records: Records, variant: str, phase: str, link: dict[str, float]) -> None:
+    """Rates of the link in bytes/s as rows in GB/s, and the floor that follows (ms) where the mode uses it."""
+    for name, value in link.items():
+        if name == "ms":
+            records.add(variant, "link_ms", value, "ms", phase)
+        else:
+            records.add(variant, f"{name}_gb_s", value / 1e9, "GB/s", phase)
+
+
+def add_spans(records: Records, variant: str, step: int, spans: Iterable[Span]) -> None:
+    """Spans of a traced step: two rows each, in the phase `span/<lane>/<phase>/<layer>`."""
+    for span in spans:
+        phase = f"span/{span.lane}/{span.phase}/{span.layer}"
+        records.add(variant, "start_ms", span.start, "ms", phase, step)
+        records.add(variant, "end_ms", span.end, "ms", phase, step)
+
+
+def add_timeline(records: Records, variant: str, points: Iterable[tuple[float, int, int | None]]) -> None:
+    """A timeline of the allocator: three rows a point (two where nothing is reserved), numbered by `step`."""
+    for index, (ms, allocated, reserved) in enumerate(points):
+        records.add(variant, "at_ms", ms, "ms", "timeline", index)
+        records.add(variant, "allocated_gib", allocated / GIB, "GiB", "timeline", index)
+        if reserved is not None:
+            records.add(variant, "reserved_gib", reserved / GIB, "GiB", "timeline", index)
+
+
+def gate_losses(records: Records, phase: str, reference: str, bound: float) -> float:
+    """Compare every variant's losses of a phase with the reference's, step by step; returns the largest relative difference.
+
+    A variant that differs by more than `bound` gets status `wrong`, and its times are taken out of the records: a
+    wrong result has no speed.
+    """
+    losses: dict[str, dict[int, float]] = {}
+    for row in records.rows:
+        if row["phase"] == phase and row["metric"] == "loss":
+            losses.setdefault(row["variant"], {})[row["step"]] = row["value"]
+    expected = losses.get(reference) or next(iter(losses.values()), {})
+    worst = 0.0
+    for variant, found in losses.items():
+        shared = expected.keys() & found.keys()
+        difference = max((abs(found[k] - expected[k]) / abs(expected[k]) for k in shared), default=0.0)
+        worst = max(worst, difference)
+        if not difference <= bound:
+            records.rows = [
+                r for r in records.rows
+                if not (r["variant"] == variant and r["phase"] == phase and r["metric"].endswith("_ms"))
+            ]  # fmt: skip
+            records.status(variant, "wrong", phase=phase)
+    records.add("all", "loss_difference", worst, "", phase)
+    return worst

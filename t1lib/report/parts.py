@@ -1,0 +1,49 @@
+"""Parts of figures that both reports draw."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from t1lib.report.select import median, pick
+from t1lib.report.style import VARIANTS, bar_labels, subplots
+
+
+def memory_unit(gib: list[float]) -> tuple[float, str]:
+    """Factor from GiB and unit in which the values read well: a small model's megabytes are no GiB figure."""
+    return (1024.0, "MiB") if max(gib, default=0.0) < 0.1 else (1.0, "GiB")
+
+
+def draw_grouped(
+    axes: Axes, frame: pd.DataFrame, phase: str, names: list[str], kinds: dict[str, tuple[str, str]], what: str
+) -> None:
+    """Groups of bars of memory, one a variant; `kinds`: metric in GiB → (label, colour), one bar each."""
+    width = 0.8 / max(len(kinds), 1)
+    scale, unit = memory_unit([median(frame, k, phase, n) for k in kinds for n in names])
+    for index, (metric, (label, colour)) in enumerate(kinds.items()):
+        where = [i + (index - (len(kinds) - 1) / 2) * width for i in range(len(names))]
+        values = [median(frame, metric, phase, m) * scale for m in names]
+        bar_labels(axes, axes.bar(where, values, width * 0.95, label=label, color=colour))
+    axes.set_xticks(range(len(names)), [VARIANTS[m].label for m in names])
+    axes.set_ylabel(f"{what} ({unit})")
+    axes.grid(axis="x", visible=False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+
+def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:
+    """Allocated bytes over one step, from the allocator's history; reserved dashed where there is an allocator of that kind."""
+    figure, axes = subplots(2.7)
+    scale, unit = memory_unit([float(pick(frame, "allocated_gib", "timeline", n).max()) for n in names])
+    for name in names:
+        style = VARIANTS[name]
+        ms = pick(frame, "at_ms", "timeline", name).to_numpy()
+        progress = ms / ms[-1] if len(ms) and ms[-1] > 0 else ms
+        axes.plot(progress, pick(frame, "allocated_gib", "timeline", name) * scale, color=style.colour, lw=1.1,
+                  label=f"{style.label}, allocated", drawstyle="steps-post")  # fmt: skip
+        reserved = pick(frame, "reserved_gib", "timeline", name)
+        if len(reserved):
+            axes.plot(progress, reserved * scale, color=style.colour, lw=0.9, ls=":", label=f"{style.label}, reserved")
+    axes.set(xlabel="progress within one step", ylabel=f"memory on the device ({unit})", ylim=(0, None), xlim=(0, 1))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure
+
+

@@ -1,0 +1,45 @@
+"""Selections from records that figures, tables and numbers share."""
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from t1lib.measure.records import numeric
+
+
+def pick(frame: pd.DataFrame, metric: str, phase: str = "", variant: str | None = None) -> pd.Series:
+    """Values of a metric in a phase (and of one variant), in the order measured."""
+    rows = numeric(frame)
+    rows = rows[(rows["metric"] == metric) & (rows["phase"] == phase)]
+    return (rows if variant is None else rows[rows["variant"] == variant])["value"]
+
+
+def present(frame: pd.DataFrame, metric: str, phase: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that have a value of this metric."""
+    return [n for n in names if len(pick(frame, metric, phase, n))]
+
+
+def median(frame: pd.DataFrame, metric: str, phase: str, variant: str) -> float:
+    """Median of a variant's samples; NaN where there are none."""
+    return float(pick(frame, metric, phase, variant).median())
+
+
+def spans(frame: pd.DataFrame, variant: str, lane: str, phase: str | None = None) -> pd.DataFrame:
+    """Spans of a variant on a lane: columns traced step, phase, layer, start, end (ms)."""
+    rows = numeric(frame)
+    rows = rows[(rows["variant"] == variant) & rows["phase"].str.startswith(f"span/{lane}/")]
+    parts = rows["phase"].str.split("/", expand=True)
+    if not len(rows):
+        return pd.DataFrame(columns=["step", "phase", "layer", "start_ms", "end_ms"])
+    rows = rows.assign(span=parts[2], layer=parts[3].astype(int))
+    # A layer's span of one kind happens once a step, so these identify it.
+    table = rows.pivot_table(index=["step", "span", "layer"], columns="metric", values="value").reset_index()
+    table = table.rename(columns={"span": "phase"})
+    return table if phase is None else table[table["phase"] == phase]
+
+
+def layer_ms(frame: pd.DataFrame, variant: str, lane: str, phase: str) -> pd.Series:
+    """Median duration by layer (ms) over the traced steps; layer −1, what lies outside the stack, is left out."""
+    found = spans(frame, variant, lane, phase)
+    found = found[found["layer"] >= 0]
+    return (found["end_ms"] - found["start_ms"]).groupby(found["layer"]).median()

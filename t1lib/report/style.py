@@ -1,0 +1,70 @@
+"""One style for all figures: sizes of a LaTeX page, and one colour, marker and label a variant, bound here once."""
+
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+WIDTH = 6.3  # inches: the text width of the reports; figures are included at their own size
+
+_COLOURS = sns.color_palette("colorblind")
+
+
+@dataclass(frozen=True)
+class Variant:
+    label: str
+    colour: tuple[float, float, float]
+    marker: str
+
+
+VARIANTS: dict[str, Variant] = {
+    "gpu": Variant("gpu", _COLOURS[0], "o"),
+    "ckpt": Variant("ckpt", _COLOURS[1], "s"),
+    "slide": Variant("slide", _COLOURS[2], "^"),
+    "full": Variant("full", _COLOURS[0], "o"),
+    "chunked": Variant("chunked, by sequence", _COLOURS[2], "^"),
+    "chunked-vocabulary": Variant("chunked, by vocabulary", _COLOURS[4], "D"),
+    "torch": Variant("torch (PyTorch's own)", _COLOURS[3], "v"),
+}
+PHASE_COLOURS = {
+    "forward": _COLOURS[0],
+    "head forward": _COLOURS[4],
+    "head backward": _COLOURS[6],
+    "backward": _COLOURS[1],
+    "optimizer": _COLOURS[2],
+}
+FLOOR = {"color": "0.25", "linestyle": "--", "linewidth": 1.0}
+
+STYLE = {
+    "figure.constrained_layout.use": True,
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8.5,
+    "legend.fontsize": 7.5,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "0.9",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "pdf.fonttype": 42,
+    "savefig.dpi": 150,
+    "figure.dpi": 110,
+}
+
+
+def subplots(height: float, columns: int = 1, **kwargs: object) -> tuple[Figure, Axes]:
+    """A figure of the text's width and `height` inches, in the kit's style."""
+    with plt.rc_context(STYLE):
+        return plt.subplots(1, columns, figsize=(WIDTH, height), **kwargs)
+
+
+def bar_labels(axes: Axes, bars: object, digits: str = "{:.3g}") -> None:
+    """Write each bar's value on it, so that it can be read without the table."""
+    axes.bar_label(bars, fmt=lambda v: digits.format(v) if v else "", fontsize=6.5, padding=1.5)
+    axes.margins(y=0.12)

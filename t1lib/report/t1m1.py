@@ -1,0 +1,168 @@
+"""T1M1's figures, as functions of its records alone. The phases of the records are those that the notebook writes."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from t1lib.measure.records import numeric
+from t1lib.report.parts import draw_grouped, draw_timeline
+from t1lib.report.select import layer_ms, median, pick, present, spans
+from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, subplots
+
+MODES = ("gpu", "ckpt", "slide")
+ABLATION = {
+    "slide": "all three\noverlaps",
+    "no-in": "weights\nnot prefetched",
+    "no-out": "gradients\nnot overlapped",
+    "no-update": "update\nnot overlapped",
+    "none": "no\noverlap",
+}
+LANES = {"in": "weights in", "compute": "compute", "out": "gradients out", "update": "CPU update"}
+
+
+def fig1_breakdown(frame: pd.DataFrame) -> Figure:
+    """Time of a step's phases; the hidden CPU update beside it, not added to it (difference D6)."""
+    figure, axes = subplots(2.6)
+    modes = present(frame, "wall_ms", "own", MODES)
+    base = pd.Series(0.0, index=modes)
+    for phase, colour in PHASE_COLOURS.items():
+        values = pd.Series({m: median(frame, phase.replace(" ", "_") + "_ms", "own", m) for m in modes}).fillna(0.0)
+        if values.sum() > 0:
+            axes.barh([VARIANTS[m].label for m in modes], values, left=base, color=colour, height=0.5, label=phase)
+            base = base + values
+    for row, mode in enumerate(modes):
+        update = layer_ms(frame, mode, "update", "update").sum()
+        if update > 0:
+            axes.barh(row + 0.36, update, height=0.16, color="0.75", hatch="////", edgecolor="0.4", linewidth=0.5,
+                      label="CPU update, overlapped")  # fmt: skip
+        axes.text(base[mode], row, f" {base[mode]:.3g}", va="center", fontsize=7)
+    floor = median(frame, "link_ms", "own", "slide")
+    if floor > 0:
+        axes.axvline(floor, label="link floor of slide", **FLOOR)
+    axes.set(xlabel="median time of a step (ms)", xlim=(0, None))
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
+
+
+def fig2_peak_memory(frame: pd.DataFrame) -> Figure:
+    """Exact peaks over the measured steps, a fresh process a variant."""
+    figure, (device, host) = subplots(2.5, 2)
+    modes = present(frame, "allocated_gib", "own", MODES)
+    kinds = {"allocated_gib": ("allocated", "0.45"), "reserved_gib": ("reserved", "0.75")}
+    kinds = {k: v for k, v in kinds.items() if len(pick(frame, k, "own"))}
+    draw_grouped(device, frame, "own", modes, kinds, "peak on the device")
+    draw_grouped(host, frame, "own", modes, {"host_setup_gib": ("during set-up", "0.45"), "host_gib": ("steady state", "0.75")},
+                 "peak resident host memory")  # fmt: skip
+    return figure
+
+
+def fig3_timeline(frame: pd.DataFrame) -> Figure:
+    return draw_timeline(frame, present(frame, "at_ms", "timeline", MODES))
+
+
+def _per_layer(frame: pd.DataFrame, axes: Axes, phase: str, lanes: tuple[str, ...] = ("compute",)) -> None:
+    for mode in MODES:
+        style = VARIANTS[mode]
+        for lane in lanes:
+            values = layer_ms(frame, mode, lane, phase)
+            if phase == "backward" and mode == "ckpt" and len(values):
+                values = values - layer_ms(frame, mode, lane, "recompute")  # its span holds the recomputation
+            if len(values):
+                label = style.label + (" (on the CPU)" if lane == "update" else "")
+                axes.plot(values.index, values, color=style.colour, marker=style.marker, ms=3, lw=1, label=label)
+    axes.set(xlabel="layer", ylim=(0, None))
+
+
+def fig4_layer_forward(frame: pd.DataFrame) -> Figure:
+    """Forward time by layer, instrumented pass."""
+    figure, axes = subplots(2.3)
+    _per_layer(frame, axes, "forward")
+    axes.set(ylabel="forward (ms)")
+    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
+def fig5_layer_backward(frame: pd.DataFrame) -> Figure:
+    """Backward, and recomputation, by layer, instrumented pass."""
+    figure, (backward, recompute) = subplots(2.4, 2, sharey=True)
+    _per_layer(frame, backward, "backward")
+    _per_layer(frame, recompute, "recompute")
+    backward.set(ylabel="time (ms)", title="backward without recomputation")
+    recompute.set(title="recomputation")
+    figure.legend(*backward.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure
+
+
+def fig6_layer_update(frame: pd.DataFrame) -> Figure:
+    """Update by layer, instrumented pass: on the device for gpu and ckpt, on the CPU for slide."""
+    figure, axes = subplots(2.3)
+    _per_layer(frame, axes, "update", ("compute", "update"))
+    axes.set(ylabel="update (ms)", yscale="log", ylim=(None, None))
+    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
+def fig7_lanes(frame: pd.DataFrame) -> Figure:
+    """One traced step of slide: what each lane does when."""
+    figure, axes = subplots(2.4)
+    colours = {"weights": "in", "forward": "forward", "recompute": "head backward", "backward": "backward"}
+    for row, (lane, label) in enumerate(LANES.items()):
+        found = spans(frame, "slide", lane)
+        found = found[found["step"] == found["step"].min()]
+        for phase, group in found.groupby("phase"):
+            colour = PHASE_COLOURS.get(colours.get(phase, phase), {"in": "0.4", "out": "0.6"}.get(lane, "0.75"))
+            bars = list(zip(group["start_ms"], group["end_ms"] - group["start_ms"], strict=True))
+            legend = phase if lane == "compute" else None
+            axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.3, label=legend)
+    axes.set_yticks(range(len(LANES)), list(LANES.values()))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="time within the step (ms)", xlim=(0, None))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
+
+
+def fig8_ablation(frame: pd.DataFrame) -> Figure:
+    """What each overlap is worth: slide's step with one of them switched off."""
+    figure, axes = subplots(2.5)
+    names = present(frame, "wall_ms", "ablation", ABLATION)
+    values = [median(frame, "wall_ms", "ablation", n) for n in names]
+    bars = axes.bar([ABLATION[n] for n in names], values, color=VARIANTS["slide"].colour, width=0.55)
+    bar_labels(axes, bars)
+    axes.axhline(median(frame, "link_ms", "own", "slide"), label="link floor", **FLOOR)
+    axes.set(ylabel="median time of a step (ms)")
+    axes.grid(axis="x", visible=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def fig9_tokens(frame: pd.DataFrame) -> Figure:
+    """Time of a step against its tokens: where computing hides the link."""
+    figure, axes = subplots(2.8)
+    rows = numeric(frame)
+    rows = rows[(rows["metric"] == "wall_ms") & rows["phase"].str.startswith("tokens/")]
+    rows = rows.assign(tokens=rows["phase"].str.removeprefix("tokens/").astype(int))
+    for mode in MODES:
+        medians = rows[rows["variant"] == mode].groupby("tokens")["value"].median()
+        if len(medians):
+            style = VARIANTS[mode]
+            axes.plot(medians.index, medians, color=style.colour, marker=style.marker, ms=4, lw=1.1, label=style.label)
+    axes.axhline(median(frame, "link_ms", "own", "slide"), label="link floor of slide", **FLOOR)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted(rows["tokens"].unique())
+    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.set(xlabel="tokens a step", ylabel="median time of a step (ms)")
+    axes.legend(loc="upper left")
+    return figure
+
+
+FIGURES = {
+    f.__name__: f
+    for f in (
+        fig1_breakdown, fig2_peak_memory, fig3_timeline, fig4_layer_forward, fig5_layer_backward, fig6_layer_update,
+        fig7_lanes, fig8_ablation, fig9_tokens,
+    )
+}  # fmt: skip

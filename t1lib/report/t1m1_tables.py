@@ -1,0 +1,116 @@
+"""T1M1's tables and numbers, from its records alone."""
+
+import pandas as pd
+
+from t1lib.measure.records import Numbers, statuses
+from t1lib.report import published
+from t1lib.report.select import layer_ms, median, pick, present
+from t1lib.report.t1m1 import ABLATION, MODES
+from t1lib.report.tables import MISSING, Table, make_table, mean_std, median_iqr
+
+
+def _summary(frame: pd.DataFrame, phase: str) -> Table:
+    status, floor = statuses(frame[frame["phase"] == phase]), median(frame, "link_ms", phase, "slide")
+    rows = []
+    for mode in MODES:
+        wall = pick(frame, "wall_ms", phase, mode)
+        measured = len(wall) > 0
+        rows.append({
+            "mode": mode,
+            "status": status.get(mode, MISSING),
+            "n": len(wall) or None,
+            "wall, mean ± std (ms)": mean_std(wall) if measured else MISSING,
+            "median [IQR] (ms)": median_iqr(wall) if measured else MISSING,
+            "× link floor": median(frame, "wall_ms", phase, mode) / floor if mode == "slide" else None,
+            "allocated (GiB)": median(frame, "allocated_gib", phase, mode),
+            "reserved (GiB)": median(frame, "reserved_gib", phase, mode),
+            "host (GiB)": median(frame, "host_gib", phase, mode),
+        })  # fmt: skip
+    return make_table(rows, text_columns=2)
+
+
+def table1(frame: pd.DataFrame) -> Table:
+    """T1M1's Table 1: the reports' own setting."""
+    return _summary(frame, "own")
+
+
+def table2_real(frame: pd.DataFrame) -> Table:
+    """The same for a real loss and AdamW with float32 master weights."""
+    return _summary(frame, "real")
+
+
+def table3_published(frame: pd.DataFrame) -> Table:
+    """Published against measured, in the reports' own setting."""
+    rows = []
+    for metric, label in (("wall_ms", "wall (ms)"), ("reserved_gib", "peak reserved (GiB)"), ("host_gib", "peak host (GiB)")):
+        for mode in MODES:
+            ours, theirs = median(frame, metric, "own", mode), published.T1M1[mode][metric]
+            rows.append({"quantity": label, "mode": mode, "published": theirs, "measured": ours, "ratio": ours / theirs})
+    for label, metric in (("slide / gpu, wall", "wall_ms"), ("gpu / slide, reserved", "reserved_gib")):
+        up, down = ("slide", "gpu") if metric == "wall_ms" else ("gpu", "slide")
+        ours = median(frame, metric, "own", up) / median(frame, metric, "own", down)
+        theirs = published.T1M1[up][metric] / published.T1M1[down][metric]
+        rows.append({"quantity": label, "mode": "", "published": theirs, "measured": ours, "ratio": ours / theirs})
+    return make_table(rows, text_columns=2)
+
+
+def differences(report: str) -> Table:
+    """The differences between a report and its own data, and what the kit does instead."""
+    return make_table(
+        (
+            {"": key, "the report": says, "its data or code": shows, "this kit": kit}
+            for key, (where, says, shows, kit) in published.DIFFERENCES.items()
+            if where in (report, "both")
+        ),
+        text_columns=4,
+    )
+
+
+def numbers(frame: pd.DataFrame, out: Numbers) -> None:
+    """Every number that the report's prose quotes: `t1m1.<setting>.<mode>.<metric>` and what follows from them."""
+    units = {"wall_ms": "ms", "allocated_gib": "GiB", "reserved_gib": "GiB", "host_gib": "GiB", "host_setup_gib": "GiB"}
+    units |= {"pinned_gib": "GiB", "traced_ms": "ms"}
+    for phase in ("own", "real"):
+        for mode in MODES:
+            for metric, unit in units.items():
+                out.set(f"t1m1.{phase}.{mode}.{metric}", median(frame, metric, phase, mode), unit)
+            wall = pick(frame, "wall_ms", phase, mode)
+            out.set(f"t1m1.{phase}.{mode}.wall_std_ms", float(wall.std(ddof=1)) if len(wall) > 1 else float("nan"), "ms")
+            out.set(f"t1m1.{phase}.{mode}.n", len(wall))
+        _ratios(frame, phase, out)
+    for metric in ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s"):
+        out.set(f"t1m1.link.{metric}", median(frame, metric, "own", "slide"), "GB/s")
+    for name in present(frame, "wall_ms", "ablation", ABLATION):
+        out.set(f"t1m1.ablation.{name}.wall_ms", median(frame, "wall_ms", "ablation", name), "ms")
+        cost = median(frame, "wall_ms", "ablation", name) / median(frame, "wall_ms", "ablation", "slide")
+        out.set(f"t1m1.ablation.{name}.ratio", cost, "", ".2f")
+    for metric in sorted(set(frame[frame["phase"] == "expected"]["metric"])):
+        out.set(f"t1m1.expected.{metric}", median(frame, metric, "expected", "model"))
+    out.set("t1m1.slide.update_sum_ms", float(layer_ms(frame, "slide", "update", "update").sum()), "ms")
+    for key, mode in published.T1M1.items():
+        for metric, value in mode.items():
+            out.set(f"t1m1.published.{key}.{metric}", value)
+
+
+def _ratios(frame: pd.DataFrame, phase: str, out: Numbers) -> None:
+    def ratio(metric: str, up: str, down: str) -> float:
+        return median(frame, metric, phase, up) / median(frame, metric, phase, down)
+
+    out.set(f"t1m1.{phase}.slide_over_gpu", ratio("wall_ms", "slide", "gpu"), "", ".2f")
+    out.set(f"t1m1.{phase}.slide_over_ckpt", ratio("wall_ms", "slide", "ckpt"), "", ".2f")
+    out.set(f"t1m1.{phase}.ckpt_over_gpu", ratio("wall_ms", "ckpt", "gpu"), "", ".2f")
+    memory = "reserved_gib" if len(pick(frame, "reserved_gib", phase, "slide")) else "allocated_gib"
+    out.set(f"t1m1.{phase}.memory_saving", ratio(memory, "gpu", "slide"), "", ".1f")
+    floor = median(frame, "link_ms", phase, "slide")
+    out.set(f"t1m1.{phase}.link_floor_ms", floor, "ms")
+    out.set(f"t1m1.{phase}.slide_over_floor", median(frame, "wall_ms", phase, "slide") / floor, "", ".2f")
+    out.set(f"t1m1.{phase}.loss_difference", median(frame, "loss_difference", phase, "all"))
+    out.set(f"t1m1.{phase}.tokens", median(frame, "tokens", phase, "all"), "", ".0f")
+
+
+TABLES = {
+    "table1": table1,
+    "table2_real": table2_real,
+    "table3_published": table3_published,
+    "table4_differences": lambda frame: differences("T1M1"),
+}

@@ -1,0 +1,172 @@
+"""Sessions: a trainer or a head, its data and its measurements behind methods that take and give plain values.
+
+What the notebooks measure runs in such a session in a process of its own (`t1lib.measure.isolate`).
+"""
+
+from typing import Any
+
+import torch
+
+from t1lib.heads import linear_cross_entropy
+from t1lib.measure.floors import measure_link, three_products_ms
+from t1lib.measure.memory import AllocatorTimeline, HostPeak, pinned_bytes, read_peak, reset_peak, storage_bytes
+from t1lib.measure.timing import NoTrace, PhaseTimer, Span, Trace, synchronize
+from t1lib.train import OptimizerSpec, SlideTrainer, StepRecord, build_model, make_trainer
+
+Timeline = list[tuple[float, int, int | None]]
+
+
+def envelope(points: Timeline, bins: int) -> Timeline:
+    """Thin a timeline to about `bins` points without losing a peak: of each equal span of time, the highest point."""
+    if len(points) <= bins:
+        return points
+    end = points[-1][0] or 1.0
+    best: dict[int, tuple[float, int, int | None]] = {}
+    for point in points:
+        key = min(int(point[0] / end * bins), bins - 1)
+        if key not in best or point[1] > best[key][1]:
+            best[key] = point
+    return [points[0], *best.values(), points[-1]]
+
+
+class TrainSession:
+    """A model in training on one repeated batch of random tokens.
+
+    model      a preset or checkpoint, as `build_model` takes it; `changes` to a preset's configuration
+    optimizer  fields of `OptimizerSpec`
+    options    further arguments of `make_trainer`
+    """
+
+    def __init__(
+        self, *, model: str, mode: str, dtype: str, batch: int, seq: int, optimizer: dict[str, Any],
+        device: str, seed: int = 0, changes: dict[str, Any] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.device, self.seed = torch.device(device), seed
+        self._host_setup = HostPeak()
+        where = "cpu" if mode == "slide" else device
+        built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
+        spec = OptimizerSpec(**optimizer)
+        self.trainer = make_trainer(built, mode, device=device, optimizer=spec, **options)
+        self.set_tokens(batch=batch, seq=seq)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what building the model left behind is no part of the variant
+
+    def set_tokens(self, batch: int, seq: int) -> None:
+        """From now on, train on `batch` sequences of `seq` tokens."""
+        vocabulary = self.trainer.parts.embed.num_embeddings
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        self.batch = {"input_ids": torch.randint(vocabulary, (batch, seq), generator=generator)}
+
+    def warm_up(self, steps: int) -> list[float]:
+        """Train without measuring, then start new peaks of memory. Returns the losses."""
+        losses = [self.trainer.step(self.batch).loss for _ in range(steps)]
+        self._host_setup_peak = self._host_setup.read()
+        self._host = HostPeak()
+        self._baseline = reset_peak(self.device) if self.device.type == "cuda" else 0
+        return losses
+
+    def step(self) -> StepRecord:
+        """One clean step."""
+        return self.trainer.step(self.batch)
+
+    def traced_step(self) -> tuple[StepRecord, list[Span]]:
+        """One instrumented step: its record, and the spans of work on all lanes."""
+        self._settle()
+        self.trainer.trace = Trace(self.device)
+        record = self.trainer.step(self.batch)
+        trace, self.trainer.trace = self.trainer.trace, NoTrace()
+        self._settle()
+        return record, trace.spans()
+
+    def timeline(self, bins: int = 400) -> Timeline:
+        """One step's allocations on the computing side: (ms, allocated bytes, reserved bytes or None), thinned."""
+        self._settle()
+        baseline = storage_bytes(self.trainer.device_tensors())
+        with AllocatorTimeline(self.device, baseline) as timeline:
+            self.trainer.step(self.batch)
+        return envelope(timeline.points, bins)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: peaks on the device since `warm_up`, exact peaks of the host during set-up and since, and pinned."""
+        result = {"host_setup": self._host_setup_peak, "host": self._host.read(), "pinned": pinned_bytes()}
+        result["host_base"] = self._host_setup.baseline
+        if self.device.type == "cuda":
+            peak = read_peak(self.device, self._baseline)
+            return result | {"baseline": peak.baseline, "allocated": peak.allocated, "reserved": peak.reserved}
+        baseline = storage_bytes(self.trainer.device_tensors())
+        return result | {"baseline": baseline, "allocated": max(a for _, a, _ in self.timeline())}
+
+    def link_floor(self) -> dict[str, float]:
+        """Rates of the link (bytes/s), and the least time (ms) that slide's copies need on it, measured here and now."""
+        self._settle()
+        link = measure_link(self.device, nbytes=2**28 if self.device.type == "cuda" else 2**22)
+        rates = {"h2d": link.host_to_device, "d2h": link.device_to_host, "both_in": link.both_in, "both_out": link.both_out}
+        if isinstance(self.trainer, SlideTrainer):
+            total, layers = self.trainer.streamed_bytes(), len(self.trainer.parts.layers)
+            kept = min(self.trainer.slots, layers)  # still on the device at the turn from forward to backward
+            again = total // layers * (layers - kept)
+            rates["ms"] = link.step_ms(forward_in=total, backward_in=again, backward_out=total)
+        return rates
+
+    def _settle(self) -> None:
+        """Let updates that are still on their way finish, so that a measurement begins with idle lanes."""
+        if isinstance(self.trainer, SlideTrainer):
+            self.trainer.drain()
+        synchronize(self.device)
+
+
+class HeadSession:
+    """An output layer alone: random hidden states (N, D) and weight (V, D), loss and both gradients."""
+
+    def __init__(
+        self, *, head: str, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str, seed: int = 0,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.device, self.dtype = torch.device(device), getattr(torch, dtype)
+        self.shape, self.head, self.options = (tokens, vocabulary, hidden), head, options
+        torch.manual_seed(seed)
+        self.e = torch.randn(tokens, hidden, device=self.device).to(self.dtype).requires_grad_()
+        self.w = (torch.randn(vocabulary, hidden, device=self.device) * 0.02).to(self.dtype).requires_grad_()
+        self.y = torch.randint(vocabulary, (tokens,), device=self.device)
+
+    def step(self) -> dict[str, float]:
+        """Time in ms of the loss (`forward`), of the gradients (`backward`), and of both."""
+        self.e.grad = self.w.grad = None
+        synchronize(self.device)
+        timer = PhaseTimer(self.device)
+        loss = linear_cross_entropy(self.e, self.w, self.y, head=self.head, **self.options)
+        timer.mark("forward")
+        loss.backward()
+        timer.mark("backward")
+        _, phases = timer.stop()
+        return phases | {"both": sum(phases.values())}
+
+    def workspace(self) -> int:
+        """Peak bytes beyond the inputs and the two gradients."""
+        self.e.grad = self.w.grad = None
+        must = self.e.nbytes + self.w.nbytes
+        inputs = storage_bytes([self.e, self.w, self.y])
+        with AllocatorTimeline(self.device, inputs) as timeline:
+            linear_cross_entropy(self.e, self.w, self.y, head=self.head, **self.options).backward()
+        peak = timeline.peak
+        return peak.allocated - peak.baseline - must
+
+    def error(self) -> dict[str, float]:
+        """Relative error of loss, dE and dW against float64."""
+        e, w = (t.detach().double().requires_grad_() for t in (self.e, self.w))
+        exact = linear_cross_entropy(e, w, self.y, head="chunked", chunks=16)
+        exact.backward()
+        self.e.grad = self.w.grad = None
+        loss = linear_cross_entropy(self.e, self.w, self.y, head=self.head, **self.options)
+        loss.backward()
+        pairs = {"loss": (loss, exact), "dE": (self.e.grad, e.grad), "dW": (self.w.grad, w.grad)}
+        errors = {k: float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for k, (a, b) in pairs.items()}
+        self.e.grad = self.w.grad = None
+        del pairs, e, w, exact, loss
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return errors
+
+    def floor(self) -> dict[str, float]:
+        """Times in ms of the three matrix products of this shape."""
+        return three_products_ms(*self.shape, self.dtype, self.device)
