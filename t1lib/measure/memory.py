@@ -4,7 +4,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +57,9 @@ class AllocatorTimeline:
             self._reserved = torch.cuda.memory_reserved(self.device)
             torch.cuda.memory._record_memory_history(context=None, max_entries=self.max_events)
         else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's start and stop messages
             self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-            self._profile.__enter__()
+            with _quiet_stderr():
+                self._profile.__enter__()
         self._start_us = time.time_ns() / 1e3
         return self
 
@@ -69,7 +70,8 @@ class AllocatorTimeline:
             torch.cuda.memory._record_memory_history(enabled=None)
             self._replay((e["time_us"], e["action"], e["size"]) for e in trace)
         else:
-            self._profile.__exit__(*exc)
+            with _quiet_stderr():
+                self._profile.__exit__(*exc)
             events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
             events.sort(key=lambda e: e.start_ns())
             self._replay((e.start_ns() / 1e3, "alloc", e.nbytes()) for e in events)
@@ -95,6 +97,20 @@ class AllocatorTimeline:
     def peak(self) -> Peak:
         reserved = [r for _, _, r in self.points if r is not None]
         return Peak(self.baseline, max(a for _, a, _ in self.points), max(reserved, default=None))
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler prints two lines at its start and stop past Python, straight to the file descriptor."""
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 def reset_peak(device: torch.device) -> int:

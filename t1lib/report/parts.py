@@ -23,7 +23,7 @@ def draw_grouped(
         where = [i + (index - (len(kinds) - 1) / 2) * width for i in range(len(names))]
         values = [median(frame, metric, phase, m) * scale for m in names]
         bar_labels(axes, axes.bar(where, values, width * 0.95, label=label, color=colour))
-    axes.set_xticks(range(len(names)), [VARIANTS[m].label for m in names])
+    axes.set_xticks(range(len(names)), [VARIANTS[m].tick() for m in names])
     axes.set_ylabel(f"{what} ({unit})")
     axes.grid(axis="x", visible=False)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
@@ -43,7 +43,7 @@ def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:
         if len(reserved):
             axes.plot(progress, reserved * scale, color=style.colour, lw=0.9, ls=":", label=f"{style.label}, reserved")
     axes.set(xlabel="progress within one step", ylabel=f"memory on the device ({unit})", ylim=(0, None), xlim=(0, 1))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 

@@ -1,5 +1,6 @@
 """One style for all figures: sizes of a LaTeX page, and one colour, marker and label a variant, bound here once."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
@@ -17,6 +18,11 @@ class Variant:
     label: str
     colour: tuple[float, float, float]
     marker: str
+    short: str = ""
+
+    def tick(self) -> str:
+        """The label under a narrow bar."""
+        return self.short or self.label
 
 
 VARIANTS: dict[str, Variant] = {
@@ -24,16 +30,18 @@ VARIANTS: dict[str, Variant] = {
     "ckpt": Variant("ckpt", _COLOURS[1], "s"),
     "slide": Variant("slide", _COLOURS[2], "^"),
     "full": Variant("full", _COLOURS[0], "o"),
-    "chunked": Variant("chunked, by sequence", _COLOURS[2], "^"),
-    "chunked-vocabulary": Variant("chunked, by vocabulary", _COLOURS[4], "D"),
-    "torch": Variant("torch (PyTorch's own)", _COLOURS[3], "v"),
+    "chunked": Variant("chunked, by sequence", _COLOURS[2], "^", "chunked,\nsequence"),
+    "chunked-vocabulary": Variant("chunked, by vocabulary", _COLOURS[4], "D", "chunked,\nvocabulary"),
+    "torch": Variant("torch (PyTorch's own)", _COLOURS[3], "v", "torch"),
 }
+_SOFT = sns.color_palette("Set2")  # phases are not variants: colours of their own
 PHASE_COLOURS = {
-    "forward": _COLOURS[0],
-    "head forward": _COLOURS[4],
-    "head backward": _COLOURS[6],
-    "backward": _COLOURS[1],
-    "optimizer": _COLOURS[2],
+    "forward": _SOFT[2],
+    "head forward": _SOFT[3],
+    "head backward": _SOFT[4],
+    "backward": _SOFT[1],
+    "optimizer": _SOFT[0],
+    "recompute": _SOFT[5],
 }
 FLOOR = {"color": "0.25", "linestyle": "--", "linewidth": 1.0}
 
@@ -58,10 +66,14 @@ STYLE = {
 }
 
 
+def style() -> AbstractContextManager:
+    """The kit's style, for as long as a figure is drawn and saved."""
+    return plt.rc_context(STYLE)
+
+
 def subplots(height: float, columns: int = 1, **kwargs: object) -> tuple[Figure, Axes]:
-    """A figure of the text's width and `height` inches, in the kit's style."""
-    with plt.rc_context(STYLE):
-        return plt.subplots(1, columns, figsize=(WIDTH, height), **kwargs)
+    """A figure of the text's width and `height` inches. To be called within `style()`."""
+    return plt.subplots(1, columns, figsize=(WIDTH, height), **kwargs)
 
 
 def bar_labels(axes: Axes, bars: object, digits: str = "{:.3g}") -> None:

@@ -3,6 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from t1lib.measure.records import numeric
 from t1lib.report.parts import draw_grouped, draw_timeline
@@ -54,7 +55,7 @@ def fig2_peak_memory(frame: pd.DataFrame) -> Figure:
     kinds = {k: v for k, v in kinds.items() if len(pick(frame, k, "own"))}
     draw_grouped(device, frame, "own", modes, kinds, "peak on the device")
     draw_grouped(host, frame, "own", modes, {"host_setup_gib": ("during set-up", "0.45"), "host_gib": ("steady state", "0.75")},
-                 "peak resident host memory")  # fmt: skip
+                 "peak host memory")  # fmt: skip
     return figure
 
 
@@ -73,6 +74,7 @@ def _per_layer(frame: pd.DataFrame, axes: Axes, phase: str, lanes: tuple[str, ..
                 label = style.label + (" (on the CPU)" if lane == "update" else "")
                 axes.plot(values.index, values, color=style.colour, marker=style.marker, ms=3, lw=1, label=label)
     axes.set(xlabel="layer", ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def fig4_layer_forward(frame: pd.DataFrame) -> Figure:
@@ -107,12 +109,12 @@ def fig6_layer_update(frame: pd.DataFrame) -> Figure:
 def fig7_lanes(frame: pd.DataFrame) -> Figure:
     """One traced step of slide: what each lane does when."""
     figure, axes = subplots(2.4)
-    colours = {"weights": "in", "forward": "forward", "recompute": "head backward", "backward": "backward"}
+    copies = {"weights": "0.4", "gradients": "0.6", "update": "0.75"}
     for row, (lane, label) in enumerate(LANES.items()):
         found = spans(frame, "slide", lane)
         found = found[found["step"] == found["step"].min()]
-        for phase, group in found.groupby("phase"):
-            colour = PHASE_COLOURS.get(colours.get(phase, phase), {"in": "0.4", "out": "0.6"}.get(lane, "0.75"))
+        for phase, group in found.groupby("phase", sort=False):
+            colour = PHASE_COLOURS.get(phase) or copies[phase]
             bars = list(zip(group["start_ms"], group["end_ms"] - group["start_ms"], strict=True))
             legend = phase if lane == "compute" else None
             axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.3, label=legend)
@@ -155,7 +157,7 @@ def fig9_tokens(frame: pd.DataFrame) -> Figure:
     ticks = sorted(rows["tokens"].unique())
     axes.set_xticks(ticks, [str(t) for t in ticks])
     axes.set(xlabel="tokens a step", ylabel="median time of a step (ms)")
-    axes.legend(loc="upper left")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
 

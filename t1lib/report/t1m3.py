@@ -32,6 +32,8 @@ def fig3_breakdown(frame: pd.DataFrame) -> Figure:
     base = pd.Series(0.0, index=names)
     for phase, colour in PHASE_COLOURS.items():
         values = pd.Series({n: median(frame, phase.replace(" ", "_") + "_ms", "step", n) for n in names}).fillna(0.0)
+        if values.sum() == 0:
+            continue
         axes.barh([VARIANTS[n].label for n in names], values, left=base, color=colour, height=0.55, label=phase)
         base = base + values
     for row, name in enumerate(names):
@@ -47,7 +49,7 @@ def fig4_head_alone(frame: pd.DataFrame) -> Figure:
     """The output layer alone: loss and both gradients in time, and the memory beyond inputs and gradients."""
     figure, (time, memory) = subplots(2.6, 2)
     names = present(frame, "both_ms", "head", HEAD_VARIANTS)
-    labels = [VARIANTS[n].label.replace(", ", ",\n") for n in names]
+    labels = [VARIANTS[n].tick() for n in names]
     forward, backward = ([median(frame, f"{k}_ms", "head", n) for n in names] for k in ("forward", "backward"))
     time.bar(labels, forward, color=PHASE_COLOURS["head forward"], width=0.55, label="loss")
     bars = time.bar(labels, backward, bottom=forward, color=PHASE_COLOURS["head backward"], width=0.55, label="gradients")

@@ -1,0 +1,40 @@
+# make reproduce   install, run every experiment that is not up to date, redraw, build the reports
+# make test | lab | report | lint | clean          PYTHON=python3.12 and PROFILE=smoke choose others
+PYTHON ?= python3
+PROFILE ?= auto
+VENV := .venv
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+STAMP := $(VENV)/.installed
+
+.PHONY: venv install reproduce test lab report lint clean
+
+venv install: $(STAMP)
+
+# The stamp saves the installation each time but after a change of what is to be installed. ipykernel
+# puts the kernel `python3` into the venv itself, so notebooks run in the venv's Python.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	@touch $@
+
+reproduce: install
+	$(BIN)/python -m t1lib run all --profile $(PROFILE)
+	$(BIN)/python -m t1lib report --profile $(PROFILE)
+
+# Builds the PDFs where TeX is installed, and says what is missing where it is not.
+report: install
+	$(BIN)/python -m t1lib report --profile $(PROFILE)
+
+test: install
+	$(BIN)/python -m pytest -q
+
+lab: install
+	$(BIN)/python -m jupyterlab
+
+lint: install
+	$(BIN)/python -m ruff check .
+
+# Leaves .venv and the finished runs alone.
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache outputs/*/.*.partial outputs/*/.*.old outputs/*/.*.redraw
+	find t1lib tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,105 @@
+"""The command line: `python -m t1lib run | list | report`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from t1lib import driver, params, paths
+from t1lib.errors import T1Error, UnavailableError, choose, require
+from t1lib.measure import manifest
+from t1lib.measure.environment import default_profile
+
+EXIT_BAD_INPUT = 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    return driver.run(arguments.experiments, arguments.profile, dict(arguments.parameters), arguments.force)
+
+
+def _state(experiment: str, profile: str) -> str:
+    """Return done, stale or missing for an experiment under a profile, with when and where or why."""
+    folder = paths.outputs(profile, experiment)
+    content = manifest.read(folder)
+    if content is None:
+        return "missing"
+    made_of = manifest.ingredients(experiment, params.resolve(experiment, profile))
+    why = manifest.difference(folder, manifest.fingerprint_of(made_of), made_of)
+    measured = f"measured {content['started']} on {content['made_of']['device']} in {content['seconds']:.0f} s"
+    return f"stale    {why}; {measured}" if why else f"done     {measured}"
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    profiles = params.profiles()
+    print(f"profiles: {', '.join(profiles)} (auto here: {default_profile()})")
+    for experiment in params.experiments():
+        kit = params.read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
+        print(f"\n{experiment}  {kit.get('title', '')}".rstrip())
+        for profile in profiles:
+            has_file = paths.params_file(profile, experiment).is_file()
+            print(f"  {profile:<8} {_state(experiment, profile) if has_file else 'no parameters'}")
+        for name, parameter in params.declared(experiment).items():
+            print(f"    -p {name} {parameter.type} = {parameter.default!r}  {parameter.help}".rstrip())
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    os.environ["MPLBACKEND"] = "Agg"  # files only, also where there is no display
+    from t1lib.notebook import redraw
+
+    profile = default_profile() if arguments.profile == "auto" else arguments.profile
+    choose("profile", profile, [*params.profiles(), "auto"])
+    folder = paths.root() / "outputs" / profile
+    finished = [name for name in params.experiments() if manifest.read(folder / name)]
+    require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")
+    for experiment in finished:
+        print(f"{experiment} [{profile}] redrew {len(redraw(profile, experiment))} files")
+    if arguments.no_pdf:
+        return 0
+    from t1lib.report import latex
+
+    try:
+        for path in latex.build(profile):
+            print(f"built {paths.shown(path)}")
+    except UnavailableError as error:
+        print(f"reports not built: {error}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m t1lib", description="Run and report the experiments of the kit.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run the experiments whose outputs are not up to date")
+    run.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="names, or all (default: all)")
+    run.add_argument("--profile", default="auto", help="a folder of params/, or auto: by this machine's GPU (default)")
+    run.add_argument("--force", action="store_true", help="run also what is up to date")
+    run.add_argument(
+        "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
+    )
+    run.set_defaults(command=_run)
+
+    listing = commands.add_parser("list", help="show experiments, their parameters and the state of their outputs")
+    listing.set_defaults(command=_list)
+
+    report = commands.add_parser("report", help="redraw everything from the samples and build the reports")
+    report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
+    report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
+    report.set_defaults(command=_report)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, 1 (an experiment failed), 2 (bad input), 130 (interrupted)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.command(arguments)
+    except T1Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return driver.EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

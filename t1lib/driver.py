@@ -1,0 +1,191 @@
+"""Runs experiments headless and resumably: validate everything, skip what is done, publish what finishes."""
+
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from t1lib import params, paths
+from t1lib.errors import T1Error, choose, require
+from t1lib.execute import NotebookError, execute
+from t1lib.measure import manifest
+from t1lib.measure.environment import default_profile
+
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+
+
+@dataclass(frozen=True)
+class Job:
+    """One experiment under one profile, with its resolved parameters and what its results depend on."""
+
+    experiment: str
+    profile: str
+    parameters: dict[str, Any]
+    made_of: dict[str, str]
+
+    @property
+    def label(self) -> str:
+        return f"{self.experiment} [{self.profile}]"
+
+    @property
+    def final(self) -> Path:
+        return paths.outputs(self.profile, self.experiment)
+
+    @property
+    def staging(self) -> Path:
+        return paths.staging(self.profile, self.experiment)
+
+    def difference(self) -> str | None:
+        """Return why the experiment has to run; None when its outputs are those it would give again."""
+        return manifest.difference(self.final, manifest.fingerprint_of(self.made_of), self.made_of)
+
+    def expected_seconds(self) -> float | None:
+        """Return how long the last run took, else what the notebook's metadata says, else None."""
+        last = (manifest.read(self.final) or {}).get("seconds")
+        kit = params.read_notebook(paths.notebook(self.experiment)).get("metadata", {}).get("t1", {})
+        return last or kit.get("expected_seconds", {}).get(self.profile)
+
+
+def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> list[Job]:
+    """Return the jobs of `names` ("all", or nothing, for every experiment) after checking all of them.
+
+    An override goes to the experiments that declare it. Raises `T1Error` for an unknown experiment,
+    profile or parameter, a value of the wrong type, and an output folder that cannot be written.
+    """
+    known = params.experiments()
+    require(bool(known), f"no experiments: {paths.shown(paths.notebooks())}/ holds no notebook with parameters")
+    chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
+    profile = default_profile() if profile == "auto" else profile
+    choose("profile", profile, [*params.profiles(), "auto"])
+    declared = {name: params.declared(name) for name in dict.fromkeys(chosen)}
+    for name in overrides:
+        choose("parameter", name, dict.fromkeys(key for known_to in declared.values() for key in known_to))
+    jobs = []
+    for name, known_to in declared.items():
+        own = {key: value for key, value in overrides.items() if key in known_to}
+        parameters = params.resolve(name, profile, own)
+        jobs.append(Job(name, profile, parameters, manifest.ingredients(name, parameters)))
+    _require_writable(paths.root() / "outputs" / profile)
+    return jobs
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise T1Error(f"cannot write to the output folder {paths.shown(folder)}: {error.strerror}") from None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class _Progress:
+    """One line a notebook: refreshed in place on a terminal, else printed at its start and its end."""
+
+    def __init__(self, label: str, expected: float | None, stream: TextIO) -> None:
+        self.label, self.stream, self.live = label, stream, stream.isatty()
+        self.expected = f"expected {_clock(expected)}" if expected else "expected time unknown"
+        self.began = time.monotonic()
+        if not self.live:
+            print(f"{label}: started, {self.expected}", file=stream, flush=True)
+
+    def tick(self) -> None:
+        if self.live:
+            self.stream.write(f"\r\x1b[K{self.label}: {_clock(time.monotonic() - self.began)}, {self.expected}")
+            self.stream.flush()
+
+    def end(self, outcome: str) -> None:
+        clear = "\r\x1b[K" if self.live else ""
+        took = _clock(time.monotonic() - self.began)
+        print(f"{clear}{self.label}: {outcome} after {took}", file=self.stream, flush=True)
+
+
+def _run_one(job: Job, progress: _Progress) -> None:
+    """Run one experiment up to its published folder."""
+    shutil.rmtree(job.staging, ignore_errors=True)  # of a run that failed or was killed
+    job.staging.mkdir(parents=True)
+    started, clock = manifest.utc_now(), time.perf_counter()
+    execute(job.experiment, job.parameters, job.staging, progress.tick)
+    manifest.write(
+        job.staging,
+        experiment=job.experiment,
+        profile=job.profile,
+        parameters=job.parameters,
+        made_of=job.made_of,
+        started=started,
+        seconds=time.perf_counter() - clock,
+    )
+    manifest.publish(job.staging, job.final)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a run like Ctrl-C, with the kernel shut down."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force: bool = False) -> int:
+    """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130).
+
+    A notebook that fails keeps its executed copy in the staging folder, and the others still run.
+    Raises `T1Error` before anything runs, see `plan`.
+    """
+    jobs = plan(names, profile, overrides)
+    for job in jobs:
+        manifest.recover(job.final)
+    due = []
+    for job in jobs:
+        why = job.difference()
+        if why or force:
+            due.append(job)
+            print(f"{job.label} to run: {why or 'forced'}")
+        else:
+            print(f"{job.label} up to date (measured {(manifest.read(job.final) or {})['started']})")
+    if not due:
+        print(f"nothing to do: {len(jobs)} experiments up to date")
+        return EXIT_OK
+    try:
+        with _terminable():
+            failed = [job for job in due if not _attempt(job)]
+    except KeyboardInterrupt:
+        print("interrupted: the experiment that was running is not finished; run again to go on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print(f"{len(due) - len(failed)} run, {len(jobs) - len(due)} up to date, {len(failed)} failed", end="")
+    print(f": {', '.join(job.experiment for job in failed)}" if failed else "")
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+def _attempt(job: Job) -> bool:
+    progress = _Progress(job.label, job.expected_seconds(), sys.stderr)
+    try:
+        _run_one(job, progress)
+    except (NotebookError, T1Error) as error:
+        progress.end("failed")
+        print(f"error: {job.label} {error}", file=sys.stderr)
+        print(f"       its notebook as far as it came: {paths.shown(job.staging)}/executed.ipynb", file=sys.stderr)
+        return False
+    except KeyboardInterrupt:
+        progress.end("interrupted")
+        raise
+    progress.end("done")
+    return True

@@ -1,0 +1,128 @@
+"""Executes one notebook with papermill, in a kernel that ends when this process is interrupted."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from t1lib import params, paths
+
+
+class NotebookError(RuntimeError):
+    """A notebook did not reach its end. The message names the cell and the exception, in one line."""
+
+
+def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick: Callable[[], None]) -> None:
+    """Execute an experiment's notebook into `staging`/executed.ipynb, calling `tick` twice a second.
+
+    Raises `NotebookError` for a cell that fails, a kernel that dies, and a notebook that ends
+    without `run.finish()`; `KeyboardInterrupt` after the kernel has been shut down.
+    """
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            _papermill(experiment, parameters, staging)
+        except BaseException as error:
+            failure.append(error)
+
+    # A thread of its own leaves the main one free for the progress line and for Ctrl-C.
+    worker = threading.Thread(target=work, daemon=True)
+    with _environment(staging):
+        worker.start()
+        try:
+            while worker.is_alive():
+                tick()
+                worker.join(0.5)
+        except KeyboardInterrupt:
+            _stop_kernel(worker)
+            raise
+    executed = staging / "executed.ipynb"
+    if failure:
+        raise NotebookError(_explain(failure[0], executed))
+    if not (staging / "samples.csv").is_file():
+        raise NotebookError("the notebook ended without run.finish()")
+    _forget_root(executed)
+
+
+def _papermill(experiment: str, parameters: Mapping[str, Any], staging: Path) -> None:
+    import papermill
+    from nbclient import NotebookClient
+
+    # Keeps a progress bar of the notebook one line in what is saved.
+    extras = {"coalesce_streams": True} if hasattr(NotebookClient, "coalesce_streams") else {}
+    papermill.execute_notebook(
+        paths.notebook(experiment),
+        staging / "executed.ipynb",
+        dict(parameters),
+        kernel_name="python3",
+        cwd=paths.root(),
+        progress_bar=False,
+        log_output=False,
+        # ipykernel warns about TCP without encryption at every start, which says nothing about the run.
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+        **extras,
+    )
+
+
+def _explain(error: BaseException, executed: Path) -> str:
+    """Return a line that names the cell and the exception."""
+    from papermill.exceptions import PapermillExecutionError
+
+    if isinstance(error, PapermillExecutionError):
+        line = next((text for text in error.source.splitlines() if text.strip()), "").strip()
+        told = (error.evalue or "").strip().splitlines()
+        what = f"{error.ename}: {told[0][:300]}" if told else error.ename
+        return f"cell In [{error.exec_count}] (`{line[:60]}`): {what}"
+    # A kernel that died: papermill marks every cell as completed, but only those it came to have a start.
+    cells = params.read_notebook(executed)["cells"] if executed.is_file() else []
+    begun = [cell for cell in cells if cell["metadata"].get("papermill", {}).get("start_time")]
+    first = params.source(begun[-1]).strip().partition("\n")[0][:60] if begun else "before the first"
+    told = str(error).strip().splitlines()
+    return f"cell `{first}`: {type(error).__name__}: {told[0] if told else ''}"
+
+
+@contextlib.contextmanager
+def _environment(staging: Path) -> Iterator[None]:
+    """Set what the kernel inherits: its staging folder, and kernels of this Python before the user's own."""
+    given = {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _stop_kernel(worker: threading.Thread) -> None:
+    """Interrupt the running cell, as Ctrl-C in it would, and end by force what does not end by itself.
+
+    The kernel runs in a session of its own, so a Ctrl-C at the terminal does not reach it.
+    """
+    family = psutil.Process().children(recursive=True)
+    if os.name == "posix":
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGINT)
+        worker.join(5)
+    for process in family + psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    worker.join(10)
+
+
+def _forget_root(executed: Path) -> None:
+    """Make paths into the checkout relative in an executed notebook: they name a user's folders."""
+    text = executed.read_text(encoding="utf-8")
+    escaped = json.dumps(str(paths.root()) + os.sep)[1:-1]
+    executed.write_text(text.replace(escaped, ""), encoding="utf-8", newline="\n")

@@ -1,0 +1,78 @@
+"""Where the kit's folders are, whatever the working directory is.
+
+papermill runs a kernel in the caller's folder and JupyterLab in the notebook's, so every path
+starts from the one root.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from t1lib.errors import T1Error
+
+
+def _is_root(folder: Path) -> bool:
+    return (folder / "notebooks").is_dir() and (folder / "params").is_dir()
+
+
+def _candidates() -> Iterator[Path]:
+    for start in (Path.cwd(), Path(__file__).resolve().parent):
+        yield start
+        yield from start.parents
+
+
+def root() -> Path:
+    """Return the checkout: `T1_ROOT`, or the first folder upwards that holds notebooks/ and params/.
+
+    The search starts at the working directory, then at this file (an editable install).
+    Raises `T1Error` when there is none.
+    """
+    named = os.environ.get("T1_ROOT")
+    if named:
+        folder = Path(named).expanduser().resolve()
+        if not _is_root(folder):
+            raise T1Error(f"T1_ROOT is {str(folder)!r}, which holds no notebooks/ and params/ folders")
+        return folder
+    for folder in _candidates():
+        if _is_root(folder):
+            return folder
+    raise T1Error(
+        f"no folder with notebooks/ and params/ at or above {str(Path.cwd())!r};\n"
+        "run from inside the checkout, or set T1_ROOT to it"
+    )
+
+
+def notebooks() -> Path:
+    """Return the folder that holds one notebook an experiment."""
+    return root() / "notebooks"
+
+
+def notebook(experiment: str) -> Path:
+    """Return the path of an experiment's notebook, whether or not it exists."""
+    return notebooks() / f"{experiment}.ipynb"
+
+
+def params_file(profile: str, experiment: str) -> Path:
+    """Return the path of params/<profile>/<experiment>.yaml, whether or not it exists."""
+    return root() / "params" / profile / f"{experiment}.yaml"
+
+
+def outputs(profile: str, experiment: str) -> Path:
+    """Return outputs/<profile>/<experiment>, whether or not it exists."""
+    return root() / "outputs" / profile / experiment
+
+
+def staging(profile: str, experiment: str) -> Path:
+    """Return the folder that a run fills before it is published as `outputs(profile, experiment)`.
+
+    It lies beside the final folder, so that publishing is a rename within one file system.
+    """
+    return root() / "outputs" / profile / f".{experiment}.partial"
+
+
+def shown(path: Path) -> str:
+    """Return `path` relative to the root with forward slashes, for messages and manifests."""
+    try:
+        return path.relative_to(root()).as_posix()
+    except ValueError:
+        return path.as_posix()

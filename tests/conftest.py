@@ -1,0 +1,49 @@
+"""A throw-away checkout with small notebooks, for the tests of parameters, manifests and the driver."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
+START = "from t1lib.notebook import Run\nrun = Run.start({name!r}, globals())\n"
+MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step * rate, "ms", step=step)\n'
+
+
+class Checkout:
+    """A root with notebooks/ and params/smoke/."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "notebooks").mkdir()
+        (root / "params" / "smoke").mkdir(parents=True)
+
+    def add(self, name: str, *cells: str, parameters: str = PARAMETERS, yaml: str = "steps: 2\n") -> Path:
+        """Write a notebook: parameters, start, `cells` (by default one that measures), finish."""
+        sources = [parameters, START.format(name=name), *(cells or (MEASURE,)), "run.finish()"]
+        path = self.root / "notebooks" / f"{name}.ipynb"
+        kernel = {"name": "python3", "language": "python", "display_name": "Python 3"}
+        metadata = {"kernelspec": kernel, "language_info": {"name": "python"}, "t1": {"title": f"About {name}"}}
+        content = {"cells": [_cell(i, text) for i, text in enumerate(sources)], "metadata": metadata}
+        path.write_text(json.dumps({**content, "nbformat": 4, "nbformat_minor": 5}))
+        self.params(name, yaml)
+        return path
+
+    def params(self, name: str, yaml: str) -> None:
+        (self.root / "params" / "smoke" / f"{name}.yaml").write_text(yaml)
+
+    def outputs(self, name: str) -> Path:
+        return self.root / "outputs" / "smoke" / name
+
+
+def _cell(index: int, text: str) -> dict:
+    metadata = {"tags": ["parameters"]} if index == 0 else {}
+    cell = {"cell_type": "code", "id": f"cell-{index}", "metadata": metadata}
+    return {**cell, "source": text, "outputs": [], "execution_count": None}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+    monkeypatch.setenv("T1_ROOT", str(tmp_path))
+    monkeypatch.delenv("T1_STAGING", raising=False)
+    return Checkout(tmp_path)

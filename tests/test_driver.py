@@ -1,0 +1,205 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t1lib import driver
+from t1lib.__main__ import main
+from t1lib.measure import manifest
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter's own dependencies
+
+
+def run(*arguments: str) -> int:
+    return main(["run", *arguments, "--profile", "smoke"])
+
+
+def test_run_then_skip_then_redo_only_what_changed(checkout, capsys):
+    checkout.add("first")
+    checkout.add("second", "import sys\nprint(sys.executable)", yaml="")
+    assert run() == 0
+    told = capsys.readouterr()
+    assert "2 run, 0 up to date, 0 failed" in told.out
+    assert "first [smoke]: started, expected time unknown" in told.err
+    assert "TCP" not in told.err
+    _finished_run_is_whole(checkout)
+
+    assert run("all") == 0
+    told = capsys.readouterr()
+    assert "first [smoke] up to date (measured 20" in told.out
+    assert "nothing to do: 2 experiments up to date" in told.out
+
+    checkout.params("first", "steps: 1\n")
+    assert run() == 0
+    told = capsys.readouterr()
+    assert "first [smoke] to run: parameters changed" in told.out
+    assert "second [smoke] up to date" in told.out
+    assert "1 run, 1 up to date, 0 failed" in told.out
+    assert "first [smoke]: started, expected 0:" in told.err
+    assert len((checkout.outputs("first") / "samples.csv").read_text().splitlines()) == 2
+
+
+def _finished_run_is_whole(checkout):
+    folder = checkout.outputs("first")
+    content = manifest.read(folder)
+    assert set(content["files"]) == {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex", "environment.json"}
+    assert content["parameters"] == {"profile": "smoke", "steps": 2, "rate": 0.5}
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["first", "second"]
+    for name in content["files"]:
+        assert str(checkout.root) not in (folder / name).read_text()
+    # The kernel is this very Python, whatever kernels a user has registered elsewhere.
+    executed = json.loads((checkout.outputs("second") / "executed.ipynb").read_text())
+    printed = [output["text"] for cell in executed["cells"] for output in cell["outputs"]]
+    assert printed == [[sys.executable + "\n"]]
+
+
+def test_touched_outputs_and_force_are_redone(checkout, capsys):
+    checkout.add("demo")
+    assert run("demo") == 0
+    (checkout.outputs("demo") / "samples.csv").write_text("made up")
+    assert main(["list"]) == 0
+    assert "smoke    stale    samples.csv is not as the run left it; measured 20" in capsys.readouterr().out
+    assert run("demo") == 0
+    assert "made up" not in (checkout.outputs("demo") / "samples.csv").read_text()
+    assert main(["list"]) == 0
+    assert "smoke    done     measured 20" in capsys.readouterr().out
+    assert run("demo", "--force") == 0
+    assert "1 run" in capsys.readouterr().out
+
+
+def test_a_failing_cell_stops_only_its_own_notebook(checkout, capsys):
+    checkout.add("bad", "x = 1\nraise ValueError('boom')")
+    checkout.add("dead", "import os\nos._exit(1)")
+    checkout.add("good")
+    checkout.add("unfinished", "run.finish = lambda: None")
+    assert run() == 1
+    told = capsys.readouterr()
+    assert "1 run, 0 up to date, 3 failed: bad, dead, unfinished" in told.out
+    assert "error: bad [smoke] cell In [4] (`x = 1`): ValueError: boom\n" in told.err
+    assert "outputs/smoke/.bad.partial/executed.ipynb" in told.err
+    assert "error: dead [smoke] cell `import os`: DeadKernelError" in told.err
+    assert "error: unfinished [smoke] the notebook ended without run.finish()" in told.err
+    assert manifest.read(checkout.outputs("good"))
+    assert not checkout.outputs("bad").exists()
+    assert (checkout.root / "outputs/smoke/.bad.partial/executed.ipynb").is_file()
+
+
+def test_plain_papermill_with_an_unknown_parameter_fails_in_the_notebook(checkout, monkeypatch):
+    import papermill
+
+    path = checkout.add("demo")
+    monkeypatch.chdir(checkout.root)
+    options = {"kernel_name": "python3", "progress_bar": False}
+    with pytest.raises(papermill.exceptions.PapermillExecutionError) as raised:
+        papermill.execute_notebook(path, checkout.root / "out.ipynb", {"stpes": 5}, **options)
+    assert raised.value.ename == "T1Error"
+    assert "Did you mean 'steps'?" in raised.value.evalue
+    papermill.execute_notebook(path, checkout.root / "out.ipynb", {"steps": 1}, **options)
+    assert "executed.ipynb" not in manifest.read(checkout.outputs("demo"))["files"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["run", "deno", "--profile", "smoke"],
+            "unknown experiment 'deno'; allowed: demo, other. Did you mean 'demo'?",
+        ),
+        (["run", "--profile", "laptop"], "unknown profile 'laptop'; allowed: smoke, auto."),
+        (["run", "--profile", "smoke", "-p", "stpes", "1"], "unknown parameter 'stpes'"),
+        (["run", "other", "--profile", "smoke", "-p", "steps", "1"], "unknown parameter 'steps'; allowed: profile."),
+        (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many' (str); expected int"),
+        (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
+    ],
+)
+def test_bad_input_is_one_error_before_anything_runs(checkout, capsys, arguments, message):
+    checkout.add("demo")
+    checkout.add("other", parameters='profile: str = "smoke"', yaml="")
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: ")
+    assert message in told.err
+    assert len(told.err.splitlines()) <= 2
+    assert not (checkout.root / "outputs").exists()
+
+
+def test_an_override_goes_to_the_experiments_that_declare_it(checkout):
+    checkout.add("demo")
+    checkout.add("other", parameters='profile: str = "smoke"', yaml="")
+    jobs = driver.plan([], "smoke", {"steps": "1"})
+    assert [job.parameters for job in jobs] == [{"profile": "smoke", "steps": 1, "rate": 0.5}, {"profile": "smoke"}]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_work(checkout, capsys):
+    checkout.add("demo")
+    (checkout.root / "outputs").write_text("a file in the way")
+    assert run() == 2
+    assert "cannot write to the output folder outputs/smoke" in capsys.readouterr().err
+
+
+def test_list_shows_parameters_and_states(checkout, capsys):
+    checkout.add("demo")
+    (checkout.root / "params" / "h200").mkdir()
+    assert main(["list"]) == 0
+    told = capsys.readouterr().out
+    assert "demo  About demo" in told
+    assert "smoke    missing" in told
+    assert "h200     no parameters" in told
+    assert "-p steps int = 3  measured steps" in told
+
+
+def test_a_root_that_is_none_is_an_error(checkout, capsys, monkeypatch):
+    monkeypatch.setenv("T1_ROOT", str(checkout.root / "nowhere"))
+    assert main(["list"]) == 2
+    assert "T1_ROOT" in capsys.readouterr().err
+
+
+SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"
+
+
+def _start_and_wait(checkout) -> subprocess.Popen:
+    command = [sys.executable, "-m", "t1lib", "run", "--profile", "smoke"]
+    process = subprocess.Popen(command, cwd=checkout.root, stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        if (checkout.root / "started").exists():
+            return process
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError("the notebook did not start")
+
+
+def test_killed_half_way_then_run_again(checkout, capsys):
+    path = checkout.add("demo", SLEEP)
+    process = _start_and_wait(checkout)
+    process.kill()
+    process.wait()
+    assert not checkout.outputs("demo").exists()
+    assert manifest.read(checkout.root / "outputs/smoke/.demo.partial") is None
+    path.write_text(path.read_text().replace("sleep(60)", "sleep(0)"))
+    assert run() == 0
+    assert "executed.ipynb" in manifest.read(checkout.outputs("demo"))["files"]
+    assert os.listdir(checkout.root / "outputs/smoke") == ["demo"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_ends_the_kernel_and_publishes_nothing(checkout, number):
+    import psutil
+
+    checkout.add("demo", SLEEP)
+    process = _start_and_wait(checkout)
+    kernels = psutil.Process(process.pid).children(recursive=True)
+    assert kernels
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in told
+    assert "interrupted" in told
+    assert not checkout.outputs("demo").exists()
+    # Where nobody reaps orphans, as in a container, an ended kernel stays a zombie.
+    _, alive = psutil.wait_procs(kernels, timeout=2)
+    assert all(kernel.status() == psutil.STATUS_ZOMBIE for kernel in alive)

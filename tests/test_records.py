@@ -1,0 +1,165 @@
+import json
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from t1lib.errors import T1Error
+from t1lib.measure.environment import default_profile, device_name, environment, git_state
+from t1lib.measure.records import Numbers, Records, escape_latex, format_number, numeric, statuses
+
+
+def sample() -> Records:
+    records = Records()
+    records.add("slide", "wall", 0.1 + 0.2, "ms", phase="clean", step=0)
+    records.add("slide", "wall", torch.tensor(1 / 3, dtype=torch.float64), "ms", phase="clean", step=1)
+    records.add("gpu", "peak", np.int64(2**40 + 1), "B", step="layer 3")
+    records.status("ckpt", "oom", phase="clean")
+    return records
+
+
+def test_csv_round_trip_is_exact(tmp_path):
+    records = sample()
+    records.save(tmp_path / "samples.csv")
+    loaded = Records.load(tmp_path / "samples.csv")
+    assert loaded.rows == records.rows
+    loaded.save(tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "samples.csv").read_bytes()
+    assert loaded.frame().equals(records.frame())
+
+
+def test_frame_and_its_numeric_part():
+    frame = sample().frame()
+    assert list(frame.columns) == ["variant", "phase", "step", "metric", "unit", "value"]
+    assert frame["value"].tolist() == [0.1 + 0.2, 1 / 3, 2.0**40 + 1, "oom"]
+    assert numeric(frame)["value"].dtype == "float64"
+    assert len(numeric(frame)) == 3
+    assert statuses(frame) == {"ckpt": "oom"}
+    assert Records().frame().empty
+
+
+def test_not_a_number_survives_the_round_trip(tmp_path):
+    records = Records()
+    records.add("slide", "loss", float("nan"))
+    records.save(tmp_path / "samples.csv")
+    assert np.isnan(Records.load(tmp_path / "samples.csv").rows[0]["value"])
+
+
+def test_extend_takes_rows_of_another_process():
+    records = Records()
+    records.extend(json.loads(json.dumps(sample().rows)))
+    assert records.rows == sample().rows
+    records.extend([{"variant": "gpu", "metric": "wall", "value": 1}])
+    assert records.rows[-1] == {"variant": "gpu", "phase": "", "step": "", "metric": "wall", "unit": "", "value": 1.0}
+
+
+def test_wrong_rows_are_refused(tmp_path):
+    records = Records()
+    with pytest.raises(T1Error, match="allowed: ok, oom, unavailable, skipped, wrong"):
+        records.status("gpu", "fine")
+    with pytest.raises(T1Error, match="not a number"):
+        records.add("gpu", "wall", "fast")
+    with pytest.raises(T1Error, match="Did you mean 'value'"):
+        records.extend([{"variant": "gpu", "metric": "wall", "valeu": 1}])
+    with pytest.raises(T1Error, match="lacks value"):
+        records.extend([{"variant": "gpu", "metric": "wall"}])
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(T1Error, match="columns"):
+        Records.load(tmp_path / "other.csv")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1, "1"),
+        (4096, "4096"),
+        (17179869184, "17,179,869,184"),
+        (9.999, "10.0"),
+        (1.0, "1.00"),
+        (0.012345, "0.0123"),
+        (123.456, "123"),
+        (1234.5678, "1235"),
+        (-2.5, "-2.50"),
+        (1.5e-7, "1.50e-07"),
+        (3.2e9, "3.20e+09"),
+        (float("nan"), "n/a"),
+        (True, "yes"),
+        ("oom", "oom"),
+    ],
+)
+def test_numbers_read_well(value, text):
+    assert format_number(value) == text
+
+
+def test_latex_escapes():
+    assert escape_latex("50% of a_b & {c}") == r"50\% of a\_b \& \{c\}"
+    assert escape_latex("1.50e-07") == r"\ensuremath{1.50\times10^{-7}}"
+    assert escape_latex("-12,345") == r"\ensuremath{-12{,}345}"
+    assert escape_latex("2.50") == "2.50"
+
+
+def numbers() -> Numbers:
+    found = Numbers()
+    found.set("t1m1.slide.wall_ms", np.float64(41.23456), "ms")
+    found.set("t1m1.speed-up", 1.98765, fmt=".1f")
+    found.set("t1m1.share", 0.5, "%")
+    found.set("t1m1.gone", float("inf"), fmt=".1f")
+    return found
+
+
+def test_numbers_round_trip(tmp_path):
+    numbers().save_json(tmp_path / "numbers.json")
+    assert Numbers.load_json(tmp_path / "numbers.json") == numbers()
+    assert numbers()["t1m1.slide.wall_ms"] == {"value": 41.23456, "unit": "ms", "text": "41.2"}
+    assert numbers()["t1m1.speed-up"]["text"] == "2.0"
+    assert numbers()["t1m1.gone"] == {"value": None, "unit": "", "text": "n/a"}
+
+
+def test_a_key_has_plain_characters():
+    with pytest.raises(T1Error, match="'a b'"):
+        numbers().set("a b", 1)
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs LaTeX")
+def test_latex_prints_numbers_and_stops_at_a_missing_one(tmp_path):
+    numbers().save_tex(tmp_path / "numbers.tex")
+    body = r"\documentclass{article}\begin{document}\input{numbers}\typeout{GOT \result{%s}}\result{%s}\end{document}"
+
+    def build(key: str) -> subprocess.CompletedProcess:
+        (tmp_path / "paper.tex").write_text(body % (key, key))
+        command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    good, bad = build("t1m1.slide.wall_ms"), build("t1m1.slide.wal_ms")
+    assert good.returncode == 0
+    assert "GOT 41.2" in good.stdout
+    assert bad.returncode != 0
+    assert "no result with the key t1m1.slide.wal_ms" in bad.stdout
+
+
+def test_environment_names_the_machine_but_not_its_owner(checkout, monkeypatch):
+    import getpass
+    import platform
+
+    found = environment()
+    assert found["torch"] == torch.__version__
+    assert found["cores_logical"] >= 1
+    assert found["ram_gib"] > 0
+    assert all(isinstance(value, str | int | float) for value in found.values())
+    texts = [str(value) for value in found.values()]
+    assert platform.node() not in texts
+    assert getpass.getuser() not in texts
+    assert not any(str(checkout.root) in text for text in texts)
+    assert device_name()
+    assert default_profile() == "smoke" or torch.cuda.is_available()
+
+
+def test_git_state_falls_back_to_the_environment(checkout, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.root.parent))
+    assert git_state() == {"commit": "unknown", "dirty": "unknown"}
+    monkeypatch.setenv("T1_COMMIT", "abc")
+    monkeypatch.setenv("T1_DIRTY", "1")
+    assert git_state() == {"commit": "abc", "dirty": True}

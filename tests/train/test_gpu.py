@@ -1,0 +1,102 @@
+"""On a CUDA device: the modes agree within rounding, slide's memory stays flat, and no step waits inside."""
+
+import pytest
+import torch
+
+from t1lib.measure.floors import measure_link
+from t1lib.measure.memory import AllocatorTimeline, pinned_bytes, pinned_empty, read_peak, reset_peak
+from t1lib.measure.timing import PhaseTimer
+from t1lib.train import OptimizerSpec, build_model, make_trainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda")
+
+
+def trainer(mode: str, dtype: torch.dtype = torch.bfloat16, **options):
+    model = build_model("tiny", dtype=dtype, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    return make_trainer(model, mode, device="cuda", **options)
+
+
+def batch(tokens: int = 128):
+    return {"input_ids": torch.randint(512, (2, tokens), generator=torch.Generator().manual_seed(3))}
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("adamw", lr=1e-3, master_weights=True)])
+@pytest.mark.parametrize("mode", ["ckpt", "slide"])
+def test_losses_agree_with_gpu(mode, optimizer):
+    losses = {m: [t.step(batch()).loss for _ in range(20)] for m, t in ((m, trainer(m, optimizer=optimizer)) for m in ("gpu", mode))}
+    assert losses["gpu"][-1] < losses["gpu"][0] - 0.1
+    assert losses[mode] == pytest.approx(losses["gpu"], rel=5e-3)
+
+
+@pytest.mark.parametrize("options", [{"slots": 2, "grad_slots": 1, "host_grads": 1}, {"slots": 3}, {"overlap_update": False}], ids=str)
+def test_schedule_is_without_races(options):
+    """A missed wait would show as a loss that differs from run to run, or from the schedule without any overlap."""
+    off = {"overlap_in": False, "overlap_out": False, "overlap_update": False}
+    spec = OptimizerSpec("adamw", lr=1e-3)
+
+    def losses(**kwargs):
+        slide = trainer("slide", torch.float32, optimizer=spec, **kwargs)
+        return [slide.step(batch()).loss for _ in range(30)]
+
+    assert losses(**options) == losses(**options) == losses(**off)
+
+
+def test_no_host_synchronisation_inside_a_step(monkeypatch):
+    """Everything between the first launch and the closing synchronisation is asynchronous."""
+    slide = trainer("slide", optimizer=OptimizerSpec("sgd", lr=0.1))
+    slide.step(batch())
+    stop = PhaseTimer.stop
+
+    def stop_allowing(self):
+        torch.cuda.set_sync_debug_mode("default")
+        return stop(self)
+
+    monkeypatch.setattr(PhaseTimer, "stop", stop_allowing)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        slide.step(batch())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_slide_memory_is_flat_and_small():
+    slide = trainer("slide", optimizer="sgd", loss="mean_square", train="layers")
+    slide.step(batch())
+    torch.cuda.empty_cache()
+    reset_peak(CUDA)
+    peaks = []
+    for _ in range(5):
+        slide.step(batch())
+        peaks.append(read_peak(CUDA).reserved)
+    assert len(set(peaks)) == 1
+    layer = sum(p.numel() * p.element_size() for p in slide.parts.layers[0].parameters())
+    assert sum(t.nbytes for t in slide.device_tensors()) < 6 * layer
+
+
+def test_timeline_ends_at_the_allocators_own_peak():
+    reset_peak(CUDA)
+    with AllocatorTimeline(CUDA) as timeline:
+        a = torch.zeros(1 << 22, device="cuda")
+        b = a + 1
+        del a
+        c = b * 2
+        del b, c
+    assert timeline.peak.allocated == read_peak(CUDA).allocated
+    assert timeline.points[-1][1] == timeline.baseline
+
+
+def test_pinned_memory_is_exact_and_released():
+    before = pinned_bytes()
+    buffer = pinned_empty(1_000_003, torch.bfloat16, CUDA)
+    assert buffer.is_pinned() and pinned_bytes() - before == buffer.nbytes
+    view = buffer[:7]
+    del buffer
+    assert view.is_pinned()
+    del view
+    assert pinned_bytes() == before
+
+
+def test_link_rates_are_plausible():
+    link = measure_link(CUDA, nbytes=2**26)
+    assert 1e9 < link.host_to_device < 1e12 and 1e9 < link.both_out < 1e12
