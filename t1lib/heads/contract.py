@@ -49,6 +49,16 @@ class Options:
     filter_eps: float | None
     return_stats: bool
 
+    @property
+    def plain(self) -> bool:
+        """Whether the gradient of the logits is p − one-hot, up to a factor a token."""
+        return not (self.label_smoothing or self.z_loss or self.softcap or self.filter_eps)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether that factor is one and the same for all valid tokens."""
+        return self.reduction != "none" and self.class_weight is None and self.token_weight is None
+
     @cached_property
     def valid(self) -> Tensor:
         """(N) bool: tokens that are not ignored."""

@@ -18,32 +18,37 @@ from t1lib.heads.contract import Options
 
 @dataclass
 class Buffers:
-    """Memory for one block, made once and reused. `raw`: logits, later gradients, in the operands' dtype;
-    `work`: float32 (the same memory as `raw` for float32 operands); `slope`: the softcap's derivative."""
+    """Memory for blocks of logits, made once and reused. `raw`: gradients (and, where no product can write float32,
+    logits before that) in the operands' dtype; `work`: logits and p in float32 (for float32 operands the same memory as
+    `raw`); `slope`: the softcap's derivative."""
 
     raw: Tensor
     work: Tensor
     slope: Tensor | None
 
     @classmethod
-    def allocate(cls, entries: int, like: Tensor, opts: Options, gradients: bool) -> "Buffers":
-        """Flat buffers of `entries` logits; `slope` only where a softcap needs it in a gradient."""
-        raw = like.new_empty(entries)
+    def allocate(cls, entries: int, like: Tensor, opts: Options, gradients: bool, blocks: int = 1) -> "Buffers":
+        """Flat buffers of `entries` logits, `raw` for `blocks` times as many; `slope` only where a softcap needs it."""
+        raw = like.new_empty(entries * blocks)
         work = raw if raw.dtype == opts.dtype else like.new_empty(entries, dtype=opts.dtype)
         slope = like.new_empty(entries, dtype=opts.dtype) if gradients and opts.softcap is not None else None
         return cls(raw, work, slope)
 
-    def view(self, rows: int, columns: int) -> "Buffers":
-        """The first rows × columns entries, as contiguous matrices."""
-        raw = self.raw[: rows * columns].view(rows, columns)
+    def view(self, rows: int, columns: int, first: int = 0) -> "Buffers":
+        """rows × columns entries as contiguous matrices; `raw` from its row `first` on."""
+        raw = self.rows(first, first + rows, columns)
         work = raw if self.work is self.raw else self.work[: rows * columns].view(rows, columns)
         slope = None if self.slope is None else self.slope[: rows * columns].view(rows, columns)
         return Buffers(raw, work, slope)
 
+    def rows(self, start: int, stop: int, columns: int) -> Tensor:
+        """Rows of `raw`, as a contiguous matrix."""
+        return self.raw[start * columns : stop * columns].view(stop - start, columns)
 
-def entry_bytes(dtype: torch.dtype, opts: Options, gradients: bool) -> int:
+
+def entry_bytes(dtype: torch.dtype, opts: Options, gradients: bool, blocks: int = 1) -> int:
     """Bytes of workspace a logit of a block: the buffers, and what filtering's comparisons allocate."""
-    size = dtype.itemsize
+    size = dtype.itemsize * blocks
     if dtype != opts.dtype:
         size += opts.dtype.itemsize
     if gradients and opts.softcap is not None:
@@ -71,19 +76,19 @@ class Rows(NamedTuple):
         return (self.at_target - self.top) - self.total.log()
 
 
-def project(e: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """out ← e wᵀ + b, rounded once to the operands' dtype, as `F.linear` rounds it."""
-    if b is None:
-        torch.mm(e, w.t(), out=out)
-    else:
-        torch.addmm(b, e, w.t(), out=out)
+def logits(e: Tensor, w: Tensor, b: Tensor | None, block: Buffers, opts: Options) -> Tensor:
+    """work ← e wᵀ + b, softcapped; slope ← 1 − tanh². Returns work, (rows, columns).
 
-
-def upcast(block: Buffers, opts: Options) -> Tensor:
-    """work ← raw, softcapped; slope ← 1 − tanh². Returns work."""
+    On CUDA a 16-bit product without a bias writes its float32 sums as they are: no rounding, and no pass to widen
+    them. Elsewhere the product is rounded to the operands' dtype, as `F.linear` rounds it, and widened.
+    """
     work = block.work
-    if work is not block.raw:
-        work.copy_(block.raw)
+    if b is None and e.is_cuda and work is not block.raw:
+        torch.mm(e, w.t(), out_dtype=opts.dtype, out=work)
+    else:
+        torch.mm(e, w.t(), out=block.raw) if b is None else torch.addmm(b, e, w.t(), out=block.raw)
+        if work is not block.raw:
+            work.copy_(block.raw)
     if opts.softcap is not None:
         work.div_(opts.softcap).tanh_()
         if block.slope is not None:
@@ -99,18 +104,16 @@ def pull_of(z: Tensor, class_weight: Tensor | None, opts: Options) -> Tensor:
     return z.sum(-1, keepdim=True) if class_weight is None else (z @ class_weight)[:, None]
 
 
-def softmax_rows(block: Buffers, target: Tensor, opts: Options) -> Rows:
-    """Statistics of whole rows; leaves p in `work`.
+def softmax_rows(z: Tensor, target: Tensor, opts: Options) -> Rows:
+    """Statistics of whole rows of logits z, which become p in place.
 
-    The plain case reads the 16-bit logits for the maximum and lets softmax do the cast: no float32 logits are made.
     softmax's own denominator is read back from its largest entry, p_top = 1 / total, instead of another pass.
     """
-    where = block.raw.argmax(-1, keepdim=True)
-    z = upcast(block, opts) if opts.softcap is not None or opts.label_smoothing else block.raw
-    top, at_target = (z.gather(1, index).to(opts.dtype) for index in (where, target[:, None]))
+    where = z.argmax(-1, keepdim=True)
+    top, at_target = z.gather(1, where), z.gather(1, target[:, None])
     pull = pull_of(z, opts.class_weight, opts)
-    torch.softmax(z, -1, dtype=opts.dtype, out=block.work)
-    return Rows(top, block.work.gather(1, where).reciprocal(), at_target, pull)
+    torch.softmax(z, -1, out=z)
+    return Rows(top, z.gather(1, where).reciprocal(), at_target, pull)
 
 
 def token_losses(rows: Rows, opts: Options) -> Tensor:
@@ -132,10 +135,6 @@ class Coefficients(NamedTuple):
     target: Tensor
     even: Tensor
 
-    def part(self, tokens: slice) -> "Coefficients":
-        return Coefficients(*(value[tokens] for value in self))
-
-
 def coefficients(lse: Tensor, gradient: Tensor, target_weight: Tensor | None, opts: Options) -> Coefficients:
     """From lse (N, 1) and r (N), `gradient` with respect to the token's loss, 0 at ignored tokens."""
     r = gradient[:, None]
@@ -149,6 +148,12 @@ def coefficients(lse: Tensor, gradient: Tensor, target_weight: Tensor | None, op
     return Coefficients(softmax, target, r * (smooth / opts.vocab))
 
 
+def unscaled_gradient(block: Buffers, target: Tensor) -> Tensor:
+    """p − one-hot of a block whose `work` holds p; written over `raw`, which is returned. Rounding is its only pass."""
+    x = block.work.scatter_add_(1, target[:, None], block.work.new_full((len(target), 1), -1.0))
+    return x if x is block.raw else block.raw.copy_(x)
+
+
 def logit_gradient(
     block: Buffers, index: Tensor, hit: Tensor, coef: Coefficients, class_weight: Tensor | None, opts: Options
 ) -> Tensor:
@@ -157,7 +162,7 @@ def logit_gradient(
     index, hit (rows, 1): the target's column in this block, and 1.0 where it lies in the block, else 0.0.
     """
     x = block.work.scatter_add_(1, index, -hit)  # p − one-hot, in float32: no cancellation as p_y → 1
-    if not (opts.label_smoothing or opts.z_loss or opts.softcap or opts.filter_eps):
+    if opts.plain:
         return torch.mul(x, coef.softmax, out=block.raw)  # scale and rounding in one pass
     small = None if opts.filter_eps is None else (x < opts.filter_eps).logical_and_(x > -opts.filter_eps)
     x.mul_(coef.softmax).scatter_add_(1, index, (coef.softmax - coef.target) * hit)

@@ -41,7 +41,8 @@ class AllocatorTimeline:
         timeline.points   # [(ms since entry, allocated bytes, reserved bytes or None)]
         timeline.peak     # Peak
 
-    On CUDA the caching allocator's history is read. On a CPU the profiler's memory events of this thread are, and
+    On CUDA the caching allocator's history is read: the bytes asked for, without the allocator's rounding (up to a few
+    per cent less than `max_memory_allocated`). On a CPU the profiler's memory events of this thread are, and
     `baseline` says how many bytes were live at entry (a CPU allocator does not know). The recording itself slows
     small operations: take times from another pass.
     """
@@ -53,7 +54,7 @@ class AllocatorTimeline:
     def __enter__(self) -> "AllocatorTimeline":
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.baseline = torch.cuda.memory_allocated(self.device)
+            self.baseline = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             self._reserved = torch.cuda.memory_reserved(self.device)
             torch.cuda.memory._record_memory_history(context=None, max_entries=self.max_events)
         else:

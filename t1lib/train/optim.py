@@ -33,8 +33,13 @@ class OptimizerSpec:
 
     def build(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
         if self.name == "sgd":
+            # PyTorch's fused SGD on the CPU (2.11, 2.13) leaves 16-bit tensors of 32 elements and more unchanged. Its
+            # plain one rounds lr to the tensors' dtype first: all modes do, so that they agree.
+            narrow = any(t.dtype.itemsize == 2 for t in tensors)
+            lr = torch.tensor(self.lr, dtype=tensors[0].dtype).item() if narrow else self.lr
+            fused = not (narrow and tensors[0].device.type == "cpu")
             return torch.optim.SGD(
-                tensors, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=True
+                tensors, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused
             )
         return torch.optim.AdamW(
             tensors, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True

@@ -31,6 +31,13 @@ class StepRecord:
     phases: dict[str, float]
 
 
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; on its way to a GPU from pinned memory, so that the host does not wait for the copy."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class Trainer:
     """Trains a causal language model one batch at a time. Subclasses say where the layers live and how they run.
 
@@ -129,7 +136,7 @@ class Trainer:
 
     def _forward(self, ids: Tensor, targets: Tensor, timer: PhaseTimer) -> Tensor:
         embed = self.parts.embed
-        embedded = embed(ids.to(embed.weight.device)).to(self.device)
+        embedded = _send(embed(_send(ids, embed.weight.device)), self.device)
         hidden = self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
         timer.mark("forward")
         hidden.register_hook(lambda _: timer.mark("head_backward"))
@@ -138,7 +145,7 @@ class Trainer:
         else:
             head = self.parts.head
             loss = linear_cross_entropy(
-                hidden, head.weight, targets.to(self.device), head=self.head, linear_bias=head.bias,
+                hidden, head.weight, _send(targets, self.device), head=self.head, linear_bias=head.bias,
                 softcap=self.parts.softcap, **self.head_options,
             )  # fmt: skip
         timer.mark("head_forward")

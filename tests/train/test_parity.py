@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from t1lib.measure.timing import PhaseTimer
 from t1lib.train import OptimizerSpec, build_model, make_trainer
 
 STEPS = 5
@@ -133,6 +134,22 @@ def test_master_weights(mode):
     if mode == "slide":
         _, other = run(make_trainer(model("qwen3", torch.bfloat16), "gpu", optimizer=spec))
         assert_same(other, state)
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_sgd_in_16_bits_is_the_rounded_update(mode):
+    """Every weight becomes round(w − lr g): PyTorch's fused SGD leaves 16-bit tensors on the CPU as they are."""
+    lr = 0.125  # a power of two: no rounding of its own
+    trainer = make_trainer(model("qwen3", torch.bfloat16), mode, optimizer=OptimizerSpec("sgd", lr=lr))
+    plain, batch = model("qwen3", torch.bfloat16), batches(1)[0]
+    trainer.step(batch)
+    after = trainer.state_dict()["model"]
+    reference = make_trainer(plain, "gpu")
+    reference._forward(*reference._check(batch), PhaseTimer(reference.device)).backward()
+    for name, param in plain.named_parameters():
+        expected = (param.detach().float() - lr * param.grad.float()).bfloat16()
+        torch.testing.assert_close(after[name], expected, rtol=2**-8, atol=0, msg=name)
+        assert param.dim() == 1 or not torch.equal(after[name], param), name
 
 
 @pytest.mark.parametrize("first, second", [("slide", "slide"), ("gpu", "slide"), ("slide", "gpu")])
