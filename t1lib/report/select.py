@@ -32,7 +32,7 @@ def spans(frame: pd.DataFrame, variant: str, lane: str, phase: str | None = None
     if not len(rows):
         return pd.DataFrame(columns=["step", "phase", "layer", "start_ms", "end_ms"])
     rows = rows.assign(span=parts[2], layer=parts[3].astype(int))
-    # A layer's span of one kind happens once a step, so these identify it.
+    # A layer's span of one phase happens once a step, so these identify it.
     table = rows.pivot_table(index=["step", "span", "layer"], columns="metric", values="value").reset_index()
     table = table.rename(columns={"span": "phase"})
     return table if phase is None else table[table["phase"] == phase]

@@ -7,6 +7,9 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from t1lib.measure.records import format_number
 
 WIDTH = 6.3  # inches: the text width of the reports; figures are included at their own size
 
@@ -76,7 +79,14 @@ def subplots(height: float, columns: int = 1, **kwargs: object) -> tuple[Figure,
     return plt.subplots(1, columns, figsize=(WIDTH, height), **kwargs)
 
 
-def bar_labels(axes: Axes, bars: object, digits: str = "{:.3g}") -> None:
+def plain_numbers(axes: Axes) -> None:
+    """On a logarithmic axis of y: 1, 2, 5, 10, … as they are, not as powers of ten."""
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def bar_labels(axes: Axes, bars: object) -> None:
     """Write each bar's value on it, so that it can be read without the table."""
-    axes.bar_label(bars, fmt=lambda v: digits.format(v) if v else "", fontsize=6.5, padding=1.5)
+    axes.bar_label(bars, fmt=lambda v: format_number(float(v)) if v else "", fontsize=6.5, padding=1.5)
     axes.margins(y=0.12)

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from t1lib.measure.records import numeric
 from t1lib.report.parts import draw_grouped, draw_timeline
 from t1lib.report.select import layer_ms, median, pick, present, spans
-from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, subplots
+from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, plain_numbers, subplots
 
 MODES = ("gpu", "ckpt", "slide")
 ABLATION = {
@@ -54,8 +54,8 @@ def fig2_peak_memory(frame: pd.DataFrame) -> Figure:
     kinds = {"allocated_gib": ("allocated", "0.45"), "reserved_gib": ("reserved", "0.75")}
     kinds = {k: v for k, v in kinds.items() if len(pick(frame, k, "own"))}
     draw_grouped(device, frame, "own", modes, kinds, "peak on the device")
-    draw_grouped(host, frame, "own", modes, {"host_setup_gib": ("during set-up", "0.45"), "host_gib": ("steady state", "0.75")},
-                 "peak host memory")  # fmt: skip
+    kinds = {"host_setup_gib": ("during set-up", "0.45"), "host_gib": ("steady state", "0.75")}
+    draw_grouped(host, frame, "own", modes, kinds, "peak host memory")
     return figure
 
 
@@ -102,6 +102,7 @@ def fig6_layer_update(frame: pd.DataFrame) -> Figure:
     figure, axes = subplots(2.3)
     _per_layer(frame, axes, "update", ("compute", "update"))
     axes.set(ylabel="update (ms)", yscale="log", ylim=(None, None))
+    plain_numbers(axes)
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
 
@@ -109,15 +110,15 @@ def fig6_layer_update(frame: pd.DataFrame) -> Figure:
 def fig7_lanes(frame: pd.DataFrame) -> Figure:
     """One traced step of slide: what each lane does when."""
     figure, axes = subplots(2.4)
-    copies = {"weights": "0.4", "gradients": "0.6", "update": "0.75"}
-    for row, (lane, label) in enumerate(LANES.items()):
+    host = {"weights": "0.35", "weights again": "0.55", "gradients": "0.45", "update": "0.75"}
+    for row, lane in enumerate(LANES):
         found = spans(frame, "slide", lane)
         found = found[found["step"] == found["step"].min()]
         for phase, group in found.groupby("phase", sort=False):
-            colour = PHASE_COLOURS.get(phase) or copies[phase]
             bars = list(zip(group["start_ms"], group["end_ms"] - group["start_ms"], strict=True))
-            legend = phase if lane == "compute" else None
-            axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.3, label=legend)
+            colour, legend = PHASE_COLOURS.get(phase) or host[phase], phase if lane == "compute" else None
+            edge = {"edgecolor": "white", "linewidth": 0.3} if lane == "update" else {"edgecolor": "none"}
+            axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=colour, label=legend, **edge)
     axes.set_yticks(range(len(LANES)), list(LANES.values()))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -154,6 +155,7 @@ def fig9_tokens(frame: pd.DataFrame) -> Figure:
     axes.axhline(median(frame, "link_ms", "own", "slide"), label="link floor of slide", **FLOOR)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    plain_numbers(axes)
     ticks = sorted(rows["tokens"].unique())
     axes.set_xticks(ticks, [str(t) for t in ticks])
     axes.set(xlabel="tokens a step", ylabel="median time of a step (ms)")

@@ -42,10 +42,12 @@ def table2_real(frame: pd.DataFrame) -> Table:
 def table3_published(frame: pd.DataFrame) -> Table:
     """Published against measured, in the reports' own setting."""
     rows = []
-    for metric, label in (("wall_ms", "wall (ms)"), ("reserved_gib", "peak reserved (GiB)"), ("host_gib", "peak host (GiB)")):
+    labels = {"wall_ms": "wall (ms)", "reserved_gib": "peak reserved (GiB)", "host_gib": "peak host (GiB)"}
+    for metric, label in labels.items():
         for mode in MODES:
             ours, theirs = median(frame, metric, "own", mode), published.T1M1[mode][metric]
-            rows.append({"quantity": label, "mode": mode, "published": theirs, "measured": ours, "ratio": ours / theirs})
+            text = format(theirs, published.digits(metric, theirs))
+            rows.append({"quantity": label, "mode": mode, "published": text, "measured": ours, "ratio": ours / theirs})
     for label, metric in (("slide / gpu, wall", "wall_ms"), ("gpu / slide, reserved", "reserved_gib")):
         up, down = ("slide", "gpu") if metric == "wall_ms" else ("gpu", "slide")
         ours = median(frame, metric, "own", up) / median(frame, metric, "own", down)
@@ -75,7 +77,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
             for metric, unit in units.items():
                 out.set(f"t1m1.{phase}.{mode}.{metric}", median(frame, metric, phase, mode), unit)
             wall = pick(frame, "wall_ms", phase, mode)
-            out.set(f"t1m1.{phase}.{mode}.wall_std_ms", float(wall.std(ddof=1)) if len(wall) > 1 else float("nan"), "ms")
+            out.set(f"t1m1.{phase}.{mode}.wall_std_ms", float(wall.std(ddof=1)), "ms")
             out.set(f"t1m1.{phase}.{mode}.n", len(wall))
         _ratios(frame, phase, out)
     for metric in ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s"):
@@ -85,11 +87,24 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         cost = median(frame, "wall_ms", "ablation", name) / median(frame, "wall_ms", "ablation", "slide")
         out.set(f"t1m1.ablation.{name}.ratio", cost, "", ".2f")
     for metric in sorted(set(frame[frame["phase"] == "expected"]["metric"])):
-        out.set(f"t1m1.expected.{metric}", median(frame, metric, "expected", "model"))
+        counted = ".0f" if metric == "layers" else None
+        out.set(f"t1m1.expected.{metric}", median(frame, metric, "expected", "model"), "", counted)
     out.set("t1m1.slide.update_sum_ms", float(layer_ms(frame, "slide", "update", "update").sum()), "ms")
-    for key, mode in published.T1M1.items():
-        for metric, value in mode.items():
-            out.set(f"t1m1.published.{key}.{metric}", value)
+    published_numbers("t1m1", published.T1M1, out)
+    theirs = published.T1M1
+    out.set("t1m1.published.slide_over_gpu", theirs["slide"]["wall_ms"] / theirs["gpu"]["wall_ms"], "", ".1f")
+    out.set("t1m1.published.memory_saving", theirs["gpu"]["reserved_gib"] / theirs["slide"]["reserved_gib"], "", ".1f")
+
+
+def published_numbers(experiment: str, values: dict[str, dict[str, float]], out: Numbers) -> None:
+    """A report's own numbers, with the digits it printed: `<experiment>.published.<variant>.<metric>`, and its setting."""
+    for variant, metrics in values.items():
+        for metric, value in metrics.items():
+            unit = "GiB" if metric.endswith("_gib") else "ms"
+            out.set(f"{experiment}.published.{variant}.{metric}", value, unit, published.digits(metric, value))
+    for key, value in published.SETTING.items():
+        if "." not in key or key.startswith(experiment):
+            out.set(f"{experiment}.published.{key.removeprefix(experiment + '.')}", value, "", "d")
 
 
 def _ratios(frame: pd.DataFrame, phase: str, out: Numbers) -> None:

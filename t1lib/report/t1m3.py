@@ -59,7 +59,7 @@ def fig4_head_alone(frame: pd.DataFrame) -> Figure:
     time.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=0.8, handlelength=1.4)
     mib = [median(frame, "workspace_mib", "head", n) for n in names]
     bar_labels(memory, memory.bar(labels, mib, color=[VARIANTS[n].colour for n in names], width=0.55))
-    memory.set(ylabel="peak beyond inputs and gradients (MiB)")
+    memory.set(ylabel="peak workspace (MiB)")
     for axes in (time, memory):
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)

@@ -5,14 +5,15 @@ import pandas as pd
 from t1lib.measure.records import Numbers, statuses
 from t1lib.report import published
 from t1lib.report.select import median, pick
-from t1lib.report.t1m1_tables import differences
+from t1lib.report.t1m1_tables import differences, published_numbers
 from t1lib.report.t1m3 import HEAD_VARIANTS
 from t1lib.report.tables import MISSING, Table, make_table, median_iqr
 
-STEP = {"wall_ms": "ms", "allocated_gib": "GiB", "reserved_gib": "GiB", "head_forward_ms": "ms", "head_backward_ms": "ms",
-        "backward_ms": "ms", "forward_ms": "ms", "optimizer_ms": "ms"}  # fmt: skip
-HEAD = {"both_ms": "ms", "forward_ms": "ms", "backward_ms": "ms", "workspace_mib": "MiB", "floor_ms": "ms",
-        "error_loss": "", "error_dE": "", "error_dW": ""}  # fmt: skip
+STEP = dict.fromkeys(["wall_ms", "head_forward_ms", "head_backward_ms", "backward_ms", "forward_ms", "optimizer_ms"], "ms")
+STEP |= {"allocated_gib": "GiB", "reserved_gib": "GiB"}
+HEAD = dict.fromkeys(["both_ms", "forward_ms", "backward_ms", "floor_ms"], "ms")
+HEAD |= {"workspace_mib": "MiB", "error_loss": "", "error_dE": "", "error_dW": ""}
+OVER_FULL = (("step", "wall_ms"), ("step", "allocated_gib"), ("head", "both_ms"), ("head", "workspace_mib"))
 
 
 def table1(frame: pd.DataFrame) -> Table:
@@ -60,12 +61,13 @@ def table3_published(frame: pd.DataFrame) -> Table:
     rows = []
     for metric, label in labels.items():
         theirs = {head: published.T1M3[head][metric] for head in ("full", "chunked")}
+        text = {head: format(value, published.digits(metric, value)) for head, value in theirs.items()}
         ours = {name: median(frame, metric, "step", name) for name in HEAD_VARIANTS[:3]}
         rows.append({
             "quantity": label,
-            "full, published": theirs["full"],
+            "full, published": text["full"],
             "full": ours["full"],
-            "chunked, published": theirs["chunked"],
+            "chunked, published": text["chunked"],
             "by sequence": ours["chunked"],
             "by vocabulary": ours["chunked-vocabulary"],
             "chunked / full, published": theirs["chunked"] / theirs["full"],
@@ -81,7 +83,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         for phase, metrics in (("step", STEP), ("head", HEAD)):
             for metric, unit in metrics.items():
                 out.set(f"t1m3.{phase}.{name}.{metric}", median(frame, metric, phase, name), unit)
-        for phase, metric in (("step", "wall_ms"), ("head", "both_ms"), ("head", "workspace_mib"), ("step", "allocated_gib")):
+        for phase, metric in OVER_FULL:
             ratio = median(frame, metric, phase, name) / median(frame, metric, phase, "full")
             out.set(f"t1m3.{phase}.{name}.{metric}_over_full", ratio, "", ".3f")
         over_floor = median(frame, "both_ms", "head", name) / median(frame, "floor_ms", "head", name)
@@ -94,9 +96,11 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         out.set(f"t1m3.{metric}", median(frame, metric, "step", "all"), "", ".0f")
     for metric in sorted(set(frame[frame["phase"] == "expected"]["metric"])):
         out.set(f"t1m3.expected.{metric}", median(frame, metric, "expected", "head"))
-    for head, values in published.T1M3.items():
-        for metric, value in values.items():
-            out.set(f"t1m3.published.{head}.{metric}", value)
+    published_numbers("t1m3", published.T1M3, out)
+    full, chunked = published.T1M3["full"], published.T1M3["chunked"]
+    out.set("t1m3.published.wall_over_full", chunked["wall_ms"] / full["wall_ms"], "", ".3f")
+    for kind in ("allocated", "reserved"):
+        out.set(f"t1m3.published.{kind}_saved_gib", full[f"{kind}_gib"] - chunked[f"{kind}_gib"], "GiB", ".2f")
 
 
 TABLES = {

@@ -163,7 +163,8 @@ class SlideTrainer(Trainer):
         self._worker.wait(index)
         slot, lane = self._weights.of(index), self._in_lane
         lane.after(self._weights.freed[slot])
-        with lane.active(), self.trace.span("in", "weights", index, lane.stream):
+        phase = "weights again" if self._in_backward else "weights"
+        with lane.active(), self.trace.span("in", phase, index, lane.stream):
             self._weights.flat[slot].copy_(self._host_flat[index], non_blocking=True)
         self._weights.filled[slot], self._weights.holds[slot] = lane.mark(), index
 

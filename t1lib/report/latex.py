@@ -1,0 +1,159 @@
+"""Builds the two reports as PDF from what a profile's finished runs left. Needs TeX, as nothing else of the kit does.
+
+Beside `numbers.tex` of its run, a report reads a generated `context.tex`, which says what the run's manifest knows.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from t1lib import paths
+from t1lib.errors import T1Error, UnavailableError, require
+from t1lib.measure import manifest
+from t1lib.measure.records import Numbers, escape_latex
+
+REPORTS = ("t1m1", "t1m3")
+
+_MISSING_TEX = """the PDF files need TeX, and {missing} was not found here; all else is in {folder} already.
+Debian/Ubuntu: apt-get install latexmk texlive-latex-recommended lmodern; macOS: brew install --cask mactex-no-gui; \
+Windows: winget install MiKTeX.MiKTeX"""
+# With -file-line-error an error begins "./t1m1.tex:12: "; errors outside any file begin "! ".
+_ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
+_UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
+_NO_PACKAGE = re.compile(r"LaTeX Error: File `(.+\.(?:sty|cls))' not found")
+
+
+def build(profile: str) -> list[Path]:
+    """Build outputs/<profile>/<report>.pdf of every report whose experiment has a finished run; return their paths.
+
+    A PDF is replaced only by one that is complete. The same outputs and report give the same file, byte for byte.
+    Raises `UnavailableError` without TeX, and `T1Error` when no run is finished or LaTeX fails, naming its first error
+    (such as a number that the report quotes and the run did not leave).
+    """
+    folders = [paths.outputs(profile, report) for report in REPORTS]
+    finished = [folder for folder in folders if manifest.read(folder)]
+    command = f"python -m t1lib run {' '.join(REPORTS)} --profile {profile}"
+    require(bool(finished), f"no finished run to report on in {paths.shown(folders[0].parent)}; make one: {command}")
+    missing = [tool for tool in ("pdflatex", "bibtex") if shutil.which(tool) is None]
+    if missing:
+        shown = paths.shown(folders[0].parent)
+        raise UnavailableError(_MISSING_TEX.format(missing=" and ".join(missing), folder=shown))
+    return [_build_one(folder) for folder in finished]
+
+
+def _build_one(outputs: Path) -> Path:
+    """Build the report on one finished run beside the run's folder."""
+    content = manifest.read(outputs) or {}
+    final = outputs.with_name(f"{outputs.name}.pdf")
+    with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
+        folder = Path(temporary)
+        _gather(outputs, folder)
+        write_context(content, folder / "context.tex")
+        _compile(folder, outputs.name, content["started"])
+        _replace(folder / f"{outputs.name}.pdf", final)
+    return final
+
+
+def _gather(outputs: Path, folder: Path) -> None:
+    """Copy the report's sources and the run's tables, figures and numbers: one layout, whatever the real paths hold."""
+    sources = paths.root() / "report"
+    require((sources / f"{outputs.name}.tex").is_file(), f"{paths.shown(sources)}/{outputs.name}.tex is missing")
+    for path in sources.iterdir():
+        if path.suffix in (".tex", ".sty", ".bib"):
+            shutil.copyfile(path, folder / path.name)
+    numbers = outputs / "numbers.tex"
+    require(numbers.is_file(), f"{paths.shown(numbers)} is missing; `python -m t1lib report` makes it again")
+    shutil.copyfile(numbers, folder / numbers.name)
+    for kind, suffix in (("tables", "tex"), ("figures", "pdf")):
+        (folder / kind).mkdir()
+        for path in (outputs / kind).glob(f"*.{suffix}"):
+            shutil.copyfile(path, folder / kind / path.name)
+
+
+def write_context(content: Mapping[str, Any], path: Path) -> None:
+    r"""Write the LaTeX that tells a report about its run, from the run's manifest.
+
+    Keys of `\result`: run.{experiment, profile, device, commit, dirty, date, started, seconds}, env.<entry of the
+    environment>, param.<parameter>. `\ifgpu` is true where a GPU was measured; `\allparameters` lists all parameters.
+    """
+    numbers = Numbers()
+    run = {name: content[name] for name in ("experiment", "profile", "commit", "dirty", "started", "seconds")}
+    run |= {"date": content["started"][:10], "device": content["made_of"]["device"]}
+    for group, entries in (("run", run), ("env", content["environment"]), ("param", content["parameters"])):
+        for name, value in entries.items():
+            numbers.set(f"{group}.{name}", _shown(value))
+    listed = ", ".join(
+        rf"\mbox{{\texttt{{{escape_latex(name)}}}}}~=~{escape_latex(_shown(value))}"
+        for name, value in content["parameters"].items()
+    )
+    gpu = "true" if "gpu" in content["environment"] else "false"
+    numbers.save_tex(path)
+    with path.open("a", encoding="utf-8", newline="\n") as file:
+        file.write(rf"\newif\ifgpu\gpu{gpu}" + "\n" + rf"\newcommand{{\allparameters}}{{{listed}}}" + "\n")
+
+
+def _shown(value: Any) -> str:
+    """A setting as its author wrote it: 0.0001 rather than three significant digits of it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_shown(entry) for entry in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _commands(report: str) -> list[list[str]]:
+    flags = ["-interaction=nonstopmode", "-halt-on-error", "-file-line-error"]
+    if shutil.which("latexmk") and shutil.which("perl"):  # MiKTeX has latexmk and lacks perl
+        return [["latexmk", "-norc", "-pdf", *flags, report]]
+    latex = ["pdflatex", *flags, report]
+    return [latex, ["bibtex", report], latex, latex]
+
+
+def _compile(folder: Path, report: str, started: str) -> None:
+    """Run TeX in `folder`; the run's date stands in for today's, so that the PDF depends on nothing else."""
+    epoch = str(int(datetime.fromisoformat(started).timestamp()))
+    dates = {"SOURCE_DATE_EPOCH": epoch, "FORCE_SOURCE_DATE": "1"}
+    environment = {**os.environ, **dates, "max_print_line": "1000"}  # else TeX breaks its messages at 79 characters
+    for command in _commands(report):
+        done = subprocess.run(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+        if done.returncode:
+            _fail(folder, report, done.stdout.decode(errors="replace"))
+    if _UNDEFINED.search(_log(folder, report)):
+        _fail(folder, report, "")
+
+
+def _log(folder: Path, report: str) -> str:
+    log = folder / f"{report}.log"
+    return log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+
+
+def _fail(folder: Path, report: str, output: str) -> None:
+    """Raise the error that names what TeX stumbled over first."""
+    log = _log(folder, report)
+    package = _NO_PACKAGE.search(log)
+    if package:
+        raise UnavailableError(
+            f"this TeX lacks {package[1]}, which the reports need;\n"
+            "Debian/Ubuntu: apt-get install texlive-latex-recommended lmodern; else install it with tlmgr or MiKTeX"
+        )
+    found = _ERROR.search(log) or _UNDEFINED.search(log)
+    first = found[0] if found else (output.strip().splitlines() or ["no message"])[-1]
+    raise T1Error(f"LaTeX could not build the report {report}; its PDF is as it was before:\n{first}")
+
+
+def _replace(made: Path, final: Path) -> None:
+    temporary = final.with_name(f".{final.name}.tmp")
+    try:
+        shutil.copyfile(made, temporary)
+        os.replace(temporary, final)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise T1Error(f"cannot write {paths.shown(final)} ({error.strerror}); is it open in a viewer?") from None
