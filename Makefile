@@ -29,7 +29,7 @@ test: install
 	$(BIN)/python -m pytest -q
 
 lab: install
-	$(BIN)/python -m jupyterlab
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/t1m1.ipynb
 
 lint: install
 	$(BIN)/python -m ruff check .

@@ -88,7 +88,7 @@ def environment() -> dict[str, str | int | float]:
 
     found: dict[str, str | int | float] = {
         "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
         "cores_physical": psutil.cpu_count(logical=False) or 0,
         "cores_logical": psutil.cpu_count() or 0,

@@ -18,7 +18,7 @@ class Link:
     both_out: float
 
     def step_ms(self, forward_in: int, backward_in: int, backward_out: int) -> float:
-        """Least time in ms that a step needs the link: weights in for the forward, then weights in beside gradients out.
+        """Least time in ms that a step needs the link: weights in forward, then weights in beside gradients out.
 
         What is left of the longer direction when the shorter is done runs at the rate of one direction alone.
         """
@@ -34,7 +34,8 @@ def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) ->
     host_in, host_out = (pinned_empty(nbytes, torch.uint8, device).fill_(1) for _ in range(2))
     dev_in, dev_out = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     if device.type != "cuda":
-        ms = interleaved_ms({"in": lambda: dev_in.copy_(host_in), "out": lambda: host_out.copy_(dev_out)}, device, repeats)
+        copies = {"in": lambda: dev_in.copy_(host_in), "out": lambda: host_out.copy_(dev_out)}
+        ms = interleaved_ms(copies, device, repeats)
         rate_in, rate_out = (nbytes / min(ms[k]) * 1e3 for k in ("in", "out"))
         return Link(rate_in, rate_out, rate_in, rate_out)
 

@@ -48,7 +48,7 @@ def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, An
 
 
 class Isolated:
-    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be importable and picklable."""
+    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable by name."""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
@@ -63,13 +63,14 @@ class Isolated:
 
     def call(self, method: str, **kwargs: Any) -> Any:
         """Run the session's method and return its result. Raises `VariantOutOfMemory` or `VariantFailed`."""
-        self._pipe.send((method, kwargs))
-        return self._receive()
+        return self._receive((method, kwargs))
 
-    def _receive(self) -> Any:
+    def _receive(self, *requests: tuple[str, dict[str, Any]]) -> Any:
         try:
+            for request in requests:
+                self._pipe.send(request)
             kind, value = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):  # a broken pipe: it ended while others had their turn
             self._process.join(10)
             code = self._process.exitcode
             if code == -getattr(signal, "SIGKILL", 9):  # as the system does to a process when memory runs out
@@ -111,6 +112,12 @@ def measure_variants(
             measure_variants(factory, {name: settings}, protocol, records, phase=phase)
         return
     running: dict[str, tuple[Isolated, Generator[None, None, None]]] = {}
+    before = len(records.rows)
+
+    def judged(name: str) -> bool:
+        """Whether the protocol itself has given the variant a status, such as `wrong`."""
+        key = (name, phase, "status")
+        return any((row["variant"], row["phase"], row["metric"]) == key for row in records.rows[before:])
 
     def turn(name: str, action: Callable[[], Any]) -> Any:
         try:
@@ -120,7 +127,8 @@ def measure_variants(
         except UnavailableError:
             records.status(name, "unavailable", phase=phase)
         except StopIteration:
-            records.status(name, "ok", phase=phase)
+            if not judged(name):
+                records.status(name, "ok", phase=phase)
         if name in running:
             running.pop(name)[0].close()
         return None

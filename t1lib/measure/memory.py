@@ -58,7 +58,8 @@ class AllocatorTimeline:
             self._reserved = torch.cuda.memory_reserved(self.device)
             torch.cuda.memory._record_memory_history(context=None, max_entries=self.max_events)
         else:
-            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            cpu = torch.profiler.ProfilerActivity.CPU
+            self._profile = torch.profiler.profile(activities=[cpu], profile_memory=True)
             with _quiet_stderr():
                 self._profile.__enter__()
         self._start_us = time.time_ns() / 1e3
@@ -170,7 +171,7 @@ def pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
         pointer, nbytes = buffer.data_ptr(), buffer.nbytes
         code = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0)
         if int(code) != 0:
-            raise MemoryError(f"the system refused to pin {nbytes / GIB:.2f} GiB of host memory (CUDA error {int(code)})")
+            raise MemoryError(f"the system refused to pin {nbytes / GIB:.2f} GiB of memory (CUDA error {int(code)})")
         _registered[pointer] = nbytes
         weakref.finalize(buffer.untyped_storage(), _unregister, pointer)
     return buffer

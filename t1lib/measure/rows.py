@@ -1,5 +1,6 @@
-"""From what a session returns to rows of records; and the gate that a variant's losses must pass before its times count."""
+"""From what a session returns to rows of records; and the gate that losses must pass before times count."""
 
+import math
 from collections.abc import Iterable
 
 from t1lib.measure.memory import GIB
@@ -48,7 +49,7 @@ def add_timeline(records: Records, variant: str, points: Iterable[tuple[float, i
 
 
 def gate_losses(records: Records, phase: str, reference: str, bound: float) -> float:
-    """Compare every variant's losses of a phase with the reference's, step by step; returns the largest relative difference.
+    """Compare every variant's losses of a phase with the reference's; return the largest relative difference.
 
     A variant that differs by more than `bound` gets status `wrong`, and its times are taken out of the records: a
     wrong result has no speed.
@@ -61,9 +62,9 @@ def gate_losses(records: Records, phase: str, reference: str, bound: float) -> f
     worst = 0.0
     for variant, found in losses.items():
         shared = expected.keys() & found.keys()
-        difference = max((abs(found[k] - expected[k]) / abs(expected[k]) for k in shared), default=0.0)
+        difference = max((_relative_difference(found[k], expected[k]) for k in shared), default=0.0)
         worst = max(worst, difference)
-        if not difference <= bound:
+        if difference > bound:
             records.rows = [
                 r for r in records.rows
                 if not (r["variant"] == variant and r["phase"] == phase and r["metric"].endswith("_ms"))
@@ -71,3 +72,11 @@ def gate_losses(records: Records, phase: str, reference: str, bound: float) -> f
             records.status(variant, "wrong", phase=phase)
     records.add("all", "loss_difference", worst, "", phase)
     return worst
+
+
+def _relative_difference(found: float, expected: float) -> float:
+    """Infinite, never NaN, where there is no such number: `max` would lose a NaN that is not the first."""
+    if found == expected:
+        return 0.0
+    relative = abs(found - expected) / abs(expected) if expected else math.inf
+    return math.inf if math.isnan(relative) else relative

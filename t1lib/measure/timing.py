@@ -68,7 +68,7 @@ class PhaseTimer:
 
 @dataclass
 class Span:
-    """One piece of work: `lane` (compute, in, out, update), `phase`, `layer`, start and end in ms from the trace's start."""
+    """One piece of work: `lane` (compute, in, out, update), `phase`, `layer`; start and end in ms since the trace's."""
 
     lane: str
     phase: str
@@ -111,8 +111,10 @@ class Trace:
     def host_span(self, lane: str, phase: str, layer: int) -> Iterator[None]:
         """A span of work on the host, measured by the clock; may be called from any thread."""
         start = time.perf_counter()
-        yield
-        self._closed.append((lane, phase, layer, start, time.perf_counter()))
+        try:
+            yield
+        finally:
+            self._closed.append((lane, phase, layer, start, time.perf_counter()))
 
     def spans(self) -> list[Span]:
         """Synchronise and return all finished spans, ordered by start."""

@@ -30,7 +30,7 @@ def draw_grouped(
 
 
 def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:
-    """Allocated bytes over one step, from the allocator's history; reserved dashed where there is an allocator of that kind."""
+    """Allocated bytes over one step, from the allocator's history; reserved ones dotted where the device has them."""
     figure, axes = subplots(2.7)
     scale, unit = memory_unit([float(pick(frame, "allocated_gib", "timeline", n).max()) for n in names])
     for name in names:

@@ -1,4 +1,4 @@
-"""What the reports published, and where their own data disagrees: the reference of every published-against-measured table.
+"""What the reports published, and where their own data disagrees: what every table of published numbers reads.
 
 T1M1: "Slide-Style Weight Streaming for Memory-Efficient Transformer Training" (Hu, December 25, 2025), Table 1, and
 the repository it names. T1M3: "Practical Output-Layer Memory Mitigation via Chunked Cross-Entropy" (Hu, December 26,
@@ -30,26 +30,35 @@ def digits(metric: str, value: float) -> str:
 
 # number: (report, what it says, what its data or code shows, what this kit does instead)
 DIFFERENCES = {
-    "D1": ("T1M3", "chunks the sequence", "its code chunks the vocabulary, 8192 columns at a time: another law of memory",
+    "D1": ("T1M3", "chunks the sequence",
+           "its code chunks the vocabulary, 8192 columns at a time: another law of memory",
            "both, named: by sequence and by vocabulary"),
     "D2": ("T1M3", "does not mention it", "the head's weight is detached: its gradient is never computed",
            "the head's weight trains in every variant"),
-    "D3": ("T1M1", "Fig. 5 shows spikes of recomputation", "a list of events is never cleared: 240 ms grow to 1365 ms over ten iterations",
+    "D3": ("T1M1", "Fig. 5 shows spikes of recomputation",
+           "a list of events is never cleared: 240 ms grow to 1365 ms over ten iterations",
            "every span belongs to one traced step"),
-    "D4": ("T1M1", "peak resident memory of slide is 4.93 GiB", "true of the steady state; 7.82 GiB while layers are pinned in the first iteration",
+    "D4": ("T1M1", "peak resident memory of slide is 4.93 GiB",
+           "true of the steady state; 7.82 GiB while layers are pinned in the first iteration",
            "exact peaks of set-up and of the steady state, both stated"),
-    "D5": ("both", "warm-up is excluded", "of T1M1 the table only, its figures use all ten iterations; T1M3's backward times fit no rule on its data",
+    "D5": ("both", "warm-up is excluded",
+           "of T1M1 the table only, its figures use all ten iterations; T1M3's backward times fit no rule on its data",
            "warm-up is excluded everywhere, and every sample is kept"),
-    "D6": ("T1M1", "Fig. 1 stacks slide's CPU update on its backward", "the parts add up to 2.00 s of 1.57 s: the update runs inside the backward",
+    "D6": ("T1M1", "Fig. 1 stacks slide's CPU update on its backward",
+           "the parts add up to 2.00 s of 1.57 s: the update runs inside the backward",
            "the overlapped update is drawn beside the step, not in it"),
-    "D7": ("T1M1", "the CPU update dominates slide", "the transfers do: 28 × 15.2 ms each for forward, backward and gradients, none overlapped",
+    "D7": ("T1M1", "the CPU update dominates slide",
+           "the transfers do: 28 × 15.2 ms each for forward, backward and gradients, none overlapped",
            "all three are overlapped, and the link's floor stands beside the time"),
-    "D8": ("T1M1", "gpu and ckpt are plain baselines", "slowed by a device synchronisation a layer and an allocator flush a step",
+    "D8": ("T1M1", "gpu and ckpt are plain baselines",
+           "slowed by a device synchronisation a layer and an allocator flush a step",
            "no synchronisation inside a step, in any mode"),
     "D9": ("T1M1", "trains a causal language model", "its loss never touches the output layer",
            "its setting is kept for comparison, and the real loss measured beside it"),
-    "D10": ("T1M3", "Fig. 1 is a memory timeline", "reserved memory, a flat line, polled every 25 ms: 10.76 of 13.08 GiB seen",
-            "the allocator's own history: every allocation, no polling"),
-    "D11": ("T1M1", "compares the modes", "their losses were never compared; the CPU reads gradients without waiting for their copy",
-            "losses are compared before times count; every copy is waited for by an event"),
+    "D10": ("T1M3", "Fig. 1 is a memory timeline",
+           "reserved memory, a flat line, polled every 25 ms: 10.76 of 13.08 GiB seen",
+           "the allocator's own history: every allocation, no polling"),
+    "D11": ("T1M1", "compares the modes",
+           "their losses were never compared; the CPU reads gradients without waiting for their copy",
+           "losses are compared before times count; every copy is waited for by an event"),
 }  # fmt: skip

@@ -73,7 +73,7 @@ def _per_layer(frame: pd.DataFrame, axes: Axes, phase: str, lanes: tuple[str, ..
             if len(values):
                 label = style.label + (" (on the CPU)" if lane == "update" else "")
                 axes.plot(values.index, values, color=style.colour, marker=style.marker, ms=3, lw=1, label=label)
-    axes.set(xlabel="layer", ylim=(0, None))
+    axes.set(xlabel="layer")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -81,7 +81,7 @@ def fig4_layer_forward(frame: pd.DataFrame) -> Figure:
     """Forward time by layer, instrumented pass."""
     figure, axes = subplots(2.3)
     _per_layer(frame, axes, "forward")
-    axes.set(ylabel="forward (ms)")
+    axes.set(ylabel="forward (ms)", ylim=(0, None))
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
 
@@ -91,7 +91,7 @@ def fig5_layer_backward(frame: pd.DataFrame) -> Figure:
     figure, (backward, recompute) = subplots(2.4, 2, sharey=True)
     _per_layer(frame, backward, "backward")
     _per_layer(frame, recompute, "recompute")
-    backward.set(ylabel="time (ms)", title="backward without recomputation")
+    backward.set(ylabel="time (ms)", ylim=(0, None), title="backward without recomputation")
     recompute.set(title="recomputation")
     figure.legend(*backward.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
@@ -101,7 +101,7 @@ def fig6_layer_update(frame: pd.DataFrame) -> Figure:
     """Update by layer, instrumented pass: on the device for gpu and ckpt, on the CPU for slide."""
     figure, axes = subplots(2.3)
     _per_layer(frame, axes, "update", ("compute", "update"))
-    axes.set(ylabel="update (ms)", yscale="log", ylim=(None, None))
+    axes.set(ylabel="update (ms)", yscale="log")
     plain_numbers(axes)
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure

@@ -97,7 +97,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
 
 
 def published_numbers(experiment: str, values: dict[str, dict[str, float]], out: Numbers) -> None:
-    """A report's own numbers, with the digits it printed: `<experiment>.published.<variant>.<metric>`, and its setting."""
+    """A report's own numbers, with its digits: `<experiment>.published.<variant>.<metric>`, and its setting."""
     for variant, metrics in values.items():
         for metric, value in metrics.items():
             unit = "GiB" if metric.endswith("_gib") else "ms"

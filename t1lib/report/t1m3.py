@@ -52,7 +52,8 @@ def fig4_head_alone(frame: pd.DataFrame) -> Figure:
     labels = [VARIANTS[n].tick() for n in names]
     forward, backward = ([median(frame, f"{k}_ms", "head", n) for n in names] for k in ("forward", "backward"))
     time.bar(labels, forward, color=PHASE_COLOURS["head forward"], width=0.55, label="loss")
-    bars = time.bar(labels, backward, bottom=forward, color=PHASE_COLOURS["head backward"], width=0.55, label="gradients")
+    colour = PHASE_COLOURS["head backward"]
+    bars = time.bar(labels, backward, bottom=forward, color=colour, width=0.55, label="gradients")
     time.bar_label(bars, [f"{a + b:.3g}" for a, b in zip(forward, backward, strict=True)], fontsize=6.5, padding=1.5)
     time.axhline(median(frame, "floor_ms", "head", names[0]), label="three matrix products", **FLOOR)
     time.set(ylabel="median time (ms)")

@@ -124,7 +124,7 @@ class Parts:
 
 
 def split(model: PreTrainedModel) -> Parts:
-    """Take a decoder apart. Raises `T1Error` for models that are not a stack of like layers between embedding and head."""
+    """Take a decoder apart. Raises `T1Error` for models that are not embedding, stack of layers, norm and head."""
     base, embed, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
     kind = model.config.model_type

@@ -95,18 +95,24 @@ class Updater:
             result[name] = {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
         return result
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Take over state by parameter name; a missing name raises `T1Error`."""
-        missing = [name for name in self._targets if name not in state]
+    def check_state(self, state: dict[str, dict[str, Any]], prefix: str = "") -> None:
+        """Raise `T1Error` if `load_state_dict` could not take over `state`."""
+        missing = [prefix + name for name in self._targets if prefix + name not in state]
         if missing:
             raise T1Error(f"the checkpoint has no optimizer state for {missing[0]!r} ({len(missing)} missing)")
-        for name, target in self._targets.items():
-            saved = dict(state[name])
-            master = saved.pop("master", None)
+        for name in self._targets:
+            saved, own = ("master" in state[prefix + name]), (name in self.masters)
             require(
-                (master is not None) == (name in self.masters), f"checkpoint and trainer differ in master_weights at {name!r}"
+                saved == own,
+                f"the checkpoint's {prefix + name!r} has master_weights={saved}, the trainer's master_weights={own}",
             )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, dict[str, Any]], prefix: str = "") -> None:
+        """Take over state by parameter name, which is `prefix` and the tensor's name. To be checked before."""
+        for name, target in self._targets.items():
+            saved = dict(state[prefix + name])
+            master = saved.pop("master", None)
             if master is not None:
                 self.masters[name].copy_(master)
             self.optimizer.state[target] = {

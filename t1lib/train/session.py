@@ -97,10 +97,11 @@ class TrainSession:
         return result | {"baseline": baseline, "allocated": max(a for _, a, _ in self.timeline())}
 
     def link_floor(self) -> dict[str, float]:
-        """Rates of the link (bytes/s), and the least time (ms) that slide's copies need on it, measured here and now."""
+        """Rates of the link (bytes/s) here and now, and the least time (ms) that slide's copies need on it."""
         self._settle()
         link = measure_link(self.device, nbytes=2**28 if self.device.type == "cuda" else 2**22)
-        rates = {"h2d": link.host_to_device, "d2h": link.device_to_host, "both_in": link.both_in, "both_out": link.both_out}
+        rates = {"h2d": link.host_to_device, "d2h": link.device_to_host}
+        rates |= {"both_in": link.both_in, "both_out": link.both_out}
         if isinstance(self.trainer, SlideTrainer):
             total, layers = self.trainer.streamed_bytes(), len(self.trainer.parts.layers)
             kept = min(self.trainer.slots, layers)  # still on the device at the turn from forward to backward
@@ -160,7 +161,8 @@ class HeadSession:
         loss = linear_cross_entropy(self.e, self.w, self.y, head=self.head, **self.options)
         loss.backward()
         pairs = {"loss": (loss, exact), "dE": (self.e.grad, e.grad), "dW": (self.w.grad, w.grad)}
-        errors = {k: float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for k, (a, b) in pairs.items()}
+        pairs = {k: (a.detach().double(), b.detach()) for k, (a, b) in pairs.items()}
+        errors = {k: float((a - b).norm() / b.norm()) for k, (a, b) in pairs.items()}
         self.e.grad = self.w.grad = None
         del pairs, e, w, exact, loss
         if self.device.type == "cuda":

@@ -42,13 +42,15 @@ class SlideTrainer(Trainer):
     mode = "slide"
 
     def __init__(
-        self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, overlap_in: bool = True,
-        overlap_out: bool = True, overlap_update: bool = True, embedding: str = "host", **common: Any,
+        self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4,
+        overlap_in: bool = True, overlap_out: bool = True, overlap_update: bool = True, embedding: str = "host",
+        **common: Any,
     ) -> None:  # fmt: skip
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
         require(embedding in ("host", "device"), f"embedding {embedding!r}; allowed: host, device")
-        require(overlap_in is False or slots >= 2, f"slots={slots} cannot overlap; allowed: 2 or more, or overlap_in=False")
+        enough = slots >= 2 or overlap_in is False
+        require(enough, f"slots={slots} cannot overlap; allowed: 2 or more, or overlap_in=False")
         self.overlap_in, self.overlap_update, self.overlap_out = overlap_in, overlap_update, overlap_out
         self.slots, self.grad_slots, self.host_grads, self._embedding = slots, grad_slots, host_grads, embedding
         super().__init__(model, **common)
@@ -76,7 +78,7 @@ class SlideTrainer(Trainer):
         self._make_pipeline()
 
     def _resident_modules(self) -> list[nn.Module]:
-        """Modules outside the layers that the device needs: all, but for a frozen embedding or head that it can do without."""
+        """Modules outside the layers that the device needs: all but a frozen embedding or head that it never uses."""
         parts, spare = self.parts, set()
         if self.train == "layers" and self.loss == "mean_square":
             spare.add(parts.head)
@@ -119,11 +121,14 @@ class SlideTrainer(Trainer):
         """Layer `index` without a graph; then the slot it leaves takes the layer that comes next into it."""
         self._bind(index)
         out = self._compute(index, hidden, kwargs)
-        self._release(index, following=index + len(self._weights.flat))
+        if index == 0 and self.overlap_in:
+            for early in range(1, min(self.slots, len(self.parts.layers))):
+                self._fetch(early)
+        self._release(index, following=index + self.slots)
         return out
 
     def layer_backward(self, index: int, hidden: Tensor, grad_out: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Layer `index` again with a graph, its gradients into a gradient slot, from there to the host and the update."""
+        """Layer `index` again with a graph; its gradients go to a gradient slot, to the host and into the update."""
         self._bind(index)
         slot = self._grads.of(index)
         self._compute_lane.after(self._grads.freed[slot])
@@ -136,7 +141,7 @@ class SlideTrainer(Trainer):
         with self.trace.span("compute", "backward", index):
             torch.autograd.backward(out, grad_out)
         self._grads.filled[slot] = self._compute_lane.mark()
-        self._release(index, following=index - len(self._weights.flat))
+        self._release(index, following=index - self.slots)
         self._send_gradients(index, slot)
         return x.grad
 
@@ -150,7 +155,7 @@ class SlideTrainer(Trainer):
             param.data = self._weights.views[slot][name]
 
     def _release(self, index: int, following: int) -> None:
-        """Point the parameters back at the host; let the slot's next layer come in as soon as the device has left it."""
+        """Point the parameters back at the host; let the slot's next layer come in once the device has left it."""
         slot = self._weights.of(index)
         for name, param in self.parts.layers[index].named_parameters():
             param.data, param.grad = self._host_views[index][name], None
@@ -219,18 +224,8 @@ class SlideTrainer(Trainer):
 
     def _named_updaters(self) -> list[tuple[str, Updater]]:
         names = {id(layer): name for name, layer in self.model.named_modules()}
-        return [(names[id(layer)] + ".", u) for layer, u in zip(self.parts.layers, self._updaters, strict=True)]
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        state = self._rest.state_dict()
-        for prefix, updater in self._named_updaters():
-            state |= {prefix + n: s for n, s in updater.state_dict().items()}
-        return state
-
-    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self._rest.load_state_dict(state)
-        for prefix, updater in self._named_updaters():
-            updater.load_state_dict({n.removeprefix(prefix): s for n, s in state.items() if n.startswith(prefix)})
+        layers = zip(self.parts.layers, self._updaters, strict=True)
+        return [*super()._named_updaters(), *((names[id(layer)] + ".", updater) for layer, updater in layers)]
 
     def close(self) -> None:
         self.drain()
@@ -239,10 +234,12 @@ class SlideTrainer(Trainer):
 
 
 class _StreamedLayer(torch.autograd.Function):
-    """One streamed layer as a node of the model's graph. The anchor makes it one even when its input has no gradient."""
+    """A streamed layer as a node of the model's graph; the anchor makes it one even if its input has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, trainer: SlideTrainer, index: int, kwargs: dict[str, Any]) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, anchor: Tensor, trainer: SlideTrainer, index: int, kwargs: dict[str, Any]
+    ) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.trainer, ctx.index, ctx.kwargs = trainer, index, kwargs
         return trainer.layer_forward(index, hidden, kwargs)

@@ -16,7 +16,7 @@ ALIGN = 128  # elements; every parameter in a flat buffer begins at a multiple, 
 
 
 class Layout:
-    """Where each parameter of a layer lies in one flat buffer. All layers must be alike: same names, shapes and dtype."""
+    """Where each parameter of a layer lies in one flat buffer. Layers must be alike in names, shapes and dtype."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.shapes = {n: p.shape for n, p in layers[0].named_parameters()}

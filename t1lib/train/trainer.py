@@ -67,7 +67,8 @@ class Trainer:
         self.train = choose("train", train, TRAINABLE)
         require(
             not (loss == "mean_square" and train == "all"),
-            "loss 'mean_square' ends before the norm and the head, which would get no gradient; allowed: train='layers'",
+            "loss 'mean_square' ends before the norm and the head: with train='all' they would get no gradient; "
+            "allowed: train='layers'",
         )
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model, self.parts, self.head_options = model, split(model), head_options or {}
@@ -180,7 +181,7 @@ class Trainer:
             param.requires_grad_(self.train == "all" or id(param) in in_layers)
 
     def _intercept(self) -> None:
-        """Let every layer run through `_run_layer`, inside the model's own forward: masks, rotations and scalings stay its own."""
+        """Let the model's own forward run its layers through `_run_layer`: masks, rotations, scalings stay its own."""
         for index, layer in enumerate(self.parts.layers):
             layer.forward = partial(self._run_layer, index)
         if self.loss == "mean_square":
@@ -213,12 +214,13 @@ class Trainer:
         return [*self.model.parameters(), *self.model.buffers(), *self._rest.state_tensors()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a run needs to go on: weights and optimizer state by parameter name, and the step. Copies, on the CPU.
+        """All that a run needs to go on: weights and optimizer state by parameter name, and the step; CPU copies.
 
         The format is the same in every mode: a run can change its mode at a checkpoint.
         """
         weights = {n: p.detach().cpu().clone() for n, p in self.model.named_parameters()}
-        return {"step": self.steps, "model": weights, "optimizer": self._optimizer_state()}
+        optimizer = {prefix + n: s for prefix, u in self._named_updaters() for n, s in u.state_dict().items()}
+        return {"step": self.steps, "model": weights, "optimizer": optimizer}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,16 +233,17 @@ class Trainer:
                 saved.shape == param.shape,
                 f"checkpoint's {name!r} has shape {tuple(saved.shape)}, the model's {tuple(param.shape)}",
             )
+        for prefix, updater in self._named_updaters():
+            updater.check_state(state["optimizer"], prefix)
         for name, param in own.items():
             param.copy_(state["model"][name])
-        self._load_optimizer_state(state["optimizer"])
+        for prefix, updater in self._named_updaters():
+            updater.load_state_dict(state["optimizer"], prefix)
         self.steps = state["step"]
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        return self._rest.state_dict()
-
-    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self._rest.load_state_dict(state)
+    def _named_updaters(self) -> list[tuple[str, Updater]]:
+        """All updaters, each with what its tensors' names lack of the parameters' names."""
+        return [("", self._rest)]
 
 
 class GpuTrainer(Trainer):

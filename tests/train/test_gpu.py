@@ -21,15 +21,20 @@ def batch(tokens: int = 128):
     return {"input_ids": torch.randint(512, (2, tokens), generator=torch.Generator().manual_seed(3))}
 
 
-@pytest.mark.parametrize("optimizer", [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("adamw", lr=1e-3, master_weights=True)])
+@pytest.mark.parametrize(
+    "optimizer", [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("adamw", lr=1e-3, master_weights=True)]
+)
 @pytest.mark.parametrize("mode", ["ckpt", "slide"])
 def test_losses_agree_with_gpu(mode, optimizer):
-    losses = {m: [t.step(batch()).loss for _ in range(20)] for m, t in ((m, trainer(m, optimizer=optimizer)) for m in ("gpu", mode))}
+    trainers = {m: trainer(m, optimizer=optimizer) for m in ("gpu", mode)}
+    losses = {m: [t.step(batch()).loss for _ in range(20)] for m, t in trainers.items()}
     assert losses["gpu"][-1] < losses["gpu"][0] - 0.1
     assert losses[mode] == pytest.approx(losses["gpu"], rel=5e-3)
 
 
-@pytest.mark.parametrize("options", [{"slots": 2, "grad_slots": 1, "host_grads": 1}, {"slots": 3}, {"overlap_update": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"slots": 2, "grad_slots": 1, "host_grads": 1}, {"slots": 3}, {"overlap_update": False}], ids=str
+)
 def test_schedule_is_without_races(options):
     """A missed wait would show as a loss that differs from run to run, or from the schedule without any overlap."""
     off = {"overlap_in": False, "overlap_out": False, "overlap_update": False}

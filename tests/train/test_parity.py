@@ -129,8 +129,8 @@ def test_master_weights(mode):
     for name, slots in state["optimizer"].items():
         assert slots["master"].dtype == slots["exp_avg"].dtype == torch.float32
         assert torch.equal(slots["master"].bfloat16(), state["model"][name])
-    drift = max(float((s["master"] - model("qwen3").state_dict()[n]).abs().max()) for n, s in state["optimizer"].items())
-    assert drift > 0
+    start = model("qwen3").state_dict()
+    assert any(not torch.equal(slots["master"], start[name]) for name, slots in state["optimizer"].items())
     if mode == "slide":
         _, other = run(make_trainer(model("qwen3", torch.bfloat16), "gpu", optimizer=spec))
         assert_same(other, state)
@@ -159,7 +159,9 @@ def test_resume_equals_unbroken(first, second, optimizer, tmp_path):
     losses, state = run(make_trainer(model("qwen3"), "slide", optimizer=spec), data)
     begun, saved = run(make_trainer(model("qwen3"), first, optimizer=spec), data[:2])
     torch.save(saved, tmp_path / "checkpoint.pt")
-    resumed = make_trainer(build_model(SHAPES["qwen3"][0], dtype=torch.float32, seed=9, **SHAPES["qwen3"][1]), second, optimizer=spec)
+    preset, changes = SHAPES["qwen3"]
+    other = build_model(preset, dtype=torch.float32, seed=9, **changes)
+    resumed = make_trainer(other, second, optimizer=spec)
     resumed.step(data[4])  # a past that the checkpoint must wipe out
     resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
     rest, final = run(resumed, data[2:])

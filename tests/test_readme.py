@@ -1,0 +1,54 @@
+"""The README's numbers are those of the committed reference runs, and its differences those of the library."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from t1lib.report.published import DIFFERENCES
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REFERENCE = ROOT / "outputs" / "h200"
+
+
+def claims() -> list[tuple[str, str]]:
+    """(key, the cell with our value) of every row that names a key."""
+    lines = [line.strip().strip("|") for line in README.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return [(match[1], row[-2]) for row in rows if (match := re.fullmatch(r"`((?:t1m1|t1m3)\.[\w.-]+)`", row[-1]))]
+
+
+def test_there_are_claims_of_both_reports():
+    assert {key.split(".")[0] for key, _ in claims()} == {"t1m1", "t1m3"}
+    assert len(claims()) >= 10
+
+
+@pytest.mark.parametrize("key, ours", claims())
+def test_a_claims_number_is_the_reference_runs(key, ours):
+    numbers = json.loads((REFERENCE / key.split(".")[0] / "numbers.json").read_text(encoding="utf-8"))
+    assert numbers[key]["text"] == re.match(r"[\d.,e+-]+", ours)[0]
+
+
+@pytest.mark.parametrize("key", DIFFERENCES)
+def test_all_differences_are_told(key):
+    where, says, shows, kit = DIFFERENCES[key]
+    assert f"| {key} | {where} | {says} | {shows} | {kit} |" in README
+
+
+@pytest.mark.parametrize("experiment", ["t1m1", "t1m3"])
+def test_the_reference_is_of_an_h200_and_whole(experiment):
+    """The manifest names the device, a commit without changes, and the hash of every file beside it."""
+    folder = REFERENCE / experiment
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert "H200" in manifest["environment"]["gpu"]
+    assert manifest["dirty"] is False and re.fullmatch(r"[0-9a-f]{40}", manifest["commit"])
+    for name, entry in manifest["files"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"], name
+    assert {"executed.ipynb", "samples.csv", "numbers.json"} <= manifest["files"].keys()
+
+
+def test_the_reference_is_small():
+    assert sum(path.stat().st_size for path in (ROOT / "outputs" / "h200").rglob("*") if path.is_file()) < 15e6
