@@ -14,6 +14,7 @@ from t1lib.heads.scale import scale_
 DEFAULT_CHUNKS = 8  # by sequence
 DEFAULT_COLUMNS = 8192  # by vocabulary, columns a chunk
 TOKEN_BYTES = 128  # of the vectors over tokens: targets, masks, statistics, coefficients
+SLACK = 2**20  # by which CUDA's caching allocator may hand out a larger block than asked for; three buffers at most
 
 
 class Plan(NamedTuple):
@@ -74,7 +75,7 @@ def _costs(e: Tensor, opts: Options, by: str, needs: tuple[bool, bool, bool]) ->
     """(fixed bytes, bytes a token or column of a chunk)."""
     tokens, hidden = e.shape
     wide = opts.dtype.itemsize if e.dtype != opts.dtype else 0
-    fixed = TOKEN_BYTES * tokens
+    fixed = TOKEN_BYTES * tokens + (3 * SLACK if e.is_cuda else 0)
     if by == "sequence":
         unit = entry_bytes(e.dtype, opts, any(needs), blocks=sweeps.PAIR) * opts.vocab
         fixed += 2 * opts.dtype.itemsize * opts.vocab if needs[2] else 0

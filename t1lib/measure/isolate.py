@@ -54,7 +54,7 @@ class Isolated:
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
         context = mp.get_context(method)
         if method == "forkserver":  # imports are done once, before any device is touched
-            context.set_forkserver_preload([factory.__module__])
+            context.set_forkserver_preload([__name__, factory.__module__])
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
         self._process.start()
@@ -104,7 +104,8 @@ def measure_variants(
     The protocol is a generator that calls the session's methods, `call("step", n=3)`, and yields where the next variant
     may take its turn. With `together=False` the variants run one after the other: for a device that cannot hold all of
     them at once. A variant that runs out of memory becomes a row with status `oom`, one that lacks something optional
-    a row with status `unavailable`, and the others run on.
+    a row with status `unavailable`, and the others run on; one that ends has status `ok`, unless its protocol gave
+    it another.
     """
     waiting = list(variants.items())
     if not together:

@@ -120,7 +120,9 @@ class Trainer:
 
     def _check(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         ids = batch.get("input_ids")
-        require(isinstance(ids, Tensor) and ids.dim() == 2, "a batch needs `input_ids` of shape (batch, sequence)")
+        found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
+        whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel() > 0
+        require(whole, f"a batch needs `input_ids` of shape (batch, sequence), with tokens; found {found}")
         vocabulary, positions = self.parts.embed.num_embeddings, self.model.config.max_position_embeddings
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocabulary:
