@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
@@ -98,6 +99,7 @@ class Run:
         """
         has_profile = "profile" in declared(experiment)
         require(has_profile, f"the notebook of {experiment} must declare the parameter `profile: str`")
+        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, with this machine's paths in it
         parameters = check_injected(experiment, namespace)
         choose("profile", parameters["profile"], profiles())
         run = cls(experiment, parameters)

@@ -5,6 +5,7 @@ all alike. `measure_variants` gives both: one process a variant, all alive, taki
 """
 
 import multiprocessing as mp
+import os
 import signal
 import traceback
 from collections.abc import Callable, Generator
@@ -51,6 +52,8 @@ class Isolated:
     """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable by name."""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
+        # A variant that waits for its turn must not spin on the cores of the one that runs; read when OpenMP loads.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
         context = mp.get_context(method)
         if method == "forkserver":  # imports are done once, before any device is touched

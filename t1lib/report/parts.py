@@ -26,7 +26,8 @@ def draw_grouped(
     axes.set_xticks(range(len(names)), [VARIANTS[m].tick() for m in names])
     axes.set_ylabel(f"{what} ({unit})")
     axes.grid(axis="x", visible=False)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    if names and kinds:
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
 def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:

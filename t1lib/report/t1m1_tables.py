@@ -71,7 +71,7 @@ def differences(report: str) -> Table:
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
     """Every number that the report's prose quotes: `t1m1.<setting>.<mode>.<metric>` and what follows from them."""
     units = {"wall_ms": "ms", "allocated_gib": "GiB", "reserved_gib": "GiB", "host_gib": "GiB", "host_setup_gib": "GiB"}
-    units |= {"pinned_gib": "GiB", "traced_ms": "ms"}
+    units |= {"pinned_gib": "GiB"}
     for phase in ("own", "real"):
         for mode in MODES:
             for metric, unit in units.items():
@@ -80,6 +80,8 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
             out.set(f"t1m1.{phase}.{mode}.wall_std_ms", float(wall.std(ddof=1)), "ms")
             out.set(f"t1m1.{phase}.{mode}.n", len(wall))
         _ratios(frame, phase, out)
+    for mode in MODES:
+        out.set(f"t1m1.own.{mode}.traced_ms", median(frame, "traced_ms", "own", mode), "ms")
     for metric in ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s"):
         out.set(f"t1m1.link.{metric}", median(frame, metric, "own", "slide"), "GB/s")
     for name in present(frame, "wall_ms", "ablation", ABLATION):

@@ -100,6 +100,8 @@ class TrainSession:
         """Rates of the link (bytes/s) here and now, and the least time (ms) that slide's copies need on it."""
         self._settle()
         link = measure_link(self.device, nbytes=2**28 if self.device.type == "cuda" else 2**22)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the measurement's own buffers are no part of the variant
         rates = {"h2d": link.host_to_device, "d2h": link.device_to_host}
         rates |= {"both_in": link.both_in, "both_out": link.both_out}
         if isinstance(self.trainer, SlideTrainer):

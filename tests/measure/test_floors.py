@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from t1lib.measure.floors import Link, measure_link, three_products_ms
+
+CPU = torch.device("cpu")
+LINK = Link(host_to_device=100.0, device_to_host=50.0, both_in=80.0, both_out=40.0)  # bytes a second
+
+
+@pytest.mark.parametrize(
+    ("copies", "seconds"),
+    [
+        ((0, 0, 0), 0.0),
+        ((200, 0, 0), 2.0),  # the forward has the link for itself
+        ((0, 200, 0), 2.0),  # so has the backward where no gradient leaves
+        ((0, 0, 100), 2.0),
+        ((100, 80, 40), 1.0 + 1.0),  # both directions end together
+        ((100, 80, 140), 1.0 + 1.0 + 2.0),  # 100 bytes of gradients are left: alone, 50 a second
+        ((100, 180, 40), 1.0 + 1.0 + 1.0),  # 100 bytes of weights are left: alone, 100 a second
+    ],
+)
+def test_least_time_of_a_step(copies, seconds):
+    assert LINK.step_ms(*copies) == pytest.approx(seconds * 1e3)
+
+
+def test_a_link_that_goes_both_ways_at_once_hides_the_shorter_direction():
+    free = Link(100.0, 100.0, 100.0, 100.0)
+    assert free.step_ms(0, 300, 500) == pytest.approx(5e3)
+
+
+def test_measured_rates_are_positive():
+    link = measure_link(CPU, nbytes=2**22, repeats=3)
+    assert min(link.host_to_device, link.device_to_host, link.both_in, link.both_out) > 0
+
+
+def test_three_products_are_timed():
+    times = three_products_ms(32, 64, 16, torch.float32, CPU, repeats=2)
+    assert list(times) == ["logits", "dE", "dW"]
+    assert min(times.values()) > 0

@@ -1,0 +1,146 @@
+"""A fresh process for every variant, their turns, and how each of them can end."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from sessions import Diary
+
+from t1lib.errors import T1Error
+from t1lib.measure.isolate import VariantFailed, measure_variants
+from t1lib.measure.records import Records, statuses
+
+posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+
+
+@pytest.fixture
+def diary(tmp_path):
+    """Measures the variants given as name → protocol; returns statuses, what was written, and the processes' ids."""
+
+    def measure(protocols, settings=None, together=True):
+        path, records, pids = tmp_path / "diary", Records(), []
+
+        def protocol(name, call):
+            pids.append(call("write", what="0"))
+            yield
+            yield from protocols[name](call)
+
+        variants = {name: {"name": name, "path": str(path), **(settings or {}).get(name, {})} for name in protocols}
+        try:
+            measure_variants(Diary, variants, protocol, records, together, phase="here")
+        finally:
+            measure.written, measure.pids = path.read_text().split() if path.exists() else [], pids
+        assert {row["phase"] for row in records.rows} == {"here"}
+        return statuses(records.frame())
+
+    return measure
+
+
+def twice(call):
+    for what in "12":
+        call("write", what=what)
+        yield
+
+
+def then(method, **kwargs):
+    def protocol(call):
+        call(method, **kwargs)
+        yield
+
+    return protocol
+
+
+def gone(pids):
+    deadline = time.monotonic() + 5
+    while any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_variants_take_turns_in_processes_of_their_own(diary):
+    assert diary({"A": twice, "B": twice}) == {"A": "ok", "B": "ok"}
+    assert diary.written == ["A+", "B+", "A0", "B0", "A1", "B1", "A2", "B2"]
+    assert len({os.getpid(), *diary.pids}) == 3
+    assert gone(diary.pids)
+
+
+def test_one_after_the_other(diary):
+    assert diary({"A": twice, "B": twice}, together=False) == {"A": "ok", "B": "ok"}
+    assert diary.written == ["A+", "A0", "A1", "A2", "B+", "B0", "B1", "B2"]
+    assert gone(diary.pids)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (then("fail", kind="memory"), "oom"),
+        pytest.param(then("kill"), "oom", marks=posix),
+        (then("fail", kind="unavailable"), "unavailable"),
+    ],
+    ids=["MemoryError", "SIGKILL", "UnavailableError"],
+)
+def test_one_that_cannot_run_is_a_status_and_the_others_run_on(diary, end, status):
+    assert diary({"A": end, "B": twice}) == {"A": status, "B": "ok"}
+    assert diary.written[-2:] == ["B1", "B2"]
+    assert gone(diary.pids)
+
+
+@pytest.mark.parametrize(("kind", "status"), [("memory", "oom"), ("unavailable", "unavailable")])
+def test_one_that_cannot_be_built_is_a_status_too(diary, kind, status):
+    assert diary({"A": twice, "B": twice}, {"A": {"refuse": kind}}) == {"A": status, "B": "ok"}
+    assert diary.written == ["B+", "B0", "B1", "B2"]
+
+
+@posix
+def test_one_killed_while_another_has_its_turn_is_out_of_memory(diary):
+    def kills_the_first(call):
+        os.kill(diary.first, signal.SIGKILL)
+        assert gone([diary.first])
+        yield
+
+    def first(call):
+        diary.first = call("write", what="!")
+        yield
+        yield from twice(call)
+
+    assert diary({"A": first, "B": kills_the_first}) == {"A": "oom", "B": "ok"}
+
+
+@pytest.mark.parametrize("where", ["building", "calling"])
+def test_bad_input_comes_back_as_it_was(diary, where):
+    building = where == "building"
+    with pytest.raises(T1Error) as raised:
+        diary({"A": twice, "B": twice if building else then("fail", kind="t1")}, {"B": {"refuse": "t1" * building}})
+    assert type(raised.value) is T1Error and str(raised.value) == "this is t1"
+    assert gone(diary.pids)
+
+
+def test_any_other_error_comes_with_its_traceback(diary):
+    with pytest.raises(VariantFailed, match=r"(?s)Traceback.*in fail.*ValueError: this is value"):
+        diary({"A": twice, "B": then("fail", kind="value")})
+    assert gone(diary.pids)
+
+
+@posix
+def test_a_crash_names_its_exit_code(diary):
+    with pytest.raises(VariantFailed, match=f"exit code -{int(signal.SIGTERM)}"):
+        diary({"A": then("kill", number=int(signal.SIGTERM)), "B": twice})
+    assert gone(diary.pids)
+
+
+def test_a_status_that_the_protocol_gave_stays(tmp_path):
+    records = Records()
+
+    def protocol(name, call):
+        records.status(name, "wrong", phase="here")
+        return
+        yield
+
+    variants = {"A": {"name": "A", "path": str(tmp_path / "diary")}}
+    for _ in range(2):  # as when a notebook's cell is run again
+        measure_variants(Diary, variants, protocol, records, phase="here")
+        assert statuses(records.frame()) == {"A": "wrong"}

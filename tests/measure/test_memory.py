@@ -1,0 +1,79 @@
+import os
+
+import pytest
+import torch
+
+from t1lib.measure.memory import AllocatorTimeline, HostPeak, pinned_empty, storage_bytes
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def test_timeline_sees_every_allocation_in_order_and_exactly():
+    with AllocatorTimeline(CPU, baseline=1000) as timeline:
+        a = torch.empty(4096, dtype=torch.uint8)
+        b = torch.empty(512, dtype=torch.float32)
+        del a
+        c = torch.empty(64, dtype=torch.int64)
+        del b, c
+    assert [allocated for _, allocated, _ in timeline.points] == [1000, 5096, 7144, 3048, 3560, 1512, 1000]
+    assert {reserved for _, _, reserved in timeline.points} == {None}
+    times = [ms for ms, _, _ in timeline.points]
+    assert times == sorted(times) and times[0] == 0.0
+    assert (timeline.peak.baseline, timeline.peak.allocated, timeline.peak.reserved) == (1000, 7144, None)
+
+
+def test_timeline_of_nothing_is_its_baseline():
+    with AllocatorTimeline(CPU, baseline=7) as timeline:
+        pass
+    assert timeline.points == [(0.0, 7, None)]
+    assert timeline.peak.allocated == 7
+
+
+def test_timeline_counts_what_an_operation_needs_in_between():
+    x = torch.ones(1024)
+    with AllocatorTimeline(CPU) as timeline:
+        y = (x + x) * x
+    assert timeline.peak.allocated == 2 * x.nbytes
+    assert timeline.points[-1][1] == y.nbytes
+
+
+def test_timeline_prints_nothing_and_leaves_stderr_open(capfd):
+    with AllocatorTimeline(CPU):
+        torch.ones(8)
+    assert capfd.readouterr().err == ""
+    os.write(2, b"still here")
+    assert capfd.readouterr().err == "still here"
+
+
+def test_views_and_tied_weights_count_once():
+    base = torch.zeros(100)
+    layer = torch.nn.Linear(4, 4, bias=False)
+    tied = torch.nn.Parameter(layer.weight.data)
+    assert storage_bytes([base, base[10:20], base.view(10, 10)]) == 400
+    assert storage_bytes([layer.weight, tied, base[3:]]) == 64 + 400
+    assert storage_bytes([]) == 0
+
+
+@pytest.fixture
+def exact():
+    if not HostPeak().exact:
+        pytest.skip("the system does not reset the peak of resident memory")
+
+
+def test_host_peak_sees_a_buffer_that_is_freed_again(exact):
+    host = HostPeak()
+    torch.ones(64 * MIB, dtype=torch.uint8)  # touched, and freed at once
+    assert host.read() - host.baseline == pytest.approx(64 * MIB, abs=6 * MIB)
+
+
+def test_host_peak_starts_anew(exact):
+    torch.ones(128 * MIB, dtype=torch.uint8)
+    host = HostPeak()
+    assert host.read() - host.baseline < 8 * MIB
+
+
+def test_pinned_memory_for_a_cpu_is_plain():
+    buffer = pinned_empty(10, torch.bfloat16, CPU)
+    assert buffer.shape == (10,) and buffer.dtype == torch.bfloat16
+    assert not buffer.is_pinned()

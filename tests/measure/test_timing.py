@@ -1,0 +1,101 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from t1lib.measure.timing import NoTrace, PhaseTimer, Trace, interleaved_ms, median_ms, time_ms
+
+CPU = torch.device("cpu")
+
+
+def test_phases_of_one_name_are_summed_and_lie_within_the_wall_time():
+    timer = PhaseTimer(CPU)
+    for phase in ("a", "b", "a"):
+        time.sleep(0.005)
+        timer.mark(phase)
+    wall, phases = timer.stop()
+    assert list(phases) == ["a", "b"]
+    assert phases["a"] >= 10 and phases["b"] >= 5
+    assert wall >= sum(phases.values())
+
+
+def test_what_follows_the_last_mark_is_in_the_wall_time_alone():
+    timer = PhaseTimer(CPU)
+    timer.mark("a")
+    time.sleep(0.005)
+    wall, phases = timer.stop()
+    assert wall >= phases["a"] + 5
+
+
+def test_spans_are_ordered_by_start_whatever_ends_first():
+    trace = Trace(CPU)
+    trace.begin("compute", "backward", 1)
+    with trace.span("in", "weights", 0):
+        time.sleep(0.002)
+    trace.end("compute", "backward", 1)
+    outer, inner = trace.spans()
+    assert (outer.lane, outer.phase, outer.layer) == ("compute", "backward", 1)
+    assert (inner.lane, inner.phase, inner.layer) == ("in", "weights", 0)
+    assert 0 <= outer.start <= inner.start <= inner.end - 2 <= outer.end - 2
+
+
+def test_only_what_began_and_ended_is_a_span():
+    trace = Trace(CPU)
+    trace.begin("compute", "forward", 0)
+    trace.end("compute", "forward", 1)
+    assert trace.spans() == []
+
+
+def test_a_thread_adds_its_spans_on_the_same_clock():
+    trace = Trace(CPU)
+
+    def update():
+        with trace.host_span("update", "update", 3):
+            time.sleep(0.002)
+
+    with trace.span("compute", "forward", 0):
+        thread = threading.Thread(target=update)
+        thread.start()
+        thread.join()
+    outer, inner = trace.spans()
+    assert (inner.lane, inner.layer) == ("update", 3)
+    assert outer.start <= inner.start <= inner.end <= outer.end
+
+
+@pytest.mark.parametrize("kind", ["span", "host_span"])
+def test_a_span_left_by_an_exception_is_recorded(kind):
+    trace = Trace(CPU)
+    with pytest.raises(RuntimeError), getattr(trace, kind)("compute", "recompute", 2):
+        raise RuntimeError
+    assert [(s.phase, s.layer) for s in trace.spans()] == [("recompute", 2)]
+
+
+def test_no_trace_takes_the_same_calls():
+    trace = NoTrace()
+    trace.begin("compute", "backward", 0)
+    trace.end("compute", "backward", 0)
+    with trace.span("in", "weights", 0, None), trace.host_span("update", "update", 0):
+        pass
+    public = {name for name in dir(Trace) if not name.startswith("_")} - {"spans", "device"}
+    assert public <= set(dir(NoTrace))
+
+
+def test_functions_take_turns_and_the_warm_up_is_dropped():
+    called = []
+    functions = {name: lambda name=name: called.append(name) for name in "ABC"}
+    samples = interleaved_ms(functions, CPU, repeats=3, warmup=2)
+    assert "".join(called) == "ABC" * 5
+    assert {name: len(values) for name, values in samples.items()} == {"A": 3, "B": 3, "C": 3}
+
+
+def test_a_slow_warm_up_is_in_no_sample():
+    pauses = iter([0.05, 0.05, 0.0, 0.0, 0.0])
+    samples = interleaved_ms({"A": lambda: time.sleep(next(pauses))}, CPU, repeats=3, warmup=2)
+    assert max(samples["A"]) < 50
+
+
+def test_times_are_in_milliseconds():
+    assert time_ms(lambda: time.sleep(0.01), CPU) >= 10
+    pauses = iter([0, 0.05, 0.01, 0.02])  # one call to warm up; of three the middle one counts
+    assert 20 <= median_ms(lambda: time.sleep(next(pauses)), CPU, repeats=3, warmup=1) < 50

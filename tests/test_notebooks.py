@@ -1,0 +1,157 @@
+"""The notebooks as they are committed, and as a smoke run leaves them."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from t1lib import params
+from t1lib.measure import manifest
+from t1lib.measure.records import COLUMNS
+from t1lib.report import FIGURES, TABLES
+
+pytest_plugins = ["smoke_run"]
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((CHECKOUT / "notebooks").glob("*.ipynb"))
+NAMES = [path.stem for path in NOTEBOOKS]
+PROFILES = sorted(path.name for path in (CHECKOUT / "params").iterdir() if path.is_dir())
+FILES = {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex", "environment.json"}
+DRAWS = re.compile(r"""run\.draw\(["'](\w+)["']\)""")
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def code(notebook: dict) -> list[dict]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def source(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+@pytest.fixture(autouse=True)
+def this_checkout(monkeypatch):
+    monkeypatch.setenv("T1_ROOT", str(CHECKOUT))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_committed_without_outputs(path):
+    for cell in code(read(path)):
+        assert cell["outputs"] == [] and cell["execution_count"] is None, cell["id"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_format_and_metadata(path):
+    notebook = read(path)
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    metadata = notebook["metadata"]
+    assert metadata["kernelspec"]["name"] == "python3" and metadata["kernelspec"]["language"] == "python"
+    assert metadata["language_info"]["name"] == "python"
+    assert metadata["t1"]["title"]
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids)
+    for name in ids:  # a word or two, not the eight hexadecimal digits of an editor
+        assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) and not re.fullmatch(r"[0-9a-f]{8}", name), name
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_figures_and_tables_are_all_there_once(path):
+    text = "\n".join(source(cell) for cell in code(read(path)))
+    assert sorted(DRAWS.findall(text)) == sorted(FIGURES[path.stem])
+    assert sorted(re.findall(r'run\.table\("(\w+)"\)', text)) == sorted(TABLES[path.stem])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_one_sentence_says_what_each_figure_shows(path):
+    cells = read(path)["cells"]
+    for before, cell in pairwise(cells):
+        if DRAWS.search(source(cell)):
+            assert before["cell_type"] == "markdown", cell["id"]
+            sentence = source(before).strip()
+            assert re.match(r"\*\*Figure \d+\*\* shows ", sentence), sentence
+            assert sentence.endswith(".") and not re.search(r"[.!?]\s", sentence), sentence
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_resolves_every_notebook(profile, name):
+    assert "profile" in params.declared(name)
+    assert (CHECKOUT / "params" / profile / f"{name}.yaml").is_file()
+    assert params.resolve(name, profile)["profile"] == profile
+
+
+@pytest.fixture(params=NAMES)
+def finished(request, smoke_outputs):
+    """The folder of a finished smoke run."""
+    return smoke_outputs / "outputs" / "smoke" / request.param
+
+
+def test_a_run_leaves_every_file_and_its_manifest(finished):
+    name = finished.name
+    expected = FILES | {f"figures/{figure}.{kind}" for figure in FIGURES[name] for kind in ("pdf", "png")}
+    expected |= {f"tables/{table}.tex" for table in TABLES[name]}
+    content = manifest.read(finished)
+    assert set(content["files"]) == expected
+    assert {path.relative_to(finished).as_posix() for path in finished.rglob("*") if path.is_file()} == (
+        expected | {"manifest.json"}
+    )
+    assert (content["experiment"], content["profile"]) == (name, "smoke")
+
+
+def test_a_run_ends_without_an_error_in_any_cell(finished):
+    cells = code(read(finished / "executed.ipynb"))
+    assert all(isinstance(cell["execution_count"], int) for cell in cells)
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert not [output["text"] for output in outputs if output.get("name") == "stderr"]
+
+
+def test_figures_are_shown_in_the_cell_that_draws_them_and_nowhere_else(finished):
+    drawn = []
+    for cell in code(read(finished / "executed.ipynb")):
+        pictures = [output for output in cell["outputs"] if "image/png" in output.get("data", {})]
+        names = DRAWS.findall(source(cell))
+        assert len(pictures) == len(names), cell["id"]
+        drawn += names
+    assert sorted(drawn) == sorted(FIGURES[finished.name])
+
+
+def test_all_modes_have_the_same_losses(smoke_outputs):
+    """t1m1 on a CPU in float32: to the last bit, in every phase and step."""
+    with (smoke_outputs / "outputs" / "smoke" / "t1m1" / "samples.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] == "loss"]
+    losses: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        losses.setdefault((row["phase"], row["step"]), {})[row["variant"]] = row["value"]
+    compared = [(at, found) for at, found in losses.items() if at[0] != "ablation"]
+    assert {"own", "real"} < {phase for (phase, _), _ in compared}
+    for at, found in compared:
+        assert set(found) == {"gpu", "ckpt", "slide"}, at
+        assert len(set(found.values())) == 1, (at, found)
+    ablation = [found for (phase, _), found in losses.items() if phase == "ablation"]
+    assert ablation and all(len(found) == 5 and len(set(found.values())) == 1 for found in ablation)
+
+
+def test_plain_papermill_runs_a_notebook(tmp_path):
+    for folder in ("notebooks", "params"):
+        shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    command = [sys.executable, "-m", "papermill", "notebooks/t1m3.ipynb", "out.ipynb", "-f", "params/smoke/t1m3.yaml"]
+    environment = {k: v for k, v in os.environ.items() if k != "T1_STAGING"} | {"T1_ROOT": str(tmp_path)}
+    command += ["-p", "iters", "2", "-p", "head_iters", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    outputs = [output for cell in code(read(tmp_path / "out.ipynb")) for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    folder = tmp_path / "outputs" / "smoke" / "t1m3"
+    assert set(manifest.read(folder)["files"]) >= FILES - {"executed.ipynb"}
+    assert (folder / "samples.csv").read_text().startswith(",".join(COLUMNS))

@@ -1,0 +1,180 @@
+"""Every bad input is a `T1Error` of at most two lines that names the value and what is allowed; nothing is changed."""
+
+import pytest
+import torch
+
+from t1lib.errors import T1Error
+from t1lib.train import OptimizerSpec, build_model, make_trainer
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
+SMALL |= {"head_dim": 8, "max_position_embeddings": 16}
+LLAMA = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def model(dtype=torch.float32, **changes):
+    return build_model("tiny", dtype=dtype, **{**SMALL, **changes})
+
+
+def refused(call, *parts):
+    with pytest.raises(T1Error) as raised:
+        call()
+    message = str(raised.value)
+    assert 1 <= len(message.splitlines()) <= 2
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"mode": "slides"}, ["unknown mode 'slides'", "allowed: gpu, ckpt, slide", "'slide'?"]),
+        ({"head": "ful"}, ["unknown head 'ful'", "full", "chunked"]),
+        ({"optimizer": "adam"}, ["unknown optimizer 'adam'", "allowed: sgd, adamw"]),
+        ({"loss": "mse"}, ["unknown loss 'mse'", "allowed: cross_entropy, mean_square"]),
+        ({"train": "head"}, ["unknown train 'head'", "allowed: all, layers"]),
+        ({"loss": "mean_square", "train": "all"}, ["'mean_square'", "train='all'", "allowed: train='layers'"]),
+        ({"mode": "slide", "slots": 0}, ["slots=0", "allowed: 1 or more"]),
+        ({"mode": "slide", "grad_slots": 0}, ["grad_slots=0", "allowed: 1 or more"]),
+        ({"mode": "slide", "host_grads": -1}, ["host_grads=-1", "allowed: 1 or more"]),
+        ({"mode": "slide", "slots": 1}, ["slots=1", "allowed: 2 or more, or overlap_in=False"]),
+        ({"mode": "slide", "embedding": "x"}, ["embedding 'x'", "allowed: host, device"]),
+    ],
+    ids=str,
+)
+def test_options_of_a_trainer(options, parts):
+    refused(lambda: make_trainer(model(), **options), *parts)
+
+
+def test_a_negative_learning_rate():
+    refused(lambda: OptimizerSpec("sgd", lr=-0.1), "-0.1", "allowed: lr >= 0")
+
+
+@pytest.mark.parametrize("preset, changes", [("tiny", SMALL), ("llama-3.2-1b", LLAMA)])
+def test_slide_refuses_dropout(preset, changes):
+    dropping = build_model(preset, dtype=torch.float32, attention_dropout=0.1, **changes)
+    refused(lambda: make_trainer(dropping, "slide"), "attention_dropout", "0.1", "allows only 0")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda layer: setattr(layer.mlp, "up_proj", torch.nn.Linear(32, 40, bias=False)),
+        lambda layer: setattr(layer.mlp, "up_proj", torch.nn.Linear(32, 48, bias=True)),
+        lambda layer: layer.mlp.up_proj.bfloat16(),
+    ],
+    ids=["shape", "name", "dtype"],
+)
+def test_slide_refuses_layers_that_are_not_alike(odd):
+    uneven = model()
+    odd(uneven.model.layers[1])
+    refused(lambda: make_trainer(uneven, "slide"), "layer 1", "layer 0", "mlp.up_proj", "alike")
+
+
+def test_unknown_models(tmp_path):
+    refused(lambda: build_model("qwen3-1.7"), "'qwen3-1.7'", "qwen3-1.7b", "checkpoint directory", "owner/model")
+    missing, empty = tmp_path / "missing", tmp_path / "empty"
+    empty.mkdir()
+    refused(lambda: build_model(str(missing)), str(missing), "checkpoint directory")
+    refused(lambda: build_model(str(empty)), str(empty), "presets that need no files: tiny")
+
+
+def test_a_checkpoint_takes_no_changes(tmp_path):
+    model().save_pretrained(tmp_path)
+    refused(lambda: build_model(str(tmp_path), num_hidden_layers=1), str(tmp_path), "num_hidden_layers", "no preset")
+
+
+def ids(rows=2, length=11, **at):
+    tensor = torch.arange(rows * length).reshape(rows, length) % 97
+    for value in at.values():
+        tensor[0, 3] = value
+    return tensor
+
+
+BATCHES = {
+    "too large an id": ({"input_ids": ids(bad=97)}, ["input_ids hold 97", "allowed: 0 to 96"]),
+    "negative id": ({"input_ids": ids(bad=-1)}, ["input_ids hold -1", "allowed: 0 to 96"]),
+    "no ids": ({"labels": ids()}, ["`input_ids`", "(batch, sequence)", "found None"]),
+    "ids of one dimension": ({"input_ids": ids()[0]}, ["`input_ids`", "(batch, sequence)", "(11,)"]),
+    "no tokens": ({"input_ids": ids()[:, :0]}, ["`input_ids`", "(2, 0)"]),
+    "too long": ({"input_ids": ids(length=17)}, ["17 tokens", "16 positions"]),
+    "too large a label": ({"input_ids": ids(), "labels": ids(bad=97)}, ["labels hold 97", "allowed: 0 to 96, or -100"]),
+    "negative label": ({"input_ids": ids(), "labels": ids(bad=-1)}, ["labels hold -1", "allowed: 0 to 96, or -100"]),
+    "labels shifted": ({"input_ids": ids(), "labels": ids()[:, 1:]}, ["labels (2, 10)", "input_ids (2, 11)"]),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_a_refused_batch_changes_nothing(mode, name):
+    batch, parts = BATCHES[name]
+    trainer = make_trainer(model(), mode, optimizer=OptimizerSpec("adamw", lr=0.1))
+    trainer.step({"input_ids": ids()})
+    before = trainer.state_dict()
+    refused(lambda: trainer.step(batch), *parts)
+    assert_same(trainer.state_dict(), before)
+    trainer.close()
+
+
+def assert_same(state, before):
+    assert state["step"] == before["step"]
+    for kind in ("model", "optimizer"):
+        assert state[kind].keys() == before[kind].keys()
+    for name, weight in before["model"].items():
+        assert torch.equal(state["model"][name], weight), name
+    for name, slots in before["optimizer"].items():
+        for key, value in slots.items():
+            assert torch.equal(state["optimizer"][name][key], value), (name, key)
+
+
+LAST = "model.layers.1.mlp.down_proj.weight"  # so that everything before it is already checked
+
+
+def without_weight(state):
+    del state["model"][LAST]
+
+
+def of_other_shape(state):
+    state["model"][LAST] = torch.zeros(32, 49)
+
+
+def without_optimizer(state):
+    del state["optimizer"][LAST]
+
+
+def with_master(state):
+    state["optimizer"][LAST]["master"] = torch.zeros(32, 48)
+
+
+STATES = {
+    without_weight: [f"{LAST!r}", "another model"],
+    of_other_shape: [f"{LAST!r}", "(32, 49)", "(32, 48)"],
+    without_optimizer: [f"{LAST!r}", "no optimizer state"],
+    with_master: [f"{LAST!r}", "master_weights=True", "master_weights=False"],
+}
+
+
+@pytest.mark.parametrize("spoil", STATES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_a_refused_checkpoint_changes_nothing(mode, spoil):
+    trainer = make_trainer(model(), mode, optimizer=OptimizerSpec("adamw", lr=0.1))
+    trainer.step({"input_ids": ids()})
+    other = trainer.state_dict()
+    trainer.step({"input_ids": ids()})
+    before = trainer.state_dict()
+    spoil(other)
+    refused(lambda: trainer.load_state_dict(other), *STATES[spoil])
+    assert_same(trainer.state_dict(), before)
+    trainer.close()
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_a_checkpoint_without_master_weights_is_refused_by_a_trainer_with_them(mode):
+    adamw = {"name": "adamw", "lr": 0.1}
+    plain = make_trainer(model(torch.bfloat16), mode, optimizer=OptimizerSpec(**adamw))
+    plain.step({"input_ids": ids()})
+    trainer = make_trainer(model(torch.bfloat16), mode, optimizer=OptimizerSpec(**adamw, master_weights=True))
+    before = trainer.state_dict()
+    refused(lambda: trainer.load_state_dict(plain.state_dict()), "master_weights=False", "master_weights=True")
+    assert_same(trainer.state_dict(), before)
+    plain.close()
+    trainer.close()

@@ -1,0 +1,138 @@
+"""Presets, random weights as the architecture draws them, checkpoints, and decoders taken apart."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+
+from t1lib.errors import T1Error
+from t1lib.train import PRESETS, build_model, sizes, split
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
+FAMILIES = {
+    "qwen3": ("tiny", SMALL),
+    "llama": ("llama-3.2-1b", {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "gemma2": ("gemma-2-2b", {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}),
+}
+
+
+def built(family: str, **options):
+    preset, changes = FAMILIES[family]
+    return build_model(preset, **{"dtype": torch.float32, **changes, **options})
+
+
+def assert_same_weights(model, other):
+    state, expected = model.state_dict(), other.state_dict()
+    assert state.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(state[name], weight), name
+
+
+def test_a_checkpoint_directory_round_trip(tmp_path):
+    model = built("qwen3", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    again = build_model(str(tmp_path))
+    assert again.training and again.dtype == torch.bfloat16
+    assert split(again).tied
+    assert_same_weights(again, model)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model)
+
+
+def test_random_weights_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    model = built("qwen3", seed=3)
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    assert_same_weights(built("qwen3", seed=3), model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(built("qwen3", seed=4).model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_drawn_as_the_architecture_draws_them(family):
+    model = built(family)
+    own = AutoModelForCausalLM.from_config(model.config)
+    expected = own.state_dict()
+    assert list(model.state_dict()) == list(expected)
+    for name, param in model.state_dict().items():
+        if param.dim() == 1:  # norms: ones, or zeros where the norm adds one (Gemma)
+            assert torch.equal(param, expected[name]), name
+        else:
+            assert float(param.std()) == pytest.approx(float(expected[name].std()), rel=0.1), name
+            assert abs(float(param.mean())) < 0.1 * float(param.std()), name
+    first = model.model.layers[0].input_layernorm.weight
+    assert torch.equal(first, torch.full_like(first, 0.0 if family == "gemma2" else 1.0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_the_architectures_own(family):
+    model = built(family)
+    expected = dict(AutoModelForCausalLM.from_config(model.config).named_buffers())
+    found = dict(model.named_buffers())
+    assert found.keys() == expected.keys() and "model.rotary_emb.inv_freq" in found
+    assert ("model.embed_tokens.embed_scale" in found) == (family == "gemma2")
+    for name, buffer in found.items():
+        assert torch.equal(buffer, expected[name]), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_output_layer_is_the_embedding_only_where_tied(tied):
+    parts = split(built("qwen3", tie_word_embeddings=tied))
+    assert parts.tied is tied
+    assert torch.equal(parts.head.weight, parts.embed.weight) is tied
+
+
+def test_sizes_are_those_of_the_model(tmp_path):
+    preset, changes = FAMILIES["gemma2"]
+    model = built("gemma2")
+    expected = {
+        "layers": 2,
+        "layer_params": sum(p.numel() for p in model.model.layers[1].parameters()),
+        "params": sum(p.numel() for p in model.parameters()),
+        "vocabulary": 512,
+        "hidden": 64,
+    }
+    assert sizes(preset, **changes) == expected
+    model.save_pretrained(tmp_path)
+    assert sizes(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("qwen3-0.6b", 0.5960),
+        ("qwen3-1.7b", 1.7206),
+        ("qwen3-4b", 4.0225),
+        ("qwen3-8b", 8.1907),
+        ("llama-3.2-1b", 1.2358),
+        ("gemma-2-2b", 2.6143),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(preset, billions):
+    assert round(sizes(preset)["params"] / 1e9, 4) == billions
+
+
+def test_every_preset_is_a_decoder_that_can_be_taken_apart():
+    for name in PRESETS:
+        assert sizes(name)["layers"] == PRESETS[name]["num_hidden_layers"]
+
+
+def test_split_names_the_parts():
+    parts = split(built("gemma2"))
+    assert len(parts.layers) == 2 and parts.softcap == 30.0
+    assert parts.head.weight.shape == (512, 64) and parts.norm.weight.shape == (64,)
+    assert split(built("qwen3")).softcap is None
+
+
+def test_split_refuses_what_is_no_stack_of_that_kind():
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(T1Error, match="'gpt2' is not embedding, layers, norm, linear head"):
+        split(AutoModelForCausalLM.from_config(config))
+
+
+def test_split_refuses_scaled_logits():
+    shape = {**FAMILIES["llama"][1], "logits_scaling": 8.0}
+    config = AutoConfig.for_model("granite", **shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(T1Error, match=r"'granite' scales its logits by logits_scaling=8\.0"):
+        split(model)
