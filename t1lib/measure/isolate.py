@@ -94,6 +94,11 @@ class Isolated:
 Protocol = Callable[[str, Callable[..., Any]], Generator[None, None, None]]
 
 
+def _judged(rows: list[dict[str, Any]], variant: str, phase: str) -> bool:
+    """Whether the protocol itself has given the variant a status, such as `wrong`."""
+    return any((r["variant"], r["phase"], r["metric"]) == (variant, phase, "status") for r in rows)
+
+
 def measure_variants(
     factory: Callable[..., Any],
     variants: dict[str, dict[str, Any]],
@@ -118,11 +123,6 @@ def measure_variants(
     running: dict[str, tuple[Isolated, Generator[None, None, None]]] = {}
     before = len(records.rows)
 
-    def judged(name: str) -> bool:
-        """Whether the protocol itself has given the variant a status, such as `wrong`."""
-        key = (name, phase, "status")
-        return any((row["variant"], row["phase"], row["metric"]) == key for row in records.rows[before:])
-
     def turn(name: str, action: Callable[[], Any]) -> Any:
         try:
             return action()
@@ -131,7 +131,7 @@ def measure_variants(
         except UnavailableError:
             records.status(name, "unavailable", phase=phase)
         except StopIteration:
-            if not judged(name):
+            if not _judged(records.rows[before:], name, phase):
                 records.status(name, "ok", phase=phase)
         if name in running:
             running.pop(name)[0].close()

@@ -1,5 +1,6 @@
 """Trainers of causal language models that differ in where the weights live, not in what they compute."""
 
+import inspect
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -7,8 +8,9 @@ from transformers import PreTrainedModel
 from t1lib.errors import choose
 from t1lib.train.models import PRESETS, build_model, sizes, split
 from t1lib.train.optim import OPTIMIZERS, OptimizerSpec
+from t1lib.train.resident import CkptTrainer, GpuTrainer
 from t1lib.train.slide import SlideTrainer
-from t1lib.train.trainer import CkptTrainer, GpuTrainer, StepRecord, Trainer
+from t1lib.train.trainer import StepRecord, Trainer
 
 MODES: dict[str, type[Trainer]] = {"gpu": GpuTrainer, "ckpt": CkptTrainer, "slide": SlideTrainer}
 
@@ -18,7 +20,16 @@ def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> T
 
     All modes compute the same losses, gradients and updated weights: bit for bit on a CPU in float32.
     """
-    return MODES[choose("mode", mode, MODES)](model, **options)
+    trainer = MODES[choose("mode", mode, MODES)]
+    for option in options:
+        choose(f"option of mode {mode!r}:", option, _options_of(trainer))
+    return trainer(model, **options)
+
+
+def _options_of(trainer: type[Trainer]) -> list[str]:
+    """Keyword arguments of a trainer's class: its own, and those that all have."""
+    accepted = [p for c in (trainer, Trainer) for p in inspect.signature(c.__init__).parameters.values()]
+    return [p.name for p in accepted if p.kind is p.KEYWORD_ONLY]
 
 
 __all__ = [

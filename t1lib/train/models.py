@@ -1,14 +1,17 @@
 """Models: presets by shape with random weights, or real checkpoints, all through `transformers`; and their parts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from t1lib.errors import T1Error, require
+from t1lib.errors import T1Error, choose, require
 
 
 def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool = True, **other: object) -> dict[str, object]:
@@ -61,21 +64,37 @@ def build_model(
     one, a module at a time, so a model larger than the GPU can be built on the host.
     """
     if name in PRESETS:
-        return _random_model({**PRESETS[name], **changes}, dtype, torch.device(device), seed)
-    require(not changes, f"{name!r} is no preset: its configuration cannot be changed ({', '.join(changes)})")
-    local = _is_local(name)
-    try:
+        return _random_model(_preset_config(name, changes), dtype, torch.device(device), seed)
+    local = _is_local(name, changes)
+    with _loading(name):
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise T1Error(f"cannot load {name!r}: {reason}\npresets that need no files: {', '.join(PRESETS)}") from error
     return model.to(device).train()
 
 
-def _is_local(name: str) -> bool:
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn what can go wrong with a checkpoint's files into one `T1Error`."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise T1Error(f"cannot load {name!r}: {reason}\npresets that need no files: {', '.join(PRESETS)}") from error
+
+
+def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
+    fields = {**PRESETS[name], **changes}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    plain = AutoConfig.for_model(config.model_type)  # a field that it does not know would be kept and mean nothing
+    for field in changes.keys() - {"model_type"}:
+        choose(f"field of {config.model_type}'s configuration", field, plain.to_dict())
+    return config
+
+
+def _is_local(name: str, changes: dict[str, object]) -> bool:
     """Whether a model that is no preset is a directory (else a hub name); `T1Error` if it can be neither."""
+    require(not changes, f"{name!r} is no preset: its configuration cannot be changed ({', '.join(changes)})")
     local = Path(name).is_dir()
     if not local and name.count("/") != 1:
         raise T1Error(
@@ -85,9 +104,7 @@ def _is_local(name: str) -> bool:
     return local
 
 
-def _random_model(fields: dict[str, object], dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
-    fields = dict(fields)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+def _random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
     transformers_logging.set_verbosity_error()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -141,10 +158,11 @@ def split(model: PreTrainedModel) -> Parts:
 def sizes(name: str, **changes: object) -> dict[str, int]:
     """Counts of a preset or local checkpoint, without building it: layers, layer_params, params, vocabulary, hidden."""
     if name in PRESETS:
-        fields = {**PRESETS[name], **changes}
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = _preset_config(name, changes)
     else:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=_is_local(name))
+        local = _is_local(name, changes)
+        with _loading(name):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     layers = split(model).layers

@@ -9,6 +9,7 @@ from torch import Tensor
 from t1lib.errors import T1Error, choose, require
 
 OPTIMIZERS = ("sgd", "adamw")
+STATE = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # what PyTorch keeps a parameter
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ class Updater:
         if missing:
             raise T1Error(f"the checkpoint has no optimizer state for {missing[0]!r} ({len(missing)} missing)")
         for name in self._targets:
+            foreign = state[prefix + name].keys() - STATE[self.spec.name] - {"master"}
+            require(
+                not foreign,
+                f"the checkpoint's {prefix + name!r} has state of another optimizer ({', '.join(sorted(foreign))}); "
+                f"the trainer's is {self.spec.name!r}",
+            )
             saved, own = ("master" in state[prefix + name]), (name in self.masters)
             require(
                 saved == own,

@@ -1,13 +1,11 @@
-"""What all trainers share, and the two that keep the whole model on the device: `gpu` and `ckpt`."""
+"""What all trainers share: a step, its loss, its checks, the interception of the layers, checkpoints."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from t1lib.errors import T1Error, choose, require
@@ -130,6 +128,7 @@ class Trainer:
             raise T1Error(f"input_ids hold {bad}; allowed: 0 to {vocabulary - 1}, the model's vocabulary")
         require(ids.shape[1] <= positions, f"sequence of {ids.shape[1]} tokens; the model has {positions} positions")
         labels = batch.get("labels", ids)
+        require(isinstance(labels, Tensor), f"labels are {type(labels).__name__}; allowed: a tensor like input_ids")
         require(labels.shape == ids.shape, f"labels {tuple(labels.shape)} do not match input_ids {tuple(ids.shape)}")
         valid = labels[labels != -100]
         if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= vocabulary):
@@ -246,22 +245,3 @@ class Trainer:
     def _named_updaters(self) -> list[tuple[str, Updater]]:
         """All updaters, each with what its tensors' names lack of the parameters' names."""
         return [("", self._rest)]
-
-
-class GpuTrainer(Trainer):
-    """Mode `gpu`: weights, gradients, optimizer state and activations all on the device. The plain reference."""
-
-    mode = "gpu"
-
-    def _place(self) -> None:
-        self.model.to(self.device)
-
-
-class CkptTrainer(GpuTrainer):
-    """Mode `ckpt`: as `gpu`, but each layer keeps only its input and is computed again in the backward."""
-
-    mode = "ckpt"
-
-    def _run_layer(self, index: int, hidden: Tensor, **kwargs: Any) -> Tensor:
-        run: Callable[[Tensor], Tensor] = lambda x: self._compute(index, x, kwargs)  # noqa: E731
-        return checkpoint(run, hidden, use_reentrant=False)

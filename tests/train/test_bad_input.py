@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.errors import T1Error
-from t1lib.train import OptimizerSpec, build_model, make_trainer
+from t1lib.train import OptimizerSpec, build_model, make_trainer, sizes
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
 SMALL |= {"head_dim": 8, "max_position_embeddings": 16}
@@ -178,3 +178,23 @@ def test_a_checkpoint_without_master_weights_is_refused_by_a_trainer_with_them(m
     assert_same(trainer.state_dict(), before)
     plain.close()
     trainer.close()
+
+
+def test_option_of_another_mode():
+    refused(lambda: make_trainer(model(), "gpu", slots=3), "slots", "head_options")
+
+
+def test_mistyped_field_of_a_preset():
+    refused(lambda: build_model("tiny", num_hidden_layer=2), "num_hidden_layer", "num_hidden_layers")
+
+
+def test_state_of_another_optimizer():
+    adamw, sgd = make_trainer(model(), "gpu", optimizer="adamw"), make_trainer(model(), "slide", optimizer="sgd")
+    adamw.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
+    refused(lambda: sgd.load_state_dict(adamw.state_dict()), "exp_avg", "sgd")
+
+
+def test_checkpoint_directory_without_a_usable_configuration(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    refused(lambda: build_model(str(tmp_path)), "cannot load")
+    refused(lambda: sizes(str(tmp_path)), "cannot load")
