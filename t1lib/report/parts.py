@@ -4,8 +4,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from t1lib.measure.records import format_number
 from t1lib.report.select import median, pick
-from t1lib.report.style import VARIANTS, bar_labels, subplots
+from t1lib.report.style import PHASE_COLOURS, VARIANTS, bar_labels, subplots
 
 
 def memory_unit(gib: list[float]) -> tuple[float, str]:
@@ -28,6 +29,21 @@ def draw_grouped(
     axes.grid(axis="x", visible=False)
     if names and kinds:
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+
+def draw_phases(axes: Axes, frame: pd.DataFrame, setting: str, names: list[str]) -> None:
+    """A bar a variant, the first on top: its step's phases one after the other, their sum written at the end."""
+    base = pd.Series(0.0, index=names)
+    for phase, colour in PHASE_COLOURS.items():
+        metric = phase.replace(" ", "_") + "_ms"
+        values = pd.Series({n: median(frame, metric, setting, n) for n in names}).fillna(0.0)
+        if values.sum() > 0:
+            axes.barh([VARIANTS[n].label for n in names], values, left=base, color=colour, height=0.5, label=phase)
+            base = base + values
+    for row, name in enumerate(names):
+        axes.text(base[name], row, f" {format_number(float(base[name]))}", va="center", fontsize=7)
+    axes.set(xlabel="median time of a step (ms)", xlim=(0, 1.1 * max(base, default=1.0)))
+    axes.invert_yaxis()
 
 
 def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:

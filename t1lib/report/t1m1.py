@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from t1lib.measure.records import numeric
-from t1lib.report.parts import draw_grouped, draw_timeline
+from t1lib.report.parts import draw_grouped, draw_phases, draw_timeline
 from t1lib.report.select import layer_ms, median, pick, present, spans
 from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, plain_numbers, subplots
 
@@ -25,24 +25,15 @@ def fig1_breakdown(frame: pd.DataFrame) -> Figure:
     """Time of a step's phases; the hidden CPU update beside it, not added to it (difference D6)."""
     figure, axes = subplots(2.6)
     modes = present(frame, "wall_ms", "own", MODES)
-    base = pd.Series(0.0, index=modes)
-    for phase, colour in PHASE_COLOURS.items():
-        values = pd.Series({m: median(frame, phase.replace(" ", "_") + "_ms", "own", m) for m in modes}).fillna(0.0)
-        if values.sum() > 0:
-            axes.barh([VARIANTS[m].label for m in modes], values, left=base, color=colour, height=0.5, label=phase)
-            base = base + values
+    draw_phases(axes, frame, "own", modes)
     for row, mode in enumerate(modes):
         update = layer_ms(frame, mode, "update", "update").sum()
         if update > 0:
             axes.barh(row + 0.36, update, height=0.16, color="0.75", hatch="////", edgecolor="0.4", linewidth=0.5,
                       label="CPU update, overlapped")  # fmt: skip
-        axes.text(base[mode], row, f" {base[mode]:.3g}", va="center", fontsize=7)
     floor = median(frame, "link_ms", "own", "slide")
     if floor > 0:
         axes.axvline(floor, label="link floor of slide", **FLOOR)
-    axes.set(xlabel="median time of a step (ms)", xlim=(0, None))
-    axes.invert_yaxis()
-    axes.margins(x=0.08)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 

@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from t1lib.report.parts import draw_grouped, draw_timeline
+from t1lib.report.parts import draw_grouped, draw_phases, draw_timeline
 from t1lib.report.select import median, present
 from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, subplots
 
@@ -29,18 +29,7 @@ def fig3_breakdown(frame: pd.DataFrame) -> Figure:
     """Where a step's time goes; a chunked head by sequence makes its gradients in the head's forward."""
     figure, axes = subplots(2.3)
     names = present(frame, "wall_ms", "step", HEAD_VARIANTS)
-    base = pd.Series(0.0, index=names)
-    for phase, colour in PHASE_COLOURS.items():
-        values = pd.Series({n: median(frame, phase.replace(" ", "_") + "_ms", "step", n) for n in names}).fillna(0.0)
-        if values.sum() == 0:
-            continue
-        axes.barh([VARIANTS[n].label for n in names], values, left=base, color=colour, height=0.55, label=phase)
-        base = base + values
-    for row, name in enumerate(names):
-        axes.text(base[name], row, f" {base[name]:.3g}", va="center", fontsize=7)
-    axes.set(xlabel="median time of a step (ms)")
-    axes.invert_yaxis()
-    axes.margins(x=0.08)
+    draw_phases(axes, frame, "step", names)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=5)
     return figure
 
