@@ -47,8 +47,8 @@ class AllocatorTimeline:
     small operations: take times from another pass.
     """
 
-    def __init__(self, device: torch.device, baseline: int = 0, max_events: int = 1_000_000) -> None:
-        self.device, self.baseline, self.max_events = device, baseline, max_events
+    def __init__(self, device: torch.device | str, baseline: int = 0, max_events: int = 1_000_000) -> None:
+        self.device, self.baseline, self.max_events = torch.device(device), baseline, max_events
         self.points: list[tuple[float, int, int | None]] = []
 
     def __enter__(self) -> "AllocatorTimeline":

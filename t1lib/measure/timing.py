@@ -47,8 +47,8 @@ class PhaseTimer:
     `stop` synchronises the device once; `mark` never does. All times are in ms.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = device = torch.device(device)
         self._wall = time.perf_counter()
         self._marks: list[tuple[str, Mark]] = [("start", _mark(device))]
 

@@ -96,7 +96,7 @@ def _is_local(name: str, changes: dict[str, object]) -> bool:
     """Whether a model that is no preset is a directory (else a hub name); `T1Error` if it can be neither."""
     require(not changes, f"{name!r} is no preset: its configuration cannot be changed ({', '.join(changes)})")
     local = Path(name).is_dir()
-    if not local and name.count("/") != 1:
+    if not local and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
         raise T1Error(
             f"unknown model {name!r}: neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, "
             "nor a hub name 'owner/model'"

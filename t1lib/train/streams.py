@@ -1,7 +1,9 @@
 """The mechanisms under mode `slide`: layers in flat host buffers, device slots, copy lanes, and the update worker."""
 
+import atexit
 import itertools
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -115,6 +117,7 @@ class UpdateWorker:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="t1-update", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # an interpreter that ends under a running update aborts
 
     def submit(self, layer: int, update: Callable[[], None]) -> None:
         done = self._pending[layer] = threading.Event()
@@ -133,7 +136,9 @@ class UpdateWorker:
             self.wait(layer)
 
     def close(self) -> None:
-        self._queue.put((-1, next(self._count), None, threading.Event()))
+        """Finish what was submitted, then end the thread."""
+        atexit.unregister(self.close)
+        self._queue.put((sys.maxsize, next(self._count), None, threading.Event()))  # after all layers
         self._thread.join()
 
     def _run(self) -> None:
@@ -148,3 +153,4 @@ class UpdateWorker:
                 self._error = error
             finally:
                 done.set()
+                del update  # it holds the trainer, and the next one may be long in coming
