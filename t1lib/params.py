@@ -1,13 +1,15 @@
 """Parameters of experiments: declared in the notebook, set by a profile, checked before anything runs.
 
 A notebook declares its parameters in one cell tagged `parameters`, as annotated literals with a
-comment that helps: `steps: int = 10  # measured steps`. papermill only warns about a parameter that
-the notebook does not declare, and checks no type; everything here is strict instead.
+comment that helps: `steps: int = 10  # measured steps, ≥ 1`. A bound in the comment, `≥ 1` or `> 0`, holds
+for the value, or for each item of a list, which must then have one. papermill only warns about a
+parameter that the notebook does not declare, and checks no type; everything here is strict instead.
 """
 
 import ast
 import io
 import json
+import re
 import tokenize
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +24,7 @@ _SCALARS = {"int": int, "float": float, "str": str, "bool": bool}
 TYPES = (*_SCALARS, "list", *(f"list[{name}]" for name in _SCALARS))
 _SIMPLE = (bool, int, float, str, list, tuple, dict, type(None))
 _IPYTHON_NAMES = {"In", "Out", "exit", "quit", "open", "get_ipython"}
+_BOUND = re.compile(r"(≥|>) (-?\d+(?:\.\d+)?)")
 _CHECKED = "_t1_parameters_checked"
 
 
@@ -31,6 +34,17 @@ class Parameter(NamedTuple):
     type: str
     default: Any
     help: str
+
+    def check_bound(self, where: str, name: str, value: Any) -> None:
+        """Raise a `T1Error` unless `value` is within the bound in the comment, if that has one."""
+        bound = _BOUND.search(self.help)
+        if bound is None:
+            return
+        items = value if isinstance(value, list) else [value]
+        require(bool(items), f"{where}: {name!r} is empty; it needs at least one item {bound[0]}")
+        for item in items:
+            within = item >= float(bound[2]) if bound[1] == "≥" else item > float(bound[2])
+            require(within, f"{where}: {name!r} is {value!r}; it must be {bound[0]}")  # NaN is not
 
 
 def profiles() -> list[str]:
@@ -69,7 +83,7 @@ def declared(experiment: str) -> dict[str, Parameter]:
     """Return the parameters that an experiment's notebook declares, in order.
 
     Raises `T1Error` for an unknown experiment, and for a line of the parameters cell that is
-    not `name: type = literal  # help` with a type of `TYPES`.
+    not `name: type = literal  # help` with a type of `TYPES` and a literal within the help's bound.
     """
     choose("experiment", experiment, experiments())
     path = paths.notebook(experiment)
@@ -97,6 +111,7 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
             raise T1Error(form) from None
         default = _convert(where, name, kind, literal)
         found[name] = Parameter(kind, default, comments.get(node.end_lineno or 0, ""))
+        found[name].check_bound(where, name, default)
     return found
 
 
@@ -124,7 +139,10 @@ def _check(experiment: str, values: Mapping[str, Any], where: str) -> dict[str, 
     known = declared(experiment)
     for name in values:
         choose(f"parameter of {experiment} in {where}:", name, known)
-    return {name: _convert(where, name, known[name].type, value) for name, value in values.items()}
+    converted = {name: _convert(where, name, known[name].type, value) for name, value in values.items()}
+    for name, value in converted.items():
+        known[name].check_bound(where, name, value)
+    return converted
 
 
 def _read_yaml(experiment: str, profile: str) -> dict[str, Any]:
@@ -156,7 +174,7 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
 
     Texts in `overrides` are read as on a command line (`-p steps 3`), other values as they are.
     Raises `T1Error`, in one or two lines, for an unknown experiment, profile or parameter, a
-    missing or nested YAML file, and a value of the wrong type.
+    missing or nested YAML file, and a value of the wrong type or outside its bound.
     """
     known = declared(experiment)
     choose("profile", profile, profiles())
@@ -183,7 +201,7 @@ def check_injected(experiment: str, namespace: dict[str, Any]) -> dict[str, Any]
     kernel can tell that: at a second Run All the variables of later cells exist too, so the
     success of the first is remembered in `namespace`.
 
-    Raises `T1Error` for an undeclared or missing name, and for a value of the wrong type.
+    Raises `T1Error` for an undeclared or missing name, and for a value of the wrong type or outside its bound.
     """
     known = declared(experiment)
     missing = [name for name in known if name not in namespace]

@@ -1,4 +1,4 @@
-"""A pytest plugin with the fixture `smoke_outputs`: both experiments, run once a session, away from the user's outputs.
+"""A pytest plugin with the fixture `smoke_outputs`: all experiments, run once a session, away from the user's outputs.
 
 A test module takes it with `pytest_plugins = ["smoke_run"]`.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-EXPERIMENTS = ("t1m1", "t1m3")
+EXPERIMENTS = ("chunks", "t1m1", "t1m3")
 
 
 @pytest.fixture(scope="session")

@@ -85,6 +85,33 @@ def test_unknown_names_are_refused(checkout):
 
 
 @pytest.mark.parametrize(
+    ("line", "text", "part"),
+    [
+        ("x: int = 1  # steps, ≥ 1", "0", "'x' is 0; it must be ≥ 1"),
+        ("x: float = 1.0  # rate, > 0", "0", "'x' is 0.0; it must be > 0"),
+        ("x: float = 1.0  # rate, > 0", ".nan", "must be > 0"),
+        ("x: float = 1.0  # at ≥ 0.5", "0.4", "must be ≥ 0.5"),
+        ("x: list[int] = [1]  # sizes, each ≥ 1", "[2, 0]", "[2, 0]; it must be ≥ 1"),
+        ("x: list[int] = [1]  # sizes, each ≥ 1", "[]", "'x' is empty"),
+    ],
+)
+def test_a_bound_in_the_comment_holds_on_every_way_in(checkout, line, text, part):
+    checkout.add("demo", parameters=line, yaml="")
+    refused(lambda: params.resolve("demo", "smoke", {"x": text}), "-p", part)
+    value = params.parse_text(params.declared("demo")["x"].type, text)
+    refused(lambda: params.check_injected("demo", {"x": value}), "the notebook", part)
+    checkout.params("demo", f"x: {text}\n")
+    refused(lambda: params.resolve("demo", "smoke"), "params/smoke/demo.yaml", part)
+
+
+def test_a_bound_admits_its_edge_and_holds_for_the_default(checkout):
+    checkout.add("demo", parameters="x: int = 3  # steps, ≥ 0", yaml="")
+    assert params.resolve("demo", "smoke", {"x": "0"}) == {"x": 0}
+    checkout.add("demo", parameters="x: int = -1  # steps, ≥ 0", yaml="")
+    refused(lambda: params.declared("demo"), "notebooks/demo.ipynb", "'x' is -1")
+
+
+@pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
         ("int", "3", 3),

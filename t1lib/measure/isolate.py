@@ -26,7 +26,8 @@ class VariantFailed(RuntimeError):
     """The variant's process raised something else; the message holds its traceback."""
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that device or host memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -44,7 +45,7 @@ def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, An
         return
     except BaseException as error:
         known = {T1Error: "bad", UnavailableError: "unavailable"}.get(type(error), "error")
-        kind = "oom" if _is_out_of_memory(error) else known
+        kind = "oom" if is_out_of_memory(error) else known
         pipe.send((kind, traceback.format_exc() if kind == "error" else str(error)))
 
 

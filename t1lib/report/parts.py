@@ -55,12 +55,12 @@ def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:
         ms = pick(frame, "at_ms", "timeline", name).to_numpy()
         progress = ms / ms[-1] if len(ms) and ms[-1] > 0 else ms
         axes.plot(progress, pick(frame, "allocated_gib", "timeline", name) * scale, color=style.colour, lw=1.1,
-                  label=f"{style.label}, allocated", drawstyle="steps-post")  # fmt: skip
+                  label=style.label, drawstyle="steps-post")  # fmt: skip
         reserved = pick(frame, "reserved_gib", "timeline", name)
         if len(reserved):
-            axes.plot(progress, reserved * scale, color=style.colour, lw=0.9, ls=":", label=f"{style.label}, reserved")
+            axes.plot(progress, reserved * scale, color=style.colour, lw=0.9, ls=":")
     axes.set(xlabel="progress within one step", ylabel=f"memory on the device ({unit})", ylim=(0, None), xlim=(0, 1))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    if len(pick(frame, "reserved_gib", "timeline")):
+        axes.plot([], [], color="0.4", lw=0.9, ls=":", label="the same, reserved")  # one entry for all of them
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
-
-

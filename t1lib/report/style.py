@@ -35,6 +35,7 @@ VARIANTS: dict[str, Variant] = {
     "full": Variant("full", _COLOURS[0], "o"),
     "chunked": Variant("chunked, by sequence", _COLOURS[2], "^", "chunked,\nsequence"),
     "chunked-vocabulary": Variant("chunked, by vocabulary", _COLOURS[4], "D", "chunked,\nvocabulary"),
+    "fused": Variant("fused", _COLOURS[1], "s"),
     "torch": Variant("torch (PyTorch's own)", _COLOURS[3], "v", "torch"),
 }
 _SOFT = sns.color_palette("Set2")  # phases are not variants: colours of their own

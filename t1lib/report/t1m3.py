@@ -2,12 +2,14 @@
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from t1lib.measure.records import format_number
 from t1lib.report.parts import draw_grouped, draw_phases, draw_timeline
 from t1lib.report.select import median, present
-from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, subplots
+from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, subplots
 
-HEAD_VARIANTS = ("full", "chunked", "chunked-vocabulary", "torch")
+HEAD_VARIANTS = ("full", "chunked", "chunked-vocabulary", "fused", "torch")
 
 
 def fig1_timeline(frame: pd.DataFrame) -> Figure:
@@ -26,7 +28,7 @@ def fig2_peak_memory(frame: pd.DataFrame) -> Figure:
 
 
 def fig3_breakdown(frame: pd.DataFrame) -> Figure:
-    """Where a step's time goes; a chunked head by sequence makes its gradients in the head's forward."""
+    """Where a step's time goes; `chunked` by sequence and `fused` make their gradients in the head's forward."""
     figure, axes = subplots(2.3)
     names = present(frame, "wall_ms", "step", HEAD_VARIANTS)
     draw_phases(axes, frame, "step", names)
@@ -36,24 +38,27 @@ def fig3_breakdown(frame: pd.DataFrame) -> Figure:
 
 def fig4_head_alone(frame: pd.DataFrame) -> Figure:
     """The output layer alone: loss and both gradients in time, and the memory beyond inputs and gradients."""
-    figure, (time, memory) = subplots(2.6, 2)
+    figure, (time, memory) = subplots(2.5, 2, sharey=True)
     names = present(frame, "both_ms", "head", HEAD_VARIANTS)
     labels = [VARIANTS[n].tick() for n in names]
     forward, backward = ([median(frame, f"{k}_ms", "head", n) for n in names] for k in ("forward", "backward"))
-    time.bar(labels, forward, color=PHASE_COLOURS["head forward"], width=0.55, label="loss")
+    time.barh(labels, forward, color=PHASE_COLOURS["head forward"], height=0.55, label="loss")
     colour = PHASE_COLOURS["head backward"]
-    bars = time.bar(labels, backward, bottom=forward, color=colour, width=0.55, label="gradients")
-    time.bar_label(bars, [f"{a + b:.3g}" for a, b in zip(forward, backward, strict=True)], fontsize=6.5, padding=1.5)
+    bars = time.barh(labels, backward, left=forward, color=colour, height=0.55, label="gradients")
+    both = [format_number(a + b) for a, b in zip(forward, backward, strict=True)]
+    time.bar_label(bars, both, fontsize=6.5, padding=1.5)
     for name in names[:1]:  # every variant has measured it
-        time.axhline(median(frame, "floor_ms", "head", name), label="three matrix products", **FLOOR)
-    time.set(ylabel="median time (ms)")
-    time.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=0.8, handlelength=1.4)
+        time.axvline(median(frame, "floor_ms", "head", name), label="three matrix products", **FLOOR)
     mib = [median(frame, "workspace_mib", "head", n) for n in names]
-    bar_labels(memory, memory.bar(labels, mib, color=[VARIANTS[n].colour for n in names], width=0.55))
-    memory.set(ylabel="peak workspace (MiB)")
-    for axes in (time, memory):
-        axes.grid(axis="x", visible=False)
-        axes.margins(y=0.12)
+    bars = memory.barh(labels, mib, color=[VARIANTS[n].colour for n in names], height=0.55)
+    memory.bar_label(bars, [format_number(value) for value in mib], fontsize=6.5, padding=1.5)
+    for axes, what in ((time, "median time (ms)"), (memory, "peak workspace (MiB)")):
+        axes.set_xlabel(what)
+        axes.grid(axis="y", visible=False)
+        axes.margins(x=0.15)
+        axes.xaxis.set_major_locator(MaxNLocator(5, prune="upper"))  # a label at the very edge would be cut
+    time.invert_yaxis()  # shared: the first variant on top
+    figure.legend(*time.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
 
 

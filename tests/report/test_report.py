@@ -1,4 +1,4 @@
-"""Figures, tables and numbers of both experiments, from the records of a smoke run alone."""
+"""Figures, tables and numbers of all experiments, from the records of a smoke run alone."""
 
 import json
 import re
@@ -21,11 +21,22 @@ from t1lib.report.style import WIDTH, style
 pytest_plugins = ["smoke_run"]
 pytestmark = pytest.mark.filterwarnings("error")
 
-VARIANTS = {"t1m1": ("gpu", "ckpt", "slide"), "t1m3": ("full", "chunked", "chunked-vocabulary", "torch")}
+VARIANTS = {
+    "chunks": ("full", "chunked", "chunked-vocabulary", "fused"),
+    "t1m1": ("gpu", "ckpt", "slide"),
+    "t1m3": ("full", "chunked", "chunked-vocabulary", "fused", "torch"),
+}
+# Of table1: the column that names the variant; and the phase and metric of its time in the numbers.
+SUMMARY = {
+    "chunks": ("head", "mean", "both_ms"),
+    "t1m1": ("mode", "own", "wall_ms"),
+    "t1m3": ("head", "step", "wall_ms"),
+}
 ALL_FIGURES = [(experiment, name) for experiment in FIGURES for name in FIGURES[experiment]]
 ALL_TABLES = [(experiment, name) for experiment in TABLES for name in TABLES[experiment]]
 OUT_OF_MEMORY = [(experiment, variant) for experiment in VARIANTS for variant in VARIANTS[experiment]]
-WITHOUT_UNIT = {"layer", "progress within one step", "tokens a step"}
+WITHOUT_UNIT = {"layer", "progress within one step", "tokens a step", "number of chunks", "tokens of a chunk"}
+WITHOUT_UNIT |= {"relative error"}
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +174,7 @@ def out_of_memory(frame, variants):
     return records.frame()
 
 
-@pytest.mark.parametrize(("experiment", "variant"), [*OUT_OF_MEMORY, ("t1m1", "all"), ("t1m3", "all")])
+@pytest.mark.parametrize(("experiment", "variant"), [*OUT_OF_MEMORY, *((name, "all") for name in VARIANTS)])
 def test_a_variant_out_of_memory_is_a_row_and_no_traceback(draw, frames, experiment, variant):
     gone = VARIANTS[experiment] if variant == "all" else (variant,)
     frame = out_of_memory(frames[experiment], gone)
@@ -175,9 +186,9 @@ def test_a_variant_out_of_memory_is_a_row_and_no_traceback(draw, frames, experim
         tables = {name: make(frame).frame for name, make in TABLES[experiment].items()}
         numbers = Numbers()
         NUMBERS[experiment](frame, numbers)
-    first = tables["table1"].set_index("head" if experiment == "t1m3" else "mode")
+    column, phase, time = SUMMARY[experiment]
+    first = tables["table1"].set_index(column)
     assert {name for name, state in first["status"].items() if state == "oom"} == set(gone)
     for name in gone:
-        phase = "step" if experiment == "t1m3" else "own"
-        assert numbers[f"{experiment}.{phase}.{name}.wall_ms"]["value"] is None
+        assert numbers[f"{experiment}.{phase}.{name}.{time}"]["value"] is None
         assert numbers[f"{experiment}.{phase}.{name}.n"]["value"] == 0

@@ -1,0 +1,233 @@
+"""An output layer measured in one process: time in turns with its floor, exact memory, errors, ignored tokens.
+
+What the notebook `chunks` runs. One process is enough for its memory claims: the allocator's own history counts the
+bytes that a call asks for, whatever was cached before it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import UnavailableError
+from t1lib.heads import linear_cross_entropy
+from t1lib.measure.isolate import is_out_of_memory
+from t1lib.measure.memory import AllocatorTimeline, storage_bytes
+from t1lib.measure.records import Records
+from t1lib.measure.timing import PhaseTimer, synchronize, time_ms
+
+IGNORED = -100
+ROWS = 8192  # of a gradient compared at a time: there is no room for another float64 copy of it
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a head is called: its name, the reduction, and options of `linear_cross_entropy` (`chunks`, `by`, …)."""
+
+    head: str
+    reduction: str = "mean"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, e: Tensor, w: Tensor, y: Tensor, **given: Any) -> Tensor:
+        """The loss of e (N, D), w (V, D), y (N)."""
+        return linear_cross_entropy(e, w, y, head=self.head, reduction=self.reduction, **self.options, **given)
+
+
+class Result(NamedTuple):
+    """What a call gives: loss () or (N), dE (N, D), dW (V, D)."""
+
+    loss: Tensor
+    dE: Tensor
+    dW: Tensor
+
+
+class OutputLayer:
+    """Random hidden states e (N, D), weight w (V, D), targets y (N), and an upstream gradient (N) for "none".
+
+    exact(…) computes in `reference` ("float64", or "float32" where that is too slow) by head `chunked`.
+    """
+
+    def __init__(
+        self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str, seed: int = 0,
+        reference: str = "float64",
+    ) -> None:  # fmt: skip
+        self.device, self.dtype = torch.device(device), getattr(torch, dtype)
+        self.reference = getattr(torch, reference)
+        torch.manual_seed(seed)
+        self.e = torch.randn(tokens, hidden, device=self.device).to(self.dtype).requires_grad_()
+        self.w = (torch.randn(vocabulary, hidden, device=self.device) * 0.02).to(self.dtype).requires_grad_()
+        self.y = torch.randint(vocabulary, (tokens,), device=self.device)
+        self.upstream = torch.rand(tokens, device=self.device) + 0.5
+        self._logits = self._copy = None
+
+    def padding(self, sequences: int) -> Tensor:
+        """(N) bool: the tokens that count when N are `sequences` whose first and last quarter are ignored.
+
+        The first quarter stands for a prompt, the last for padding.
+        """
+        place = torch.arange(len(self.e), device=self.device)
+        length = -(-len(self.e) // sequences)
+        return (place % length >= length // 4) & (place % length < length - length // 4)
+
+    def masked(self, valid: Tensor) -> Tensor:
+        """Targets (N), ignored where not `valid`."""
+        return self.y.masked_fill(~valid, IGNORED)
+
+    def _backward(self, loss: Tensor, upstream: Tensor) -> None:
+        loss.backward(upstream.to(loss.dtype) if loss.dim() else None)
+
+    def times(self, call: Call, target: Tensor | None = None, alone: bool = False) -> dict[str, float]:
+        """Time in ms of the loss (`forward`), of the gradients (`backward`), and of both.
+
+        alone: also of the loss where no gradient is wanted (`eval`).
+        """
+        self.e.grad = self.w.grad = None
+        y = self.y if target is None else target
+        synchronize(self.device)
+        timer = PhaseTimer(self.device)
+        loss = call(self.e, self.w, y)
+        timer.mark("forward")
+        self._backward(loss, self.upstream)
+        timer.mark("backward")
+        _, phases = timer.stop()
+        times = phases | {"both": sum(phases.values())}
+        if alone:
+            with torch.no_grad():
+                times["eval"] = time_ms(lambda: call(self.e, self.w, y), self.device)
+        return times
+
+    def floor_times(self) -> dict[str, float]:
+        """Time in ms of the three matrix products, one sample each, and of a copy of w on the device (`copy`)."""
+        e, w = self.e.detach(), self.w.detach()
+        if self._logits is None:
+            self._logits, self._copy = e @ w.T, torch.empty_like(w)
+        products = {
+            "logits": lambda: torch.mm(e, w.T, out=self._logits),
+            "dE": lambda: torch.mm(self._logits, w),
+            "dW": lambda: torch.mm(self._logits.T, e),
+            "copy": lambda: self._copy.copy_(w),
+        }
+        return {name: time_ms(product, self.device) for name, product in products.items()}
+
+    def memory(self, call: Call) -> dict[str, int]:
+        """Bytes beyond the inputs: `workspace`, the peak without the two gradients that must exist; `kept`, what lives
+        on between forward and backward (gradients, where the forward makes them)."""
+        self.e.grad = self.w.grad = None
+        inputs = storage_bytes([self.e, self.w, self.y, self.upstream])
+        with AllocatorTimeline(self.device, inputs) as forward:
+            loss = call(self.e, self.w, self.y)
+        kept = forward.points[-1][1] - forward.baseline
+        with AllocatorTimeline(self.device, inputs + kept) as backward:
+            self._backward(loss, self.upstream)
+        peaks = forward.peak.allocated - forward.baseline, backward.peak.allocated - backward.baseline + kept
+        return {"workspace": max(peaks) - self.e.nbytes - self.w.nbytes, "kept": kept}
+
+    def result(self, call: Call, valid: Tensor | None = None, dtype: torch.dtype | None = None, **given: Any) -> Result:
+        """Loss and gradients of a call, of the tokens in `valid` alone (as if there were no others), in `dtype`.
+
+        given: `target` or `token_weight` in place of the layer's own.
+        """
+        rows = slice(None) if valid is None else valid
+        e, w = (t.detach().to(dtype or self.dtype).requires_grad_() for t in (self.e[rows], self.w))
+        target = given.pop("target", self.y)[rows]
+        loss = call(e, w, target, **given)
+        self._backward(loss, self.upstream[rows])
+        return Result(loss.detach(), e.grad, w.grad)
+
+    def exact(self, reduction: str, valid: Tensor | None = None) -> Result:
+        """Loss and gradients in the reference's precision."""
+        return self.result(Call("chunked", reduction, {"chunks": 16}), valid, self.reference)
+
+    def errors(self, call: Call, exact: Result) -> dict[str, float]:
+        """Relative errors of loss, dE and dW."""
+        return {f"error_{k}": v for k, v in compare(self.result(call), exact).items()}
+
+    def padding_errors(self, call: Call, valid: Tensor, exact: Result) -> dict[str, float]:
+        """What is wrong where tokens are ignored; `exact` is of the problem without them.
+
+        leaks       values other than 0 among the losses and gradients of ignored tokens
+        padded_*    difference of the call that ignores tokens from the same head's on the problem without them
+        weighted_*  the same of the call that gives them token weight 0 in place of an ignored target
+        error_*     of the call that ignores tokens, against `exact`
+        """
+        alone = self.result(call, valid)
+        ways = {"padded": {"target": self.masked(valid)}, "weighted": {"token_weight": valid.float()}}
+        found: dict[str, float] = {"leaks": 0.0}
+        for way, given in ways.items():
+            loss, de, dw = self.result(call, **given)
+            outside = [de[~valid]] + ([loss[~valid]] if loss.dim() else [])
+            found["leaks"] += sum(int(torch.count_nonzero(part)) for part in outside)
+            inside = Result(loss[valid] if loss.dim() else loss, de[valid], dw)
+            found |= {f"{way}_{k}": v for k, v in compare(inside, alone).items()}
+            if way == "padded":
+                found |= {f"error_{k}": v for k, v in compare(inside, exact).items()}
+        return found
+
+
+def compare(found: Result, exact: Result) -> dict[str, float]:
+    """Relative differences of loss, dE and dW: ‖found − exact‖ / ‖exact‖, in float64."""
+    differences = {}
+    for name, one, other in zip(Result._fields, found, exact, strict=True):
+        above = below = 0.0
+        slices = zip(torch.atleast_1d(one).split(ROWS), torch.atleast_1d(other).split(ROWS), strict=True)
+        for a, b in ((a.double(), b.double()) for a, b in slices):
+            above, below = above + (a - b).square().sum(), below + b.square().sum()
+        differences[name] = float((above / below) ** 0.5)
+    return differences
+
+
+def admit(records: Records, variant: str, phase: str, measure: Callable[[], dict[str, float]], bound: float) -> bool:
+    """File the errors that `measure` returns; whether the variant's time counts: it ran, and no error is above `bound`.
+
+    Its status becomes `ok`, `wrong`, `oom` or `unavailable`.
+    """
+    try:
+        errors = measure()
+    except UnavailableError:
+        records.status(variant, "unavailable", phase)
+        return False
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        errors = None
+    if errors is None:  # beyond the handler, which still holds the failed call's tensors
+        _out_of_memory(records, variant, phase)
+        return False
+    for name, value in errors.items():
+        records.add(variant, name, value, "", phase)
+    sound = all(value <= bound for value in errors.values())  # false for NaN
+    records.status(variant, "ok" if sound else "wrong", phase)
+    return sound
+
+
+Runners = dict[tuple[str, str], Callable[[], dict[str, float]]]
+
+
+def take_turns(records: Records, runners: Runners, repeats: int, warmup: int) -> None:
+    """Run the measurements of (variant, phase) in turn, A B C A B C …, and file their times after the warm-up.
+
+    A drift of the clocks falls on all alike. One that runs out of memory beside the others gets that status.
+    """
+    running = dict(runners)
+    for step in range(-warmup, repeats):
+        for (variant, phase), run in list(running.items()):
+            try:
+                times = run()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                times = None
+            if times is None:
+                _out_of_memory(records, variant, phase)
+                del running[variant, phase]
+            elif step >= 0:
+                for name, ms in times.items():
+                    records.add(variant, f"{name}_ms", ms, "ms", phase, step)
+
+
+def _out_of_memory(records: Records, variant: str, phase: str) -> None:
+    records.status(variant, "oom", phase)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

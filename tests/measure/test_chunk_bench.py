@@ -1,0 +1,104 @@
+"""One process that measures an output layer: what it finds wrong, and what becomes of a variant's status."""
+
+import pytest
+import torch
+
+from t1lib.errors import UnavailableError
+from t1lib.measure.chunk_bench import Call, OutputLayer, admit, compare, take_turns
+from t1lib.measure.records import Records, statuses
+
+TOKENS, VOCABULARY, HIDDEN = 24, 50, 8
+HEADS = ("full", "chunked", "fused")
+
+
+@pytest.fixture
+def layer():
+    shape = dict(tokens=TOKENS, vocabulary=VOCABULARY, hidden=HIDDEN)
+    return OutputLayer(**shape, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("head", HEADS)
+def test_ignored_tokens_get_no_gradient_and_the_others_theirs(layer, head, reduction):
+    valid = layer.padding(sequences=2)
+    assert int(valid.sum()) == TOKENS // 2
+    assert valid.tolist()[:12] == [False] * 3 + [True] * 6 + [False] * 3
+    exact = layer.exact(reduction, valid)
+    assert exact.dE.shape == (TOKENS // 2, HIDDEN) and exact.dE.dtype == torch.float64
+    found = layer.padding_errors(Call(head, reduction), valid, exact)
+    assert found["leaks"] == 0
+    assert max(found.values()) < 1e-5
+
+
+def test_a_head_that_multiplies_padding_in_is_found(layer, monkeypatch):
+    """As one would be that takes target 0 for an ignored token."""
+    valid = layer.padding(2)
+    exact = layer.exact("sum", valid)
+    monkeypatch.setattr(layer, "masked", lambda valid: layer.y * valid)
+    found = layer.padding_errors(Call("full", "sum"), valid, exact)
+    assert found["leaks"] >= TOKENS // 2 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5
+
+
+def test_errors_are_relative_and_of_all_three(layer):
+    exact = layer.exact("mean")
+    twice = exact._replace(dW=2 * exact.dW)
+    assert compare(twice, exact) == {"loss": 0.0, "dE": 0.0, "dW": 1.0}
+    assert max(layer.errors(Call("chunked", options={"chunks": 3}), exact).values()) < 1e-5
+
+
+def test_memory_counts_beyond_inputs_and_gradients(layer):
+    logit = TOKENS * VOCABULARY * 4
+    whole = layer.memory(Call("full"))
+    assert whole["workspace"] > 2 * logit and whole["kept"] >= logit
+    parts = layer.memory(Call("chunked", options={"chunks": 8}))
+    assert parts["workspace"] < whole["workspace"] / 2
+    assert parts["kept"] >= layer.e.nbytes + layer.w.nbytes  # gradients made in the forward
+
+
+def test_times_are_of_both_phases_and_of_the_loss_alone(layer):
+    times = layer.times(Call("chunked", "none"), alone=True)
+    assert set(times) == {"forward", "backward", "both", "eval"} and all(ms > 0 for ms in times.values())
+    assert times["both"] == pytest.approx(times["forward"] + times["backward"])
+    assert set(layer.floor_times()) == {"logits", "dE", "dW", "copy"}
+
+
+def refuse(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("measure", "status"),
+    [
+        (lambda: {"error_loss": 0.0, "error_dW": 0.1}, "ok"),
+        (lambda: {"error_loss": 0.0, "error_dW": 0.2}, "wrong"),
+        (lambda: {"error_loss": float("nan"), "error_dW": 0.0}, "wrong"),
+        (lambda: refuse(torch.OutOfMemoryError("full")), "oom"),
+        (lambda: refuse(UnavailableError("not here")), "unavailable"),
+    ],
+)
+def test_only_what_is_right_is_timed(measure, status):
+    records = Records()
+    assert admit(records, "head", "mean", measure, 0.1) is (status == "ok")
+    assert statuses(records.frame()) == {"head": status}
+
+
+def test_any_other_error_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        admit(Records(), "head", "mean", lambda: 1 / 0, 0.1)
+
+
+def test_variants_take_turns_and_one_without_memory_leaves_the_others():
+    records, order = Records(), []
+
+    def run(name, fails_at=None):
+        order.append(name)
+        if order.count(name) == fails_at:
+            raise torch.OutOfMemoryError("full")
+        return {"both": 1.0}
+
+    runners = {("a", "x"): lambda: run("a"), ("b", "x"): lambda: run("b", fails_at=3)}
+    take_turns(records, runners, repeats=3, warmup=1)
+    assert order == ["a", "b", "a", "b", "a", "b", "a"]
+    steps = [(row["variant"], row["step"]) for row in records.rows if row["metric"] == "both_ms"]
+    assert steps == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+    assert statuses(records.frame()) == {"b": "oom"}
