@@ -11,11 +11,12 @@ from t1lib.heads.checks import parse_bytes
 from t1lib.heads.chunked import chunked
 from t1lib.heads.contract import HeadStats
 from t1lib.heads.full import full
+from t1lib.heads.fused import fused
 from t1lib.heads.native import native
 
 __all__ = ["DEFAULT_HEAD", "HEADS", "HeadStats", "linear_cross_entropy", "next_token_targets", "parse_bytes"]
 
-HEADS: dict[str, Callable] = {"full": full, "chunked": chunked, "torch": native}
+HEADS: dict[str, Callable] = {"full": full, "chunked": chunked, "fused": fused, "torch": native}
 """Name to function. Each takes what `linear_cross_entropy` takes, without `head`, and options of its own."""
 
 DEFAULT_HEAD = "chunked"

@@ -36,8 +36,8 @@ def tensors(**named: Tensor | None) -> None:
         require(value.device == device, f"{name} is on {value.device}, input on {device}; put all on one device")
 
 
-def operands(e: Tensor, w: Tensor, b: Tensor | None) -> None:
-    """Shapes (…, D), (V, D), (V), one floating dtype."""
+def operands(e: Tensor, w: Tensor, b: Tensor | None, same_dtype: bool = True) -> None:
+    """Shapes (…, D), (V, D), (V), floating, and one dtype."""
     require(e.is_floating_point(), f"input must be floating point, got {e.dtype}")
     require(e.dim() >= 1, "input must have shape (…, D), got a scalar")
     require(w.dim() == 2, f"linear_weight must have shape (V, D), got {tuple(w.shape)}")
@@ -48,7 +48,7 @@ def operands(e: Tensor, w: Tensor, b: Tensor | None) -> None:
     )
     for name, value in (("linear_weight", w), ("linear_bias", b)):
         dtype = e.dtype if value is None else value.dtype
-        require(dtype == e.dtype, f"{name} is {dtype}, input {e.dtype}; cast one, or use torch.autocast")
+        require(dtype == e.dtype or not same_dtype, f"{name} is {dtype}, input {e.dtype}; cast one, or use torch.autocast")
     if b is not None:
         require(b.shape == w.shape[:1], f"linear_bias must have shape ({w.shape[0]},), got {tuple(b.shape)}")
 

@@ -86,8 +86,9 @@ def _costs(e: Tensor, opts: Options, by: str, needs: tuple[bool, bool, bool]) ->
 
 def _outputs(ctx, rows: Rows, opts: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What both functions return: the loss, and lse, logprob and correct, which have no gradient."""
-    loss = opts.reduce(opts.mask(token_losses(rows, opts)))
-    stats = (rows.lse[:, 0], rows.logprob[:, 0], (rows.at_target >= rows.top)[:, 0])
+    lse, logprob, pull = (x[:, 0] for x in (rows.lse, rows.logprob, rows.pull))
+    loss = opts.reduce(opts.mask(token_losses(lse, logprob, pull, opts)))
+    stats = (lse, logprob, (rows.at_target >= rows.top)[:, 0])
     ctx.mark_non_differentiable(*stats)
     ctx.set_materialize_grads(False)
     return loss, *stats

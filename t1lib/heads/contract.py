@@ -159,13 +159,18 @@ def prepare(
     workspace: int | str | None = None,
     filter_eps: float | None = None,
     return_stats: bool = False,
+    cast: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Options]:
-    """Check every argument of `linear_cross_entropy`; return flat operands (autocast applied) and `Options`."""
+    """Check every argument of `linear_cross_entropy`; return flat operands and `Options`.
+
+    `cast`: apply autocast to the operands. Without it they may differ in dtype: the head casts them itself.
+    """
     ignore_index = -100 if ignore_index is None else ignore_index
     tensors = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     checks.tensors(input=input, linear_weight=linear_weight, target=target, **tensors)
-    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
-    checks.operands(input, linear_weight, linear_bias)
+    if cast:
+        input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    checks.operands(input, linear_weight, linear_bias, same_dtype=cast)
     vocab = linear_weight.shape[0]
     checks.targets(target, input, vocab, ignore_index)
     checks.weights(weight, token_weight, vocab, target.shape)
@@ -190,7 +195,7 @@ def prepare(
     return input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, opts
 
 
-SHARED = frozenset(p.name for p in inspect.signature(prepare).parameters.values())
+SHARED = frozenset(inspect.signature(prepare).parameters) - {"cast"}
 
 
 def _autocast(*operands: Tensor | None) -> list[Tensor | None]:

@@ -116,15 +116,14 @@ def softmax_rows(z: Tensor, target: Tensor, opts: Options) -> Rows:
     return Rows(top, z.gather(1, where).reciprocal(), at_target, pull)
 
 
-def token_losses(rows: Rows, opts: Options) -> Tensor:
-    """(N) losses before the token weight; the equation above."""
+def token_losses(lse: Tensor, logprob: Tensor, pull: Tensor, opts: Options) -> Tensor:
+    """(N) losses before the token weight, from vectors (N) of a token's statistics; the equation above."""
     smooth = opts.label_smoothing
-    lse = rows.lse[:, 0]
-    losses = -(1.0 - smooth) * rows.logprob[:, 0]
+    losses = -(1.0 - smooth) * logprob
     if opts.target_weight is not None:
         losses = losses * opts.target_weight
     if smooth:
-        losses = losses + smooth / opts.vocab * (opts.class_sum * lse - rows.pull[:, 0])
+        losses = losses + smooth / opts.vocab * (opts.class_sum * lse - pull)
     return losses + opts.z_loss * lse.square() if opts.z_loss else losses
 
 

@@ -1,0 +1,80 @@
+"""Head `fused`: Triton kernels that never hold the logits, at the speed of the matrix products."""
+
+import importlib.util
+import os
+import warnings
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import choose, require
+from t1lib.heads import checks
+from t1lib.heads.chunked import chunked as chunked_head
+from t1lib.heads.contract import HeadStats, reject_unknown
+
+OWN = ["chunks", "accumulate"]
+
+
+def fused(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = -100,
+    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
+    token_weight: Tensor | None = None, workspace: int | str | None = None, filter_eps: float | None = None,
+    return_stats: bool = False, chunks: int | None = None, accumulate: str | None = None, **unknown: object,
+) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
+    """Cross-entropy of a linear layer's outputs by Triton kernels; arguments as in `linear_cross_entropy`.
+
+    Loss alone: one product, logits in registers only. Loss and gradients under "mean" and "sum": the forward makes
+    both, chunk by chunk of tokens, with three products; the backward scales them, and a second one is refused. Under
+    "none", with filter_eps, in float16, and for a softcap with label smoothing: the backward makes the logits again
+    from the saved log-sum-exp, four products. Tokens that are ignored cost no work. Frozen operands cost no product.
+    The same bits on every run; nothing waits for the device, so a call can be captured in a CUDA graph;
+    `torch.compile(fullgraph=True)` sees one operator.
+
+    workspace   bytes beyond operands and gradients: more means fewer, larger chunks (default: 512 MiB, and 192 bytes
+                a token; the loss alone needs 16 MiB)
+    chunks      number of chunks of tokens instead, rounded to whole tiles of rows; the bytes follow
+    accumulate  None: the weight's gradient adds up in the weight's dtype (float32 for a float32 weight, also under
+                autocast), one rounding a chunk in 16 bits. "float32": each of its entries is one float32 sum, by the
+                path with four products
+
+    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, and for
+    float64, head `chunked` computes instead. Raises `T1Error` for a bad argument, a workspace too small (saying the
+    least that works), a second backward under "mean" and "sum", and create_graph=True.
+    """
+    reject_unknown("fused", OWN, unknown)
+    shared = dict(
+        linear_bias=linear_bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, token_weight=token_weight,
+        workspace=workspace, filter_eps=filter_eps, return_stats=return_stats,
+    )  # fmt: skip
+    _check_own(chunks, accumulate, workspace)
+    if not runs_on(input):
+        own = {"by": "vocabulary"} if accumulate else {"chunks": chunks}
+        return chunked_head(input, linear_weight, target, **shared, **own)
+    from t1lib.heads.fused_op import call  # needs Triton
+
+    return call(input, linear_weight, target, **shared, chunks=chunks, accumulate=accumulate)
+
+
+def _check_own(chunks: int | None, accumulate: str | None, workspace: int | str | None) -> None:
+    if chunks is not None:
+        checks.count("chunks", chunks)
+        require(workspace is None, "give chunks or workspace, not both: each sets the chunk size")
+    if accumulate is not None:
+        choose("accumulate", accumulate, ("float32",))
+
+
+def runs_on(input: Tensor) -> bool:
+    """Whether the kernels take this input: on CUDA, or on the CPU by Triton's interpreter, at most 32 bits an element."""
+    if not isinstance(input, Tensor) or input.numel() == 0 or input.dtype == torch.float64:
+        return False
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not input.is_cuda and not interpreted:
+        return False
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn("head 'fused' needs Triton, which is not installed; head 'chunked' computes instead", stacklevel=4)
+        return False
+    return True
+
+

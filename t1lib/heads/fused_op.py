@@ -1,0 +1,196 @@
+"""Head `fused` as registered operators: PyTorch's compiler sees one call with known shapes and gradients."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import T1Error, require
+from t1lib.heads import checks, fused_plan, fused_run
+from t1lib.heads.contract import HeadStats, Options, prepare
+from t1lib.heads.logits import token_losses
+from t1lib.heads.scale import scale_
+
+
+def call(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, HeadStats]:
+    """What `fused` returns. Types are checked here, values in the operator, where the compiler does not look."""
+    optional = {k: kwargs[k] for k in ("linear_bias", "weight", "token_weight")}
+    checks.tensors(input=input, linear_weight=linear_weight, target=target, **optional)
+    numbers = ("reduction", "label_smoothing", "softcap", "z_loss", "filter_eps")
+    checks.scalars(*(kwargs[k] for k in numbers))
+    stats = kwargs.pop("return_stats")
+    device = input.device.type
+    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    grad = torch.is_grad_enabled()
+    needs = [grad and t is not None and t.requires_grad for t in (input, linear_weight, optional["linear_bias"])]
+    index = kwargs.pop("ignore_index")
+    workspace = kwargs.pop("workspace")
+    loss, lse, logprob, correct, *_ = forward_op(
+        input, linear_weight, target, kwargs["linear_bias"], kwargs["weight"], kwargs["token_weight"],
+        kwargs["reduction"], -100 if index is None else index, float(kwargs["label_smoothing"]), kwargs["softcap"],
+        float(kwargs["z_loss"]), None if workspace is None else str(workspace), kwargs["filter_eps"],
+        kwargs["chunks"], kwargs["accumulate"] is not None, compute, needs,
+    )  # fmt: skip
+    return (loss, HeadStats(lse, logprob, correct)) if stats else loss
+
+
+
+
+def _operands(
+    input: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None,
+    token_weight: Tensor | None, settings: tuple, compute: torch.dtype | None,
+) -> fused_run.Operands:  # fmt: skip
+    """Check everything, flatten and cast."""
+    names = ("reduction", "ignore_index", "label_smoothing", "softcap", "z_loss", "workspace", "filter_eps")
+    e, w, b, opts = prepare(
+        input, linear_weight, target, linear_bias=bias, weight=weight, token_weight=token_weight,
+        **dict(zip(names, settings, strict=True)), cast=compute is None,
+    )  # fmt: skip
+    compute = compute or e.dtype
+    if w.dtype != compute or w.stride(1) != 1:
+        w = w.detach().to(compute).contiguous()
+    b = None if b is None else b.detach().to(compute).contiguous()
+    device = fused_plan.device_of(e.device)
+    return fused_run.Operands(e.detach(), w, b, opts, compute, device, fused_plan.TILES[device.kind, compute.itemsize])
+
+
+class _Traced(NamedTuple):
+    """What decides when gradients are made, where the compiler has shapes only."""
+
+    reduction: str
+    filter_eps: float | None
+    softcap: float | None
+    label_smoothing: float
+
+
+def _is_early(opts: Options | _Traced, compute: torch.dtype, exact_sum: bool, needs: list[bool]) -> bool:
+    """Whether the forward makes the gradients: where their factors are known then, and exponentials have the range."""
+    even_slope = opts.softcap is not None and opts.label_smoothing
+    late = opts.reduction == "none" or opts.filter_eps is not None or even_slope or exact_sum
+    return any(needs) and not late and compute != torch.float16
+
+
+def _shape(o: fused_run.Operands, needs: list[bool]) -> fused_plan.Shape:
+    return fused_plan.Shape(len(o.e), o.opts.vocab, o.hidden, o.compute.itemsize, needs[0], needs[1])
+
+
+@torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
+def forward_op(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
+    token_weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float, softcap: float | None,
+    z_loss: float, workspace: str | None, filter_eps: float | None, chunks: int | None, exact_sum: bool,
+    compute: torch.dtype | None, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, lse, logprob, correct, offset, log_total, dE, dW, dBias); the gradients empty unless made here."""
+    settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
+    o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
+    shape, early = _shape(o, needs), _is_early(o.opts, o.compute, exact_sum, needs)
+    gradients: tuple[Tensor | None, ...] = (None,) * 3
+    if early:
+        plan = fused_plan.plan_early(shape, o.opts, o.device, o.tiles, chunks)
+        found, gradients = fused_run.early(o, plan, tuple(needs), linear_weight, linear_bias)
+    else:
+        if any(needs):  # a workspace too small for the backward is refused now
+            fused_plan.plan_late(shape, o.opts, o.tiles, chunks)
+        plan = fused_plan.plan_loss(shape, o.opts, o.tiles)
+        found = fused_run.loss_only(o, plan, fused_plan.splits_for(plan.capacity, shape, o.tiles, o.device))
+    opts = o.opts
+    loss = opts.reduce(opts.mask(token_losses(found.lse, found.logprob, found.pull, opts)))
+    loss = loss.reshape(opts.shape) if reduction == "none" else loss
+    stats = (x.reshape(opts.shape) for x in (found.lse, found.logprob, found.correct))
+    made = _filled(gradients, (input, linear_weight, linear_bias))
+    return loss, *stats, found.offset, found.log_total, *made
+
+
+@forward_op.register_fake
+def _(
+    input, linear_weight, target, linear_bias, weight, token_weight, reduction, ignore_index, label_smoothing, softcap,
+    z_loss, workspace, filter_eps, chunks, exact_sum, compute, needs,
+):  # fmt: skip
+    opts = _Traced(reduction, filter_eps, softcap, label_smoothing)
+    early = _is_early(opts, compute or input.dtype, exact_sum, needs)
+    rows = input.new_empty(target.shape, dtype=torch.float32)
+    loss = rows if reduction == "none" else input.new_empty((), dtype=torch.float32)
+    flat = input.new_empty(target.numel(), dtype=torch.float32)
+    operands = (input, linear_weight, linear_bias)
+    made = (
+        t.new_empty(t.shape) if early and needed else input.new_empty(0)
+        for t, needed in zip(operands, needs, strict=True)
+    )
+    correct = input.new_empty(target.shape, dtype=torch.bool)
+    stats = torch.empty_like(rows), torch.empty_like(rows), correct
+    return loss, *stats, flat, torch.empty_like(flat), *made
+
+
+@torch.library.custom_op("t1lib::linear_cross_entropy_backward", mutates_args=())
+def backward_op(
+    upstream: Tensor, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None,
+    weight: Tensor | None, token_weight: Tensor | None, offset: Tensor, log_total: Tensor, reduction: str,
+    ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float, workspace: str | None,
+    filter_eps: float | None, chunks: int | None, exact_sum: bool, compute: torch.dtype | None, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dE, dW, dBias) from the saved log-sum-exp; empty where not needed."""
+    settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
+    o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
+    plan = fused_plan.plan_late(_shape(o, needs), o.opts, o.tiles, 1 if exact_sum else chunks)
+    flat = upstream.reshape(-1) if reduction == "none" else upstream
+    gradients = fused_run.late(o, plan, tuple(needs), offset, log_total, flat, linear_weight, linear_bias)
+    return _filled(gradients, (input, linear_weight, linear_bias))
+
+
+def _filled(gradients: tuple[Tensor | None, ...], operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Gradients in their operands' shapes, empty ones for those that are not there: operators return tensors only."""
+    empty = operands[0].new_empty
+    return tuple(empty(0) if g is None else g.reshape(t.shape) for g, t in zip(gradients, operands, strict=True))
+
+
+@backward_op.register_fake
+def _(upstream, input, linear_weight, target, linear_bias, *rest):
+    operands, needs = (input, linear_weight, linear_bias), rest[-1]
+    return tuple(t.new_empty(t.shape) if n else input.new_empty(0) for t, n in zip(operands, needs, strict=True))
+
+
+@torch.library.custom_op("t1lib::scale_", mutates_args=("x",))
+def scale_op(x: Tensor, factor: Tensor) -> None:
+    """x ← x · factor, see `scale_`."""
+    scale_(x, factor)
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.settings = inputs[6:]
+    ctx.needs = inputs[-1]
+    loss, lse, logprob, correct, offset, log_total, *gradients = output
+    ctx.early = any(g.numel() for g in gradients)
+    ctx.spent = False
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    if ctx.early:
+        ctx.save_for_backward(*gradients)
+    elif any(ctx.needs):
+        ctx.save_for_backward(*inputs[:6], offset, log_total)
+
+
+def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
+    require(not torch.is_grad_enabled(), 'head "fused" has no second derivative (create_graph=True); use head "full"')
+    rest = (None,) * 13
+    if upstream is None:
+        return (None,) * 17
+    if ctx.early:
+        if ctx.spent:
+            raise T1Error(
+                'second backward through head "fused": its gradients were made in the forward and given away by the '
+                'first; call it again, or use reduction="none"'
+            )
+        ctx.spent = True
+        made = ctx.saved_tensors
+        for g, needed in zip(made, ctx.needs, strict=True):
+            if needed:
+                scale_op(g, upstream)
+    else:
+        *tensors, offset, log_total = ctx.saved_tensors
+        made = backward_op(upstream, *tensors, offset, log_total, *ctx.settings)
+    de, dw, db = (g if needed else None for g, needed in zip(made, ctx.needs, strict=True))
+    return de, dw, None, db, *rest
+
+
+forward_op.register_autograd(_backward, setup_context=_setup)

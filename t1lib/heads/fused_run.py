@@ -1,0 +1,361 @@
+"""Head `fused` on a device: chunks of packed tokens, and the launches that make loss and gradients of each."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from t1lib.heads.contract import Options
+from t1lib.heads.fused_plan import SLOTS, Device, Early, Late, Tiles, up
+from t1lib.heads.kernels import forward, products, recompute, rows
+
+BLOCK = 1024  # columns a step where a program handles one row
+
+
+class Operands(NamedTuple):
+    """e (N, D) and w (V, D), b (V) or None, in the strides they come in; w, b and all products in `compute`."""
+
+    e: Tensor
+    w: Tensor
+    b: Tensor | None
+    opts: Options
+    compute: torch.dtype
+    device: Device
+    tiles: Tiles
+
+    @property
+    def hidden(self) -> int:
+        return self.e.shape[1]
+
+    @property
+    def precision(self) -> str:
+        tf32 = torch.backends.cuda.matmul.allow_tf32 and self.e.is_cuda
+        return "tf32" if tf32 else "ieee"
+
+    def tma(self, matrix: Tensor) -> bool:
+        """Whether the copy engine takes it: unit stride along rows, the rest on 16-byte boundaries."""
+        size = matrix.element_size()
+        aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0
+        return self.device.tma and matrix.stride(1) == 1 and aligned
+
+
+class Found(NamedTuple):
+    """Statistics of all tokens, (N) in their own order; 0 at ignored ones. lse = ln 2 · (offset + log_total)."""
+
+    offset: Tensor
+    log_total: Tensor
+    logprob: Tensor
+    correct: Tensor
+    pull: Tensor
+
+    @property
+    def lse(self) -> Tensor:
+        return (self.offset + self.log_total) * rows.LN2.value
+
+
+class Factors(NamedTuple):
+    """A without its z-loss part, B and E of the gradient's equation (`logits`), and r: (N) float32 each."""
+
+    softmax: Tensor
+    target: Tensor
+    even: Tensor
+    token: Tensor
+
+
+def buffer(height: int, width: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised (height, width), each row on a 16-byte boundary."""
+    stride = up(width, 16 // dtype.itemsize)
+    return torch.empty(height, stride, dtype=dtype, device=like.device)[:, :width]
+
+
+def tile(matrix: Tensor, height: int, width: int, tma: bool) -> Any:
+    """What a kernel takes for a matrix: a descriptor of its tiles, or the matrix for its pointer."""
+    return TensorDescriptor.from_tensor(matrix, [height, width]) if tma else matrix
+
+
+class Chunks:
+    """Tokens that count, dealt to chunks of equal length, in each sorted by target; one chunk is packed at a time.
+
+    Sizes that depend on how many tokens count stay on the device, in `info`.
+    """
+
+    def __init__(self, operands: Operands, capacity: int, count: int, scaled: bool) -> None:
+        opts, tiles = operands.opts, operands.tiles
+        self.operands, self.capacity, self.count, self.scaled = operands, capacity, count, scaled
+        valid = opts.valid
+        rank = valid.cumsum(0)
+        number = rank[-1]
+        used = torch.clamp((number + capacity - 1) // capacity, min=1)
+        length = torch.clamp((((number + used - 1) // used) + tiles.m - 1) // tiles.m * tiles.m, min=tiles.m)
+        self.info = torch.stack([number, length]).int()
+        across = -(-opts.vocab // tiles.m)
+        span = across * tiles.m
+        last = (count + 1) * span
+        key = torch.where(valid, (rank - 1) // length * span + opts.target, last)
+        key, self.order = torch.sort(key, stable=True)
+        self.first_of_tile = None
+        if scaled:
+            chunk = torch.arange(count, device=key.device)[:, None] * span
+            edges = chunk + torch.arange(across + 1, device=key.device) * tiles.m
+            self.first_of_tile = torch.searchsorted(key, edges, out_int32=True)
+        self.x = buffer(capacity * (1 + scaled), operands.hidden, operands.e, operands.compute)
+        ints = {"dtype": torch.int32, "device": key.device}
+        self.target = torch.empty(capacity, **ints)
+        self.flag = torch.empty(capacity // tiles.m, **ints)
+        self.offset = torch.empty(capacity, device=key.device)
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """The packed rows as they are (the scaled ones lie above them)."""
+        return self.x[self.capacity :] if self.scaled else self.x
+
+    def pack(self, chunk: int, guess: bool) -> None:
+        """Gather the chunk's hidden states and targets; `guess` the offset of its exponentials."""
+        o, b = self.operands, self.operands.b
+        rows.pack[(self.capacity,)](
+            o.e, o.w, b, self.x, self.order, o.opts.target, self.target, self.offset, self.info,
+            chunk, self.capacity, self.capacity * self.scaled, o.hidden, o.opts.vocab, *o.e.stride(), o.w.stride(0),
+            self.x.stride(0), o.opts.softcap or 0.0,
+            BLOCK=BLOCK, OFFSET=guess, BIAS=b is not None, SOFTCAP=o.opts.softcap is not None,
+        )  # fmt: skip
+
+    def take(self, values: Tensor, chunk: int) -> Tensor:
+        """(capacity) of a vector over tokens, in the packed order; rows without a token hold anything finite."""
+        at = self.info[1].long() * chunk + torch.arange(self.capacity, device=values.device)
+        return values[self.order[at.clamp(max=len(values) - 1)]]
+
+
+class Sweep:
+    """The forward over one chunk after another: buffers for the parts' sums, and the statistics found."""
+
+    def __init__(self, chunks: Chunks, splits: int) -> None:
+        o = chunks.operands
+        self.chunks, self.splits = chunks, splits
+        self.parts = torch.empty(4, splits, chunks.capacity, device=o.e.device)
+        n = len(o.e)
+        zeros = [torch.zeros(n, device=o.e.device) for _ in range(3)]
+        self.found = Found(zeros[0], zeros[1], zeros[2], torch.zeros(n, dtype=torch.bool, device=o.e.device),
+                           torch.zeros(n, device=o.e.device))  # fmt: skip
+
+    def run(self, chunk: int, z: Tensor | None) -> None:
+        """Statistics of a packed chunk, and its exponentials in z where that is given."""
+        c, o = self.chunks, self.chunks.operands
+        opts, t = o.opts, o.tiles
+        blocks = c.capacity // t.m
+        x = c.hidden_states
+        tma_w = o.tma(o.w)
+        total, top, at, pull = self.parts
+        smoothed = bool(opts.label_smoothing)
+
+        def launch(redo: bool) -> None:
+            forward.exponentials[(blocks * self.splits,)](
+                tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
+                None if z is None else tile(z, t.m, t.n, o.device.tma), o.b, opts.class_weight, c.offset, c.target,
+                c.flag, total, top, at, pull, c.info, chunk, c.capacity, opts.vocab, o.hidden, blocks, self.splits,
+                x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), opts.softcap or 0.0,
+                M=t.m, N=t.n, K=t.k, STORE=z is not None, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None,
+                PULL=smoothed, WEIGHTED=opts.class_weight is not None, REDO=redo, TMA=o.device.tma, TMA_W=tma_w,
+                PRECISION=o.precision, num_warps=t.warps, num_stages=t.stages,
+            )  # fmt: skip
+
+        launch(redo=False)
+        rows.check_range[(blocks,)](top, c.offset, c.flag, c.info, chunk, c.capacity, self.splits, M=t.m)
+        launch(redo=True)  # programs of rows in range end at once
+        f = self.found
+        rows.finish_rows[(c.capacity,)](
+            total, top, at, pull, c.offset, c.order, c.info, f.offset, f.log_total, f.logprob,
+            f.correct, f.pull, chunk, c.capacity, self.splits,
+            SPLITS=triton.next_power_of_2(self.splits), PULL=smoothed,
+        )  # fmt: skip
+
+
+def launch_products(
+    chunks: Chunks, chunk: int, z: Tensor, first: int, de: Tensor | None, dw: Tensor | None, *,
+    parts: int = 1, add_de: bool = False, add_dw: bool = False, even_sum: Tensor | None = None,
+) -> None:  # fmt: skip
+    """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, whose columns are w's rows from `first`."""
+    o, t = chunks.operands, chunks.operands.tiles
+    tma, tma_w, tma_dw = o.device.tma, o.tma(o.w), dw is not None and o.tma(dw)
+    pieces = 1 if dw is None else dw.element_size()
+    edges = None if chunks.first_of_tile is None else chunks.first_of_tile[chunk]
+    products.products[(o.device.units,)](
+        tile(z, t.m, t.k, tma), tile(z, t.k, t.m, tma), tile(o.w, t.k, t.n, tma_w), tile(chunks.x, t.k, t.n, tma),
+        None if de is None else tile(de, t.m, t.n // 4, tma), None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
+        edges, even_sum, o.opts.class_weight, chunks.info,
+        chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1], z.shape[0], chunks.x.shape[0], parts,
+        z.stride(0), o.w.stride(0), chunks.x.stride(0), 0 if dw is None else dw.stride(0),
+        M=t.m, N=t.n, K=t.k, DE=de is not None, DW=dw is not None, ADD_DE=add_de, ADD_DW=add_dw,
+        HAS_SLOTS=chunks.scaled, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
+        TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4, PIECES_DW=pieces, PRECISION=o.precision,
+        num_warps=t.warps, num_stages=t.product_stages,
+    )  # fmt: skip
+
+
+def factors_of(opts: Options, upstream: Tensor | float) -> Factors:
+    """The gradient's factors, given dL / d(what the head returns)."""
+    r = opts.token_gradient(upstream).to(torch.float32)
+    target = r * (1.0 - opts.label_smoothing)
+    if opts.target_weight is not None:
+        target = target * opts.target_weight
+    even = r * (opts.label_smoothing / opts.vocab)
+    return Factors(target + even * opts.class_sum if opts.label_smoothing else target, target, even, r)
+
+
+def gradient_like(chunks: Chunks, needed: bool, operand: Tensor | None) -> Tensor | None:
+    """Uninitialised gradient of an operand, in its dtype."""
+    return torch.empty(operand.shape, dtype=operand.dtype, device=operand.device) if needed else None
+
+
+def finish_input(
+    chunks: Chunks, chunk: int, de: Tensor, out: Tensor, parts: int, per_row: Tensor | None, even_vector: Tensor | None
+) -> None:
+    """Place a chunk's dE in the tokens' own rows of `out`; per_row (3, capacity): scale, fix and even share."""
+    o = chunks.operands
+    scale, fix, even = (None,) * 3 if per_row is None else per_row
+    rows.finish_input_gradient[(chunks.capacity, triton.cdiv(o.hidden, BLOCK))](
+        de, out, o.w, chunks.order, chunks.info, chunks.target, scale, fix, even, even_vector,
+        chunk, chunks.capacity, o.hidden, parts, out.stride(0), o.w.stride(0),
+        BLOCK=BLOCK, SCALED=per_row is not None, EVEN=even_vector is not None,
+    )  # fmt: skip
+
+
+def sum_of_rows(
+    x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = None, first_row: int = 0,
+    extra: tuple[int, int] = (0, 0), onto: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """(columns) float32: Σ factor_i x[first_row + i] over the chunk's rows, plus rows (start, number) as they are.
+
+    `onto` a vector: added to it in place. A narrow x is summed in parts, so that many programs share it.
+    """
+    columns = x.shape[1]
+    parts = 1 if onto is not None else max(1, min(64, 128 * 1024 // columns))
+    out = torch.empty(parts, columns, device=x.device) if onto is None else onto
+    rows.sum_rows[(triton.cdiv(columns, 128), parts)](
+        x, factor, out, info, chunk, first_row, columns, *extra, x.stride(0),
+        BLOCK=128, HEIGHT=64, WEIGHED=factor is not None, ADD=onto is not None,
+    )  # fmt: skip
+    return out.sum(0) if onto is None else out
+
+
+def scale_rows(
+    chunks: Chunks, found: Found, f: Factors, z: Tensor, per_row: Tensor, chunk: int, hold: bool
+) -> None:
+    """Turn a chunk's exponentials into gradients, up to row factors (`kernels.rows.scale_rows`)."""
+    o, opts = chunks.operands, chunks.operands.opts
+    edges = None if chunks.first_of_tile is None else chunks.first_of_tile[chunk]
+    rows.scale_rows[(chunks.capacity,)](
+        z, chunks.x, found.offset, found.log_total, found.logprob, chunks.order, chunks.info, chunks.target,
+        f.token, f.target, f.softmax, f.even, edges, *per_row,
+        chunk, chunks.capacity, o.hidden, z.stride(0), chunks.x.stride(0), opts.softcap or 0.0, opts.z_loss,
+        TILE=o.tiles.m, BLOCK=BLOCK, DW=chunks.scaled, HOLD=hold, SOFTCAP=opts.softcap is not None,
+        Z_LOSS=bool(opts.z_loss), EVEN=bool(opts.label_smoothing),
+    )  # fmt: skip
+
+
+def class_sums(o: Operands) -> Tensor:
+    """(D) float32: Σ_v c_v w_v, the share of each weight row in label smoothing."""
+    c = o.opts.class_weight
+    c = torch.ones(o.opts.vocab, device=o.w.device) if c is None else c
+    everything = torch.tensor([o.opts.vocab] * 2, dtype=torch.int32, device=o.w.device)
+    return sum_of_rows(o.w, everything, 0, c)
+
+
+def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
+    """Label smoothing's even share in dL / d(bias), which is the same for all tokens but for a factor."""
+    if not opts.label_smoothing:
+        return db
+    even = f.even.sum()
+    return db - even if opts.class_weight is None else db - even * opts.class_weight
+
+
+def early(o: Operands, plan: Early, needs: tuple[bool, bool, bool], w_like: Tensor, b_like: Tensor | None):
+    """Statistics and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
+    opts, like = o.opts, o.e
+    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=needs[1])
+    sweep = Sweep(chunks, plan.splits)
+    slots = SLOTS * needs[1]
+    z = buffer(plan.capacity + slots, opts.vocab, like, o.compute)
+    out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
+    dw = gradient_like(chunks, needs[1], w_like)
+    db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
+    de = torch.empty(plan.parts * plan.capacity, o.hidden, device=like.device) if needs[0] else None
+    per_row = torch.empty(3, plan.capacity, device=like.device)
+    f = factors_of(opts, 1.0)
+    even_vector = class_sums(o) if opts.label_smoothing else None
+    even_sum = None
+    for chunk in range(plan.chunks):
+        chunks.pack(chunk, guess=True)
+        sweep.run(chunk, z[: plan.capacity])
+        if slots:
+            z[plan.capacity :].zero_()
+        scale_rows(chunks, sweep.found, f, z, per_row, chunk, hold=needs[2] and not needs[1])
+        if opts.label_smoothing:
+            even_sum = sum_of_rows(chunks.x, chunks.info, chunk, per_row[2], plan.capacity * chunks.scaled)
+        if needs[0] or needs[1]:
+            launch_products(chunks, chunk, z, 0, de, dw, parts=plan.parts, add_dw=chunk > 0, even_sum=even_sum)
+        if needs[0]:
+            finish_input(chunks, chunk, de, out, plan.parts, per_row, even_vector)
+        if needs[2]:
+            sum_of_rows(z, chunks.info, chunk, per_row[0], extra=(plan.capacity, slots), onto=db)
+    if db is not None:
+        db = finish_bias(db, f, opts).to(b_like.dtype)
+    return sweep.found, (out, dw, db)
+
+
+def loss_only(o: Operands, plan: Late, splits: int) -> Found:
+    """Statistics of all tokens: one product."""
+    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False)
+    sweep = Sweep(chunks, splits)
+    for chunk in range(plan.chunks):
+        chunks.pack(chunk, guess=True)
+        sweep.run(chunk, None)
+    return sweep.found
+
+
+def late(
+    o: Operands, plan: Late, needs: tuple[bool, bool, bool], offset: Tensor, log_total: Tensor, upstream: Tensor,
+    w_like: Tensor, b_like: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients from the saved log-sum-exp: the logits again, the columns of one range after another; three products."""
+    opts, like = o.opts, o.e
+    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False)
+    f = factors_of(opts, upstream)
+    softmax = f.softmax
+    if opts.z_loss:
+        softmax = softmax + 2.0 * opts.z_loss * rows.LN2.value * (offset + log_total) * f.token
+    out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
+    dw = gradient_like(chunks, needs[1], w_like)
+    db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
+    de = torch.empty(plan.capacity, o.hidden, device=like.device) if needs[0] else None
+    z = buffer(plan.capacity, min(plan.columns, opts.vocab), like, o.compute)
+    for chunk in range(plan.chunks):
+        chunks.pack(chunk, guess=False)
+        packed = [chunks.take(v, chunk) for v in (offset, log_total, softmax, f.target, f.even)]
+        for first in range(0, opts.vocab, plan.columns):
+            part = z[:, : min(plan.columns, opts.vocab - first)]
+            make_gradients(chunks, chunk, part, first, packed)
+            if needs[0] or needs[1]:
+                launch_products(chunks, chunk, part, first, de, dw, add_de=first > 0, add_dw=chunk > 0)
+            if needs[2]:
+                sum_of_rows(part, chunks.info, chunk, onto=db[first : first + plan.columns])
+        if needs[0]:
+            finish_input(chunks, chunk, de, out, 1, None, None)
+    return out, dw, None if db is None else db.to(b_like.dtype)
+
+
+def make_gradients(chunks: Chunks, chunk: int, z: Tensor, first: int, packed: list[Tensor]) -> None:
+    """z ← dL / d(raw logits) of a packed chunk, for as many columns from `first` on as z has."""
+    o, opts, t = chunks.operands, chunks.operands.opts, chunks.operands.tiles
+    tma_w = o.tma(o.w)
+    x = chunks.hidden_states
+    recompute.logit_gradients[(o.device.units,)](
+        tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w), tile(z, t.m, t.n, o.device.tma), o.b,
+        opts.class_weight, *packed, chunks.target, chunks.info,
+        chunk, chunks.capacity, opts.vocab, o.hidden, first, z.shape[1],
+        x.stride(0), o.w.stride(0), z.stride(0), opts.softcap or 0.0, opts.filter_eps or 0.0,
+        M=t.m, N=t.n, K=t.k, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None, EVEN=bool(opts.label_smoothing),
+        WEIGHTED=opts.class_weight is not None, FILTER=opts.filter_eps is not None, TMA=o.device.tma, TMA_W=tma_w,
+        PRECISION=o.precision, num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""What is done once a token: packing hidden states, finishing statistics and factors, writing dE, sums for dBias."""
+
+import triton
+import triton.language as tl
+
+from t1lib.heads.kernels.products import SLOTS
+from t1lib.heads.kernels.tiles import LOG2E, live_rows, tanh
+
+LN2 = tl.constexpr(0.6931471805599453)
+HEADROOM = tl.constexpr(96.0)  # largest z2 − offset whose exponential and its sums are far from float32's end
+NEVER = tl.constexpr(1e30)  # offset of a row without a token: its exponentials are 0
+LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, which no row's maximum is below
+
+
+@triton.jit
+def pack(
+    e, w, bias, x, order, target, packed_target, offset, info,
+    chunk, capacity, first_row, hidden, vocab, e_row, e_column, w_stride, x_stride, softcap,
+    BLOCK: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Program per row: x[first_row + i] ← the token's hidden state, zero where no token is; its target, else −1.
+
+    OFFSET: a first guess of the exponentials' offset, from the target's own logit.
+    """
+    i = tl.program_id(0)
+    rows = live_rows(info, chunk)
+    live = i < rows
+    token = tl.load(order + chunk * tl.load(info + 1) + i, mask=live, other=0)
+    y = tl.load(target + token, mask=live, other=-1)
+    real = live & (y >= 0) & (y < vocab)  # a target out of range is reported elsewhere; here it must not be followed
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, hidden, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        inside = d < hidden
+        value = tl.load(e + token * e_row + d * e_column, mask=inside & live, other=0.0).to(x.dtype.element_ty)
+        tl.store(x + (first_row + i).to(tl.int64) * x_stride + d, value, mask=inside)
+        if OFFSET:
+            row = tl.load(w + y * w_stride + d, mask=inside & real, other=0.0)
+            dot += value.to(tl.float32) * row.to(tl.float32)
+    tl.store(packed_target + i, tl.where(real, y, -1))
+    if OFFSET:
+        z = tl.sum(dot, 0)
+        if BIAS:
+            z += tl.load(bias + y, mask=real, other=0.0).to(tl.float32)
+        if SOFTCAP:
+            z = softcap * tanh(z / softcap)
+        tl.store(offset + i, tl.where(real, tl.floor(z * LOG2E) + LEAD, NEVER))
+
+
+@triton.jit
+def check_range(top, offset, flag, info, chunk, capacity, splits, M: tl.constexpr):
+    """Program per row block: whether any exponential overflowed; then that row's offset is its largest logit."""
+    m = tl.program_id(0)
+    rows = m * M + tl.arange(0, M)
+    highest = tl.full([M], -float("inf"), tl.float32)
+    for split in range(splits):
+        highest = tl.maximum(highest, tl.load(top + split * capacity + rows))
+    shift = tl.load(offset + rows)
+    over = (highest - shift > HEADROOM) & (rows < live_rows(info, chunk))
+    tl.store(offset + rows, tl.where(over, highest, shift))
+    tl.store(flag + m, tl.max(over.to(tl.int32), 0))
+
+
+@triton.jit
+def finish_rows(
+    total, top, at, pull, offset, order, info, out_offset, out_log_total, out_logprob, out_correct,
+    out_pull, chunk, capacity, splits, SPLITS: tl.constexpr, PULL: tl.constexpr,
+):  # fmt: skip
+    """Program per row: combine the parts of the vocabulary; statistics go to the token's own place."""
+    i = tl.program_id(0)
+    if i >= live_rows(info, chunk):
+        return
+    part = tl.arange(0, SPLITS)
+    inside = part < splits
+    where = part * capacity + i
+    log_total = tl.log2(tl.sum(tl.load(total + where, mask=inside, other=0.0), 0))
+    highest = tl.max(tl.load(top + where, mask=inside, other=-float("inf")), 0)
+    z2 = tl.sum(tl.load(at + where, mask=inside, other=0.0), 0)
+    shift = tl.load(offset + i)
+    token = tl.load(order + chunk * tl.load(info + 1) + i)
+    tl.store(out_offset + token, shift)
+    tl.store(out_log_total + token, log_total)
+    tl.store(out_logprob + token, ((z2 - shift) - log_total) * LN2)
+    tl.store(out_correct + token, z2 >= highest)
+    if PULL:
+        tl.store(out_pull + token, tl.sum(tl.load(pull + where, mask=inside, other=0.0), 0) * LN2)
+
+
+@triton.jit
+def scale_rows(
+    z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
+    even_factor, first_of_tile, row_scale, row_fix, row_even,
+    chunk, capacity, hidden, z_stride, x_stride, softcap, z_loss,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, DW: tl.constexpr, HOLD: tl.constexpr, SOFTCAP: tl.constexpr,
+    Z_LOSS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program per row of a chunk of exponentials: the factors that turn them into gradients.
+
+    With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
+    τ = slope · (A (p_y − 1) + A − B). For dW the rows of x are scaled by s; τ goes to a slot of its own, beside the
+    unscaled row, or where the tile's slots are taken, as τ / s into z (HOLD: always). row_fix is what dE still lacks at
+    w_y.
+    """
+    i = tl.program_id(0)
+    rows = live_rows(info, chunk)
+    if i >= rows:
+        # rows up to the next whole tile take part in products: they must be 0
+        if DW:
+            for start in range(0, hidden, BLOCK):
+                d = start + tl.arange(0, BLOCK)
+                tl.store(x + i.to(tl.int64) * x_stride + d, tl.zeros([BLOCK], x.dtype.element_ty), mask=d < hidden)
+        return
+    begin = chunk * tl.load(info + 1)
+    token = tl.load(order + begin + i)
+    y = tl.load(packed_target + i)
+    log_total = tl.load(out_log_total + token)
+    r = tl.load(gradient + token)
+    b = tl.load(target_factor + token)
+    a = tl.load(base_factor + token)
+    if Z_LOSS:
+        a += 2.0 * z_loss * r * (tl.load(out_offset + token) + log_total) * LN2
+    logprob = tl.load(out_logprob + token)
+    tau = a * (tl.exp2(logprob * LOG2E) - 1.0) + (a - b)
+    if SOFTCAP:
+        t = ((logprob * LOG2E + log_total) + tl.load(out_offset + token)) / (softcap * LOG2E)
+        tau *= 1.0 - t * t
+    scale = a * tl.exp2(-log_total)
+    slotted = not HOLD
+    if DW:
+        slot = begin + i - tl.load(first_of_tile + y // TILE)
+        slotted = slot < SLOTS
+        tl.store(z + (capacity + slot).to(tl.int64) * z_stride + y, tau.to(z.dtype.element_ty), mask=slotted)
+    held = tl.where(slotted | (scale == 0.0), 0.0, tau / scale).to(z.dtype.element_ty)
+    if DW:
+        for start in range(0, hidden, BLOCK):
+            d = start + tl.arange(0, BLOCK)
+            row = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
+            value = (row.to(tl.float32) * scale).to(x.dtype.element_ty)
+            tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
+    tl.store(z + i.to(tl.int64) * z_stride + y, held)
+    tl.store(row_scale + i, scale)
+    tl.store(row_fix + i, tau - scale * held.to(tl.float32))
+    if EVEN:
+        tl.store(row_even + i, tl.load(even_factor + token))
+
+
+@triton.jit
+def finish_input_gradient(
+    de, out, w, order, info, packed_target, row_scale, row_fix, row_even, even_vector,
+    chunk, capacity, hidden, parts, out_stride, w_stride,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it."""
+    i = tl.program_id(0)
+    if i >= live_rows(info, chunk):
+        return
+    token = tl.load(order + chunk * tl.load(info + 1) + i)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < hidden
+    sums = tl.zeros([BLOCK], tl.float32)
+    for part in range(parts):
+        sums += tl.load(de + (part * capacity + i).to(tl.int64) * hidden + d, mask=inside, other=0.0)
+    if SCALED:
+        y = tl.load(packed_target + i)
+        row = tl.load(w + y * w_stride + d, mask=inside, other=0.0).to(tl.float32)
+        sums = sums * tl.load(row_scale + i) + tl.load(row_fix + i) * row
+        if EVEN:
+            sums -= tl.load(row_even + i) * tl.load(even_vector + d, mask=inside, other=0.0)
+    tl.store(out + token * out_stride + d, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_rows(
+    x, row_factor, out, info, chunk, first_row, columns, extra_row, extra_rows, stride,
+    BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WEIGHED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Program (block of columns, part of the rows): out[part] ← (ADD: +=) Σ_i row_factor_i · x[first_row + i].
+
+    The first part also takes `extra_rows` rows from `extra_row` on, as they are.
+    """
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(1)
+    inside = d < columns
+    rows = live_rows(info, chunk)
+    each = tl.cdiv(tl.cdiv(rows, HEIGHT), tl.num_programs(1)) * HEIGHT
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(part * each, tl.minimum(rows, (part + 1) * each), HEIGHT):
+        i = start + tl.arange(0, HEIGHT)
+        at = (first_row + i).to(tl.int64)[:, None] * stride + d[None, :]
+        value = tl.load(x + at, mask=(i < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        if WEIGHED:
+            value *= tl.load(row_factor + i, mask=i < rows, other=0.0)[:, None]
+        sums += tl.sum(value, 0)
+    if (part == 0) & (rows > 0):
+        for i in range(extra_row, extra_row + extra_rows):
+            sums += tl.load(x + tl.cast(i, tl.int64) * stride + d, mask=inside, other=0.0).to(tl.float32)
+    at_out = out + part * columns + d
+    if ADD:
+        sums += tl.load(at_out, mask=inside, other=0.0)
+    tl.store(at_out, sums, mask=inside)
