@@ -1,9 +1,9 @@
 """Parameters of experiments: declared in the notebook, set by a profile, checked before anything runs.
 
 A notebook declares its parameters in one cell tagged `parameters`, as annotated literals with a
-comment that helps: `steps: int = 10  # measured steps, ≥ 1`. A bound in the comment, `≥ 1` or `> 0`, holds
-for the value, or for each item of a list, which must then have one. papermill only warns about a
-parameter that the notebook does not declare, and checks no type; everything here is strict instead.
+comment that helps: `steps: int = 10  # measured steps, ≥ 1`. What the comment allows, `≥ 1`, `> 0` or
+`one of a, b`, holds for the value, or for each item of a list, which must then have one. papermill only
+warns about a parameter that the notebook does not declare, and checks no type; here both are errors.
 """
 
 import ast
@@ -25,6 +25,7 @@ TYPES = (*_SCALARS, "list", *(f"list[{name}]" for name in _SCALARS))
 _SIMPLE = (bool, int, float, str, list, tuple, dict, type(None))
 _IPYTHON_NAMES = {"In", "Out", "exit", "quit", "open", "get_ipython"}
 _BOUND = re.compile(r"(≥|>) (-?\d+(?:\.\d+)?)")
+_CHOICE = re.compile(r"one of (\w+(?:, \w+)*)")
 _CHECKED = "_t1_parameters_checked"
 
 
@@ -35,16 +36,17 @@ class Parameter(NamedTuple):
     default: Any
     help: str
 
-    def check_bound(self, where: str, name: str, value: Any) -> None:
-        """Raise a `T1Error` unless `value` is within the bound in the comment, if that has one."""
-        bound = _BOUND.search(self.help)
-        if bound is None:
-            return
+    def check(self, where: str, name: str, value: Any) -> None:
+        """Raise a `T1Error` unless `value` is what the comment allows, if it says."""
+        bound, choice = _BOUND.search(self.help), _CHOICE.search(self.help)
         items = value if isinstance(value, list) else [value]
-        require(bool(items), f"{where}: {name!r} is empty; it needs at least one item {bound[0]}")
+        require(bool(items) or not (bound or choice), f"{where}: {name!r} is empty; it needs at least one item")
         for item in items:
-            within = item >= float(bound[2]) if bound[1] == "≥" else item > float(bound[2])
-            require(within, f"{where}: {name!r} is {value!r}; it must be {bound[0]}")  # NaN is not
+            if bound:
+                within = item >= float(bound[2]) if bound[1] == "≥" else item > float(bound[2])
+                require(within, f"{where}: {name!r} is {value!r}; it must be {bound[0]}")  # NaN is not
+            if choice:
+                choose(f"{name} in {where}:", item, choice[1].split(", "))
 
 
 def profiles() -> list[str]:
@@ -111,7 +113,7 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
             raise T1Error(form) from None
         default = _convert(where, name, kind, literal)
         found[name] = Parameter(kind, default, comments.get(node.end_lineno or 0, ""))
-        found[name].check_bound(where, name, default)
+        found[name].check(where, name, default)
     return found
 
 
@@ -141,7 +143,7 @@ def _check(experiment: str, values: Mapping[str, Any], where: str) -> dict[str, 
         choose(f"parameter of {experiment} in {where}:", name, known)
     converted = {name: _convert(where, name, known[name].type, value) for name, value in values.items()}
     for name, value in converted.items():
-        known[name].check_bound(where, name, value)
+        known[name].check(where, name, value)
     return converted
 
 

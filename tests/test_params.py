@@ -93,9 +93,11 @@ def test_unknown_names_are_refused(checkout):
         ("x: float = 1.0  # at ≥ 0.5", "0.4", "must be ≥ 0.5"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[2, 0]", "[2, 0]; it must be ≥ 1"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[]", "'x' is empty"),
+        ('x: str = "a"  # kind, one of a, bb: the second is slow', "b", "allowed: a, bb."),
+        ('x: list[str] = ["a"]  # kinds, one of a, bb', "[a, c]", "'c'"),
     ],
 )
-def test_a_bound_in_the_comment_holds_on_every_way_in(checkout, line, text, part):
+def test_what_the_comment_allows_holds_on_every_way_in(checkout, line, text, part):
     checkout.add("demo", parameters=line, yaml="")
     refused(lambda: params.resolve("demo", "smoke", {"x": text}), "-p", part)
     value = params.parse_text(params.declared("demo")["x"].type, text)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,7 @@ from t1lib.report.chunks import (
     shape,
 )
 from t1lib.report.select import median, pick
-from t1lib.report.tables import MISSING, Table, make_table
+from t1lib.report.tables import MISSING, Table, cell, make_table
 
 SIZES = {"workspace_mib": "MiB", "kept_mib": "MiB"}
 TIMES = {"forward_ms": "ms", "backward_ms": "ms", "both_ms": "ms"}
@@ -109,6 +110,49 @@ def table4_ignored(frame: pd.DataFrame) -> Table:
     return make_table(rows)
 
 
+def table5_answers(frame: pd.DataFrame) -> Table:
+    """What the pull request claims and its reviewers asked, answered for `fused` from the records."""
+
+    def latency(reduction: str, name: str) -> str:
+        return " + ".join(cell(median(frame, f"{k}_ms", reduction, name)) for k in ("forward", "backward")) + " ms"
+
+    floor = floor_ms(frame, "reductions")
+    over = {r: cell(median(frame, "both_ms", r, "fused") / floor) for r in REDUCTIONS}
+    mib = {name: cell(median(frame, "workspace_mib", "mean", name)) for name in ("fused", "full")}
+    leaks, worst = (_over_reductions(partial(value, frame, "fused")) for value in (_leaks, _ignoring))
+    half, every = (median(frame, "both_ms", f"ignored/{k}", "fused") for k in ("half", "none"))
+    answers = {
+        "peak memory as 1 / chunks": _law_text(frame),
+        "forward and backward latency (mean)": f"{latency('mean', 'fused')}, {over['mean']} × three products;"
+        f" full: {latency('mean', 'full')}",
+        "storage (mean)": f"{mib['fused']} MiB beyond inputs and gradients; full: {mib['full']} MiB",
+        "reduction none": f"{latency('none', 'fused')}, {over['none']} × three products",
+        "masking and padding": f"{cell(leaks)} values other than 0 at ignored tokens, under all reductions;"
+        f" largest difference from the problem without them: {cell(worst)}",
+        "half of the tokens ignored": f"{cell(half / every)} × the time with none",
+        "size of a chunk": f"traffic = arithmetic at {cell(balance_tokens(frame))} tokens",
+        "Triton on Blackwell": "not measured",
+    }
+    return make_table(({"asked": k, "answer, head fused": v} for k, v in answers.items()), text_columns=2)
+
+
+def _law_text(frame: pd.DataFrame) -> str:
+    fitted = law(frame, "fused")
+    if fitted is None:
+        return MISSING
+    fixed, whole, deviation = (cell(value) for value in (fitted.fixed, fitted.whole, fitted.deviation))
+    return f"workspace = {fixed} + {whole} / chunks MiB; largest relative deviation {deviation}"
+
+
+def _leaks(frame: pd.DataFrame, name: str, phase: str) -> float:
+    return median(frame, "leaks", phase, name)
+
+
+def _ignoring(frame: pd.DataFrame, name: str, phase: str) -> float:
+    """Largest difference of either way to ignore tokens from the problem without them."""
+    return float(np.max([_worst(frame, name, phase, way) for way in ("padded", "weighted")]))
+
+
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
     """`chunks.<reduction>.<head>.<metric>`, `chunks.count.<head>.<n>.<metric>`, `chunks.law.<head>.<term>`, …"""
     _reductions(frame, out)
@@ -118,8 +162,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         out.set(f"chunks.ignored.{name}.none_ms", every, "ms")
         out.set(f"chunks.ignored.{name}.half_ms", half, "ms")
         out.set(f"chunks.ignored.{name}.half_over_none", half / every, "", ".2f")
-        leaks = _over_reductions(lambda phase, name=name: median(frame, "leaks", phase, name))
-        out.set(f"chunks.padding.{name}.leaks", leaks, "", ".0f")
+        out.set(f"chunks.padding.{name}.leaks", _over_reductions(partial(_leaks, frame, name)), "", ".0f")
         for way in ("padded", "weighted", "error"):
             worst = _over_reductions(lambda phase, name=name, way=way: _worst(frame, name, phase, way))
             out.set(f"chunks.padding.{name}.{way}", worst)
@@ -174,4 +217,4 @@ def _counts(frame: pd.DataFrame, out: Numbers) -> None:
         out.set(f"chunks.law.{name}.deviation", deviation)
 
 
-TABLES = {f.__name__: f for f in (table1, table2_counts, table3_padding, table4_ignored)}
+TABLES = {f.__name__: f for f in (table1, table2_counts, table3_padding, table4_ignored, table5_answers)}
