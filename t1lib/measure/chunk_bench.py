@@ -13,6 +13,8 @@ from torch import Tensor
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy
+from t1lib.heads.fused import runs_on
+from t1lib.heads.fused_plan import TILES, device_of
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.records import Records
@@ -74,6 +76,14 @@ class OutputLayer:
     def masked(self, valid: Tensor) -> Tensor:
         """Targets (N), ignored where not `valid`."""
         return self.y.masked_fill(~valid, IGNORED)
+
+    def chunk_tokens(self, call: Call) -> int:
+        """Tokens of a chunk of a call that sets `chunks`; the kernels of `fused` take whole tiles of rows."""
+        tokens = -(-len(self.e) // call.options["chunks"])
+        if call.head == "fused" and runs_on(self.e):
+            tile = TILES[device_of(self.device).kind, self.e.element_size()].m
+            tokens = -(-tokens // tile) * tile
+        return min(tokens, len(self.e))
 
     def _backward(self, loss: Tensor, upstream: Tensor) -> None:
         loss.backward(upstream.to(loss.dtype) if loss.dim() else None)

@@ -29,10 +29,22 @@ def counts(frame: pd.DataFrame) -> list[int]:
     return sorted(int(phase.removeprefix("chunks/")) for phase in phases)
 
 
+def by_tokens(frame: pd.DataFrame, metric: str, head: str) -> pd.Series:
+    """Median of a head's metric by tokens of a chunk, increasing, where there is one.
+
+    More chunks were asked for than made where a chunk is a tile already: such points are one, the first.
+    """
+    phases = [f"chunks/{n}" for n in counts(frame)]
+    pairs = [(median(frame, "chunk_tokens", phase, head), median(frame, metric, phase, head)) for phase in phases]
+    points = pd.Series(dict(reversed(pairs)), dtype="float64").dropna()
+    return points[points.index.notna()].sort_index()
+
+
 def by_count(frame: pd.DataFrame, metric: str, head: str) -> pd.Series:
-    """Median of a head's metric by number of chunks, where there is one."""
-    values = {n: median(frame, metric, f"chunks/{n}", head) for n in counts(frame)}
-    return pd.Series(values, dtype="float64").dropna()
+    """The same by the number of chunks that were made."""
+    points = by_tokens(frame, metric, head)
+    points.index = np.ceil(shape(frame, "tokens") / points.index)
+    return points
 
 
 class Law(NamedTuple):
@@ -136,8 +148,7 @@ def fig2_latency(frame: pd.DataFrame) -> Figure:
     tokens, floor = shape(frame, "tokens"), floor_ms(frame, "chunks")
     for head in COUNTED:
         for metric, axes, line in (("both_ms", both, "-"), ("forward_ms", parts, "-"), ("backward_ms", parts, ":")):
-            values = by_count(frame, metric, head)
-            values.index = np.ceil(tokens / values.index)
+            values = by_tokens(frame, metric, head)
             if len(values):
                 _points(axes, values, head, ls=line, label=VARIANTS[head].label)
     _full(both, frame, "both_ms")
@@ -170,6 +181,7 @@ def fig3_accuracy(frame: pd.DataFrame) -> Figure:
         _full(axes, frame, f"error_{which}")
         _against_counts(frame, axes)
         axes.set(xlabel="number of chunks", title=f"gradient {which}")
+    plain_numbers(panels[0])
     panels[0].set_ylabel("relative error")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure

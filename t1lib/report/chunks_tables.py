@@ -23,7 +23,7 @@ from t1lib.report.chunks import (
     shape,
 )
 from t1lib.report.select import median, pick
-from t1lib.report.tables import MISSING, Table, cell, make_table
+from t1lib.report.tables import MISSING, Table, cell, make_table, median_iqr
 
 SIZES = {"workspace_mib": "MiB", "kept_mib": "MiB"}
 TIMES = {"forward_ms": "ms", "backward_ms": "ms", "both_ms": "ms"}
@@ -34,21 +34,27 @@ def _status(frame: pd.DataFrame, phase: str) -> dict[str, str]:
     return statuses(frame[frame["phase"] == phase])
 
 
+def _whole(value: float) -> float | int:
+    """A count without decimals; NaN as it is."""
+    return value if value != value else int(value)
+
+
 def table1(frame: pd.DataFrame) -> Table:
     """What the reviewers asked for: forward and backward latency and storage, for each reduction."""
     rows, floor = [], floor_ms(frame, "reductions")
     for reduction in REDUCTIONS:
         status = _status(frame, reduction)
         for name in HEADS:
+            both = pick(frame, "both_ms", reduction, name)
             rows.append({
                 "reduction": reduction,
                 "head": name,
                 "status": status.get(name, MISSING),
-                "n": len(pick(frame, "both_ms", reduction, name)) or None,
+                "n": len(both) or None,
                 "loss alone (ms)": median(frame, "eval_ms", reduction, name),
                 "forward (ms)": median(frame, "forward_ms", reduction, name),
                 "backward (ms)": median(frame, "backward_ms", reduction, name),
-                "both (ms)": median(frame, "both_ms", reduction, name),
+                "both, median [IQR] (ms)": median_iqr(both) if len(both) else MISSING,
                 "× three products": median(frame, "both_ms", reduction, name) / floor,
                 "workspace (MiB)": median(frame, "workspace_mib", reduction, name),
                 "kept (MiB)": median(frame, "kept_mib", reduction, name),
@@ -61,11 +67,13 @@ def table2_counts(frame: pd.DataFrame) -> Table:
     rows, floor = [], floor_ms(frame, "chunks")
     for n in counts(frame):
         status, row = _status(frame, f"chunks/{n}"), {}
-        row |= {"chunks": str(n), "tokens": math.ceil(shape(frame, "tokens") / n)}
+        row["chunks"] = str(n)
         for name in COUNTED:
-            value = {k: median(frame, k, f"chunks/{n}", name) for k in ("workspace_mib", "both_ms", "error_dW")}
+            metrics = ("chunk_tokens", "workspace_mib", "both_ms", "error_dW")
+            value = {k: median(frame, k, f"chunks/{n}", name) for k in metrics}
             row |= {
                 f"{name}: status": status.get(name, MISSING),
+                f"{name}: tokens": _whole(value["chunk_tokens"]),
                 f"{name}: workspace (MiB)": value["workspace_mib"],
                 f"{name}: both (ms)": value["both_ms"],
                 f"{name}: × three products": value["both_ms"] / floor,
@@ -87,12 +95,11 @@ def table3_padding(frame: pd.DataFrame) -> Table:
         phase = f"padding/{reduction}"
         status = _status(frame, phase)
         for name in HEADS:
-            leaks = median(frame, "leaks", phase, name)
             rows.append({
                 "reduction": reduction,
                 "head": name,
                 "status": status.get(name, MISSING),
-                "values not 0": leaks if leaks != leaks else int(leaks),
+                "values not 0": _whole(median(frame, "leaks", phase, name)),
                 "ignored target: difference": _worst(frame, name, phase, "padded"),
                 "token weight 0: difference": _worst(frame, name, phase, "weighted"),
                 "error": _worst(frame, name, phase, "error"),
@@ -140,8 +147,9 @@ def _law_text(frame: pd.DataFrame) -> str:
     fitted = law(frame, "fused")
     if fitted is None:
         return MISSING
-    fixed, whole, deviation = (cell(value) for value in (fitted.fixed, fitted.whole, fitted.deviation))
-    return f"workspace = {fixed} + {whole} / chunks MiB; largest relative deviation {deviation}"
+    expected = cell(median(frame, "fused_mib", "expected", "head"))
+    fixed, whole, deviation = (cell(value) for value in fitted)
+    return f"workspace = {fixed} + {whole} / chunks MiB (expected {expected}); largest relative deviation {deviation}"
 
 
 def _leaks(frame: pd.DataFrame, name: str, phase: str) -> float:
@@ -204,7 +212,7 @@ def _counts(frame: pd.DataFrame, out: Numbers) -> None:
     for name in COUNTED:
         for n in counts(frame):
             phase = f"chunks/{n}"
-            for metric, unit in (TIMES | SIZES | dict.fromkeys(ERRORS, "")).items():
+            for metric, unit in (TIMES | SIZES | dict.fromkeys((*ERRORS, "chunk_tokens"), "")).items():
                 out.set(f"chunks.count.{name}.{n}.{metric}", median(frame, metric, phase, name), unit)
             over = median(frame, "both_ms", phase, name) / floor
             out.set(f"chunks.count.{name}.{n}.over_floor", over, "", ".2f")
