@@ -95,11 +95,12 @@ class Chunks:
         last = (count + 1) * span
         key = torch.where(valid, (rank - 1) // length * span + opts.target, last)
         key, self.order = torch.sort(key, stable=True)
-        self.first_of_tile = None
-        if scaled:
-            chunk = torch.arange(count, device=key.device)[:, None] * span
-            edges = chunk + torch.arange(across + 1, device=key.device) * tiles.m
-            self.first_of_tile = torch.searchsorted(key, edges, out_int32=True)
+        self.slots = None
+        if scaled:  # (chunks, tiles of the vocabulary): the first of a chunk's rows with a target there, or −1
+            chunk = torch.arange(count, device=key.device)[:, None]
+            edges = chunk * span + torch.arange(across + 1, device=key.device) * tiles.m
+            found = torch.searchsorted(key, edges)
+            self.slots = torch.where(found[:, 1:] > found[:, :-1], found[:, :-1] - chunk * length, -1).int()
         self.x = buffer(capacity * (1 + scaled), operands.hidden, operands.e, operands.compute)
         ints = {"dtype": torch.int32, "device": key.device}
         self.target = torch.empty(capacity, **ints)
@@ -179,11 +180,11 @@ def launch_products(
     o, t = chunks.operands, chunks.operands.tiles
     tma, tma_w, tma_dw = o.device.tma, o.tma(o.w), dw is not None and o.tma(dw)
     pieces = 1 if dw is None else dw.element_size()
-    edges = None if chunks.first_of_tile is None else chunks.first_of_tile[chunk]
+    slots = None if chunks.slots is None else chunks.slots[chunk]
     products.products[(o.device.units,)](
         tile(z, t.m, t.k, tma), tile(z, t.k, t.m, tma), tile(o.w, t.k, t.n, tma_w), tile(chunks.x, t.k, t.n, tma),
         None if de is None else tile(de, t.m, t.n // 4, tma), None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
-        edges, even_sum, o.opts.class_weight, chunks.info,
+        slots, even_sum, o.opts.class_weight, chunks.info,
         chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1], z.shape[0], chunks.x.shape[0], parts,
         z.stride(0), o.w.stride(0), chunks.x.stride(0), 0 if dw is None else dw.stride(0),
         M=t.m, N=t.n, K=t.k, DE=de is not None, DW=dw is not None, ADD_DE=add_de, ADD_DW=add_dw,
@@ -244,10 +245,10 @@ def scale_rows(
 ) -> None:
     """Turn a chunk's exponentials into gradients, up to row factors (`kernels.rows.scale_rows`)."""
     o, opts = chunks.operands, chunks.operands.opts
-    edges = None if chunks.first_of_tile is None else chunks.first_of_tile[chunk]
+    slots = None if chunks.slots is None else chunks.slots[chunk]
     rows.scale_rows[(chunks.capacity,)](
         z, chunks.x, found.offset, found.log_total, found.logprob, chunks.order, chunks.info, chunks.target,
-        f.token, f.target, f.softmax, f.even, edges, *per_row,
+        f.token, f.target, f.softmax, f.even, slots, *per_row,
         chunk, chunks.capacity, o.hidden, z.stride(0), chunks.x.stride(0), opts.softcap or 0.0, opts.z_loss,
         TILE=o.tiles.m, BLOCK=BLOCK, DW=chunks.scaled, HOLD=hold, SOFTCAP=opts.softcap is not None,
         Z_LOSS=bool(opts.z_loss), EVEN=bool(opts.label_smoothing),

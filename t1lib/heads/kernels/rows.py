@@ -89,7 +89,7 @@ def finish_rows(
 @triton.jit
 def scale_rows(
     z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
-    even_factor, first_of_tile, row_scale, row_fix, row_even,
+    even_factor, slots, row_scale, row_fix, row_even,
     chunk, capacity, hidden, z_stride, x_stride, softcap, z_loss,
     TILE: tl.constexpr, BLOCK: tl.constexpr, DW: tl.constexpr, HOLD: tl.constexpr, SOFTCAP: tl.constexpr,
     Z_LOSS: tl.constexpr, EVEN: tl.constexpr,
@@ -127,7 +127,7 @@ def scale_rows(
     scale = a * tl.exp2(-log_total)
     slotted = not HOLD
     if DW:
-        slot = begin + i - tl.load(first_of_tile + y // TILE)
+        slot = i - tl.load(slots + y // TILE)
         slotted = slot < SLOTS
         tl.store(z + (capacity + slot).to(tl.int64) * z_stride + y, tau.to(z.dtype.element_ty), mask=slotted)
     held = tl.where(slotted | (scale == 0.0), 0.0, tau / scale).to(z.dtype.element_ty)
