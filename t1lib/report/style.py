@@ -36,6 +36,12 @@ VARIANTS: dict[str, Variant] = {
     "chunked": Variant("chunked, by sequence", _COLOURS[2], "^", "chunked,\nsequence"),
     "chunked-vocabulary": Variant("chunked, by vocabulary", _COLOURS[4], "D", "chunked,\nvocabulary"),
     "fused": Variant("fused", _COLOURS[1], "s"),
+    "fused-filter": Variant("fused, filtered", _COLOURS[1], "d"),
+    "compile": Variant("torch.compile of full", _COLOURS[9], "P"),
+    "cce": Variant("CCE", (0.3, 0.3, 0.3), "X"),
+    "cce-exact": Variant("CCE, no filter", _COLOURS[7], "p"),
+    "liger": Variant("Liger", _COLOURS[5], "h"),
+    "torch-1024": Variant("torch, 1024 rows a chunk", _COLOURS[6], ">"),
     "torch": Variant("torch (PyTorch's own)", _COLOURS[3], "v", "torch"),
 }
 _SOFT = sns.color_palette("Set2")  # phases are not variants: colours of their own
@@ -47,6 +53,7 @@ PHASE_COLOURS = {
     "optimizer": _SOFT[0],
     "recompute": _SOFT[5],
 }
+SHADES = sns.color_palette("crest", 5)  # of shapes and kinds of data, which are not variants either
 FLOOR = {"color": "0.25", "linestyle": "--", "linewidth": 1.0}
 
 STYLE = {

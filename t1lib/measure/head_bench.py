@@ -1,0 +1,275 @@
+"""Output layers on given operands: error against a wide reference, time beside the products' floors, workspace."""
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import UnavailableError, choose
+from t1lib.heads import linear_cross_entropy
+from t1lib.measure.head_cases import Case, Shape
+from t1lib.measure.head_data import operands
+from t1lib.measure.isolate import is_out_of_memory
+from t1lib.measure.memory import AllocatorTimeline, storage_bytes
+from t1lib.measure.peers import PEERS, loss_function
+from t1lib.measure.softmax import sparsity
+from t1lib.measure.timing import PhaseTimer, synchronize, time_ms
+
+REFERENCES = ("float64", "float32")
+CHUNK_BYTES = 2**30  # of the reference's logits at a time
+
+
+class HeadBench:
+    """Operands of one shape and every case on them, in this process.
+
+    data       "flat", "peaked" or "real", as `operands` makes them; `path` goes with "real"
+    reference  dtype of what errors are taken against: float64, or float32 (without TF32) where that is too slow
+    before     bytes that the device held before anything was measured; by default, those that it holds now
+    """
+
+    def __init__(
+        self, *, shape: Shape, dtype: str, device: str, data: str = "flat", path: str | None = None, seed: int = 0,
+        reference: str = "float64", before: int | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.dtype = torch.device(device), getattr(torch, dtype)
+        self.wide = getattr(torch, choose("reference", reference, REFERENCES))
+        if self.device.type == "cuda":
+            self._warm_cublas()
+            held = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
+            self.before = held if before is None else before
+        else:  # the profiler sees what is allocated from its start on
+            self.before = 0
+        self.e, self.w, self.y = operands(data, shape, self.dtype, self.device, seed, path)
+        (self.tokens, self.hidden), self.vocabulary = self.e.shape, self.w.shape[0]
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._plain_reference: dict[str, Tensor] = {}
+
+    def _warm_cublas(self) -> None:
+        """Let cuBLAS take its workspaces, one for the thread that runs forwards and one for that of backwards."""
+        a = torch.ones(64, 64, device=self.device, dtype=self.dtype, requires_grad=True)
+        (a @ a).sum().backward()
+        synchronize(self.device)
+
+    # -- a case's call -----------------------------------------------------------------------------------------------
+
+    def _draw(self, *size: int) -> Tensor:
+        """Uniform in [0, 1), float32, the same for every case."""
+        return torch.rand(*size, generator=torch.Generator().manual_seed(7)).to(self.device)
+
+    def _arguments(self, case: Case) -> dict[str, Any]:
+        """Keyword arguments of the head that the case adds to its settings."""
+        option = {
+            "": lambda: {},
+            "bias": lambda: {"linear_bias": (self._draw(self.vocabulary) - 0.5).to(self.dtype).requires_grad_()},
+            "class-weight": lambda: {"weight": 0.5 + self._draw(self.vocabulary)},
+            "label-smoothing": lambda: {"label_smoothing": 0.1},
+            "softcap": lambda: {"softcap": 30.0},
+            "z-loss": lambda: {"z_loss": 1e-4},
+            "token-weight": lambda: {"token_weight": self._draw(self.tokens)},
+            "stats": lambda: {"return_stats": True},
+        }[case.option]()
+        return option | ({"reduction": "none"} if case.upstream else {})
+
+    def _targets(self, case: Case) -> Tensor:
+        return torch.where(self._draw(self.tokens) < case.ignored, -100, self.y) if case.ignored else self.y
+
+    def _call(self, case: Case) -> Callable[[], Tensor]:
+        """The case's loss as a function of nothing; its tensors are made here, outside of what is measured."""
+        own = f"{case.method} {case.settings}"
+        if own not in self._functions:  # kept, because making it again would compile it again
+            self._functions[own] = loss_function(case.method, **case.settings)
+        function, arguments, y = self._functions[own], self._arguments(case), self._targets(case)
+        e, w = (self.e, self.w) if case.gradients else (self.e.detach(), self.w.detach())
+        w = w.detach() if case.frozen else w
+        self._inputs = [self.e, self.w, self.y, y, *(v for v in arguments.values() if isinstance(v, Tensor))]
+
+        def call() -> Tensor:
+            loss = function(e, w, y, **arguments)
+            return loss[0] if case.option == "stats" else loss
+
+        return call
+
+    def _upstream(self, case: Case) -> Tensor | None:
+        return 2 * self._draw(self.tokens) - 1 if case.upstream else None
+
+    def _clear(self) -> None:
+        self.e.grad = self.w.grad = None
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    def errors(self, case: Case) -> dict[str, float]:
+        """Relative error (Frobenius) of the loss, and of dE and dW where the case makes them."""
+        self._clear()
+        loss, upstream = self._call(case)(), self._upstream(case)
+        found = {"loss": loss.detach()}
+        if case.gradients:
+            loss.backward(upstream)
+            found |= {"dE": self.e.grad} | ({} if case.frozen else {"dW": self.w.grad})
+        wanted = self._reference(case)
+        result = {name: relative_error(value, wanted[name]) for name, value in found.items()}
+        self._clear()
+        return result
+
+    def _reference(self, case: Case) -> dict[str, Tensor]:
+        """Loss, dE and dW in `wide`, in chunks; that of the plain mean is kept."""
+        plain = not (case.option or case.upstream or case.ignored) or case.option == "stats"
+        if plain and self._plain_reference:
+            return self._plain_reference
+        e, w = (t.detach().to(self.wide).requires_grad_() for t in (self.e, self.w))
+        arguments = self._arguments(case)
+        if "linear_bias" in arguments:
+            arguments["linear_bias"] = arguments["linear_bias"].detach().to(self.wide)
+        arguments.pop("return_stats", None)
+        chunks = min(self.tokens, math.ceil(self.tokens * self.vocabulary * self.wide.itemsize / CHUNK_BYTES))
+        loss = linear_cross_entropy(e, w, self._targets(case), head="chunked", chunks=chunks, **arguments)
+        upstream = self._upstream(case)
+        loss.backward(None if upstream is None else upstream.to(loss.dtype))
+        result = {"loss": loss.detach(), "dE": e.grad, "dW": w.grad}
+        if plain:
+            self._plain_reference = result
+        return result
+
+    # -- times -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, case: Case, bound: float, warmup: int = 2) -> tuple[str, dict[str, float], str]:
+        """Whether a case may be timed: its status, its errors, and the reason where the status is not "ok".
+
+        wrong: an error beyond `bound`, or one that is no number. The rest: see `attempt`.
+        """
+        errors, status, reason = self.attempt(case, lambda: self.errors(case))
+        if status == "ok" and not max(errors.values()) <= bound:
+            status, reason = "wrong", f"an error of {max(errors.values()):.2g}, beyond {bound:g}"
+        if status == "ok":
+            _, status, reason = self.attempt(case, lambda: [self.step(case) for _ in range(warmup)])
+        return status, errors or {}, reason
+
+    def attempt(self, case: Case, action: Callable[[], Any]) -> tuple[Any, str, str]:
+        """(what `action` returns, "ok", ""), or (None, status, reason) where the case cannot be measured here.
+
+        oom: memory ran out; unavailable: the method is not there, or a peer failed in its own way.
+        """
+        try:
+            return action(), "ok", ""
+        except UnavailableError as error:
+            status, reason = "unavailable", str(error)
+        except Exception as error:
+            if not is_out_of_memory(error) and case.method not in PEERS:
+                raise
+            status = "oom" if is_out_of_memory(error) else "unavailable"
+            reason = f"{type(error).__name__}: {error}"
+        self._clear()
+        if status == "oom":
+            self._free()
+        return None, status, (reason.strip().splitlines() or [""])[0][:200]
+
+    def forget_reference(self) -> None:
+        """Free what errors were taken against, before times or memory are measured."""
+        self._plain_reference = {}
+        self._free()
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def step(self, case: Case) -> dict[str, float]:
+        """Times in ms: `loss` alone without autograd; else `forward`, `backward`, and `both`."""
+        self._clear()
+        call, upstream = self._call(case), self._upstream(case)
+        if not case.gradients:
+            with torch.no_grad():
+                return {"loss": time_ms(call, self.device)}
+        synchronize(self.device)
+        timer = PhaseTimer(self.device)
+        loss = call()
+        timer.mark("forward")
+        loss.backward(upstream)
+        timer.mark("backward")
+        _, phases = timer.stop()
+        return phases | {"both": sum(phases.values())}
+
+    def rounds(self, cases: list[Case], repeats: int) -> list[tuple[str, dict[str, float]]]:
+        """Samples of the floors (key "floor": logits, dE, dW) and of all cases in turn, `repeats` times, in ms."""
+        self._clear()
+        e, w = self.e.detach(), self.w.detach()
+        z = e @ w.T
+        d_e, d_w = torch.empty_like(e), torch.empty_like(w)
+        floors = {
+            "logits": lambda: torch.mm(e, w.T, out=z),
+            "dE": lambda: torch.mm(z, w, out=d_e),
+            "dW": lambda: torch.mm(z.T, e, out=d_w),
+        }
+        samples = []
+        for product in floors.values():
+            product()
+        for _ in range(repeats):
+            samples.append(("floor", {name: time_ms(product, self.device) for name, product in floors.items()}))
+            samples += [(case.key, self.step(case)) for case in cases]
+        self._clear()
+        return samples
+
+    def sparsity(self) -> dict[str, list | float]:
+        """How sparse the softmax of these operands is: `t1lib.measure.softmax.sparsity`."""
+        return sparsity(self.e, self.w, self.y)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def workspace(self, case: Case) -> int:
+        """Peak bytes beyond the inputs and the gradients that must exist, over a call after a first one.
+
+        Whatever the process holds besides counts, also what the first call left behind: only cuBLAS's own workspaces,
+        which any matrix product takes, are in the baseline.
+        """
+        self._clear()
+        call, upstream = self._call(case), self._upstream(case)
+
+        def run() -> None:
+            if case.gradients:
+                call().backward(upstream)
+            else:
+                with torch.no_grad():
+                    call()
+
+        must = 0
+        if case.gradients:
+            wanting = [t for t in self._inputs if t.requires_grad and not (case.frozen and t is self.w)]
+            must = sum(t.nbytes for t in wanting)
+        run()
+        inputs = storage_bytes(self._inputs)
+        for tensor in self._inputs:
+            tensor.grad = None
+        with AllocatorTimeline(self.device, inputs) as timeline:
+            run()
+        self._clear()
+        return timeline.peak.allocated - self.before - inputs - must
+
+
+class WorkspaceBench:
+    """Workspaces of one method on one shape after the other, in a process that measures nothing else."""
+
+    def __init__(self, *, device: str, dtype: str, seed: int = 0) -> None:
+        self._settings: dict[str, Any] = {"device": device, "dtype": dtype, "seed": seed}
+
+    def measure(self, shape: Shape, cases: list[Case]) -> dict[str, int | str]:
+        """Key of each case → bytes, or the status of a case that has none."""
+        if "before" in self._settings:
+            gc.collect()
+        bench = HeadBench(shape=shape, **self._settings)
+        self._settings["before"] = bench.before  # what one shape leaves behind counts on the next
+        found: dict[str, int | str] = {}
+        for case in cases:
+            nbytes, status, _ = bench.attempt(case, lambda case=case: bench.workspace(case))
+            found[case.key] = nbytes if status == "ok" else status
+        return found
+
+
+def relative_error(found: Tensor, wanted: Tensor, rows: int = 16384) -> float:
+    """Frobenius norm of the difference over that of `wanted`, a block of rows at a time: no wide copy of the whole."""
+    if wanted.dim() == 0:
+        found, wanted = found.reshape(1), wanted.reshape(1)
+    blocks = zip(found.split(rows), wanted.split(rows), strict=True)
+    difference = sum((a.to(b.dtype) - b).pow(2).sum() for a, b in blocks)
+    return float((difference / wanted.pow(2).sum()).sqrt()) if difference != 0 else 0.0

@@ -1,0 +1,163 @@
+"""What is measured of an output layer: shapes, cases and bars, read from a notebook's flat parameters."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from t1lib.errors import T1Error, choose, require
+from t1lib.heads import HEADS, parse_bytes
+from t1lib.measure.peers import PEERS
+
+OPTIONS = ("bias", "class-weight", "label-smoothing", "softcap", "z-loss", "token-weight", "stats")
+KINDS = ("loss", "both", "none", "half", "frozen", "options")
+FILTER_EPS = 2.0**-12  # that of Cut Cross-Entropy for bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens, V vocabulary, D hidden size."""
+
+    name: str
+    tokens: int
+    vocabulary: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call one method. `settings` are keyword arguments of the head: workspace, filter_eps.
+
+    gradients  the loss and its gradients, else the loss alone, without autograd
+    upstream   reduction "none", with a random gradient of every token's loss
+    ignored    share of tokens that are ignored
+    frozen     the weight wants no gradient
+    option     one of `OPTIONS`, switched on
+    """
+
+    variant: str
+    method: str
+    gradients: bool = True
+    upstream: bool = False
+    ignored: float = 0.0
+    frozen: bool = False
+    option: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The variant may be measured for the loss alone and with gradients."""
+        return self.variant if self.gradients else f"{self.variant}/loss"
+
+    @property
+    def prefix(self) -> str:
+        """Of the metrics' names: those of the loss alone begin with it."""
+        return "" if self.gradients else "loss_"
+
+    @property
+    def filtered(self) -> bool:
+        """Whether the gradients are inexact on purpose."""
+        peer = PEERS.get(self.method)
+        return "filter_eps" in self.settings or (peer is not None and not peer.exact)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bound on the head `fused`: on `shapes`, within `workspace`, at most `limit` times what `over` names."""
+
+    shapes: tuple[str, ...]
+    kind: str
+    workspace: str
+    limit: float
+
+    @property
+    def over(self) -> str:
+        """logits: the one product; three: all three products; plain: the same head and workspace without the change."""
+        return {"loss": "logits", "both": "three", "none": "three"}.get(self.kind, "plain")
+
+    def cases(self) -> list[Case]:
+        """The cases that the bar bounds: one, or one for each option."""
+        settings = {"workspace": self.workspace}
+        name = f"fused-{{}}{self.workspace}"
+        if self.kind == "options":
+            return [Case(name.format(o + "-"), "fused", option=o, settings=settings) for o in OPTIONS]
+        if self.kind in ("loss", "both"):
+            return [Case(name.format(""), "fused", gradients=self.kind == "both", settings=settings)]
+        change = {"none": {"upstream": True}, "half": {"ignored": 0.5}, "frozen": {"frozen": True}}[self.kind]
+        return [Case(name.format(self.kind + "-"), "fused", settings=settings, **change)]
+
+
+def fused(workspace: str) -> Case:
+    """The head `fused` within a workspace: loss and gradients, reduction "mean"."""
+    return Case(f"fused-{workspace}", "fused", settings={"workspace": workspace})
+
+
+def filtered(workspace: str) -> Case:
+    """The same with gradient filtering as Cut Cross-Entropy does it."""
+    settings = {"workspace": workspace, "filter_eps": FILTER_EPS}
+    return Case(f"fused-filter-{workspace}", "fused", settings=settings)
+
+
+def comparison(methods: list[str], workspaces: list[str]) -> list[Case]:
+    """Every method, and `fused` within each workspace, within the first one also with the filter.
+
+    Raises `T1Error` for an empty list of workspaces, and one that is no number of bytes.
+    """
+    require(bool(workspaces), "no workspace to compare in; allowed: one or more, such as '512MiB'")
+    for workspace in workspaces:
+        require(parse_bytes(workspace) > 0, f"bad workspace {workspace!r}: it must be above 0")
+    plain = [Case(m, m, gradients=g) for m in methods for g in (False, True)]
+    return [*plain, *map(fused, workspaces), filtered(workspaces[0])]
+
+
+def parse_shape(text: str) -> Shape:
+    """A shape from "name tokens vocabulary hidden", such as "G 8192 256000 2304"."""
+    words = text.split()
+    whole = len(words) == 4 and all(word.isdecimal() and int(word) >= 1 for word in words[1:])
+    require(whole, f"bad shape {text!r}; allowed: a name, then tokens, vocabulary and hidden size, each >= 1")
+    require(words[0].isalnum(), f"bad name of a shape {words[0]!r}; allowed: letters and digits")
+    return Shape(words[0], *map(int, words[1:]))
+
+
+def parse_bar(text: str, shapes: list[str]) -> Bar:
+    """A bar from "shapes kind workspace limit", such as "G,Q both 512MiB 1.12"; kinds are `KINDS`."""
+    words = text.split()
+    require(len(words) == 4, f"bad bar {text!r}; allowed: shapes, kind, workspace, limit, such as 'G both 1GiB 1.06'")
+    names, kind, workspace, limit = words
+    for name in names.split(","):
+        choose("shape in a bar:", name, shapes)
+    choose("kind of bar", kind, KINDS)
+    require(parse_bytes(workspace) > 0, f"bad bar {text!r}: the workspace must be above 0")
+    try:
+        value = float(limit)
+    except ValueError:
+        raise T1Error(f"bad bar {text!r}: {limit!r} is no number") from None
+    require(value > 0, f"bad bar {text!r}: the limit must be above 0")
+    return Bar(tuple(names.split(",")), kind, workspace, value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is measured on random data: every method on every shape, and the bars' cases on theirs."""
+
+    shapes: tuple[Shape, ...]
+    methods: tuple[str, ...]
+    bars: tuple[Bar, ...]
+
+    def cases(self, shape: str) -> list[Case]:
+        """The cases of a shape, each once; a change is measured beside the same head without it."""
+        found = [Case(m, m, gradients=g) for m in self.methods for g in (False, True)]
+        for bar in self.bars:
+            if shape in bar.shapes:
+                found += [fused(bar.workspace)] if bar.over == "plain" else []
+                found += bar.cases()
+        return list({case.key: case for case in found}.values())
+
+
+def make_plan(shapes: list[str], methods: list[str], bars: list[str]) -> Plan:
+    """Read a notebook's lists. Raises `T1Error` for the first entry that is wrong, before anything is measured."""
+    parsed = [parse_shape(text) for text in shapes]
+    names = [shape.name for shape in parsed]
+    require(bool(names), "shapes is empty; allowed: one or more, such as 'G 8192 256000 2304'")
+    require(len(set(names)) == len(names), f"shapes {', '.join(names)}: a name may be given once")
+    for method in methods:
+        choose("method", method, [*HEADS, *PEERS])
+    return Plan(tuple(parsed), tuple(methods), tuple(parse_bar(text, names) for text in bars))

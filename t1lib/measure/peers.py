@@ -1,0 +1,107 @@
+"""Public ways to compute the same loss, behind one table: what the kit's heads are held against.
+
+| name | what it is | exact | reductions |
+| --- | --- | --- | --- |
+| compile | `torch.compile` of the plain head, logits widened inside the graph | yes | any |
+| cce | cut-cross-entropy as it comes: gradients below 2⁻¹² (16 bits) are left out | no | any |
+| cce-exact | without that filter: "cce_exact" where the version has it, else filter_eps=None | yes | any |
+| liger | Liger's fused linear cross-entropy; under "none" its gradients wait for the backward | yes | any |
+| torch-1024 | PyTorch's operator (2.13), 1024 rows a chunk; head `torch` is its own choice | yes | mean, sum |
+
+cut-cross-entropy 25.1.1, the version on PyPI, adds its gradients up in 16 bits, also without the filter; `cce_exact` of
+its repository does so in float32 with compensation. Neither is what the paper measured bit for bit.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from t1lib.errors import UnavailableError, choose
+from t1lib.heads import HEADS, linear_cross_entropy
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(N, D) hidden states, (V, D) weight, (N) targets → mean loss."""
+
+
+class Peer(NamedTuple):
+    make: Callable[[], Loss]
+    exact: bool
+    reductions: tuple[str, ...]
+
+
+def _need(module: str) -> Any:
+    """Import an optional package that runs on a GPU only."""
+    if not torch.cuda.is_available():
+        raise UnavailableError(f"{module} needs a CUDA device")
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # an old kernel package beside a new Triton fails in many ways
+        raise UnavailableError(f"{module} cannot be imported here: {error}") from None
+
+
+def _plain(e: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy((e @ w.T).float(), y)
+
+
+def _compiled() -> Loss:
+    if not torch.cuda.is_available():
+        raise UnavailableError("torch.compile is compared on a CUDA device only")
+    torch.compiler.reset()  # beyond eight shapes in a process it would silently stop compiling
+    return torch.compile(_plain, dynamic=False, fullgraph=True)
+
+
+def _cce(exact: bool) -> Loss:
+    module = _need("cut_cross_entropy")
+    if not exact:
+        return partial(module.linear_cross_entropy, impl="cce")
+    known = {name.lower() for name in module.LinearCrossEntropyImpl.__members__}
+    chosen = {"impl": "cce_exact"} if "cce_exact" in known else {"impl": "cce", "filter_eps": None}
+    return partial(module.linear_cross_entropy, **chosen)
+
+
+def _liger() -> Loss:
+    function = _need("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
+    return lambda e, w, y: function.apply(e, w, y)[0]
+
+
+def _torch_rows(rows: int) -> Loss:
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise UnavailableError(f"needs torch.nn.functional.linear_cross_entropy (2.13); this is {torch.__version__}")
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+    return lambda e, w, y: F.linear_cross_entropy(e, w, y, options=options)
+
+
+_ANY = ("mean", "sum", "none")
+PEERS: dict[str, Peer] = {
+    "compile": Peer(_compiled, True, _ANY),
+    "cce": Peer(partial(_cce, exact=False), False, _ANY),
+    "cce-exact": Peer(partial(_cce, exact=True), True, _ANY),
+    "liger": Peer(_liger, True, _ANY),
+    "torch-1024": Peer(partial(_torch_rows, 1024), True, ("mean", "sum")),
+}
+
+
+def loss_function(method: str, **settings: Any) -> Callable[..., Any]:
+    """The loss of a head of the kit (with its `settings`) or of a peer, as a function of e, w, y.
+
+    Raises `T1Error` for an unknown name, `UnavailableError` where it cannot run here.
+    """
+    choose("method", method, [*HEADS, *PEERS])
+    return PEERS[method].make() if method in PEERS else partial(linear_cross_entropy, head=method, **settings)
+
+
+def whether_available(method: str) -> str:
+    """Empty where the method can run here, else the reason why not, in one line."""
+    try:
+        loss_function(method)
+        if method in HEADS:
+            one = torch.ones(1, 2)
+            linear_cross_entropy(one, one, torch.zeros(1, dtype=torch.int64), head=method)
+    except UnavailableError as error:
+        return str(error).splitlines()[0]
+    return ""

@@ -1,0 +1,51 @@
+"""How sparse a softmax is: probability by rank, and what a filter of small gradient entries would leave out."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from t1lib.measure.head_cases import FILTER_EPS
+
+TILE = (128, 256)  # tokens × columns: what a kernel computes, or leaves out, at once
+
+
+@torch.no_grad()
+def sparsity(e: Tensor, w: Tensor, y: Tensor, eps: float = FILTER_EPS, points: int = 60) -> dict[str, list | float]:
+    """Facts of p = softmax(e wᵀ) over N tokens, from float32 logits (Cut Cross-Entropy's Figure 3 and section 4.3).
+
+    ranks, probability  mean over tokens of the k-th largest probability, at about `points` ranks k
+    mass_below          share of the probability that lies in entries below `eps`
+    entries_below       share of such entries
+    tiles               share of 128 × 256 tiles of the logits' gradient, p − one-hot, with an entry of at least `eps`
+                        in magnitude: those that a filter has to compute
+    tiles_sorted        the same with the vocabulary ordered by mean logit, as the paper does
+    """
+    tokens, vocabulary = len(e), len(w)
+    wide = w.float()
+    order = (e.float().mean(0) @ wide.T).argsort(descending=True)  # the mean of logits is the mean state's logit
+    by_rank = torch.zeros(vocabulary, dtype=torch.float64, device=e.device)
+    mass = entries = kept = kept_sorted = 0.0
+    blocks = 0
+    for start in range(0, tokens, TILE[0]):
+        rows = slice(start, start + TILE[0])
+        p = torch.softmax(e[rows].float() @ wide.T, dim=-1)
+        by_rank += p.sort(dim=-1, descending=True).values.sum(0, dtype=torch.float64)
+        small = p < eps
+        mass += float(p[small].sum(dtype=torch.float64))
+        entries += float(small.sum())
+        p[torch.arange(len(p), device=p.device), y[rows]] -= 1
+        large = (p.abs() >= eps).any(0)
+        kept, kept_sorted = kept + _tiles(large), kept_sorted + _tiles(large[order])
+        blocks += -(-vocabulary // TILE[1])
+    ranks = np.unique(np.geomspace(1, vocabulary, points).round().astype(int))
+    mean = (by_rank / tokens).cpu().numpy()
+    return {
+        "ranks": ranks.tolist(), "probability": mean[ranks - 1].tolist(), "mass_below": mass / tokens,
+        "entries_below": entries / (tokens * vocabulary), "tiles": kept / blocks, "tiles_sorted": kept_sorted / blocks,
+    }  # fmt: skip
+
+
+def _tiles(large: Tensor) -> float:
+    """How many spans of `TILE[1]` columns hold one that is set."""
+    padded = torch.nn.functional.pad(large, (0, -len(large) % TILE[1]))
+    return float(padded.view(-1, TILE[1]).any(1).sum())

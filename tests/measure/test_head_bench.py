@@ -1,0 +1,204 @@
+"""Errors, workspaces and statuses of an output layer's cases; data; sparsity. Nothing here depends on a time."""
+
+import math
+
+import pytest
+import torch
+
+from t1lib.errors import UnavailableError
+from t1lib.heads import linear_cross_entropy
+from t1lib.measure import head_run
+from t1lib.measure.head_bench import HeadBench, WorkspaceBench, relative_error
+from t1lib.measure.head_cases import OPTIONS, Case, Shape, comparison, make_plan
+from t1lib.measure.head_data import operands, save_operands
+from t1lib.measure.head_run import Gate, add_bars, measure_times, measure_workspaces
+from t1lib.measure.records import Records, statuses
+from t1lib.measure.softmax import sparsity
+
+SHAPE = Shape("A", 48, 300, 16)
+CPU = torch.device("cpu")
+FULL = Case("full", "full")
+
+
+@pytest.fixture
+def bench():
+    return HeadBench(shape=SHAPE, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("option", ["", *OPTIONS])
+def test_every_option_is_compared_with_a_reference_that_has_it(bench, option):
+    errors = bench.errors(Case("x", "chunked", option=option))
+    assert set(errors) == {"loss", "dE", "dW"} and max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        (Case("x", "full", gradients=False), {"loss"}),
+        (Case("x", "full", upstream=True), {"loss", "dE", "dW"}),
+        (Case("x", "full", ignored=0.5), {"loss", "dE", "dW"}),
+        (Case("x", "full", frozen=True), {"loss", "dE"}),
+    ],
+)
+def test_every_kind_of_case_has_its_errors(bench, case, names):
+    errors = bench.errors(case)
+    assert set(errors) == names and max(errors.values()) < 1e-5
+    times = bench.step(case)
+    assert set(times) == ({"forward", "backward", "both"} if case.gradients else {"loss"})
+
+
+def test_a_wrong_gradient_is_seen(bench):
+    errors = bench.errors(Case("x", "chunked", settings={"filter_eps": 0.1}))
+    assert errors["loss"] < 1e-5 and errors["dE"] > 1e-3 and errors["dW"] > 1e-3
+    status, _, reason = bench.prepare(Case("x", "chunked", settings={"filter_eps": 0.1}), bound=1e-3)
+    assert status == "wrong" and "beyond 0.001" in reason
+
+
+def test_no_number_passes_no_gate(bench):
+    bench.errors = lambda case: {"loss": math.nan}
+    assert bench.prepare(FULL, bound=math.inf)[0] == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("error", "method", "status"),
+    [
+        (UnavailableError("not here"), "full", "unavailable"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "full", "oom"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "liger", "oom"),
+        (RuntimeError("its own way"), "liger", "unavailable"),
+    ],
+)
+def test_what_cannot_be_measured_is_a_status(bench, error, method, status):
+    def fail():
+        raise error
+
+    result, found, reason = bench.attempt(Case("x", method), fail)
+    assert (result, found) == (None, status) and str(error) in reason
+
+
+def test_a_failure_of_a_head_of_the_kit_is_not_hidden(bench):
+    with pytest.raises(ZeroDivisionError):
+        bench.attempt(FULL, lambda: 1 / 0)
+
+
+def test_the_workspace_of_full_is_its_logits_and_that_of_more_chunks_less(bench):
+    logits = 48 * 300 * 4
+    loss = bench.workspace(Case("full", "full", gradients=False))
+    assert 2 * logits <= loss < 2.2 * logits
+    full = bench.workspace(FULL)
+    chunked = bench.workspace(Case("c", "chunked", settings={"chunks": 16}))
+    assert chunked < logits < full
+    assert bench.e.grad is None and bench.w.grad is None
+
+
+def test_a_frozen_weight_needs_no_gradient_and_a_bias_needs_one(bench):
+    for case in (Case("x", "full", frozen=True), Case("x", "full", option="bias")):
+        assert 0 < bench.workspace(case) < 5 * 48 * 300 * 4
+
+
+def test_workspaces_of_unavailable_methods_are_their_status():
+    found = WorkspaceBench(device="cpu", dtype="float32").measure(SHAPE, [FULL, Case("cce", "cce")])
+    assert found["full"] > 0 and (found["cce"] == "unavailable" or torch.cuda.is_available())
+
+
+def test_relative_error_needs_no_wide_copy_and_knows_scalars():
+    a = torch.randn(50, 3, dtype=torch.float64)
+    assert relative_error((a * 1.5).float(), a, rows=7) == pytest.approx(0.5, rel=1e-6)
+    assert relative_error(torch.tensor(3.0), torch.tensor(2.0)) == 0.5
+    assert relative_error(torch.zeros(2, 2), torch.zeros(2, 2)) == 0.0
+    assert math.isnan(relative_error(torch.tensor(math.nan), torch.tensor(2.0)))
+
+
+def loss_of(data, shape, path=None):
+    e, w, y = operands(data, shape, torch.float32, CPU, path=path)
+    loss, stats = linear_cross_entropy(e, w, y, head="full", return_stats=True)
+    return float(loss.detach()), stats.logprob.exp()
+
+
+def test_flat_data_is_flat_and_peaked_data_peaked():
+    shape = Shape("A", 200, 5000, 128)
+    loss, p = loss_of("flat", shape)
+    assert loss == pytest.approx(math.log(5000), rel=0.02) and float(p.max()) < 0.01
+    loss, p = loss_of("peaked", shape)
+    assert 1.5 < loss < 4 and float((p > 0.99).float().mean()) > 0.05 and float((p < 0.01).float().mean()) > 0.05
+
+
+def test_real_data_comes_back_from_its_file(tmp_path):
+    e, w, y = operands("flat", SHAPE, torch.bfloat16, CPU)
+    save_operands(str(tmp_path / "states.pt"), e, w, y)
+    again = operands("real", SHAPE, torch.bfloat16, CPU, path=str(tmp_path / "states.pt"))
+    for one, two in zip((e, w, y), again, strict=True):
+        assert torch.equal(one, two) and one.requires_grad == two.requires_grad
+
+
+def test_sparsity_counts_what_it_says():
+    # Two tokens, 512 columns: one is sure of column 3, the other nearly even but for its target, column 400.
+    w = torch.zeros(512, 2)
+    w[3, 0] = 50.0
+    e, y = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([3, 400])
+    facts = sparsity(e, w, y, eps=0.01)
+    assert facts["ranks"][0] == 1 and facts["ranks"][-1] == 512
+    assert facts["probability"][0] == pytest.approx((1 + 1 / 512) / 2)
+    assert facts["mass_below"] == pytest.approx(0.5, abs=1e-3)
+    assert facts["entries_below"] == pytest.approx(1023 / 1024)
+    assert facts["tiles"] == 0.5 and facts["tiles_sorted"] == 0.5  # only the tile with column 400 has an entry
+
+
+def test_a_run_files_workspaces_times_errors_and_statuses():
+    records, settings = Records(), {"dtype": "float32", "device": "cpu", "seed": 0}
+    plan = make_plan(["A 32 200 8"], ["full", "cce"], ["A both 64MiB 1.1", "A half 64MiB 0.6"])
+    measure_workspaces(records, {plan.shapes[0]: plan.cases("A")}, settings)
+    found = measure_times(records, "flat/A", plan.shapes[0], plan.cases("A"), settings, Gate(1e-4, 0.5), 2, 0)
+    add_bars(records, plan)
+    assert 0 <= found["mass_below"] <= 1
+    frame = records.frame()
+    has = {(r.phase, r.variant, r.metric): r.value for r in frame.itertuples()}
+    for metric in ("loss_ms", "both_ms", "forward_ms", "backward_ms", "error_dE", "loss_error_loss"):
+        assert has["flat/A", "full", metric] >= 0
+    assert has["workspace/A", "full", "workspace_mib"] > 0 and has["workspace/A", "full", "loss_workspace_mib"] > 0
+    assert has["bar/A/three", "fused-64MiB", "limit"] == 1.1
+    assert has["bar/A/plain", "fused-half-64MiB", "limit_mib"] == 64
+    assert {"logits_ms", "dE_ms", "dW_ms"} <= {metric for _, variant, metric in has if variant == "floor"}
+    assert len(frame[(frame["variant"] == "full") & (frame["metric"] == "both_ms")]) == 2
+    state = statuses(frame[frame["phase"] == "flat/A"])
+    assert state["full"] == state["fused-64MiB"] == "ok"
+    assert torch.cuda.is_available() or state["cce"] == "unavailable"
+
+
+def test_a_case_beyond_its_bound_gets_no_time():
+    records = Records()
+    cases = comparison(["full"], ["64MiB"])
+    settings = {"dtype": "float32", "device": "cpu", "seed": 0}
+    measure_times(records, "flat/A", Shape("A", 32, 5000, 8), cases, settings, Gate(1e-4, 1e-9), 1, 0)
+    frame = records.frame()
+    state = statuses(frame)
+    assert state == {"full": "ok", "fused-64MiB": "ok", "fused-filter-64MiB": "wrong"}
+    timed = set(frame[frame["metric"] == "both_ms"]["variant"])
+    assert timed == {"full", "fused-64MiB"}
+
+
+def test_operands_that_do_not_fit_make_every_variant_oom(monkeypatch):
+    class Full:
+        def __init__(self, *_):
+            raise head_run.VariantOutOfMemory("full")
+
+    monkeypatch.setattr(head_run, "Isolated", Full)
+    records = Records()
+    settings = {"dtype": "float32", "device": "cpu"}
+    assert measure_times(records, "flat/A", SHAPE, [FULL], settings, Gate(1, 1), 1, 0) == {}
+    assert statuses(records.frame()) == {"full": "oom"}
+
+
+def test_the_gate_knows_whose_error_is_whose():
+    gate = Gate(0.1, 0.5)
+    bounds = [gate.bound(case) for case in comparison(["full", "torch", "liger"], ["1MiB"]) if case.gradients]
+    assert bounds == [0.1, 0.5, 0.5, 0.1, 0.5]
+
+
+def test_references_are_kept_only_for_the_plain_mean(bench):
+    bench.errors(Case("x", "full", upstream=True))
+    assert not bench._plain_reference
+    bench.errors(FULL)
+    assert bench._plain_reference
+    bench.forget_reference()
+    assert not bench._plain_reference
