@@ -10,7 +10,6 @@ DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more t
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
 TOKEN_BYTES = 192  # order, sort keys and their copies, statistics and factors of a token
 SLACK = 2**20  # CUDA's caching allocator may hand out so much more than asked for, for each large buffer
-SLOTS = 16  # rows of exact target entries below a chunk's exponentials
 OVERHEAD = 2.3  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
 
 
@@ -109,14 +108,13 @@ def _budget(shape: Shape, opts: Options, default: int) -> int:
     return default + TOKEN_BYTES * shape.tokens if opts.workspace is None else opts.workspace
 
 
-def _early_bytes(shape: Shape, tiles: Tiles, plan: Early) -> int:
+def _early_bytes(shape: Shape, plan: Early) -> int:
     c = plan.capacity
-    z = (c + SLOTS * shape.dw) * shape.row(shape.vocab)
+    z = c * shape.row(shape.vocab) + (c * shape.row(c) + shape.vocab) * shape.dw
     x = (1 + shape.dw) * c * shape.row(shape.hidden)
     de = plan.parts * c * shape.hidden * 4 * shape.de
     rows = c * (16 * plan.splits + 48)
-    tables = 12 * plan.chunks * (shape.vocab // tiles.m + 2) + 16 * shape.hidden
-    return z + x + de + rows + tables + TOKEN_BYTES * shape.tokens + 6 * SLACK
+    return z + x + de + rows + 16 * shape.hidden + TOKEN_BYTES * shape.tokens + 6 * SLACK
 
 
 def _early_cost(shape: Shape, tiles: Tiles, device: Device, plan: Early) -> float:
@@ -129,7 +127,8 @@ def _early_cost(shape: Shape, tiles: Tiles, device: Device, plan: Early) -> floa
     units = blocks * across * plan.parts * shape.de
     longest = -(-units // device.units) * unit
     dw = -(-shape.vocab // tiles.m) * across * (plan.capacity // tiles.k + OVERHEAD) * shape.dw
-    return plan.chunks * (logits + max(longest, (units * unit + dw) / device.units))
+    products = max(longest, (units * unit + dw) / device.units)
+    return plan.chunks * (logits + products * (1 + 0.01 * plan.parts))  # a long unit beside dW hides more of its traffic
 
 
 def plan_early(shape: Shape, opts: Options, device: Device, tiles: Tiles, chunks: int | None) -> Early:
@@ -143,7 +142,7 @@ def plan_early(shape: Shape, opts: Options, device: Device, tiles: Tiles, chunks
         splits = splits_of(capacity // tiles.m, -(-shape.vocab // tiles.n), device.units)
         for parts in range(1, 13 if shape.de else 2):
             plan = Early(capacity, count, parts, splits)
-            needs = _early_bytes(shape, tiles, plan)
+            needs = _early_bytes(shape, plan)
             least.append(needs)
             if chunks is not None or needs <= budget:
                 found.append((_early_cost(shape, tiles, device, plan), plan))

@@ -8,8 +8,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.contract import Options
-from t1lib.heads.fused_plan import SLOTS, Device, Early, Late, Tiles, up
-from t1lib.heads.kernels import forward, products, recompute, rows
+from t1lib.heads.fused_plan import Device, Early, Late, Tiles, up
+from t1lib.heads.kernels import forward, products, recompute, rows, targets
 
 BLOCK = 1024  # columns a step where a program handles one row
 
@@ -81,7 +81,7 @@ class Chunks:
     Sizes that depend on how many tokens count stay on the device, in `info`.
     """
 
-    def __init__(self, operands: Operands, capacity: int, count: int, scaled: bool) -> None:
+    def __init__(self, operands: Operands, capacity: int, count: int, scaled: bool, by_target: bool) -> None:
         opts, tiles = operands.opts, operands.tiles
         self.operands, self.capacity, self.count, self.scaled = operands, capacity, count, scaled
         valid = opts.valid
@@ -90,17 +90,11 @@ class Chunks:
         used = torch.clamp((number + capacity - 1) // capacity, min=1)
         length = torch.clamp((((number + used - 1) // used) + tiles.m - 1) // tiles.m * tiles.m, min=tiles.m)
         self.info = torch.stack([number, length]).int()
-        across = -(-opts.vocab // tiles.m)
-        span = across * tiles.m
-        last = (count + 1) * span
-        key = torch.where(valid, (rank - 1) // length * span + opts.target, last)
+        last = (count + 1) * opts.vocab
+        key = torch.where(valid, (rank - 1) // length * opts.vocab + opts.target, last)
         key, self.order = torch.sort(key, stable=True)
-        self.slots = None
-        if scaled:  # (chunks, tiles of the vocabulary): the first of a chunk's rows with a target there, or −1
-            chunk = torch.arange(count, device=key.device)[:, None]
-            edges = chunk * span + torch.arange(across + 1, device=key.device) * tiles.m
-            found = torch.searchsorted(key, edges)
-            self.slots = torch.where(found[:, 1:] > found[:, :-1], found[:, :-1] - chunk * length, -1).int()
+        # where the run of rows with the same target ends, in the order of all chunks
+        self.segment_end = torch.searchsorted(key, key, right=True, out_int32=True) if by_target else None
         self.x = buffer(capacity * (1 + scaled), operands.hidden, operands.e, operands.compute)
         ints = {"dtype": torch.int32, "device": key.device}
         self.target = torch.empty(capacity, **ints)
@@ -174,21 +168,21 @@ class Sweep:
 
 def launch_products(
     chunks: Chunks, chunk: int, z: Tensor, first: int, de: Tensor | None, dw: Tensor | None, *,
-    parts: int = 1, add_de: bool = False, add_dw: bool = False, even_sum: Tensor | None = None,
+    parts: int = 1, add_de: bool = False, add_dw: bool = False, keep: Tensor | None = None,
+    even_sum: Tensor | None = None,
 ) -> None:  # fmt: skip
     """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, whose columns are w's rows from `first`."""
     o, t = chunks.operands, chunks.operands.tiles
     tma, tma_w, tma_dw = o.device.tma, o.tma(o.w), dw is not None and o.tma(dw)
     pieces = 1 if dw is None else dw.element_size()
-    slots = None if chunks.slots is None else chunks.slots[chunk]
     products.products[(o.device.units,)](
         tile(z, t.m, t.k, tma), tile(z, t.k, t.m, tma), tile(o.w, t.k, t.n, tma_w), tile(chunks.x, t.k, t.n, tma),
         None if de is None else tile(de, t.m, t.n // 4, tma), None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
-        slots, even_sum, o.opts.class_weight, chunks.info,
+        keep, even_sum, o.opts.class_weight, chunks.info,
         chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1], z.shape[0], chunks.x.shape[0], parts,
         z.stride(0), o.w.stride(0), chunks.x.stride(0), 0 if dw is None else dw.stride(0),
         M=t.m, N=t.n, K=t.k, DE=de is not None, DW=dw is not None, ADD_DE=add_de, ADD_DW=add_dw,
-        HAS_SLOTS=chunks.scaled, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
+        MASKED=keep is not None, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
         TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4, PIECES_DW=pieces, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.product_stages,
     )  # fmt: skip
@@ -202,11 +196,6 @@ def factors_of(opts: Options, upstream: Tensor | float) -> Factors:
         target = target * opts.target_weight
     even = r * (opts.label_smoothing / opts.vocab)
     return Factors(target + even * opts.class_sum if opts.label_smoothing else target, target, even, r)
-
-
-def gradient_like(chunks: Chunks, needed: bool, operand: Tensor | None) -> Tensor | None:
-    """Uninitialised gradient of an operand, in its dtype."""
-    return torch.empty(operand.shape, dtype=operand.dtype, device=operand.device) if needed else None
 
 
 def finish_input(
@@ -223,10 +212,9 @@ def finish_input(
 
 
 def sum_of_rows(
-    x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = None, first_row: int = 0,
-    extra: tuple[int, int] = (0, 0), onto: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """(columns) float32: Σ factor_i x[first_row + i] over the chunk's rows, plus rows (start, number) as they are.
+    x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = None, first_row: int = 0, onto: Tensor | None = None
+) -> Tensor:
+    """(columns) float32: Σ factor_i x[first_row + i] over the chunk's rows.
 
     `onto` a vector: added to it in place. A narrow x is summed in parts, so that many programs share it.
     """
@@ -234,24 +222,40 @@ def sum_of_rows(
     parts = 1 if onto is not None else max(1, min(64, 128 * 1024 // columns))
     out = torch.empty(parts, columns, device=x.device) if onto is None else onto
     rows.sum_rows[(triton.cdiv(columns, 128), parts)](
-        x, factor, out, info, chunk, first_row, columns, *extra, x.stride(0),
+        x, factor, out, info, chunk, first_row, columns, x.stride(0),
         BLOCK=128, HEIGHT=64, WEIGHED=factor is not None, ADD=onto is not None,
     )  # fmt: skip
     return out.sum(0) if onto is None else out
 
 
 def scale_rows(
-    chunks: Chunks, found: Found, f: Factors, z: Tensor, per_row: Tensor, chunk: int, hold: bool
+    chunks: Chunks, found: Found, f: Factors, z: Tensor, per_row: Tensor, chunk: int, keep: Tensor | None
 ) -> None:
     """Turn a chunk's exponentials into gradients, up to row factors (`kernels.rows.scale_rows`)."""
     o, opts = chunks.operands, chunks.operands.opts
-    slots = None if chunks.slots is None else chunks.slots[chunk]
     rows.scale_rows[(chunks.capacity,)](
         z, chunks.x, found.offset, found.log_total, found.logprob, chunks.order, chunks.info, chunks.target,
-        f.token, f.target, f.softmax, f.even, slots, *per_row,
+        f.token, f.target, f.softmax, f.even, keep, *per_row,
         chunk, chunks.capacity, o.hidden, z.stride(0), chunks.x.stride(0), opts.softcap or 0.0, opts.z_loss,
-        TILE=o.tiles.m, BLOCK=BLOCK, DW=chunks.scaled, HOLD=hold, SOFTCAP=opts.softcap is not None,
-        Z_LOSS=bool(opts.z_loss), EVEN=bool(opts.label_smoothing),
+        BLOCK=BLOCK, DW=chunks.scaled, SOFTCAP=opts.softcap is not None, Z_LOSS=bool(opts.z_loss),
+        EVEN=bool(opts.label_smoothing),
+    )  # fmt: skip
+
+
+def add_target_rows(
+    chunks: Chunks, chunk: int, z: Tensor, columns: Tensor, dw: Tensor, per_row: Tensor, even_sum: Tensor | None
+) -> None:
+    """Add to the rows of dW that are targets in this chunk, which `launch_products` has left out."""
+    o, t = chunks.operands, chunks.operands.tiles
+    targets.gather_columns[(chunks.capacity,)](
+        z, columns, chunks.target, chunks.info, chunk, z.stride(0), columns.stride(0), BLOCK=BLOCK
+    )
+    m, n = t.m // 2, t.n // 2
+    targets.target_rows[(chunks.capacity // m, triton.cdiv(o.hidden, n))](
+        columns, chunks.x, dw, chunks.target, chunks.segment_end, per_row[1], even_sum, o.opts.class_weight,
+        chunks.info, chunk, chunks.capacity, o.hidden, columns.stride(0), chunks.x.stride(0), dw.stride(0),
+        M=m, N=n, K=t.k, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None, PRECISION=o.precision,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
@@ -273,33 +277,40 @@ def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
 
 def early(o: Operands, plan: Early, needs: tuple[bool, bool, bool], w_like: Tensor, b_like: Tensor | None):
     """Statistics and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
-    opts, like = o.opts, o.e
-    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=needs[1])
+    opts, like, c = o.opts, o.e, plan.capacity
+    chunks = Chunks(o, c, plan.chunks, scaled=needs[1], by_target=needs[1] or needs[2])
     sweep = Sweep(chunks, plan.splits)
-    slots = SLOTS * needs[1]
-    z = buffer(plan.capacity + slots, opts.vocab, like, o.compute)
+    z = buffer(c, opts.vocab, like, o.compute)
     out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
-    dw = gradient_like(chunks, needs[1], w_like)
+    de = torch.empty(plan.parts * c, o.hidden, device=like.device) if needs[0] else None
+    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
+    columns = buffer(c, c, like, o.compute) if needs[1] else None
+    keep = torch.empty(opts.vocab, dtype=torch.int8, device=like.device) if needs[1] else None
     db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
-    de = torch.empty(plan.parts * plan.capacity, o.hidden, device=like.device) if needs[0] else None
-    per_row = torch.empty(3, plan.capacity, device=like.device)
+    per_row = torch.empty(3, c, device=like.device)
     f = factors_of(opts, 1.0)
     even_vector = class_sums(o) if opts.label_smoothing else None
     even_sum = None
     for chunk in range(plan.chunks):
         chunks.pack(chunk, guess=True)
-        sweep.run(chunk, z[: plan.capacity])
-        if slots:
-            z[plan.capacity :].zero_()
-        scale_rows(chunks, sweep.found, f, z, per_row, chunk, hold=needs[2] and not needs[1])
+        sweep.run(chunk, z)
+        if keep is not None:
+            keep.fill_(1)
+        scale_rows(chunks, sweep.found, f, z, per_row, chunk, keep)
         if opts.label_smoothing:
-            even_sum = sum_of_rows(chunks.x, chunks.info, chunk, per_row[2], plan.capacity * chunks.scaled)
+            even_sum = sum_of_rows(chunks.x, chunks.info, chunk, per_row[2], c * chunks.scaled)
         if needs[0] or needs[1]:
-            launch_products(chunks, chunk, z, 0, de, dw, parts=plan.parts, add_dw=chunk > 0, even_sum=even_sum)
+            launch_products(chunks, chunk, z, 0, de, dw, parts=plan.parts, add_dw=chunk > 0, keep=keep,
+                            even_sum=even_sum)  # fmt: skip
         if needs[0]:
             finish_input(chunks, chunk, de, out, plan.parts, per_row, even_vector)
+        if needs[1]:
+            add_target_rows(chunks, chunk, z, columns, dw, per_row, even_sum)
         if needs[2]:
-            sum_of_rows(z, chunks.info, chunk, per_row[0], extra=(plan.capacity, slots), onto=db)
+            sum_of_rows(z, chunks.info, chunk, per_row[0], onto=db)
+            targets.target_entries[(c,)](
+                db, chunks.target, chunks.segment_end, per_row[1], chunks.info, chunk, BLOCK=128
+            )
     if db is not None:
         db = finish_bias(db, f, opts).to(b_like.dtype)
     return sweep.found, (out, dw, db)
@@ -307,7 +318,7 @@ def early(o: Operands, plan: Early, needs: tuple[bool, bool, bool], w_like: Tens
 
 def loss_only(o: Operands, plan: Late, splits: int) -> Found:
     """Statistics of all tokens: one product."""
-    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False)
+    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False, by_target=False)
     sweep = Sweep(chunks, splits)
     for chunk in range(plan.chunks):
         chunks.pack(chunk, guess=True)
@@ -321,13 +332,13 @@ def late(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients from the saved log-sum-exp: the logits again, the columns of one range after another; three products."""
     opts, like = o.opts, o.e
-    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False)
+    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False, by_target=False)
     f = factors_of(opts, upstream)
     softmax = f.softmax
     if opts.z_loss:
         softmax = softmax + 2.0 * opts.z_loss * rows.LN2.value * (offset + log_total) * f.token
     out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
-    dw = gradient_like(chunks, needs[1], w_like)
+    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
     db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
     de = torch.empty(plan.capacity, o.hidden, device=like.device) if needs[0] else None
     z = buffer(plan.capacity, min(plan.columns, opts.vocab), like, o.compute)

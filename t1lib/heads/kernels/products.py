@@ -5,16 +5,13 @@ import triton.language as tl
 
 from t1lib.heads.kernels.tiles import live_rows, load_tile, store_tile
 
-SLOTS = tl.constexpr(16)  # rows below z's own: exact entries of targets, at most so many a tile of the vocabulary
-
-
 @triton.jit
 def products(
-    z, zt, w, x, de, dw, slots, even_sum, class_weight, info,
+    z, zt, w, x, de, dw, keep, even_sum, class_weight, info,
     chunk, capacity, vocab, hidden, first, columns_held, z_rows, x_rows, parts,
     z_stride, w_stride, x_stride, dw_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    DE: tl.constexpr, DW: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    DE: tl.constexpr, DW: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, WEIGHTED: tl.constexpr,
     TMA: tl.constexpr, TMA_W: tl.constexpr, TMA_DW: tl.constexpr, PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -23,8 +20,8 @@ def products(
 
     z (z_rows, columns_held) holds the vocabulary's columns from `first` on; zt is z in tiles for the transposed product.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
-    HAS_SLOTS: rows `capacity` … of z hold entries whose hidden states are the unscaled ones, rows `capacity` … of x,
-    sorted by target, from row `slots` of the tile on (−1: none): one more step of its sum. EVEN: dw −= c ⊗ even_sum (label smoothing).
+    MASKED: rows of dw whose `keep` is 0 are left alone here: `target_rows` adds to those. EVEN: dw −= c ⊗ even_sum
+    (label smoothing).
     Programs without a unit of dE take so many more tiles of dW first that all end together.
     """
     pid = tl.program_id(0)
@@ -60,24 +57,14 @@ def products(
         early = more * idle
         mine = tl.where(pid >= grid - idle, more, 0)
         rest = tl.cdiv(tl.maximum(count - early - pid, 0), grid)
-        first_tile = tl.where(mine > 0, pid - (grid - idle), early + pid)
-        begin = -1
-        if HAS_SLOTS:
-            begin = tl.load(slots + tl.maximum(tl.minimum(first_tile, count - 1), 0) // across)
         for i in tl.range(0, mine + rest, flatten=True):
             tile = tl.where(i < mine, pid - (grid - idle) + i * idle, early + pid + (i - mine) * grid)
             v = tile // across
             n = tile % across
-            slot_row = begin
-            if HAS_SLOTS:  # asked for a tile ahead: nothing waits for it
-                ahead = tl.where(i + 1 < mine, tile + idle, early + pid + (i + 1 - mine) * grid)
-                begin = tl.load(slots + tl.maximum(tl.minimum(ahead, count - 1), 0) // across)
             acc = tl.zeros([M, N], tl.float32)
-            for k in range(0, inner + tl.where(slot_row >= 0, 1, 0)):
-                z_row = tl.where(k < inner, k * K, capacity)
-                x_row = tl.where(k < inner, k * K, capacity + slot_row)
-                a = load_tile(zt, z_row, v * M, z_rows, columns_held, z_stride, K, M, TMA)
-                b = load_tile(x, x_row, n * N, x_rows, hidden, x_stride, K, N, TMA)
+            for k in range(0, inner):
+                a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
+                b = load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N, TMA)
                 acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
             if EVEN:
                 r = v * M + tl.arange(0, M)
@@ -86,5 +73,8 @@ def products(
                 if WEIGHTED:
                     per_class *= tl.load(class_weight + first + r, mask=first + r < vocab, other=0.0)
                 acc -= per_class[:, None] * tl.load(even_sum + c, mask=c < hidden, other=0.0)[None, :]
+            if MASKED:
+                row = v * M + tl.arange(0, M)
+                acc *= tl.load(keep + row, mask=row < vocab, other=0).to(tl.float32)[:, None]
             store_tile(dw, first + v * M, n * N, tl.minimum(vocab, first + columns_held), hidden, dw_stride, acc,
                        ADD_DW, PIECES_DW, TMA_DW)  # fmt: skip

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.products import SLOTS
 from t1lib.heads.kernels.tiles import LOG2E, live_rows, tanh
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -89,29 +88,25 @@ def finish_rows(
 @triton.jit
 def scale_rows(
     z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
-    even_factor, slots, row_scale, row_fix, row_even,
+    even_factor, keep, row_scale, row_target, row_even,
     chunk, capacity, hidden, z_stride, x_stride, softcap, z_loss,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, DW: tl.constexpr, HOLD: tl.constexpr, SOFTCAP: tl.constexpr,
-    Z_LOSS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, DW: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
 
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
-    τ = slope · (A (p_y − 1) + A − B). For dW the rows of x are scaled by s; τ goes to a slot of its own, beside the
-    unscaled row, or where the tile's slots are taken, as τ / s into z (HOLD: always). row_fix is what dE still lacks at
-    w_y.
+    τ = slope · (A (p_y − 1) + A − B). The target's entry of z becomes 0; τ stays a factor of its own, so that neither
+    cancellation nor rounding of s touches it. For dW the rows of x are scaled by s, and the targets' rows marked.
     """
     i = tl.program_id(0)
     rows = live_rows(info, chunk)
     if i >= rows:
-        # rows up to the next whole tile take part in products: they must be 0
-        if DW:
+        if DW:  # rows up to the next whole tile take part in products: they must be 0
             for start in range(0, hidden, BLOCK):
                 d = start + tl.arange(0, BLOCK)
                 tl.store(x + i.to(tl.int64) * x_stride + d, tl.zeros([BLOCK], x.dtype.element_ty), mask=d < hidden)
         return
-    begin = chunk * tl.load(info + 1)
-    token = tl.load(order + begin + i)
+    token = tl.load(order + chunk * tl.load(info + 1) + i)
     y = tl.load(packed_target + i)
     log_total = tl.load(out_log_total + token)
     r = tl.load(gradient + token)
@@ -125,28 +120,23 @@ def scale_rows(
         t = ((logprob * LOG2E + log_total) + tl.load(out_offset + token)) / (softcap * LOG2E)
         tau *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
-    slotted = not HOLD
+    tl.store(z + i.to(tl.int64) * z_stride + y, tl.zeros([], z.dtype.element_ty))
+    tl.store(row_scale + i, scale)
+    tl.store(row_target + i, tau)
+    if EVEN:
+        tl.store(row_even + i, tl.load(even_factor + token))
     if DW:
-        slot = i - tl.load(slots + y // TILE)
-        slotted = slot < SLOTS
-        tl.store(z + (capacity + slot).to(tl.int64) * z_stride + y, tau.to(z.dtype.element_ty), mask=slotted)
-    held = tl.where(slotted | (scale == 0.0), 0.0, tau / scale).to(z.dtype.element_ty)
-    if DW:
+        tl.store(keep + y, tl.zeros([], tl.int8))
         for start in range(0, hidden, BLOCK):
             d = start + tl.arange(0, BLOCK)
             row = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
             value = (row.to(tl.float32) * scale).to(x.dtype.element_ty)
             tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
-    tl.store(z + i.to(tl.int64) * z_stride + y, held)
-    tl.store(row_scale + i, scale)
-    tl.store(row_fix + i, tau - scale * held.to(tl.float32))
-    if EVEN:
-        tl.store(row_even + i, tl.load(even_factor + token))
 
 
 @triton.jit
 def finish_input_gradient(
-    de, out, w, order, info, packed_target, row_scale, row_fix, row_even, even_vector,
+    de, out, w, order, info, packed_target, row_scale, row_target, row_even, even_vector,
     chunk, capacity, hidden, parts, out_stride, w_stride,
     BLOCK: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +153,7 @@ def finish_input_gradient(
     if SCALED:
         y = tl.load(packed_target + i)
         row = tl.load(w + y * w_stride + d, mask=inside, other=0.0).to(tl.float32)
-        sums = sums * tl.load(row_scale + i) + tl.load(row_fix + i) * row
+        sums = sums * tl.load(row_scale + i) + tl.load(row_target + i) * row
         if EVEN:
             sums -= tl.load(row_even + i) * tl.load(even_vector + d, mask=inside, other=0.0)
     tl.store(out + token * out_stride + d, sums.to(out.dtype.element_ty), mask=inside)
@@ -171,13 +161,10 @@ def finish_input_gradient(
 
 @triton.jit
 def sum_rows(
-    x, row_factor, out, info, chunk, first_row, columns, extra_row, extra_rows, stride,
+    x, row_factor, out, info, chunk, first_row, columns, stride,
     BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WEIGHED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, part of the rows): out[part] ← (ADD: +=) Σ_i row_factor_i · x[first_row + i].
-
-    The first part also takes `extra_rows` rows from `extra_row` on, as they are.
-    """
+    """Program (block of columns, part of the rows): out[part] ← (ADD: +=) Σ_i row_factor_i · x[first_row + i]."""
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part = tl.program_id(1)
     inside = d < columns
@@ -191,9 +178,6 @@ def sum_rows(
         if WEIGHED:
             value *= tl.load(row_factor + i, mask=i < rows, other=0.0)[:, None]
         sums += tl.sum(value, 0)
-    if (part == 0) & (rows > 0):
-        for i in range(extra_row, extra_row + extra_rows):
-            sums += tl.load(x + tl.cast(i, tl.int64) * stride + d, mask=inside, other=0.0).to(tl.float32)
     at_out = out + part * columns + d
     if ADD:
         sums += tl.load(at_out, mask=inside, other=0.0)
