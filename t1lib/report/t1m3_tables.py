@@ -97,7 +97,8 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
     out.set("t1m3.step.loss_difference", median(frame, "loss_difference", "step", "all"))
     for metric in ("tokens", "vocabulary", "hidden", "chunks"):
         out.set(f"t1m3.{metric}", median(frame, metric, "step", "all"), "", ".0f")
-    for metric in sorted(set(frame[frame["phase"] == "expected"]["metric"])):
+    out.set("t1m3.budget_mib", median(frame, "budget_mib", "step", "all"), "MiB")
+    for metric in sorted({"fused_mib", *frame[frame["phase"] == "expected"]["metric"]}):
         out.set(f"t1m3.expected.{metric}", median(frame, metric, "expected", "head"))
     published_numbers("t1m3", published.T1M3, out)
     full, chunked = published.T1M3["full"], published.T1M3["chunked"]
