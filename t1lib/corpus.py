@@ -74,7 +74,7 @@ def standard_library(limit: int | str | None = None, root: Path | None = None) -
             left -= size
         if text.strip():
             texts[name] = text
-    within = "" if limit is None else f" within {limit} bytes"
+    within = "" if limit is None else f" within {limit}"
     require(bool(texts), f"the corpus is empty: no sources of the standard library{within}; some Pythons ship none")
     return texts
 

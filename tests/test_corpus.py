@@ -35,7 +35,7 @@ def test_files_that_are_no_text_are_left_out(tmp_path):
 def test_an_empty_corpus_says_so(tmp_path):
     with pytest.raises(T1Error, match="corpus is empty"):
         corpus.standard_library(root=tmp_path)
-    with pytest.raises(T1Error, match=r"corpus is empty.*within 1 bytes"):
+    with pytest.raises(T1Error, match=r"corpus is empty.*within 1;"):
         corpus.standard_library(limit=1)
 
 

@@ -238,7 +238,7 @@ class HeadBench:
             wanting = [t for t in self._inputs if t.requires_grad and not (case.frozen and t is self.w)]
             must = sum(t.nbytes for t in wanting)
         run()
-        inputs = storage_bytes(self._inputs)
+        inputs = storage_bytes([*self._inputs, *([] if upstream is None else [upstream])])
         for tensor in self._inputs:
             tensor.grad = None
         with AllocatorTimeline(self.device, inputs) as timeline:

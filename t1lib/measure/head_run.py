@@ -69,11 +69,12 @@ def _shown(value: int | str) -> str:
 
 def measure_times(
     records: Records, phase: str, shape: Shape, cases: list[Case], settings: dict[str, Any], gate: Gate,
-    repeats: int, warmup: int,
-) -> dict[str, Any]:  # fmt: skip
+    repeats: int, warmup: int, softmax: str = "",
+) -> None:  # fmt: skip
     """Errors, then times of all cases and the floors in turn, in one process that holds one set of operands.
 
-    Returns the softmax's sparsity (`t1lib.measure.softmax`), empty where the operands do not fit into memory.
+    `softmax` names the data whose sparsity (`t1lib.measure.softmax`) is measured too. Operands that do not fit into
+    memory make every variant `oom`.
     """
     for name in ("tokens", "vocabulary", "hidden"):
         records.add("all", name, getattr(shape, name), "", phase)
@@ -82,7 +83,8 @@ def measure_times(
     worker = None
     try:
         worker = Isolated(HeadBench, {"shape": shape} | settings)
-        facts = worker.call("sparsity")
+        if softmax:
+            add_sparsity(records, softmax, worker.call("sparsity"))
         fine = _prepare(records, phase, cases, worker, gate, warmup)
         worker.call("forget_reference")
         by_key = {case.key: case for case in cases}
@@ -93,12 +95,11 @@ def measure_times(
     except VariantOutOfMemory:
         for variant in dict.fromkeys(case.variant for case in cases):
             records.status(variant, "oom", phase)
-        return {}
+        return
     finally:
         if worker is not None:
             worker.close()
     print(f"{phase}: {len(fine)} of {len(cases)} cases timed")
-    return facts
 
 
 def _prepare(
@@ -134,7 +135,7 @@ def add_bars(records: Records, plan: Plan) -> None:
 def add_sparsity(records: Records, data: str, facts: dict[str, Any]) -> None:
     """Rows of `t1lib.measure.softmax.sparsity` for one kind of data, in the phase `sparsity`."""
     facts = dict(facts)
-    for rank, value in zip(facts.pop("ranks", []), facts.pop("probability", []), strict=True):
+    for rank, value in zip(facts.pop("ranks"), facts.pop("probability"), strict=True):
         records.add(data, "probability", value, "", "sparsity", rank)
     for name, value in facts.items():
         records.add(data, name, value, "", "sparsity")

@@ -5,16 +5,19 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from t1lib.measure.head_cases import FILTER_EPS
 from t1lib.measure.records import numeric
 from t1lib.report.cce_select import (
     DATA,
+    METHODS,
     bar_rows,
     describe,
     is_filtered,
     phases,
+    plain_variant,
     three,
     variant_label,
     variant_style,
@@ -22,12 +25,12 @@ from t1lib.report.cce_select import (
     workspace,
 )
 from t1lib.report.select import median
-from t1lib.report.style import FLOOR, SHADES, VARIANTS, WIDTH, subplots
+from t1lib.report.style import FLOOR, SHADES, WIDTH, subplots
 
 
 def _marker_size(mib: float) -> float:
-    """Area in points²: 16 for nothing, and the same step more for each doubling beyond 16 MiB."""
-    return 16 + 16 * np.log2(1 + max(mib, 0.0) / 16)
+    """Area in points²: 14 for nothing, and the same step more for each doubling beyond 16 MiB."""
+    return 14 + 11 * np.log2(1 + max(mib, 0.0) / 16)
 
 
 def _plain_log(axis: object, subs: tuple[float, ...]) -> None:
@@ -36,38 +39,47 @@ def _plain_log(axis: object, subs: tuple[float, ...]) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_errors(frame: pd.DataFrame, axes: Axes, phase: str) -> dict[str, object]:
-    """Time and error of every variant with gradients of "mean"; returns label → marker for the legend."""
-    shown, floor = {}, three(frame, phase)
-    names = variants(frame, phase)
-    hollow = [n for n in names if n not in VARIANTS and not is_filtered(n)][1:]  # `fused` in smaller workspaces
-    for name in names:
+def _draw_errors(frame: pd.DataFrame, axes: Axes, phase: str) -> list[str]:
+    """Time and error of dE of every variant, large markers below small ones. Returns the variants drawn."""
+    floor, shape = three(frame, phase), phase.split("/")[1]
+    points = []
+    for name in variants(frame, phase):
         time, error = median(frame, "both_ms", phase, name), median(frame, "error_dE", phase, name)
         if time > 0 and error > 0:
-            style, mib = variant_style(name), workspace(frame, phase.split("/")[1], name)
-            shown[variant_label(name)] = axes.scatter(
-                time / floor, error, s=_marker_size(mib if mib == mib else 0.0), marker=style.marker, zorder=3,
-                edgecolor=style.colour, linewidth=1.2, facecolor="none" if name in hollow else style.colour,
-            )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="time / three matrix products", ylabel="relative error of dE")
+            mib = workspace(frame, shape, name)
+            points.append((_marker_size(mib if mib == mib else 0.0), time / floor, error, name))
+    for size, x, y, name in sorted(points, reverse=True):
+        look = variant_style(name)
+        face = "none" if _hollow(frame, phase, name) else (*look.colour, 0.45)
+        axes.scatter(x, y, s=size, marker=look.marker, edgecolor=look.colour, linewidth=1.0, facecolor=face, zorder=3)
+    axes.set(xscale="log", yscale="log", xlabel="time / three matrix products")
     _plain_log(axes.xaxis, (1, 1.5, 2, 3, 5, 7))
     axes.margins(0.12)
-    return shown
+    return [name for *_, name in points]
+
+
+def _hollow(frame: pd.DataFrame, phase: str, name: str) -> bool:
+    """`fused` in all workspaces but the first has a hollow marker."""
+    own = [n for n in variants(frame, phase) if n not in METHODS and not is_filtered(n)]
+    return name in own[1:]
 
 
 def fig1_error_time_memory(frame: pd.DataFrame) -> Figure:
     """Error of dE against time, the marker's area by workspace: on peaked random data and on a model's own states."""
     found = [*phases(frame, "peaked"), *phases(frame, "real")]
-    figure, panels = subplots(3.6, max(len(found), 1), squeeze=False)
-    shown: dict[str, object] = {}
+    figure, panels = subplots(3.4, max(len(found), 1), squeeze=False, sharey=True)
+    handles: dict[str, Line2D] = {}
     for axes, phase in zip(panels[0], found, strict=False):
-        data, shape = phase.split("/")
-        shown |= _draw_errors(frame, axes, phase)
-        axes.set_title(f"{DATA[data]}, {describe(frame, phase) or shape}")
-    sizes = [0, 256, 4096, 24576]
-    grey = [panels[0][-1].scatter([], [], s=_marker_size(m), color="0.6", marker="o") for m in sizes]
-    handles, labels = [*shown.values(), *grey], [*shown, *(f"{m} MiB" if m else "0 MiB of workspace" for m in sizes)]
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, columnspacing=1.2)
+        for name in _draw_errors(frame, axes, phase):
+            look, face = variant_style(name), "none" if _hollow(frame, phase, name) else None
+            handles[variant_label(name)] = Line2D([], [], ls="none", marker=look.marker, ms=5.5, color=look.colour,
+                                                  markerfacecolor=face)  # fmt: skip
+        axes.set_title(f"{DATA[phase.split('/')[0]]}, {describe(frame, phase)}")
+    panels[0][0].set_ylabel("relative error of dE")
+    for mib in (0, 256, 4096, 24576):
+        label = f"{mib} MiB" if mib else "area: workspace 0"
+        handles[label] = Line2D([], [], ls="none", marker="o", color="0.6", ms=_marker_size(mib) ** 0.5)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=4, columnspacing=1.2)
     return figure
 
 
@@ -88,24 +100,30 @@ def fig2_sparsity(frame: pd.DataFrame) -> Figure:
 
 def _draw_bars(axes: Axes, rows: list[dict[str, object]], shapes: list[str], label: str) -> None:
     """Groups of points, one a shape, and over or under each the mark that it must not pass."""
-    groups = list(dict.fromkeys((row["variant"], row["over"]) for row in rows))
-    width = 0.8 / max(len(shapes), 1)
-    for index, shape in enumerate(shapes):
-        own = [row for row in rows if row["shape"] == shape]
-        at = [groups.index((r["variant"], r["over"])) + (index - (len(shapes) - 1) / 2) * width for r in own]
-        axes.hlines([r["limit"] for r in own], [x - 0.45 * width for x in at], [x + 0.45 * width for x in at],
-                    colors="0.55", linewidth=2.5, label="at most" if index == 0 else None)  # fmt: skip
-        style = dict(marker="os^DP"[index % 5], color=SHADES[index % 5], ms=4, ls="none", label=f"shape {shape}")
-        axes.plot(at, [r["ratio"] for r in own], **style)
-        for x, row in zip(at, own, strict=True):
+    groups = list(dict.fromkeys((r["variant"], r["over"]) for r in sorted(rows, key=_order)))
+    style = {s: dict(marker="os^DP"[i % 5], color=SHADES[i % 5], label=f"shape {s}") for i, s in enumerate(shapes)}
+    marks: tuple[list[float], ...] = ([], [], [])
+    for at, group in enumerate(groups):
+        own = [row for row in rows if (row["variant"], row["over"]) == group]
+        for index, row in enumerate(own):
+            x = at + (index - (len(own) - 1) / 2) * 0.27
+            for found, value in zip(marks, (row["limit"], x - 0.12, x + 0.12), strict=True):
+                found.append(value)
+            axes.plot([x], [row["ratio"]], ms=4, ls="none", **style[row["shape"]])
             away = 1 if row["ratio"] > row["limit"] else -1  # on the side where the mark is not
-            text = dict(xytext=(0, 7 * away), textcoords="offset points", ha="center", va="center", fontsize=5.5)
             if row["ratio"] == row["ratio"]:
-                axes.annotate(f"{row['ratio']:.2f}", (x, row["ratio"]), **text)
+                axes.annotate(f"{row['ratio']:.2f}", (x, row["ratio"]), xytext=(0, 11 * away), rotation=90, ha="center",
+                              textcoords="offset points", va="center", fontsize=5.5)  # fmt: skip
+    axes.hlines(*marks, colors="0.55", linewidth=2.5, label="at most")
     axes.set_xticks(range(len(groups)), [_tick(*group) for group in groups], fontsize=6.5)
     axes.set(ylabel=label, xlim=(-0.6, max(len(groups), 1) - 0.4))
     axes.grid(axis="x", visible=False)
-    axes.margins(y=0.16)
+    axes.margins(y=0.2)
+
+
+def _order(row: dict[str, object]) -> tuple[bool, bool, float]:
+    """The loss alone first, then the mean, then the changes as they come; the larger workspace first."""
+    return row["over"] != "logits", row["variant"] != plain_variant(row["variant"]), -row["most_mib"]
 
 
 def _tick(variant: str, over: str) -> str:
@@ -127,9 +145,9 @@ def fig3_bars(frame: pd.DataFrame) -> Figure:
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     _draw_bars(panels[0], [row for row in rows if row["over"] != "plain"], shapes, "time / floor")
     _draw_bars(panels[1], [row for row in rows if row["over"] == "plain"], shapes, "time / without the change")
-    handles, labels = panels[0].get_legend_handles_labels()
+    handles = dict(pair[::-1] for axes in panels for pair in zip(*axes.get_legend_handles_labels(), strict=True))
     if rows:
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles))
     return figure
 
 

@@ -148,14 +148,15 @@ def test_a_run_files_workspaces_times_errors_and_statuses():
     records, settings = Records(), {"dtype": "float32", "device": "cpu", "seed": 0}
     plan = make_plan(["A 32 200 8"], ["full", "cce"], ["A both 64MiB 1.1", "A half 64MiB 0.6"])
     measure_workspaces(records, {plan.shapes[0]: plan.cases("A")}, settings)
-    found = measure_times(records, "flat/A", plan.shapes[0], plan.cases("A"), settings, Gate(1e-4, 0.5), 2, 0)
+    gate = Gate(1e-4, 0.5)
+    measure_times(records, "flat/A", plan.shapes[0], plan.cases("A"), settings, gate, 2, 0, softmax="flat")
     add_bars(records, plan)
-    assert 0 <= found["mass_below"] <= 1
     frame = records.frame()
     has = {(r.phase, r.variant, r.metric): r.value for r in frame.itertuples()}
     for metric in ("loss_ms", "both_ms", "forward_ms", "backward_ms", "error_dE", "loss_error_loss"):
         assert has["flat/A", "full", metric] >= 0
     assert has["workspace/A", "full", "workspace_mib"] > 0 and has["workspace/A", "full", "loss_workspace_mib"] > 0
+    assert 0 <= has["sparsity", "flat", "mass_below"] <= 1
     assert has["bar/A/three", "fused-64MiB", "limit"] == 1.1
     assert has["bar/A/plain", "fused-half-64MiB", "limit_mib"] == 64
     assert {"logits_ms", "dE_ms", "dW_ms"} <= {metric for _, variant, metric in has if variant == "floor"}
@@ -185,7 +186,7 @@ def test_operands_that_do_not_fit_make_every_variant_oom(monkeypatch):
     monkeypatch.setattr(head_run, "Isolated", Full)
     records = Records()
     settings = {"dtype": "float32", "device": "cpu"}
-    assert measure_times(records, "flat/A", SHAPE, [FULL], settings, Gate(1, 1), 1, 0) == {}
+    measure_times(records, "flat/A", SHAPE, [FULL], settings, Gate(1, 1), 1, 0)
     assert statuses(records.frame()) == {"full": "oom"}
 
 
