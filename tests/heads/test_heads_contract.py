@@ -78,7 +78,7 @@ def test_torch_head_says_when_it_is_unavailable(monkeypatch):
 
 
 def test_registry_and_default():
-    assert list(HEADS) == ["full", "chunked", "torch"] and DEFAULT_HEAD in HEADS
+    assert list(HEADS) == ["full", "chunked", "fused", "torch"] and DEFAULT_HEAD in HEADS
     default = linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target)
     assert default == HEADS[DEFAULT_HEAD](GOOD.e, GOOD.w, GOOD.target)
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from t1lib.heads.kernels.tiles import live_rows, load_tile, store_tile
 
+
 @triton.jit
 def products(
     z, zt, w, x, de, dw, keep, even_sum, class_weight, info,

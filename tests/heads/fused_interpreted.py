@@ -1,0 +1,115 @@
+"""Head `fused` through Triton's interpreter, which must be on before Triton is imported: see test_fused.py."""
+
+import os
+
+import pytest
+import torch
+from head_cases import OPTION_SETS, assert_close, options, problem, run
+
+from t1lib.errors import T1Error
+from t1lib.heads import linear_cross_entropy
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.parametrize("name", OPTION_SETS)
+@pytest.mark.parametrize("reduction, own", [("mean", {"chunks": 3}), ("sum", {}), ("none", {"chunks": 2})], ids=str)
+def test_agrees_with_full(name, reduction, own):
+    p = problem(70, 300, 40, dtype=torch.float32)
+    kwargs = options(name, p) | {"reduction": reduction}
+    assert_close(run("fused", p, **kwargs, **own), run("full", p.to(torch.float64), **kwargs), 3e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 3), (5, 257, 16), (33, 129, 123)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_ragged_shapes(shape, reduction):
+    p = problem(*shape, dtype=torch.float32, bias=False)
+    assert_close(run("fused", p, reduction=reduction), run("full", p.to(torch.float64), reduction=reduction), 3e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_float16_error_is_that_of_full(reduction):
+    p = problem(40, 300, 40, dtype=torch.float16)
+    up = None if reduction == "mean" else torch.ones(40)
+    exact = run("full", p.to(torch.float64), torch.tensor(1.0) if up is None else up, reduction=reduction)
+    one = torch.tensor(1.0) if up is None else up
+    plain, got = (run(head, p, one, reduction=reduction) for head in ("full", "fused"))
+    for g, f, x in zip(got, plain, exact, strict=True):
+        assert g.dtype == f.dtype
+        assert (g.double() - x).norm() <= 1.05 * (f.double() - x).norm() + 1e-6 * x.norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("grad", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+def test_frozen_operands(reduction, grad):
+    p = problem(37, 257, 16, dtype=torch.float32)
+    kwargs = {"reduction": reduction, "grad": grad}
+    assert_close(run("fused", p, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)
+
+
+def test_filter_drops_what_full_drops():
+    p = problem(37, 257, 16, dtype=torch.float32)
+    assert_close(run("fused", p, filter_eps=1e-3), run("full", p.to(torch.float64), filter_eps=1e-3), 3e-6)
+
+
+def test_many_tokens_with_one_target():
+    p = problem(70, 300, 40, dtype=torch.float32, ignored=False)
+    p.target[5:60] = 17
+    assert_close(run("fused", p, chunks=2), run("full", p.to(torch.float64)), 3e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_logit_far_above_the_targets(reduction):
+    """Exponentials overflow with the first guess of their offset: those rows are made again."""
+    p = problem(40, 257, 16, dtype=torch.float32, bias=True)
+    p.b[3] += 1000.0
+    assert_close(run("fused", p, reduction=reduction), run("full", p.to(torch.float64), reduction=reduction), 1e-4)
+
+
+def test_all_tokens_ignored():
+    p = problem(5, 257, 16, dtype=torch.float32)
+    p.target[:] = -100
+    loss, *gradients = run("fused", p)
+    assert loss.isnan() and all((g == 0).all() for g in gradients)
+    assert run("fused", p, reduction="sum")[0] == 0
+
+
+def test_statistics():
+    p = problem(37, 257, 16, dtype=torch.float32)
+    kwargs = {"linear_bias": p.b, "return_stats": True}
+    _, got = linear_cross_entropy(p.e, p.w, p.target, head="fused", **kwargs)
+    _, want = linear_cross_entropy(p.e, p.w, p.target, head="full", **kwargs)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+def test_second_backward_and_second_derivative_are_refused():
+    p = problem(5, 257, 16, dtype=torch.float32)
+    e = p.e.requires_grad_()
+    loss = linear_cross_entropy(e, p.w, p.target, head="fused")
+    torch.autograd.grad(loss, e, retain_graph=True)
+    with pytest.raises(T1Error, match="second backward"):
+        torch.autograd.grad(loss, e)
+    with pytest.raises(T1Error, match="no second derivative"):
+        torch.autograd.grad(linear_cross_entropy(e, p.w, p.target, head="fused"), e, create_graph=True)
+
+
+def test_bad_workspace_says_the_least_that_works():
+    p = problem(5, 257, 16, dtype=torch.float32)
+    with pytest.raises(T1Error, match="the least that works is"):
+        linear_cross_entropy(p.e.requires_grad_(), p.w, p.target, head="fused", workspace=1000)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_compiler_sees_one_operator(reduction):
+    p = problem(5, 257, 16, dtype=torch.float32)
+
+    def loss_of(e, w):
+        return linear_cross_entropy(e * 1.0, w, p.target, head="fused", reduction=reduction).sum()
+
+    results = []
+    for f in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        e, w = p.e.clone().requires_grad_(), p.w.clone().requires_grad_()
+        loss = f(e, w)
+        results.append([loss.detach(), *torch.autograd.grad(loss, (e, w))])
+    assert_close(results[1], results[0], 1e-6)
