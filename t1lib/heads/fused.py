@@ -13,6 +13,7 @@ from t1lib.heads.chunked import chunked as chunked_head
 from t1lib.heads.contract import HeadStats, reject_unknown
 
 OWN = ["chunks", "accumulate"]
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def fused(
@@ -72,7 +73,7 @@ def runs_on(input: Tensor) -> bool:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not input.is_cuda and not interpreted:
         return False
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         warnings.warn("head 'fused' needs Triton, which is not installed; head 'chunked' computes instead", stacklevel=4)
         return False
     return True
