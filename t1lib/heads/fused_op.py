@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error, require
-from t1lib.heads import checks, fused_plan, fused_run
+from t1lib.heads import checks, fused_chunks, fused_plan, fused_run
 from t1lib.heads.contract import HeadStats, Options, prepare
 from t1lib.heads.logits import token_losses
 from t1lib.heads.scale import scale_
@@ -39,7 +39,7 @@ def call(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) ->
 def _operands(
     input: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None,
     token_weight: Tensor | None, settings: tuple, compute: torch.dtype | None,
-) -> fused_run.Operands:  # fmt: skip
+) -> fused_chunks.Operands:  # fmt: skip
     """Check everything, flatten and cast."""
     names = ("reduction", "ignore_index", "label_smoothing", "softcap", "z_loss", "workspace", "filter_eps")
     e, w, b, opts = prepare(
@@ -51,7 +51,7 @@ def _operands(
         w = w.detach().to(compute).contiguous()
     b = None if b is None else b.detach().to(compute).contiguous()
     device = fused_plan.device_of(e.device)
-    return fused_run.Operands(e.detach(), w, b, opts, compute, device, fused_plan.TILES[device.kind, compute.itemsize])
+    return fused_chunks.Operands(e.detach(), w, b, opts, compute, device, fused_plan.TILES[device.kind, compute.itemsize])
 
 
 class _Traced(NamedTuple):
@@ -70,7 +70,7 @@ def _is_early(opts: Options | _Traced, compute: torch.dtype, exact_sum: bool, ne
     return any(needs) and not late and compute != torch.float16
 
 
-def _shape(o: fused_run.Operands, needs: list[bool]) -> fused_plan.Shape:
+def _shape(o: fused_chunks.Operands, needs: list[bool]) -> fused_plan.Shape:
     return fused_plan.Shape(len(o.e), o.opts.vocab, o.hidden, o.compute.itemsize, needs[0], needs[1])
 
 

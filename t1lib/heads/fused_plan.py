@@ -10,7 +10,8 @@ DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more t
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
 TOKEN_BYTES = 192  # order, sort keys and their copies, statistics and factors of a token
 SLACK = 2**20  # CUDA's caching allocator may hand out so much more than asked for, for each large buffer
-OVERHEAD = 2.3  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
+FREQUENT = 1024  # targets whose rows of dW add up in float32 over the chunks, at most
+OVERHEAD = 2.6  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
 
 
 class Tiles(NamedTuple):
@@ -110,11 +111,13 @@ def _budget(shape: Shape, opts: Options, default: int) -> int:
 
 def _early_bytes(shape: Shape, plan: Early) -> int:
     c = plan.capacity
-    z = c * shape.row(shape.vocab) + (c * shape.row(c) + shape.vocab) * shape.dw
+    z = c * shape.row(shape.vocab)
+    height = min(FREQUENT, shape.vocab)
+    frequent = (height * (4 * shape.hidden + 12) + c * shape.row(height) + 6 * shape.vocab) * shape.dw
     x = (1 + shape.dw) * c * shape.row(shape.hidden)
     de = plan.parts * c * shape.hidden * 4 * shape.de
-    rows = c * (16 * plan.splits + 48)
-    return z + x + de + rows + 16 * shape.hidden + TOKEN_BYTES * shape.tokens + 6 * SLACK
+    rows = c * (12 * plan.splits + 48)
+    return z + x + de + frequent + rows + 16 * shape.hidden + TOKEN_BYTES * shape.tokens + 7 * SLACK
 
 
 def _early_cost(shape: Shape, tiles: Tiles, device: Device, plan: Early) -> float:
@@ -162,7 +165,7 @@ def _late_bytes(shape: Shape, capacity: int, columns: int) -> int:
     """`columns` 0: the loss alone."""
     z, x = capacity * shape.row(columns), capacity * shape.row(shape.hidden)
     de = capacity * shape.hidden * 4 * (shape.de and columns > 0)
-    return z + x + de + capacity * (16 * 64 + 64) + TOKEN_BYTES * shape.tokens + (5 if columns else 3) * SLACK
+    return z + x + de + capacity * (12 * 64 + 64) + TOKEN_BYTES * shape.tokens + (5 if columns else 3) * SLACK
 
 
 def plan_late(shape: Shape, opts: Options, tiles: Tiles, chunks: int | None) -> Late:

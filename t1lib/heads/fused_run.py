@@ -1,44 +1,15 @@
 """Head `fused` on a device: chunks of packed tokens, and the launches that make loss and gradients of each."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.contract import Options
-from t1lib.heads.fused_plan import Device, Early, Late, Tiles, up
+from t1lib.heads.fused_chunks import BLOCK, Chunks, Frequent, Operands, buffer, tile
+from t1lib.heads.fused_plan import Early, Late
 from t1lib.heads.kernels import forward, products, recompute, rows, targets
-
-BLOCK = 1024  # columns a step where a program handles one row
-
-
-class Operands(NamedTuple):
-    """e (N, D) and w (V, D), b (V) or None, in the strides they come in; w, b and all products in `compute`."""
-
-    e: Tensor
-    w: Tensor
-    b: Tensor | None
-    opts: Options
-    compute: torch.dtype
-    device: Device
-    tiles: Tiles
-
-    @property
-    def hidden(self) -> int:
-        return self.e.shape[1]
-
-    @property
-    def precision(self) -> str:
-        tf32 = torch.backends.cuda.matmul.allow_tf32 and self.e.is_cuda
-        return "tf32" if tf32 else "ieee"
-
-    def tma(self, matrix: Tensor) -> bool:
-        """Whether the copy engine takes it: unit stride along rows, the rest on 16-byte boundaries."""
-        size = matrix.element_size()
-        aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0
-        return self.device.tma and matrix.stride(1) == 1 and aligned
 
 
 class Found(NamedTuple):
@@ -64,71 +35,14 @@ class Factors(NamedTuple):
     token: Tensor
 
 
-def buffer(height: int, width: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised (height, width), each row on a 16-byte boundary."""
-    stride = up(width, 16 // dtype.itemsize)
-    return torch.empty(height, stride, dtype=dtype, device=like.device)[:, :width]
-
-
-def tile(matrix: Tensor, height: int, width: int, tma: bool) -> Any:
-    """What a kernel takes for a matrix: a descriptor of its tiles, or the matrix for its pointer."""
-    return TensorDescriptor.from_tensor(matrix, [height, width]) if tma else matrix
-
-
-class Chunks:
-    """Tokens that count, dealt to chunks of equal length, in each sorted by target; one chunk is packed at a time.
-
-    Sizes that depend on how many tokens count stay on the device, in `info`.
-    """
-
-    def __init__(self, operands: Operands, capacity: int, count: int, scaled: bool, by_target: bool) -> None:
-        opts, tiles = operands.opts, operands.tiles
-        self.operands, self.capacity, self.count, self.scaled = operands, capacity, count, scaled
-        valid = opts.valid
-        rank = valid.cumsum(0)
-        number = rank[-1]
-        used = torch.clamp((number + capacity - 1) // capacity, min=1)
-        length = torch.clamp((((number + used - 1) // used) + tiles.m - 1) // tiles.m * tiles.m, min=tiles.m)
-        self.info = torch.stack([number, length]).int()
-        last = (count + 1) * opts.vocab
-        key = torch.where(valid, (rank - 1) // length * opts.vocab + opts.target, last)
-        key, self.order = torch.sort(key, stable=True)
-        # where the run of rows with the same target ends, in the order of all chunks
-        self.segment_end = torch.searchsorted(key, key, right=True, out_int32=True) if by_target else None
-        self.x = buffer(capacity * (1 + scaled), operands.hidden, operands.e, operands.compute)
-        ints = {"dtype": torch.int32, "device": key.device}
-        self.target = torch.empty(capacity, **ints)
-        self.flag = torch.empty(capacity // tiles.m, **ints)
-        self.offset = torch.empty(capacity, device=key.device)
-
-    @property
-    def hidden_states(self) -> Tensor:
-        """The packed rows as they are (the scaled ones lie above them)."""
-        return self.x[self.capacity :] if self.scaled else self.x
-
-    def pack(self, chunk: int, guess: bool) -> None:
-        """Gather the chunk's hidden states and targets; `guess` the offset of its exponentials."""
-        o, b = self.operands, self.operands.b
-        rows.pack[(self.capacity,)](
-            o.e, o.w, b, self.x, self.order, o.opts.target, self.target, self.offset, self.info,
-            chunk, self.capacity, self.capacity * self.scaled, o.hidden, o.opts.vocab, *o.e.stride(), o.w.stride(0),
-            self.x.stride(0), o.opts.softcap or 0.0,
-            BLOCK=BLOCK, OFFSET=guess, BIAS=b is not None, SOFTCAP=o.opts.softcap is not None,
-        )  # fmt: skip
-
-    def take(self, values: Tensor, chunk: int) -> Tensor:
-        """(capacity) of a vector over tokens, in the packed order; rows without a token hold anything finite."""
-        at = self.info[1].long() * chunk + torch.arange(self.capacity, device=values.device)
-        return values[self.order[at.clamp(max=len(values) - 1)]]
-
-
 class Sweep:
     """The forward over one chunk after another: buffers for the parts' sums, and the statistics found."""
 
     def __init__(self, chunks: Chunks, splits: int) -> None:
         o = chunks.operands
         self.chunks, self.splits = chunks, splits
-        self.parts = torch.empty(4, splits, chunks.capacity, device=o.e.device)
+        self.parts = torch.empty(3, splits, chunks.capacity, device=o.e.device)
+        self.at, self.offset = chunks.target_logits()
         n = len(o.e)
         zeros = [torch.zeros(n, device=o.e.device) for _ in range(3)]
         self.found = Found(zeros[0], zeros[1], zeros[2], torch.zeros(n, dtype=torch.bool, device=o.e.device),
@@ -141,26 +55,25 @@ class Sweep:
         blocks = c.capacity // t.m
         x = c.hidden_states
         tma_w = o.tma(o.w)
-        total, top, at, pull = self.parts
+        total, top, pull = self.parts
         smoothed = bool(opts.label_smoothing)
 
         def launch(redo: bool) -> None:
             forward.exponentials[(blocks * self.splits,)](
                 tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
-                None if z is None else tile(z, t.m, t.n, o.device.tma), o.b, opts.class_weight, c.offset, c.target,
-                c.flag, total, top, at, pull, c.info, chunk, c.capacity, opts.vocab, o.hidden, blocks, self.splits,
+                None if z is None else tile(z, t.m, t.n, o.device.tma), o.b, opts.class_weight, self.offset,
+                c.flag, total, top, pull, c.info, chunk, c.capacity, opts.vocab, o.hidden, blocks, self.splits,
                 x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), opts.softcap or 0.0,
                 M=t.m, N=t.n, K=t.k, STORE=z is not None, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None,
-                PULL=smoothed, WEIGHTED=opts.class_weight is not None, REDO=redo, TMA=o.device.tma, TMA_W=tma_w,
-                PRECISION=o.precision, num_warps=t.warps, num_stages=t.stages,
+                PULL=smoothed, WEIGHTED=opts.class_weight is not None, RAGGED=opts.vocab % t.n != 0, REDO=redo,
+                TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision, num_warps=t.warps, num_stages=t.stages,
             )  # fmt: skip
 
         launch(redo=False)
-        rows.check_range[(blocks,)](top, c.offset, c.flag, c.info, chunk, c.capacity, self.splits, M=t.m)
         launch(redo=True)  # programs of rows in range end at once
         f = self.found
         rows.finish_rows[(c.capacity,)](
-            total, top, at, pull, c.offset, c.order, c.info, f.offset, f.log_total, f.logprob,
+            total, top, pull, self.at, self.offset, c.order, c.info, f.offset, f.log_total, f.logprob,
             f.correct, f.pull, chunk, c.capacity, self.splits,
             SPLITS=triton.next_power_of_2(self.splits), PULL=smoothed,
         )  # fmt: skip
@@ -168,8 +81,7 @@ class Sweep:
 
 def launch_products(
     chunks: Chunks, chunk: int, z: Tensor, first: int, de: Tensor | None, dw: Tensor | None, *,
-    parts: int = 1, add_de: bool = False, add_dw: bool = False, keep: Tensor | None = None,
-    even_sum: Tensor | None = None,
+    parts: int = 1, add_de: bool = False, add_dw: bool = False, even_sum: Tensor | None = None,
 ) -> None:  # fmt: skip
     """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, whose columns are w's rows from `first`."""
     o, t = chunks.operands, chunks.operands.tiles
@@ -178,11 +90,11 @@ def launch_products(
     products.products[(o.device.units,)](
         tile(z, t.m, t.k, tma), tile(z, t.k, t.m, tma), tile(o.w, t.k, t.n, tma_w), tile(chunks.x, t.k, t.n, tma),
         None if de is None else tile(de, t.m, t.n // 4, tma), None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
-        keep, even_sum, o.opts.class_weight, chunks.info,
+        even_sum, o.opts.class_weight, chunks.info,
         chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1], z.shape[0], chunks.x.shape[0], parts,
         z.stride(0), o.w.stride(0), chunks.x.stride(0), 0 if dw is None else dw.stride(0),
         M=t.m, N=t.n, K=t.k, DE=de is not None, DW=dw is not None, ADD_DE=add_de, ADD_DW=add_dw,
-        MASKED=keep is not None, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
+        EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
         TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4, PIECES_DW=pieces, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.product_stages,
     )  # fmt: skip
@@ -229,33 +141,38 @@ def sum_of_rows(
 
 
 def scale_rows(
-    chunks: Chunks, found: Found, f: Factors, z: Tensor, per_row: Tensor, chunk: int, keep: Tensor | None
+    chunks: Chunks, found: Found, f: Factors, z: Tensor, per_row: Tensor, chunk: int, frequent: Frequent | None
 ) -> None:
     """Turn a chunk's exponentials into gradients, up to row factors (`kernels.rows.scale_rows`)."""
     o, opts = chunks.operands, chunks.operands.opts
+    h = frequent
+    columns = (None, None, None) if h is None else (h.target, h.number, h.columns)
     rows.scale_rows[(chunks.capacity,)](
         z, chunks.x, found.offset, found.log_total, found.logprob, chunks.order, chunks.info, chunks.target,
-        f.token, f.target, f.softmax, f.even, keep, *per_row,
-        chunk, chunks.capacity, o.hidden, z.stride(0), chunks.x.stride(0), opts.softcap or 0.0, opts.z_loss,
+        f.token, f.target, f.softmax, f.even, *columns, *per_row,
+        chunk, chunks.capacity, o.hidden, z.stride(0), chunks.x.stride(0), 0 if h is None else h.columns.stride(0),
+        opts.softcap or 0.0, opts.z_loss,
         BLOCK=BLOCK, DW=chunks.scaled, SOFTCAP=opts.softcap is not None, Z_LOSS=bool(opts.z_loss),
         EVEN=bool(opts.label_smoothing),
     )  # fmt: skip
 
 
-def add_target_rows(
-    chunks: Chunks, chunk: int, z: Tensor, columns: Tensor, dw: Tensor, per_row: Tensor, even_sum: Tensor | None
+def add_targets(
+    chunks: Chunks, chunk: int, frequent: Frequent, dw: Tensor, per_row: Tensor, even_sum: Tensor | None
 ) -> None:
-    """Add to the rows of dW that are targets in this chunk, which `launch_products` has left out."""
-    o, t = chunks.operands, chunks.operands.tiles
-    targets.gather_columns[(chunks.capacity,)](
-        z, columns, chunks.target, chunks.info, chunk, z.stride(0), columns.stride(0), BLOCK=BLOCK
-    )
-    m, n = t.m // 2, t.n // 2
-    targets.target_rows[(chunks.capacity // m, triton.cdiv(o.hidden, n))](
-        columns, chunks.x, dw, chunks.target, chunks.segment_end, per_row[1], even_sum, o.opts.class_weight,
-        chunks.info, chunk, chunks.capacity, o.hidden, columns.stride(0), chunks.x.stride(0), dw.stride(0),
-        M=m, N=n, K=t.k, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None, PRECISION=o.precision,
-        num_warps=4, num_stages=3,
+    """Add what the chunk's targets contribute to dW; the frequent ones' rows reach dW with the last chunk."""
+    o, h, c = chunks.operands, frequent, chunks
+    m, n = (64, 128) if o.e.is_cuda else (16, 32)
+    height = h.target.shape[0]
+    targets.frequent_rows[(triton.cdiv(height, m), triton.cdiv(o.hidden, n))](
+        h.columns, c.x, h.sums, dw, h.target, h.number, c.target, per_row[1], even_sum, o.opts.class_weight, c.info,
+        chunk, c.capacity, o.hidden, h.columns.stride(0), c.x.stride(0), dw.stride(0),
+        M=m, N=n, K=o.tiles.k, FIRST=chunk == 0, LAST=chunk == c.count - 1, EVEN=even_sum is not None,
+        WEIGHTED=o.opts.class_weight is not None, PRECISION=o.precision, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    targets.other_rows[(c.capacity,)](
+        dw, c.x, c.target, c.segment_end, per_row[1], h.is_frequent, c.info, chunk, c.capacity, o.hidden,
+        c.x.stride(0), dw.stride(0), BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -284,28 +201,24 @@ def early(o: Operands, plan: Early, needs: tuple[bool, bool, bool], w_like: Tens
     out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
     de = torch.empty(plan.parts * c, o.hidden, device=like.device) if needs[0] else None
     dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
-    columns = buffer(c, c, like, o.compute) if needs[1] else None
-    keep = torch.empty(opts.vocab, dtype=torch.int8, device=like.device) if needs[1] else None
+    frequent = Frequent(chunks) if needs[1] else None
     db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
     per_row = torch.empty(3, c, device=like.device)
     f = factors_of(opts, 1.0)
     even_vector = class_sums(o) if opts.label_smoothing else None
     even_sum = None
     for chunk in range(plan.chunks):
-        chunks.pack(chunk, guess=True)
+        chunks.pack(chunk)
         sweep.run(chunk, z)
-        if keep is not None:
-            keep.fill_(1)
-        scale_rows(chunks, sweep.found, f, z, per_row, chunk, keep)
+        scale_rows(chunks, sweep.found, f, z, per_row, chunk, frequent)
         if opts.label_smoothing:
             even_sum = sum_of_rows(chunks.x, chunks.info, chunk, per_row[2], c * chunks.scaled)
         if needs[0] or needs[1]:
-            launch_products(chunks, chunk, z, 0, de, dw, parts=plan.parts, add_dw=chunk > 0, keep=keep,
-                            even_sum=even_sum)  # fmt: skip
+            launch_products(chunks, chunk, z, 0, de, dw, parts=plan.parts, add_dw=chunk > 0, even_sum=even_sum)
         if needs[0]:
             finish_input(chunks, chunk, de, out, plan.parts, per_row, even_vector)
         if needs[1]:
-            add_target_rows(chunks, chunk, z, columns, dw, per_row, even_sum)
+            add_targets(chunks, chunk, frequent, dw, per_row, even_sum)
         if needs[2]:
             sum_of_rows(z, chunks.info, chunk, per_row[0], onto=db)
             targets.target_entries[(c,)](
@@ -321,7 +234,7 @@ def loss_only(o: Operands, plan: Late, splits: int) -> Found:
     chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False, by_target=False)
     sweep = Sweep(chunks, splits)
     for chunk in range(plan.chunks):
-        chunks.pack(chunk, guess=True)
+        chunks.pack(chunk)
         sweep.run(chunk, None)
     return sweep.found
 
@@ -343,7 +256,7 @@ def late(
     de = torch.empty(plan.capacity, o.hidden, device=like.device) if needs[0] else None
     z = buffer(plan.capacity, min(plan.columns, opts.vocab), like, o.compute)
     for chunk in range(plan.chunks):
-        chunks.pack(chunk, guess=False)
+        chunks.pack(chunk)
         packed = [chunks.take(v, chunk) for v in (offset, log_total, softmax, f.target, f.even)]
         for first in range(0, opts.vocab, plan.columns):
             part = z[:, : min(plan.columns, opts.vocab - first)]

@@ -3,38 +3,79 @@
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.tiles import finish_logits, live_rows, load_tile, store_tile
+from t1lib.heads.kernels.tiles import LOG2E, finish_logits, live_rows, load_tile, store_tile, tanh
+
+HEADROOM = tl.constexpr(96.0)  # largest z2 − offset whose exponential and its sums are far from float32's end
+NEVER = tl.constexpr(1e30)  # offset of a row without a token: its exponentials are 0
+LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, which no row's maximum is below
+
+
+@triton.jit
+def target_logits(
+    e, w, bias, order, target, info, at, offset, hidden, vocab, e_row, e_column, w_stride, softcap,
+    M: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program per M tokens in `order`: at ← z2 of the token's target; offset ← the first guess of its exponentials'.
+
+    The diagonal of a small product, so that it adds up as `exponentials` does, which need not look for it then.
+    """
+    i = tl.program_id(0) * M + tl.arange(0, M)
+    live = i < tl.load(info)
+    token = tl.load(order + i, mask=live, other=0)
+    y = tl.load(target + token, mask=live, other=-1)
+    real = live & (y >= 0) & (y < vocab)  # a target out of range is reported elsewhere; here it must not be followed
+    acc = tl.zeros([M, M], tl.float32)
+    for k in range(0, hidden, K):
+        d = k + tl.arange(0, K)
+        inside = (d < hidden)[None, :]
+        a = tl.load(e + token[:, None] * e_row + d[None, :] * e_column, mask=live[:, None] & inside, other=0.0)
+        b = tl.load(w + y[:, None] * w_stride + d[None, :], mask=real[:, None] & inside, other=0.0)
+        acc = tl.dot(a.to(w.dtype.element_ty), b.T, acc, input_precision=PRECISION)
+    j = tl.arange(0, M)
+    z = tl.sum(tl.where(j[:, None] == j[None, :], acc, 0.0), 1)
+    if BIAS:
+        z += tl.load(bias + y, mask=real, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        z2 = tanh(z / softcap) * (softcap * LOG2E)
+    else:
+        z2 = z * LOG2E
+    tl.store(at + i, z2, mask=live)
+    tl.store(offset + i, tl.where(real, tl.floor(z2) + LEAD, NEVER), mask=live)
 
 
 @triton.jit
 def exponentials(
-    x, w, z, bias, class_weight, offset, target, flag, total, top, at, pull, info,
+    x, w, z, bias, class_weight, offset, flag, total, top, pull, info,
     chunk, capacity, vocab, hidden, row_blocks, splits, x_stride, w_stride, z_stride, softcap,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     STORE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PULL: tl.constexpr, WEIGHTED: tl.constexpr,
-    REDO: tl.constexpr, TMA: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, REDO: tl.constexpr, TMA: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (row block, part of the vocabulary): Σ 2^(z2 − offset), max z2, the target's z2, Σ c z2 of its rows.
+    """Program (row block, part of the vocabulary): Σ 2^(z2 − offset), max z2, Σ c z2 of its rows.
 
-    x (capacity, hidden) packed hidden states; w (vocab, hidden); offset, target (capacity). The sums go to
-    total, top, at, pull (splits, capacity). STORE: z (capacity, vocab) ← 2^(z2 − offset), times the softcap's slope.
+    x (capacity, hidden) packed hidden states; w (vocab, hidden); offset by token in order. The sums go to
+    total, top, pull (splits, capacity). STORE: z (capacity, vocab) ← 2^(z2 − offset), times the softcap's slope.
     A fixed offset instead of a running maximum saves the rescaling, and makes one scale a row hold for all of z; where
-    it was too small, `check_range` sets `flag` and a better offset, and a second launch (REDO) makes those rows again.
+    it was too small, `flag` is set, and a second launch (REDO) makes those rows again from their largest logit.
+    RAGGED: vocab is no multiple of N.
     """
     m = tl.program_id(0) % row_blocks
     split = tl.program_id(0) // row_blocks
-    if m * M >= live_rows(info, chunk):
+    live = live_rows(info, chunk)
+    if m * M >= live:
         return
+    rows = m * M + tl.arange(0, M)
+    shift = tl.load(offset + chunk * tl.load(info + 1) + rows, mask=rows < live, other=NEVER)
     if REDO:
         if tl.load(flag + m) == 0:
             return
-    rows = m * M + tl.arange(0, M)
-    y = tl.load(target + rows)
-    shift = tl.load(offset + rows)
+        highest = tl.full([M], -float("inf"), tl.float32)
+        for part in range(splits):
+            highest = tl.maximum(highest, tl.load(top + part * capacity + rows))
+        shift = tl.where(highest - shift > HEADROOM, highest, shift)
     tiles = tl.cdiv(vocab, N)
     sums = tl.zeros([M], tl.float32)
     tops = tl.full([M], -float("inf"), tl.float32)
-    ats = tl.zeros([M], tl.float32)
     pulls = tl.zeros([M], tl.float32)
     for tile in tl.range(split * tiles // splits, (split + 1) * tiles // splits, flatten=True):
         acc = tl.zeros([M, N], tl.float32)
@@ -42,16 +83,18 @@ def exponentials(
             a = load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)
             b = load_tile(w, tile * N, k, vocab, hidden, w_stride, N, K, TMA_W)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-        z2, slope = finish_logits(acc, tile * N, bias, vocab, softcap, BIAS, SOFTCAP)
         columns = tile * N + tl.arange(0, N)
-        ats += tl.sum(tl.where(columns[None, :] == y[:, None], z2, 0.0), 1)
-        tops = tl.maximum(tops, tl.max(z2, 1))
+        z2, slope = finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
         if PULL:
-            inside = columns < vocab
-            pulled = tl.where(inside[None, :], z2, 0.0)
+            pulled = z2
             if WEIGHTED:
-                pulled *= tl.load(class_weight + columns, mask=inside, other=0.0)[None, :]
+                pulled *= tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
+            if RAGGED:
+                pulled = tl.where((columns < vocab)[None, :], pulled, 0.0)
             pulls += tl.sum(pulled, 1)
+        if RAGGED:
+            z2 = tl.where((columns < vocab)[None, :], z2, -float("inf"))
+        tops = tl.maximum(tops, tl.max(z2, 1))
         p = tl.exp2(z2 - shift[:, None])
         sums += tl.sum(p, 1)
         if STORE:
@@ -61,6 +104,8 @@ def exponentials(
     at_rows = split * capacity + rows
     tl.store(total + at_rows, sums)
     tl.store(top + at_rows, tops)
-    tl.store(at + at_rows, ats)
     if PULL:
         tl.store(pull + at_rows, pulls)
+    if not REDO:
+        over = tl.max((tops - shift > HEADROOM).to(tl.int32), 0)
+        tl.store(flag + m, over, mask=over > 0)

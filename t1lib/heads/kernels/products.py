@@ -8,11 +8,11 @@ from t1lib.heads.kernels.tiles import live_rows, load_tile, store_tile
 
 @triton.jit
 def products(
-    z, zt, w, x, de, dw, keep, even_sum, class_weight, info,
+    z, zt, w, x, de, dw, even_sum, class_weight, info,
     chunk, capacity, vocab, hidden, first, columns_held, z_rows, x_rows, parts,
     z_stride, w_stride, x_stride, dw_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    DE: tl.constexpr, DW: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr, MASKED: tl.constexpr,
+    DE: tl.constexpr, DW: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     EVEN: tl.constexpr, WEIGHTED: tl.constexpr,
     TMA: tl.constexpr, TMA_W: tl.constexpr, TMA_DW: tl.constexpr, PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -21,8 +21,7 @@ def products(
 
     z (z_rows, columns_held) holds the vocabulary's columns from `first` on; zt is z in tiles for the transposed product.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
-    MASKED: rows of dw whose `keep` is 0 are left alone here: `target_rows` adds to those. EVEN: dw −= c ⊗ even_sum
-    (label smoothing).
+    EVEN: dw −= c ⊗ even_sum (label smoothing).
     Programs without a unit of dE take so many more tiles of dW first that all end together.
     """
     pid = tl.program_id(0)
@@ -74,8 +73,5 @@ def products(
                 if WEIGHTED:
                     per_class *= tl.load(class_weight + first + r, mask=first + r < vocab, other=0.0)
                 acc -= per_class[:, None] * tl.load(even_sum + c, mask=c < hidden, other=0.0)[None, :]
-            if MASKED:
-                row = v * M + tl.arange(0, M)
-                acc *= tl.load(keep + row, mask=row < vocab, other=0).to(tl.float32)[:, None]
             store_tile(dw, first + v * M, n * N, tl.minimum(vocab, first + columns_held), hidden, dw_stride, acc,
                        ADD_DW, PIECES_DW, TMA_DW)  # fmt: skip

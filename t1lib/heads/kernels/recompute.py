@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from t1lib.heads.kernels.forward import NEVER
 from t1lib.heads.kernels.tiles import finish_logits, live_rows, load_tile, store_tile
 
 
@@ -31,16 +32,17 @@ def logit_gradients(
             a = load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)
             b = load_tile(w, first + column, k, vocab, hidden, w_stride, N, K, TMA_W)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-        z2, slope = finish_logits(acc, first + column, bias, vocab, softcap, BIAS, SOFTCAP)
         rows = m * M + tl.arange(0, M)
         columns = first + column + tl.arange(0, N)
+        z2, slope = finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
         hit = columns[None, :] == tl.load(target + rows)[:, None]
-        p = tl.exp2((z2 - tl.load(offset + rows)[:, None]) - tl.load(log_total + rows)[:, None])
+        shift = tl.load(offset + rows, mask=rows < rows_live, other=NEVER)
+        p = tl.exp2((z2 - shift[:, None]) - tl.load(log_total + rows)[:, None])
         p = tl.where(hit, p - 1.0, p)
         by_p = tl.load(softmax_factor + rows)
         gradient = p * by_p[:, None] + tl.where(hit, (by_p - tl.load(target_factor + rows))[:, None], 0.0)
         if EVEN:
-            even = tl.load(even_factor + rows)[:, None]
+            even = tl.load(even_factor + rows, mask=rows < rows_live, other=0.0)[:, None]
             if WEIGHTED:
                 even = even * tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
             gradient -= even
@@ -48,5 +50,4 @@ def logit_gradients(
             gradient *= slope
         if FILTER:
             gradient = tl.where((p < filter_eps) & (p > -filter_eps), 0.0, gradient)
-        gradient = tl.where((rows < rows_live)[:, None] & (columns < vocab)[None, :], gradient, 0.0)
         store_tile(z, m * M, column, capacity, columns_held, z_stride, gradient, False, 1, TMA)

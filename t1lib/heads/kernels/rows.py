@@ -3,84 +3,59 @@
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.tiles import LOG2E, live_rows, tanh
+from t1lib.heads.kernels.forward import HEADROOM
+from t1lib.heads.kernels.tiles import LOG2E, live_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
-HEADROOM = tl.constexpr(96.0)  # largest z2 − offset whose exponential and its sums are far from float32's end
-NEVER = tl.constexpr(1e30)  # offset of a row without a token: its exponentials are 0
-LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, which no row's maximum is below
 
 
 @triton.jit
 def pack(
-    e, w, bias, x, order, target, packed_target, offset, info,
-    chunk, capacity, first_row, hidden, vocab, e_row, e_column, w_stride, x_stride, softcap,
-    BLOCK: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    e, x, order, target, packed_target, flag, info, chunk, first_row, hidden, vocab, e_row, e_column, x_stride,
+    M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program per row: x[first_row + i] ← the token's hidden state, zero where no token is; its target, else −1.
 
-    OFFSET: a first guess of the exponentials' offset, from the target's own logit.
+    And flag ← 0 for each block of M rows.
     """
     i = tl.program_id(0)
-    rows = live_rows(info, chunk)
-    live = i < rows
+    live = i < live_rows(info, chunk)
     token = tl.load(order + chunk * tl.load(info + 1) + i, mask=live, other=0)
     y = tl.load(target + token, mask=live, other=-1)
-    real = live & (y >= 0) & (y < vocab)  # a target out of range is reported elsewhere; here it must not be followed
-    dot = tl.zeros([BLOCK], tl.float32)
+    real = (y >= 0) & (y < vocab)  # a target out of range is reported elsewhere; here it must not be followed
     for start in range(0, hidden, BLOCK):
         d = start + tl.arange(0, BLOCK)
         inside = d < hidden
         value = tl.load(e + token * e_row + d * e_column, mask=inside & live, other=0.0).to(x.dtype.element_ty)
         tl.store(x + (first_row + i).to(tl.int64) * x_stride + d, value, mask=inside)
-        if OFFSET:
-            row = tl.load(w + y * w_stride + d, mask=inside & real, other=0.0)
-            dot += value.to(tl.float32) * row.to(tl.float32)
     tl.store(packed_target + i, tl.where(real, y, -1))
-    if OFFSET:
-        z = tl.sum(dot, 0)
-        if BIAS:
-            z += tl.load(bias + y, mask=real, other=0.0).to(tl.float32)
-        if SOFTCAP:
-            z = softcap * tanh(z / softcap)
-        tl.store(offset + i, tl.where(real, tl.floor(z * LOG2E) + LEAD, NEVER))
-
-
-@triton.jit
-def check_range(top, offset, flag, info, chunk, capacity, splits, M: tl.constexpr):
-    """Program per row block: whether any exponential overflowed; then that row's offset is its largest logit."""
-    m = tl.program_id(0)
-    rows = m * M + tl.arange(0, M)
-    highest = tl.full([M], -float("inf"), tl.float32)
-    for split in range(splits):
-        highest = tl.maximum(highest, tl.load(top + split * capacity + rows))
-    shift = tl.load(offset + rows)
-    over = (highest - shift > HEADROOM) & (rows < live_rows(info, chunk))
-    tl.store(offset + rows, tl.where(over, highest, shift))
-    tl.store(flag + m, tl.max(over.to(tl.int32), 0))
+    tl.store(flag + i // M, 0, mask=i % M == 0)
 
 
 @triton.jit
 def finish_rows(
-    total, top, at, pull, offset, order, info, out_offset, out_log_total, out_logprob, out_correct,
-    out_pull, chunk, capacity, splits, SPLITS: tl.constexpr, PULL: tl.constexpr,
+    total, top, pull, at, offset, order, info, out_offset, out_log_total, out_logprob, out_correct, out_pull,
+    chunk, capacity, splits, SPLITS: tl.constexpr, PULL: tl.constexpr,
 ):  # fmt: skip
     """Program per row: combine the parts of the vocabulary; statistics go to the token's own place."""
     i = tl.program_id(0)
     if i >= live_rows(info, chunk):
         return
+    position = chunk * tl.load(info + 1) + i
     part = tl.arange(0, SPLITS)
     inside = part < splits
     where = part * capacity + i
     log_total = tl.log2(tl.sum(tl.load(total + where, mask=inside, other=0.0), 0))
     highest = tl.max(tl.load(top + where, mask=inside, other=-float("inf")), 0)
-    z2 = tl.sum(tl.load(at + where, mask=inside, other=0.0), 0)
-    shift = tl.load(offset + i)
-    token = tl.load(order + chunk * tl.load(info + 1) + i)
+    z2 = tl.load(at + position)
+    shift = tl.load(offset + position)
+    shift = tl.where(highest - shift > HEADROOM, highest, shift)  # as `exponentials` made it again
+    token = tl.load(order + position)
     tl.store(out_offset + token, shift)
     tl.store(out_log_total + token, log_total)
     tl.store(out_logprob + token, ((z2 - shift) - log_total) * LN2)
-    tl.store(out_correct + token, z2 >= highest)
+    # two products of the same operands may differ in their last bits
+    tl.store(out_correct + token, z2 >= highest - 1e-6 * tl.abs(highest))
     if PULL:
         tl.store(out_pull + token, tl.sum(tl.load(pull + where, mask=inside, other=0.0), 0) * LN2)
 
@@ -88,15 +63,16 @@ def finish_rows(
 @triton.jit
 def scale_rows(
     z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
-    even_factor, keep, row_scale, row_target, row_even,
-    chunk, capacity, hidden, z_stride, x_stride, softcap, z_loss,
+    even_factor, frequent, number, columns, row_scale, row_target, row_even,
+    chunk, capacity, hidden, z_stride, x_stride, columns_stride, softcap, z_loss,
     BLOCK: tl.constexpr, DW: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
 
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
     τ = slope · (A (p_y − 1) + A − B). The target's entry of z becomes 0; τ stays a factor of its own, so that neither
-    cancellation nor rounding of s touches it. For dW the rows of x are scaled by s, and the targets' rows marked.
+    cancellation nor rounding of s touches it. For dW the rows of x are scaled by s, and z's columns of the frequent
+    targets are copied: columns (capacity, number).
     """
     i = tl.program_id(0)
     rows = live_rows(info, chunk)
@@ -120,18 +96,24 @@ def scale_rows(
         t = ((logprob * LOG2E + log_total) + tl.load(out_offset + token)) / (softcap * LOG2E)
         tau *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
-    tl.store(z + i.to(tl.int64) * z_stride + y, tl.zeros([], z.dtype.element_ty))
+    z_row = z + i.to(tl.int64) * z_stride
+    tl.store(z_row + y, tl.zeros([], z.dtype.element_ty))
     tl.store(row_scale + i, scale)
     tl.store(row_target + i, tau)
     if EVEN:
         tl.store(row_even + i, tl.load(even_factor + token))
     if DW:
-        tl.store(keep + y, tl.zeros([], tl.int8))
         for start in range(0, hidden, BLOCK):
             d = start + tl.arange(0, BLOCK)
             row = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
             value = (row.to(tl.float32) * scale).to(x.dtype.element_ty)
             tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
+        count = tl.load(number)
+        for start in range(0, count, BLOCK):
+            h = start + tl.arange(0, BLOCK)
+            v = tl.load(frequent + h, mask=h < count, other=0)
+            value = tl.load(z_row + v, mask=(h < count) & (v != y), other=0.0)
+            tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
 
 
 @triton.jit

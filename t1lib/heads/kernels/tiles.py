@@ -65,9 +65,8 @@ def tanh(x):
 
 
 @triton.jit
-def finish_logits(acc, column, bias, vocab, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """From a tile of products to logits in units of log 2, −inf beyond the vocabulary; and 1 − tanh² of the softcap."""
-    columns = column + tl.arange(0, acc.shape[1])
+def finish_logits(acc, columns, bias, vocab, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """From a tile of products to logits in units of log 2; and 1 − tanh² of the softcap."""
     if BIAS:
         acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
     if SOFTCAP:
@@ -77,6 +76,4 @@ def finish_logits(acc, column, bias, vocab, softcap, BIAS: tl.constexpr, SOFTCAP
     else:
         slope = acc
         z2 = acc * LOG2E
-    if column + acc.shape[1] > vocab:
-        z2 = tl.where((columns < vocab)[None, :], z2, -float("inf"))
     return z2, slope
