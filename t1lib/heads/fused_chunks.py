@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.contract import Options
-from t1lib.heads.fused_plan import FREQUENT, Device, Tiles, up
+from t1lib.heads.fused_plan import Device, Tiles
 from t1lib.heads.kernels import forward, rows
 
 BLOCK = 1024  # columns a step where a program handles one row
@@ -41,41 +41,36 @@ class Operands(NamedTuple):
         return self.device.tma and matrix.stride(1) == 1 and aligned
 
 
-def buffer(height: int, width: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised (height, width), each row on a 16-byte boundary."""
-    stride = up(width, 16 // dtype.itemsize)
-    return torch.empty(height, stride, dtype=dtype, device=like.device)[:, :width]
-
-
 def tile(matrix: Tensor, height: int, width: int, tma: bool) -> Any:
     """What a kernel takes for a matrix: a descriptor of its tiles, or the matrix for its pointer."""
     return TensorDescriptor.from_tensor(matrix, [height, width]) if tma else matrix
 
 
 class Chunks:
-    """Tokens that count, dealt to chunks of equal length, in each sorted by target; one chunk is packed at a time.
+    """Tokens that count, dealt to chunks of nearly equal length, in each sorted by target; one is packed at a time.
 
-    Sizes that depend on how many tokens count stay on the device, in `info`.
+    Sizes that depend on how many tokens count stay on the device, in `info` (`kernels.rows.deal`). `memory`: the
+    buffers of the plan, `fused_plan.allocate`.
     """
 
-    def __init__(self, operands: Operands, capacity: int, count: int, scaled: bool, by_target: bool) -> None:
+    def __init__(self, operands: Operands, memory: dict[str, Tensor], count: int, by_target: bool) -> None:
         opts, tiles = operands.opts, operands.tiles
-        self.operands, self.capacity, self.count, self.scaled = operands, capacity, count, scaled
-        valid = opts.valid
-        rank = valid.cumsum(0)
-        number = rank[-1]
-        used = torch.clamp((number + capacity - 1) // capacity, min=1)
-        length = torch.clamp((((number + used - 1) // used) + tiles.m - 1) // tiles.m * tiles.m, min=tiles.m)
-        self.info = torch.stack([number, length]).int()
-        last = (count + 1) * opts.vocab
-        key = torch.where(valid, (rank - 1) // length * opts.vocab + opts.target, last)
+        self.operands, self.memory, self.count = operands, memory, count
+        self.x, self.target, self.flag = memory["x"], memory["target"], memory["flag"]
+        self.capacity = self.target.shape[1]
+        self.scaled = self.x.shape[0] > self.capacity
+        tokens, last = len(operands.e), (count + 1) * opts.vocab
+        dtype = torch.int32 if last < 2**31 else torch.int64
+        rank = opts.valid.cumsum(0, dtype=torch.int32)
+        key = torch.empty(tokens, dtype=dtype, device=rank.device)
+        self.info = torch.empty(4, dtype=torch.int32, device=rank.device)
+        rows.deal[(triton.cdiv(tokens, BLOCK),)](
+            rank, opts.target, key, self.info, tokens, self.capacity // tiles.m, opts.vocab, last, opts.ignore_index,
+            M=tiles.m, BLOCK=BLOCK,
+        )  # fmt: skip
         key, self.order = torch.sort(key, stable=True)
         # where the run of rows with the same target ends, in the order of all chunks
         self.segment_end = torch.searchsorted(key, key, right=True, out_int32=True) if by_target else None
-        self.x = buffer(capacity * (1 + scaled), operands.hidden, operands.e, operands.compute)
-        ints = {"dtype": torch.int32, "device": key.device}
-        self.target = torch.empty(capacity, **ints)
-        self.flag = torch.empty(capacity // tiles.m, **ints)
 
     @property
     def hidden_states(self) -> Tensor:
@@ -106,33 +101,33 @@ class Chunks:
 
     def take(self, values: Tensor, chunk: int) -> Tensor:
         """(capacity) of a vector over tokens, in the packed order; rows without a token hold anything finite."""
-        at = self.info[1].long() * chunk + torch.arange(self.capacity, device=values.device)
+        start = chunk * self.info[1] + self.info[2].clamp(max=chunk) * self.info[3]
+        at = start + torch.arange(self.capacity, device=values.device)
         return values[self.order[at.clamp(max=len(values) - 1)]]
 
 
 class Frequent:
-    """The most frequent targets, at most `FREQUENT`, each of two tokens or more: their rows of dW add up in float32.
+    """The most frequent targets, each of two tokens or more: their rows of dW add up in float32.
 
     They carry most of dW, and grow with every chunk: in 16 bits each chunk would round them once more.
 
     target, number  (H) int32, of which the first `number` (1) count
-    is_frequent     (V) int8: whether a row of dW is one of them
+    slot            (V) int16: which of them a class is, else −1
     columns         (capacity, H): a chunk's exponentials at these targets
     sums            (H, D) float32
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        o, vocab = chunks.operands, chunks.operands.opts.vocab
-        valid, target = o.opts.valid, o.opts.target
-        real = valid & (target >= 0) & (target < vocab)
-        counts = torch.zeros(vocab + 1, dtype=torch.int32, device=target.device)
-        counts.index_add_(0, torch.where(real, target, vocab), torch.ones_like(target, dtype=torch.int32))
-        height = min(FREQUENT, vocab)
-        count, target = counts[:vocab].topk(height)
+        opts = chunks.operands.opts
+        self.columns, self.sums = chunks.memory["columns"], chunks.memory["sums"].zero_()
+        real = opts.valid & (opts.target >= 0) & (opts.target < opts.vocab)
+        counts = torch.zeros(opts.vocab + 1, dtype=torch.int32, device=real.device)
+        ones = torch.ones_like(opts.target, dtype=torch.int32)
+        counts.index_add_(0, torch.where(real, opts.target, opts.vocab), ones)
+        count, target = counts[: opts.vocab].topk(self.sums.shape[0])
         repeated = count > 1
         self.number = repeated.sum(dtype=torch.int32)
         self.target = target.int()
-        self.is_frequent = torch.zeros(vocab, dtype=torch.int8, device=target.device)
-        self.is_frequent.scatter_(0, target, repeated.to(torch.int8))
-        self.columns = buffer(chunks.capacity, height, o.e, o.compute)
-        self.sums = torch.empty(height, o.hidden, device=target.device)
+        place = torch.where(repeated, torch.arange(len(target), device=real.device), -1)
+        self.slot = torch.full((opts.vocab,), -1, dtype=torch.int16, device=real.device)
+        self.slot.scatter_(0, target, place.to(torch.int16))

@@ -71,7 +71,7 @@ def _is_early(opts: Options | _Traced, compute: torch.dtype, exact_sum: bool, ne
 
 
 def _shape(o: fused_chunks.Operands, needs: list[bool]) -> fused_plan.Shape:
-    return fused_plan.Shape(len(o.e), o.opts.vocab, o.hidden, o.compute.itemsize, needs[0], needs[1])
+    return fused_plan.Shape(len(o.e), o.opts.vocab, o.hidden, o.compute, needs[0], needs[1])
 
 
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
@@ -88,12 +88,11 @@ def forward_op(
     gradients: tuple[Tensor | None, ...] = (None,) * 3
     if early:
         plan = fused_plan.plan_early(shape, o.opts, o.device, o.tiles, chunks)
-        found, gradients = fused_run.early(o, plan, tuple(needs), linear_weight, linear_bias)
+        found, gradients = fused_run.early(o, shape, plan, tuple(needs), linear_weight, linear_bias)
     else:
         if any(needs):  # a workspace too small for the backward is refused now
             fused_plan.plan_late(shape, o.opts, o.tiles, chunks)
-        plan = fused_plan.plan_loss(shape, o.opts, o.tiles)
-        found = fused_run.loss_only(o, plan, fused_plan.splits_for(plan.capacity, shape, o.tiles, o.device))
+        found = fused_run.loss_only(o, shape, fused_plan.plan_loss(shape, o.opts, o.device, o.tiles))
     opts = o.opts
     loss = opts.reduce(opts.mask(token_losses(found.lse, found.logprob, found.pull, opts)))
     loss = loss.reshape(opts.shape) if reduction == "none" else loss
@@ -132,9 +131,10 @@ def backward_op(
     """(dE, dW, dBias) from the saved log-sum-exp; empty where not needed."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
-    plan = fused_plan.plan_late(_shape(o, needs), o.opts, o.tiles, 1 if exact_sum else chunks)
+    shape = _shape(o, needs)
+    plan = fused_plan.plan_late(shape, o.opts, o.tiles, 1 if exact_sum else chunks)
     flat = upstream.reshape(-1) if reduction == "none" else upstream
-    gradients = fused_run.late(o, plan, tuple(needs), offset, log_total, flat, linear_weight, linear_bias)
+    gradients = fused_run.late(o, shape, plan, tuple(needs), offset, log_total, flat, linear_weight, linear_bias)
     return _filled(gradients, (input, linear_weight, linear_bias))
 
 

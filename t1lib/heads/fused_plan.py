@@ -9,9 +9,11 @@ from t1lib.heads.contract import Options, need_workspace
 DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more than the weight gradient of a small model
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
 TOKEN_BYTES = 192  # order, sort keys and their copies, statistics and factors of a token
-SLACK = 2**20  # CUDA's caching allocator may hand out so much more than asked for, for each large buffer
+CLASS_BYTES = 8  # how often each class is a target
+SLACK = 3 * 2**20  # CUDA's caching allocator may hand out so much more than asked for
 FREQUENT = 1024  # targets whose rows of dW add up in float32 over the chunks, at most
 OVERHEAD = 2.6  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
+LAUNCHES = 60  # of a chunk's small kernels, in such steps
 
 
 class Tiles(NamedTuple):
@@ -54,18 +56,44 @@ def device_of(device: torch.device) -> Device:
 
 
 class Shape(NamedTuple):
-    """Tokens N, vocabulary V, hidden size D, bytes an element, and which of input and weight want a gradient."""
+    """Tokens N, vocabulary V, hidden size D, dtype of the products, and which of input and weight want a gradient."""
 
     tokens: int
     vocab: int
     hidden: int
-    size: int
+    compute: torch.dtype
     de: bool
     dw: bool
 
-    def row(self, columns: int) -> int:
-        """Bytes of a row of `columns` elements in a buffer, each row on a 16-byte boundary."""
-        return up(columns, 16 // self.size) * self.size
+
+class Buffer(NamedTuple):
+    """A matrix in the workspace, each row on a 16-byte boundary."""
+
+    height: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def stride(self) -> int:
+        return up(self.width, 16 // self.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return up(self.height * self.stride * self.dtype.itemsize, 256)
+
+
+Layout = dict[str, Buffer]
+
+
+def allocate(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
+    """The buffers of a plan, uninitialised, in one piece of memory."""
+    memory = torch.empty(sum(b.nbytes for b in layout.values()), dtype=torch.uint8, device=device)
+    found, start = {}, 0
+    for name, b in layout.items():
+        whole = memory[start : start + b.height * b.stride * b.dtype.itemsize].view(b.dtype)
+        found[name] = whole.view(b.height, b.stride)[:, : b.width]
+        start += b.nbytes
+    return found
 
 
 class Early(NamedTuple):
@@ -78,11 +106,15 @@ class Early(NamedTuple):
 
 
 class Late(NamedTuple):
-    """Gradients in the backward: `chunks` of at most `capacity` tokens, `columns` of the vocabulary at a time."""
+    """Gradients in the backward: `chunks` of at most `capacity` tokens, `columns` of the vocabulary at a time.
+
+    The loss alone: no columns, the vocabulary in `splits` parts.
+    """
 
     capacity: int
     chunks: int
     columns: int
+    splits: int = 0
 
 
 def up(value: int, multiple: int) -> int:
@@ -109,29 +141,63 @@ def _budget(shape: Shape, opts: Options, default: int) -> int:
     return default + TOKEN_BYTES * shape.tokens if opts.workspace is None else opts.workspace
 
 
-def _early_bytes(shape: Shape, plan: Early) -> int:
-    c = plan.capacity
-    z = c * shape.row(shape.vocab)
-    height = min(FREQUENT, shape.vocab)
-    frequent = (height * (4 * shape.hidden + 12) + c * shape.row(height) + 6 * shape.vocab) * shape.dw
-    x = (1 + shape.dw) * c * shape.row(shape.hidden)
-    de = plan.parts * c * shape.hidden * 4 * shape.de
-    rows = c * (12 * plan.splits + 48)
-    return z + x + de + frequent + rows + 16 * shape.hidden + TOKEN_BYTES * shape.tokens + 7 * SLACK
+def _rows(shape: Shape, capacity: int, splits: int, copies: int = 1) -> Layout:
+    """What any plan holds of a chunk: packed hidden states (as often as `copies` says), and sums over the vocabulary."""
+    return {
+        "x": Buffer(copies * capacity, shape.hidden, shape.compute),
+        "target": Buffer(1, capacity, torch.int32),
+        "flag": Buffer(1, capacity, torch.int32),
+        "parts": Buffer(3 * splits, capacity, torch.float32),
+    }
+
+
+def early_layout(shape: Shape, plan: Early) -> Layout:
+    """Buffers of a forward that makes gradients; `Frequent` and `kernels.rows.scale_rows` say what they hold."""
+    c, layout = plan.capacity, _rows(shape, plan.capacity, plan.splits, 1 + shape.dw)
+    layout |= {"z": Buffer(c, shape.vocab, shape.compute), "per_row": Buffer(3, c, torch.float32)}
+    if shape.de:
+        layout["de"] = Buffer(plan.parts * c, shape.hidden, torch.float32)
+    if shape.dw:
+        height = min(FREQUENT, shape.vocab)
+        layout["columns"] = Buffer(c, height, shape.compute)
+        layout["sums"] = Buffer(height, shape.hidden, torch.float32)
+    return layout
+
+
+def late_layout(shape: Shape, plan: Late) -> Layout:
+    """Buffers of a backward that makes the logits again; of the loss alone where plan.columns is 0."""
+    layout = _rows(shape, plan.capacity, plan.splits)
+    if plan.columns:
+        layout["z"] = Buffer(plan.capacity, min(plan.columns, shape.vocab), shape.compute)
+        if shape.de:
+            layout["de"] = Buffer(plan.capacity, shape.hidden, torch.float32)
+    return layout
+
+
+def _bytes(shape: Shape, layout: Layout) -> int:
+    """Of a plan, with what is held outside of its layout."""
+    loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden
+    return sum(b.nbytes for b in layout.values()) + loose + SLACK
 
 
 def _early_cost(shape: Shape, tiles: Tiles, device: Device, plan: Early) -> float:
     """Steps of a multiprocessor, a step being a product of m × n × k."""
-    blocks, across = plan.capacity // tiles.m, -(-shape.hidden // tiles.n)
-    columns = -(-shape.vocab // tiles.n)
+    blocks = -(-shape.tokens // tiles.m)
+    short, longer = divmod(max(blocks, 1), plan.chunks)
+    cost = longer * _chunk_cost(shape, tiles, device, plan, short + 1) if longer else 0.0
+    return cost + (plan.chunks - longer) * _chunk_cost(shape, tiles, device, plan, short)
+
+
+def _chunk_cost(shape: Shape, tiles: Tiles, device: Device, plan: Early, blocks: int) -> float:
+    across, columns = -(-shape.hidden // tiles.n), -(-shape.vocab // tiles.n)
     waves = -(-blocks * plan.splits // device.units) * -(-columns // plan.splits)
     logits = waves * (-(-shape.hidden // tiles.k) + OVERHEAD)
     unit = -(-(-(-shape.vocab // tiles.k)) // plan.parts) + OVERHEAD
     units = blocks * across * plan.parts * shape.de
     longest = -(-units // device.units) * unit
-    dw = -(-shape.vocab // tiles.m) * across * (plan.capacity // tiles.k + OVERHEAD) * shape.dw
+    dw = -(-shape.vocab // tiles.m) * across * (blocks * tiles.m // tiles.k + OVERHEAD) * shape.dw
     products = max(longest, (units * unit + dw) / device.units)
-    return plan.chunks * (logits + products * (1 + 0.01 * plan.parts))  # a long unit beside dW hides more of its traffic
+    return logits + products * (1 + 0.01 * plan.parts) + LAUNCHES  # a long unit beside dW hides more of its traffic
 
 
 def plan_early(shape: Shape, opts: Options, device: Device, tiles: Tiles, chunks: int | None) -> Early:
@@ -145,7 +211,7 @@ def plan_early(shape: Shape, opts: Options, device: Device, tiles: Tiles, chunks
         splits = splits_of(capacity // tiles.m, -(-shape.vocab // tiles.n), device.units)
         for parts in range(1, 13 if shape.de else 2):
             plan = Early(capacity, count, parts, splits)
-            needs = _early_bytes(shape, plan)
+            needs = _bytes(shape, early_layout(shape, plan))
             least.append(needs)
             if chunks is not None or needs <= budget:
                 found.append((_early_cost(shape, tiles, device, plan), plan))
@@ -161,13 +227,6 @@ def _nearest(tokens: int, tile: int, chunks: int) -> int:
     return up(-(-max(tokens, 1) // chunks), tile)
 
 
-def _late_bytes(shape: Shape, capacity: int, columns: int) -> int:
-    """`columns` 0: the loss alone."""
-    z, x = capacity * shape.row(columns), capacity * shape.row(shape.hidden)
-    de = capacity * shape.hidden * 4 * (shape.de and columns > 0)
-    return z + x + de + capacity * (12 * 64 + 64) + TOKEN_BYTES * shape.tokens + (5 if columns else 3) * SLACK
-
-
 def plan_late(shape: Shape, opts: Options, tiles: Tiles, chunks: int | None) -> Late:
     """The plan with the least traffic within the workspace: sums of dE once a range of columns, of dW once a chunk."""
     budget = _budget(shape, opts, DEFAULT_WORKSPACE)
@@ -176,8 +235,9 @@ def plan_late(shape: Shape, opts: Options, tiles: Tiles, chunks: int | None) -> 
     for count, capacity in _pieces(shape.tokens, tiles.m):
         if chunks is not None and capacity != _nearest(shape.tokens, tiles.m, chunks):
             continue
-        room = (budget - _late_bytes(shape, capacity, 0)) // (capacity * shape.size)
-        columns = min(up(shape.vocab, step), room // step * step)
+        least = Late(capacity, count, step)
+        room = (budget - _bytes(shape, late_layout(shape, least))) // (capacity * shape.compute.itemsize)
+        columns = min(up(shape.vocab, step), step + room // step * step)
         if chunks is not None:
             columns = max(columns, step)
         if columns >= step:
@@ -186,21 +246,26 @@ def plan_late(shape: Shape, opts: Options, tiles: Tiles, chunks: int | None) -> 
             traffic = 8 * passes * shape.tokens * shape.hidden * shape.de + 4 * (count - 1) * shape.vocab * shape.hidden
             found.append((traffic + 2e7 * count * passes, Late(capacity, count, columns)))  # 2e7: a few launches
     if not found:
-        need_workspace(opts, _late_bytes(shape, tiles.m, step), "fused")
-        return Late(tiles.m, -(-shape.tokens // tiles.m), step)
+        least = Late(tiles.m, -(-shape.tokens // tiles.m), step)
+        need_workspace(opts, _bytes(shape, late_layout(shape, least)), "fused")
+        return least
     return min(found)[1]
 
 
-def plan_loss(shape: Shape, opts: Options, tiles: Tiles) -> Late:
-    """The loss alone: as many tokens a chunk as fit in the workspace or in `LOSS_WORKSPACE`."""
+def plan_loss(shape: Shape, opts: Options, device: Device, tiles: Tiles) -> Late:
+    """The loss alone, within the workspace or `LOSS_WORKSPACE`: the chunks that leave the fewest processors idle."""
     budget = min(_budget(shape, opts, LOSS_WORKSPACE), LOSS_WORKSPACE + TOKEN_BYTES * shape.tokens)
+    forward = shape._replace(de=False, dw=False)
+    columns = -(-shape.vocab // tiles.n)
+    found: list[tuple[float, Late]] = []
     for count, capacity in _pieces(shape.tokens, tiles.m):
-        if _late_bytes(shape, capacity, 0) <= budget:
-            return Late(capacity, count, 0)
-    need_workspace(opts, _late_bytes(shape, tiles.m, 0), "fused")
-    return Late(tiles.m, -(-shape.tokens // tiles.m), 0)
-
-
-def splits_for(capacity: int, shape: Shape, tiles: Tiles, device: Device) -> int:
-    """Parts of the vocabulary for chunks of `capacity` rows."""
-    return splits_of(capacity // tiles.m, -(-shape.vocab // tiles.n), device.units)
+        blocks = capacity // tiles.m
+        splits = splits_of(blocks, columns, device.units)
+        plan = Late(capacity, count, 0, splits)
+        if _bytes(forward, late_layout(forward, plan)) <= budget:
+            found.append((count * (-(-blocks * splits // device.units) * (-(-columns // splits) + 0.3) + 2), plan))
+    if not found:
+        least = Late(tiles.m, -(-shape.tokens // tiles.m), 0, 1)
+        need_workspace(opts, _bytes(forward, late_layout(forward, least)), "fused")
+        return least
+    return min(found)[1]

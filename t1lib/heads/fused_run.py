@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from t1lib.heads.contract import Options
-from t1lib.heads.fused_chunks import BLOCK, Chunks, Frequent, Operands, buffer, tile
-from t1lib.heads.fused_plan import Early, Late
+from t1lib.heads.fused_chunks import BLOCK, Chunks, Frequent, Operands, tile
+from t1lib.heads.fused_plan import Early, Late, Shape, allocate, early_layout, late_layout
 from t1lib.heads.kernels import forward, products, recompute, rows, targets
 
 
@@ -38,10 +38,11 @@ class Factors(NamedTuple):
 class Sweep:
     """The forward over one chunk after another: buffers for the parts' sums, and the statistics found."""
 
-    def __init__(self, chunks: Chunks, splits: int) -> None:
+    def __init__(self, chunks: Chunks) -> None:
         o = chunks.operands
-        self.chunks, self.splits = chunks, splits
-        self.parts = torch.empty(3, splits, chunks.capacity, device=o.e.device)
+        self.chunks = chunks
+        self.parts = chunks.memory["parts"].view(3, -1, chunks.capacity)
+        self.splits = self.parts.shape[1]
         self.at, self.offset = chunks.target_logits()
         n = len(o.e)
         zeros = [torch.zeros(n, device=o.e.device) for _ in range(3)]
@@ -123,21 +124,25 @@ def finish_input(
     )  # fmt: skip
 
 
-def sum_of_rows(
-    x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = None, first_row: int = 0, onto: Tensor | None = None
-) -> Tensor:
-    """(columns) float32: Σ factor_i x[first_row + i] over the chunk's rows.
+def sum_of_rows(x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+    """(columns) float32: Σ factor_i x[i] over the chunk's rows.
 
     `onto` a vector: added to it in place. A narrow x is summed in parts, so that many programs share it.
     """
     columns = x.shape[1]
     parts = 1 if onto is not None else max(1, min(64, 128 * 1024 // columns))
     out = torch.empty(parts, columns, device=x.device) if onto is None else onto
-    rows.sum_rows[(triton.cdiv(columns, 128), parts)](
-        x, factor, out, info, chunk, first_row, columns, x.stride(0),
-        BLOCK=128, HEIGHT=64, WEIGHED=factor is not None, ADD=onto is not None,
+    rows.sum_rows[(triton.cdiv(columns, 256), parts)](
+        x, factor, out, info, chunk, columns, *x.stride(),
+        BLOCK=256, HEIGHT=32, WEIGHED=factor is not None, ADD=onto is not None, num_warps=4,
     )  # fmt: skip
     return out.sum(0) if onto is None else out
+
+
+def sum_of_all_rows(x: Tensor, factor: Tensor) -> Tensor:
+    """(columns) float32: Σ factor_i x[i]."""
+    one_chunk = torch.full((4,), len(x), dtype=torch.int32, device=x.device)
+    return sum_of_rows(x, one_chunk, 0, factor)
 
 
 def scale_rows(
@@ -161,27 +166,28 @@ def add_targets(
     chunks: Chunks, chunk: int, frequent: Frequent, dw: Tensor, per_row: Tensor, even_sum: Tensor | None
 ) -> None:
     """Add what the chunk's targets contribute to dW; the frequent ones' rows reach dW with the last chunk."""
-    o, h, c = chunks.operands, frequent, chunks
+    o, c, h = chunks.operands, chunks, frequent
+    block = 256 if o.e.is_cuda else BLOCK
+    targets.target_rows[(c.capacity, triton.cdiv(o.hidden, block))](
+        dw, h.sums, c.x, c.target, c.segment_end, per_row[1], h.slot, c.info, chunk, c.capacity, o.hidden,
+        c.x.stride(0), dw.stride(0), HEIGHT=16, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     m, n = (64, 128) if o.e.is_cuda else (16, 32)
     height = h.target.shape[0]
+    tma = o.device.tma
     targets.frequent_rows[(triton.cdiv(height, m), triton.cdiv(o.hidden, n))](
-        h.columns, c.x, h.sums, dw, h.target, h.number, c.target, per_row[1], even_sum, o.opts.class_weight, c.info,
-        chunk, c.capacity, o.hidden, h.columns.stride(0), c.x.stride(0), dw.stride(0),
-        M=m, N=n, K=o.tiles.k, FIRST=chunk == 0, LAST=chunk == c.count - 1, EVEN=even_sum is not None,
-        WEIGHTED=o.opts.class_weight is not None, PRECISION=o.precision, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    targets.other_rows[(c.capacity,)](
-        dw, c.x, c.target, c.segment_end, per_row[1], h.is_frequent, c.info, chunk, c.capacity, o.hidden,
-        c.x.stride(0), dw.stride(0), BLOCK=BLOCK,
+        tile(h.columns, o.tiles.k, m, tma), tile(c.x, o.tiles.k, n, tma), h.sums, dw, h.target, h.number, even_sum,
+        o.opts.class_weight, c.info, chunk, c.capacity, o.hidden, height, c.x.shape[0],
+        h.columns.stride(0), c.x.stride(0), dw.stride(0),
+        M=m, N=n, K=o.tiles.k, LAST=chunk == c.count - 1, EVEN=even_sum is not None,
+        WEIGHTED=o.opts.class_weight is not None, TMA=tma, PRECISION=o.precision, num_warps=4, num_stages=4,
     )  # fmt: skip
 
 
 def class_sums(o: Operands) -> Tensor:
     """(D) float32: Σ_v c_v w_v, the share of each weight row in label smoothing."""
     c = o.opts.class_weight
-    c = torch.ones(o.opts.vocab, device=o.w.device) if c is None else c
-    everything = torch.tensor([o.opts.vocab] * 2, dtype=torch.int32, device=o.w.device)
-    return sum_of_rows(o.w, everything, 0, c)
+    return sum_of_all_rows(o.w, torch.ones(o.opts.vocab, device=o.w.device) if c is None else c)
 
 
 def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
@@ -192,33 +198,33 @@ def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
     return db - even if opts.class_weight is None else db - even * opts.class_weight
 
 
-def early(o: Operands, plan: Early, needs: tuple[bool, bool, bool], w_like: Tensor, b_like: Tensor | None):
+def early(
+    o: Operands, shape: Shape, plan: Early, needs: tuple[bool, bool, bool], w_like: Tensor, b_like: Tensor | None
+) -> tuple[Found, tuple[Tensor | None, ...]]:
     """Statistics and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
     opts, like, c = o.opts, o.e, plan.capacity
-    chunks = Chunks(o, c, plan.chunks, scaled=needs[1], by_target=needs[1] or needs[2])
-    sweep = Sweep(chunks, plan.splits)
-    z = buffer(c, opts.vocab, like, o.compute)
-    out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
-    de = torch.empty(plan.parts * c, o.hidden, device=like.device) if needs[0] else None
-    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
+    memory = allocate(early_layout(shape, plan), like.device)
+    chunks = Chunks(o, memory, plan.chunks, by_target=needs[1] or needs[2])
+    sweep = Sweep(chunks)
     frequent = Frequent(chunks) if needs[1] else None
+    z, de, per_row = memory["z"], memory.get("de"), memory["per_row"]
+    out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
+    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
     db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
-    per_row = torch.empty(3, c, device=like.device)
     f = factors_of(opts, 1.0)
     even_vector = class_sums(o) if opts.label_smoothing else None
-    even_sum = None
+    even_sum = sum_of_all_rows(o.e, f.even) if opts.label_smoothing else None
     for chunk in range(plan.chunks):
         chunks.pack(chunk)
         sweep.run(chunk, z)
         scale_rows(chunks, sweep.found, f, z, per_row, chunk, frequent)
-        if opts.label_smoothing:
-            even_sum = sum_of_rows(chunks.x, chunks.info, chunk, per_row[2], c * chunks.scaled)
         if needs[0] or needs[1]:
-            launch_products(chunks, chunk, z, 0, de, dw, parts=plan.parts, add_dw=chunk > 0, even_sum=even_sum)
+            launch_products(chunks, chunk, z, 0, de, dw, parts=plan.parts, add_dw=chunk > 0,
+                            even_sum=even_sum if chunk == 0 else None)  # fmt: skip
         if needs[0]:
             finish_input(chunks, chunk, de, out, plan.parts, per_row, even_vector)
         if needs[1]:
-            add_targets(chunks, chunk, frequent, dw, per_row, even_sum)
+            add_targets(chunks, chunk, frequent, dw, per_row, even_sum if chunk == 0 else None)
         if needs[2]:
             sum_of_rows(z, chunks.info, chunk, per_row[0], onto=db)
             targets.target_entries[(c,)](
@@ -229,10 +235,11 @@ def early(o: Operands, plan: Early, needs: tuple[bool, bool, bool], w_like: Tens
     return sweep.found, (out, dw, db)
 
 
-def loss_only(o: Operands, plan: Late, splits: int) -> Found:
+def loss_only(o: Operands, shape: Shape, plan: Late) -> Found:
     """Statistics of all tokens: one product."""
-    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False, by_target=False)
-    sweep = Sweep(chunks, splits)
+    memory = allocate(late_layout(shape, plan), o.e.device)
+    chunks = Chunks(o, memory, plan.chunks, by_target=False)
+    sweep = Sweep(chunks)
     for chunk in range(plan.chunks):
         chunks.pack(chunk)
         sweep.run(chunk, None)
@@ -240,12 +247,14 @@ def loss_only(o: Operands, plan: Late, splits: int) -> Found:
 
 
 def late(
-    o: Operands, plan: Late, needs: tuple[bool, bool, bool], offset: Tensor, log_total: Tensor, upstream: Tensor,
-    w_like: Tensor, b_like: Tensor | None,
+    o: Operands, shape: Shape, plan: Late, needs: tuple[bool, bool, bool], offset: Tensor, log_total: Tensor,
+    upstream: Tensor, w_like: Tensor, b_like: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients from the saved log-sum-exp: the logits again, the columns of one range after another; three products."""
     opts, like = o.opts, o.e
-    chunks = Chunks(o, plan.capacity, plan.chunks, scaled=False, by_target=False)
+    memory = allocate(late_layout(shape, plan), like.device)
+    chunks = Chunks(o, memory, plan.chunks, by_target=False)
+    z, de = memory["z"], memory.get("de")
     f = factors_of(opts, upstream)
     softmax = f.softmax
     if opts.z_loss:
@@ -253,8 +262,6 @@ def late(
     out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
     dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
     db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
-    de = torch.empty(plan.capacity, o.hidden, device=like.device) if needs[0] else None
-    z = buffer(plan.capacity, min(plan.columns, opts.vocab), like, o.compute)
     for chunk in range(plan.chunks):
         chunks.pack(chunk)
         packed = [chunks.take(v, chunk) for v in (offset, log_total, softmax, f.target, f.even)]

@@ -10,6 +10,7 @@ except ImportError:  # no wheel for Windows and macOS
     triton = None
 
 BLOCK = 4096
+PROGRAMS = 4096  # more would only take longer to find that there is nothing to do
 
 if triton is not None:
 
@@ -17,10 +18,11 @@ if triton is not None:
     def _scale_kernel(x, factor, numel, BLOCK: tl.constexpr):
         f = tl.load(factor)
         if f != 1.0:  # as after a plain loss.backward() of a sum: then nothing is read or written
-            at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            inside = at < numel
-            value = tl.load(x + at, mask=inside).to(f.dtype)
-            tl.store(x + at, (value * f).to(x.dtype.element_ty), mask=inside)
+            for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+                at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+                inside = at < numel
+                value = tl.load(x + at, mask=inside).to(f.dtype)
+                tl.store(x + at, (value * f).to(x.dtype.element_ty), mask=inside)
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     H200, where this takes a quarter of it. Without Triton, or on a CPU, PyTorch's is used.
     """
     if triton is not None and x.is_cuda:
-        _scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, x.numel(), BLOCK)
+        _scale_kernel[(min(PROGRAMS, triton.cdiv(x.numel(), BLOCK)),)](x, factor, x.numel(), BLOCK)
         return x
     # One dimension, not zero: a float32 scalar would be rounded to x's dtype before the product.
     return torch.mul(x, factor.reshape(1), out=x)

@@ -4,30 +4,58 @@ import triton
 import triton.language as tl
 
 from t1lib.heads.kernels.forward import HEADROOM
-from t1lib.heads.kernels.tiles import LOG2E, live_rows
+from t1lib.heads.kernels.tiles import LOG2E, first_row, live_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def deal(rank, target, key, info, tokens, blocks_held, vocab, last, ignored, M: tl.constexpr, BLOCK: tl.constexpr):
+    """Program per BLOCK tokens: key ← chunk · vocab + target, `last` where the token is ignored.
+
+    rank (tokens): how many tokens up to this one count. They are dealt to as few chunks of at most `blocks_held` blocks
+    of M rows as hold them, in turn. info ← their number, rows of the shorter chunks, how many chunks are one block
+    longer, M.
+    """
+    number = tl.load(rank + tokens - 1)
+    blocks = tl.maximum(tl.cdiv(number, M), 1)
+    chunks = tl.cdiv(blocks, blocks_held)
+    short = blocks // chunks
+    extra = blocks % chunks
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < tokens
+    y = tl.load(target + i, mask=inside, other=0)
+    block = (tl.load(rank + i, mask=inside, other=1) - 1) // M
+    border = extra * (short + 1)
+    chunk = tl.where(block < border, block // (short + 1), extra + (block - border) // short)
+    value = tl.where(y == ignored, last, chunk * vocab + y)
+    tl.store(key + i, value.to(key.dtype.element_ty), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(info, number.to(tl.int32))
+        tl.store(info + 1, (short * M).to(tl.int32))
+        tl.store(info + 2, extra.to(tl.int32))
+        tl.store(info + 3, M)
+
+
+@triton.jit
 def pack(
-    e, x, order, target, packed_target, flag, info, chunk, first_row, hidden, vocab, e_row, e_column, x_stride,
+    e, x, order, target, packed_target, flag, info, chunk, above, hidden, vocab, e_row, e_column, x_stride,
     M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: x[first_row + i] ← the token's hidden state, zero where no token is; its target, else −1.
+    """Program per row: x[above + i] ← the token's hidden state, zero where no token is; its target, else −1.
 
     And flag ← 0 for each block of M rows.
     """
     i = tl.program_id(0)
     live = i < live_rows(info, chunk)
-    token = tl.load(order + chunk * tl.load(info + 1) + i, mask=live, other=0)
+    token = tl.load(order + first_row(info, chunk) + i, mask=live, other=0)
     y = tl.load(target + token, mask=live, other=-1)
     real = (y >= 0) & (y < vocab)  # a target out of range is reported elsewhere; here it must not be followed
     for start in range(0, hidden, BLOCK):
         d = start + tl.arange(0, BLOCK)
         inside = d < hidden
         value = tl.load(e + token * e_row + d * e_column, mask=inside & live, other=0.0).to(x.dtype.element_ty)
-        tl.store(x + (first_row + i).to(tl.int64) * x_stride + d, value, mask=inside)
+        tl.store(x + (above + i).to(tl.int64) * x_stride + d, value, mask=inside)
     tl.store(packed_target + i, tl.where(real, y, -1))
     tl.store(flag + i // M, 0, mask=i % M == 0)
 
@@ -41,7 +69,7 @@ def finish_rows(
     i = tl.program_id(0)
     if i >= live_rows(info, chunk):
         return
-    position = chunk * tl.load(info + 1) + i
+    position = first_row(info, chunk) + i
     part = tl.arange(0, SPLITS)
     inside = part < splits
     where = part * capacity + i
@@ -81,8 +109,12 @@ def scale_rows(
             for start in range(0, hidden, BLOCK):
                 d = start + tl.arange(0, BLOCK)
                 tl.store(x + i.to(tl.int64) * x_stride + d, tl.zeros([BLOCK], x.dtype.element_ty), mask=d < hidden)
+            for start in range(0, tl.load(number), BLOCK):
+                h = start + tl.arange(0, BLOCK)
+                zero = tl.zeros([BLOCK], x.dtype.element_ty)
+                tl.store(columns + i.to(tl.int64) * columns_stride + h, zero, mask=h < tl.load(number))
         return
-    token = tl.load(order + chunk * tl.load(info + 1) + i)
+    token = tl.load(order + first_row(info, chunk) + i)
     y = tl.load(packed_target + i)
     log_total = tl.load(out_log_total + token)
     r = tl.load(gradient + token)
@@ -126,7 +158,7 @@ def finish_input_gradient(
     i = tl.program_id(0)
     if i >= live_rows(info, chunk):
         return
-    token = tl.load(order + chunk * tl.load(info + 1) + i)
+    token = tl.load(order + first_row(info, chunk) + i)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < hidden
     sums = tl.zeros([BLOCK], tl.float32)
@@ -143,10 +175,10 @@ def finish_input_gradient(
 
 @triton.jit
 def sum_rows(
-    x, row_factor, out, info, chunk, first_row, columns, stride,
+    x, row_factor, out, info, chunk, columns, row_stride, column_stride,
     BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WEIGHED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, part of the rows): out[part] ← (ADD: +=) Σ_i row_factor_i · x[first_row + i]."""
+    """Program (block of columns, part of the rows): out[part] ← (ADD: +=) Σ_i row_factor_i · x[i]."""
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part = tl.program_id(1)
     inside = d < columns
@@ -155,7 +187,7 @@ def sum_rows(
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(part * each, tl.minimum(rows, (part + 1) * each), HEIGHT):
         i = start + tl.arange(0, HEIGHT)
-        at = (first_row + i).to(tl.int64)[:, None] * stride + d[None, :]
+        at = i.to(tl.int64)[:, None] * row_stride + d[None, :] * column_stride
         value = tl.load(x + at, mask=(i < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
         if WEIGHED:
             value *= tl.load(row_factor + i, mask=i < rows, other=0.0)[:, None]

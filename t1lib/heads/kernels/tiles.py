@@ -7,10 +7,16 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def first_row(info, chunk):
+    """Where this chunk begins among the tokens in order: `extra` chunks are one row block longer than the others."""
+    return chunk * tl.load(info + 1) + tl.minimum(chunk, tl.load(info + 2)) * tl.load(info + 3)
+
+
+@triton.jit
 def live_rows(info, chunk):
     """Rows of this chunk that hold a token."""
-    rows = tl.load(info + 1)
-    return tl.maximum(tl.minimum(tl.load(info) - chunk * rows, rows), 0)
+    longer = tl.where(chunk < tl.load(info + 2), tl.load(info + 3), 0)
+    return tl.maximum(tl.minimum(tl.load(info) - first_row(info, chunk), tl.load(info + 1) + longer), 0)
 
 
 @triton.jit
