@@ -93,7 +93,7 @@ def launch_products(
         None if de is None else tile(de, t.m, t.n // 4, tma), None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
         even_sum, o.opts.class_weight, chunks.info,
         chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1], z.shape[0], chunks.x.shape[0], parts,
-        z.stride(0), o.w.stride(0), chunks.x.stride(0), 0 if dw is None else dw.stride(0),
+        z.stride(0), o.w.stride(0), chunks.x.stride(0), *(0 if m is None else m.stride(0) for m in (de, dw)),
         M=t.m, N=t.n, K=t.k, DE=de is not None, DW=dw is not None, ADD_DE=add_de, ADD_DW=add_dw,
         EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
         TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4, PIECES_DW=pieces, PRECISION=o.precision,
@@ -119,7 +119,7 @@ def finish_input(
     scale, fix, even = (None,) * 3 if per_row is None else per_row
     rows.finish_input_gradient[(chunks.capacity, triton.cdiv(o.hidden, BLOCK))](
         de, out, o.w, chunks.order, chunks.info, chunks.target, scale, fix, even, even_vector,
-        chunk, chunks.capacity, o.hidden, parts, out.stride(0), o.w.stride(0),
+        chunk, chunks.capacity, o.hidden, parts, de.stride(0), out.stride(0), o.w.stride(0),
         BLOCK=BLOCK, SCALED=per_row is not None, EVEN=even_vector is not None,
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ def add_targets(
     block = 256 if o.e.is_cuda else BLOCK
     targets.target_rows[(c.capacity, triton.cdiv(o.hidden, block))](
         dw, h.sums, c.x, c.target, c.segment_end, per_row[1], h.slot, c.info, chunk, c.capacity, o.hidden,
-        c.x.stride(0), dw.stride(0), HEIGHT=16, BLOCK=block, num_warps=4,
+        c.x.stride(0), h.sums.stride(0), dw.stride(0), HEIGHT=16, BLOCK=block, num_warps=4,
     )  # fmt: skip
     m, n = (64, 128) if o.e.is_cuda else (16, 32)
     height = h.target.shape[0]
@@ -178,7 +178,7 @@ def add_targets(
     targets.frequent_rows[(triton.cdiv(height, m), triton.cdiv(o.hidden, n))](
         tile(h.columns, o.tiles.k, m, tma), tile(c.x, o.tiles.k, n, tma), h.sums, dw, h.target, h.number, even_sum,
         o.opts.class_weight, c.info, chunk, c.capacity, o.hidden, height, c.x.shape[0],
-        h.columns.stride(0), c.x.stride(0), dw.stride(0),
+        h.columns.stride(0), c.x.stride(0), h.sums.stride(0), dw.stride(0),
         M=m, N=n, K=o.tiles.k, LAST=chunk == c.count - 1, EVEN=even_sum is not None,
         WEIGHTED=o.opts.class_weight is not None, TMA=tma, PRECISION=o.precision, num_warps=4, num_stages=4,
     )  # fmt: skip

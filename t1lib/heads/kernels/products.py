@@ -10,7 +10,7 @@ from t1lib.heads.kernels.tiles import live_rows, load_tile, store_tile
 def products(
     z, zt, w, x, de, dw, even_sum, class_weight, info,
     chunk, capacity, vocab, hidden, first, columns_held, z_rows, x_rows, parts,
-    z_stride, w_stride, x_stride, dw_stride,
+    z_stride, w_stride, x_stride, de_stride, dw_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     DE: tl.constexpr, DW: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     EVEN: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -45,7 +45,7 @@ def products(
                 b = load_tile(w, first + k * K, n * N, vocab, hidden, w_stride, K, N, TMA_W)
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
             at = part * capacity + m * M
-            store_tile(de, at, n * N, parts * capacity, hidden, hidden, acc, ADD_DE, PIECES_DE, TMA)
+            store_tile(de, at, n * N, parts * capacity, hidden, de_stride, acc, ADD_DE, PIECES_DE, TMA)
     if DW:
         inner = tl.cdiv(rows, K)
         count = tl.cdiv(columns_held, M) * across

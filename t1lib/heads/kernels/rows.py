@@ -151,7 +151,7 @@ def scale_rows(
 @triton.jit
 def finish_input_gradient(
     de, out, w, order, info, packed_target, row_scale, row_target, row_even, even_vector,
-    chunk, capacity, hidden, parts, out_stride, w_stride,
+    chunk, capacity, hidden, parts, de_stride, out_stride, w_stride,
     BLOCK: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it."""
@@ -163,7 +163,7 @@ def finish_input_gradient(
     inside = d < hidden
     sums = tl.zeros([BLOCK], tl.float32)
     for part in range(parts):
-        sums += tl.load(de + (part * capacity + i).to(tl.int64) * hidden + d, mask=inside, other=0.0)
+        sums += tl.load(de + (part * capacity + i).to(tl.int64) * de_stride + d, mask=inside, other=0.0)
     if SCALED:
         y = tl.load(packed_target + i)
         row = tl.load(w + y * w_stride + d, mask=inside, other=0.0).to(tl.float32)
@@ -184,15 +184,16 @@ def sum_rows(
     inside = d < columns
     rows = live_rows(info, chunk)
     each = tl.cdiv(tl.cdiv(rows, HEIGHT), tl.num_programs(1)) * HEIGHT
-    sums = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([HEIGHT, BLOCK], tl.float32)
     for start in range(part * each, tl.minimum(rows, (part + 1) * each), HEIGHT):
         i = start + tl.arange(0, HEIGHT)
         at = i.to(tl.int64)[:, None] * row_stride + d[None, :] * column_stride
         value = tl.load(x + at, mask=(i < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
         if WEIGHED:
             value *= tl.load(row_factor + i, mask=i < rows, other=0.0)[:, None]
-        sums += tl.sum(value, 0)
+        sums += value
+    total = tl.sum(sums, 0)
     at_out = out + part * columns + d
     if ADD:
-        sums += tl.load(at_out, mask=inside, other=0.0)
-    tl.store(at_out, sums, mask=inside)
+        total += tl.load(at_out, mask=inside, other=0.0)
+    tl.store(at_out, total, mask=inside)

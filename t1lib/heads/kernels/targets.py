@@ -8,7 +8,7 @@ from t1lib.heads.kernels.tiles import first_row, live_rows, load_tile
 
 @triton.jit
 def target_rows(
-    dw, sums, x, target, segment_end, row_target, slot, info, chunk, capacity, hidden, x_stride, dw_stride,
+    dw, sums, x, target, segment_end, row_target, slot, info, chunk, capacity, hidden, x_stride, sums_stride, dw_stride,
     HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dw[y] += Σ_{n: y_n = y} τ_n x[capacity + n] for every target y of the chunk; sums[slot[y]] where that is not −1.
@@ -25,15 +25,16 @@ def target_rows(
     end = tl.load(segment_end + begin + i) - begin
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < hidden
-    acc = tl.zeros([BLOCK], tl.float32)
+    parts = tl.zeros([HEIGHT, BLOCK], tl.float32)
     for start in range(i, end, HEIGHT):
         n = start + tl.arange(0, HEIGHT)
         mask = (n < end)[:, None] & inside[None, :]
         e = tl.load(x + (capacity + n).to(tl.int64)[:, None] * x_stride + d[None, :], mask=mask, other=0.0)
-        acc += tl.sum(e.to(tl.float32) * tl.load(row_target + n, mask=n < end, other=0.0)[:, None], 0)
+        parts += e.to(tl.float32) * tl.load(row_target + n, mask=n < end, other=0.0)[:, None]
+    acc = tl.sum(parts, 0)
     where = tl.load(slot + y).to(tl.int64)
     if where >= 0:
-        at = sums + where * hidden + d
+        at = sums + where * sums_stride + d
         tl.store(at, tl.load(at, mask=inside, other=0.0) + acc, mask=inside)
     else:
         row = dw + y.to(tl.int64) * dw_stride + d
@@ -44,7 +45,7 @@ def target_rows(
 @triton.jit
 def frequent_rows(
     columns, x, sums, dw, frequent, number, even_sum, class_weight, info,
-    chunk, capacity, hidden, width, x_rows, columns_stride, x_stride, dw_stride,
+    chunk, capacity, hidden, width, x_rows, columns_stride, x_stride, sums_stride, dw_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LAST: tl.constexpr,
     EVEN: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +67,7 @@ def frequent_rows(
         a = load_tile(columns, k, start, capacity, width, columns_stride, K, M, TMA)
         b = load_tile(x, k, first, x_rows, hidden, x_stride, K, N, TMA)
         acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-    at = sums + h.to(tl.int64)[:, None] * hidden + d[None, :]
+    at = sums + h.to(tl.int64)[:, None] * sums_stride + d[None, :]
     acc += tl.load(at, mask=inside, other=0.0)
     y = tl.load(frequent + h, mask=h < count, other=0)
     if EVEN:

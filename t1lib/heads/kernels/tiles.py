@@ -76,7 +76,7 @@ def finish_logits(acc, columns, bias, vocab, softcap, BIAS: tl.constexpr, SOFTCA
     if BIAS:
         acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
     if SOFTCAP:
-        t = tanh(acc / softcap)
+        t = tanh(acc * (1.0 / softcap))
         slope = 1.0 - t * t
         z2 = t * (softcap * LOG2E)
     else:
