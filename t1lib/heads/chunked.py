@@ -62,7 +62,7 @@ def _chunk_size(e: Tensor, opts: Options, by: str, chunks: int | None, needs: tu
     length = e.shape[0] if by == "sequence" else opts.vocab
     if opts.workspace is not None:
         fixed, unit = _costs(e, opts, by, needs)
-        need_workspace(opts, fixed + unit, f"chunked by {by}")
+        need_workspace(opts.workspace, fixed + unit, f"chunked by {by}")
         return max(1, min(length, (opts.workspace - fixed) // unit))
     if chunks is not None:
         checks.count("chunks", chunks)

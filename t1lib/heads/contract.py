@@ -211,10 +211,10 @@ def _autocast(*operands: Tensor | None) -> list[Tensor | None]:
     ]
 
 
-def need_workspace(opts: Options, least: int, head: str) -> None:
+def need_workspace(workspace: int | None, least: int, head: str) -> None:
     """Raise a `T1Error` that says the least that works if the call's workspace is below `least` bytes."""
-    if opts.workspace is not None and opts.workspace < least:
+    if workspace is not None and workspace < least:
         raise T1Error(
-            f"workspace of {opts.workspace} bytes is too small for head {head!r} here; "
+            f"workspace of {workspace} bytes is too small for head {head!r} here; "
             f"the least that works is {least} bytes ({least / 2**20:.2f}MiB)"
         )

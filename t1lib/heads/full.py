@@ -28,7 +28,7 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     Memory: `entry_bytes` for each of the N × V logits; `workspace` is checked against that, and changes nothing.
     Raises `T1Error` for a workspace below it. Source: T1M3, section 2 (the standard output layer).
     """
-    need_workspace(opts, e.shape[0] * opts.vocab * entry_bytes(opts), "full")
+    need_workspace(opts.workspace, e.shape[0] * opts.vocab * entry_bytes(opts), "full")
     z = F.linear(e, w, b).to(opts.dtype)
     if opts.softcap is not None:
         z = opts.softcap * torch.tanh(z / opts.softcap)

@@ -1,10 +1,11 @@
 """Plans of head `fused`: tile sizes by architecture, and chunk sizes from a budget of bytes."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from t1lib.heads.contract import Options, need_workspace
+from t1lib.heads.contract import need_workspace
 
 DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more than the weight gradient of a small model
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
@@ -12,7 +13,7 @@ TOKEN_BYTES = 192  # order, sort keys and their copies, statistics and factors o
 CLASS_BYTES = 8  # how often each class is a target
 SLACK = 3 * 2**20  # CUDA's caching allocator may hand out so much more than asked for
 FREQUENT = 1024  # targets whose rows of dW add up in float32 over the chunks, at most
-OVERHEAD = 2.6  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
+OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
 LAUNCHES = 60  # of a chunk's small kernels, in such steps
 
 
@@ -129,16 +130,17 @@ def splits_of(blocks: int, tiles: int, units: int) -> int:
     return min(range(1, min(64, tiles) + 1), key=waves)
 
 
-def _pieces(tokens: int, tile: int) -> list[tuple[int, int]]:
-    """(chunks, capacity) to choose from: as many chunks as there are row blocks, the largest capacity first."""
+def _pieces(tokens: int, tile: int, chunks: int | None = None) -> list[tuple[int, int]]:
+    """(chunks, capacity) to choose from, in whole row blocks, the largest first; `chunks`: that one alone."""
     blocks = -(-max(tokens, 1) // tile)
-    sizes = sorted({-(-blocks // c) for c in range(1, blocks + 1)}, reverse=True)
+    counts = range(1, blocks + 1) if chunks is None else [min(chunks, blocks)]
+    sizes = sorted({-(-blocks // c) for c in counts}, reverse=True)
     return [(-(-blocks // s), s * tile) for s in sizes]
 
 
-def _budget(shape: Shape, opts: Options, default: int) -> int:
+def _budget(shape: Shape, workspace: int | None, default: int) -> int:
     """Bytes that the plan may use; the default does not count what grows with the tokens whatever the plan."""
-    return default + TOKEN_BYTES * shape.tokens if opts.workspace is None else opts.workspace
+    return default + TOKEN_BYTES * shape.tokens if workspace is None else workspace
 
 
 def _rows(shape: Shape, capacity: int, splits: int, copies: int = 1) -> Layout:
@@ -200,41 +202,31 @@ def _chunk_cost(shape: Shape, tiles: Tiles, device: Device, plan: Early, blocks:
     return logits + products * (1 + 0.01 * plan.parts) + LAUNCHES  # a long unit beside dW hides more of its traffic
 
 
-def plan_early(shape: Shape, opts: Options, device: Device, tiles: Tiles, chunks: int | None) -> Early:
+@cache
+def plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
     """The fastest plan within the workspace (or of about `chunks` chunks). `T1Error` where none fits."""
-    budget = _budget(shape, opts, DEFAULT_WORKSPACE)
-    found: list[tuple[float, Early]] = []
-    least: list[int] = []
-    for count, capacity in _pieces(shape.tokens, tiles.m):
-        if chunks is not None and count != chunks and capacity != _nearest(shape.tokens, tiles.m, chunks):
-            continue
-        splits = splits_of(capacity // tiles.m, -(-shape.vocab // tiles.n), device.units)
-        for parts in range(1, 13 if shape.de else 2):
-            plan = Early(capacity, count, parts, splits)
-            needs = _bytes(shape, early_layout(shape, plan))
-            least.append(needs)
-            if chunks is not None or needs <= budget:
-                found.append((_early_cost(shape, tiles, device, plan), plan))
-    if not found:
-        if opts.workspace is not None:
-            need_workspace(opts, min(least), "fused")
-        return Early(tiles.m, -(-shape.tokens // tiles.m), 1, splits_of(1, -(-shape.vocab // tiles.n), device.units))
-    return min(found)[1]
+    budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
+    columns = -(-shape.vocab // tiles.n)
+    plans = [
+        Early(capacity, count, parts, splits_of(capacity // tiles.m, columns, device.units))
+        for count, capacity in _pieces(shape.tokens, tiles.m, chunks)
+        for parts in range(1, 13 if shape.de else 2)
+    ]
+    fits = [p for p in plans if chunks is not None or _bytes(shape, early_layout(shape, p)) <= budget]
+    if fits:
+        return min(fits, key=lambda p: _early_cost(shape, tiles, device, p))
+    least = min(plans, key=lambda p: _bytes(shape, early_layout(shape, p)))
+    need_workspace(workspace, _bytes(shape, early_layout(shape, least)), "fused")
+    return least
 
 
-def _nearest(tokens: int, tile: int, chunks: int) -> int:
-    """Capacity of about `chunks` chunks: rows a chunk, rounded up to whole row blocks."""
-    return up(-(-max(tokens, 1) // chunks), tile)
-
-
-def plan_late(shape: Shape, opts: Options, tiles: Tiles, chunks: int | None) -> Late:
+@cache
+def plan_late(shape: Shape, workspace: int | None, tiles: Tiles, chunks: int | None) -> Late:
     """The plan with the least traffic within the workspace: sums of dE once a range of columns, of dW once a chunk."""
-    budget = _budget(shape, opts, DEFAULT_WORKSPACE)
+    budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
     step = max(tiles.m, tiles.n)
     found: list[tuple[float, Late]] = []
-    for count, capacity in _pieces(shape.tokens, tiles.m):
-        if chunks is not None and capacity != _nearest(shape.tokens, tiles.m, chunks):
-            continue
+    for count, capacity in _pieces(shape.tokens, tiles.m, chunks):
         least = Late(capacity, count, step)
         room = (budget - _bytes(shape, late_layout(shape, least))) // (capacity * shape.compute.itemsize)
         columns = min(up(shape.vocab, step), step + room // step * step)
@@ -247,14 +239,15 @@ def plan_late(shape: Shape, opts: Options, tiles: Tiles, chunks: int | None) -> 
             found.append((traffic + 2e7 * count * passes, Late(capacity, count, columns)))  # 2e7: a few launches
     if not found:
         least = Late(tiles.m, -(-shape.tokens // tiles.m), step)
-        need_workspace(opts, _bytes(shape, late_layout(shape, least)), "fused")
+        need_workspace(workspace, _bytes(shape, late_layout(shape, least)), "fused")
         return least
     return min(found)[1]
 
 
-def plan_loss(shape: Shape, opts: Options, device: Device, tiles: Tiles) -> Late:
+@cache
+def plan_loss(shape: Shape, workspace: int | None, device: Device, tiles: Tiles) -> Late:
     """The loss alone, within the workspace or `LOSS_WORKSPACE`: the chunks that leave the fewest processors idle."""
-    budget = min(_budget(shape, opts, LOSS_WORKSPACE), LOSS_WORKSPACE + TOKEN_BYTES * shape.tokens)
+    budget = min(_budget(shape, workspace, LOSS_WORKSPACE), LOSS_WORKSPACE + TOKEN_BYTES * shape.tokens)
     forward = shape._replace(de=False, dw=False)
     columns = -(-shape.vocab // tiles.n)
     found: list[tuple[float, Late]] = []
@@ -266,6 +259,6 @@ def plan_loss(shape: Shape, opts: Options, device: Device, tiles: Tiles) -> Late
             found.append((count * (-(-blocks * splits // device.units) * (-(-columns // splits) + 0.3) + 2), plan))
     if not found:
         least = Late(tiles.m, -(-shape.tokens // tiles.m), 0, 1)
-        need_workspace(opts, _bytes(forward, late_layout(forward, least)), "fused")
+        need_workspace(workspace, _bytes(forward, late_layout(forward, least)), "fused")
         return least
     return min(found)[1]

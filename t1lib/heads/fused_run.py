@@ -134,7 +134,7 @@ def sum_of_rows(x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = Non
     out = torch.empty(parts, columns, device=x.device) if onto is None else onto
     rows.sum_rows[(triton.cdiv(columns, 256), parts)](
         x, factor, out, info, chunk, columns, *x.stride(),
-        BLOCK=256, HEIGHT=32, WEIGHED=factor is not None, ADD=onto is not None, num_warps=4,
+        BLOCK=256, HEIGHT=64, WEIGHED=factor is not None, ADD=onto is not None, num_warps=8,
     )  # fmt: skip
     return out.sum(0) if onto is None else out
 

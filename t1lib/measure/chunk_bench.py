@@ -18,7 +18,7 @@ from t1lib.heads.fused_plan import TILES, device_of
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.records import Records
-from t1lib.measure.timing import PhaseTimer, synchronize, time_ms
+from t1lib.measure.timing import LeadIn, PhaseTimer, synchronize, time_ms
 
 IGNORED = -100
 ROWS = 8192  # of a gradient compared at a time: there is no room for another float64 copy of it
@@ -63,6 +63,7 @@ class OutputLayer:
         self.y = torch.randint(vocabulary, (tokens,), device=self.device)
         self.upstream = torch.rand(tokens, device=self.device) + 0.5
         self._logits = self._copy = None
+        self._lead = LeadIn(self.device)
 
     def padding(self, sequences: int) -> Tensor:
         """(N) bool: the tokens that count when N are `sequences` whose first and last quarter are ignored.
@@ -96,6 +97,7 @@ class OutputLayer:
         self.e.grad = self.w.grad = None
         y = self.y if target is None else target
         synchronize(self.device)
+        self._lead.queue()
         timer = PhaseTimer(self.device)
         loss = call(self.e, self.w, y)
         timer.mark("forward")
@@ -105,7 +107,7 @@ class OutputLayer:
         times = phases | {"both": sum(phases.values())}
         if alone:
             with torch.no_grad():
-                times["eval"] = time_ms(lambda: call(self.e, self.w, y), self.device)
+                times["eval"] = time_ms(lambda: call(self.e, self.w, y), self.device, self._lead)
         return times
 
     def floor_times(self) -> dict[str, float]:
@@ -119,7 +121,7 @@ class OutputLayer:
             "dW": lambda: torch.mm(self._logits.T, e),
             "copy": lambda: self._copy.copy_(w),
         }
-        return {name: time_ms(product, self.device) for name, product in products.items()}
+        return {name: time_ms(product, self.device, self._lead) for name, product in products.items()}
 
     def memory(self, call: Call) -> dict[str, int]:
         """Bytes beyond the inputs: `workspace`, the peak without the two gradients that must exist; `kept`, what lives

@@ -16,7 +16,7 @@ from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.softmax import sparsity
-from t1lib.measure.timing import PhaseTimer, synchronize, time_ms
+from t1lib.measure.timing import LeadIn, PhaseTimer, synchronize, time_ms
 
 REFERENCES = ("float64", "float32")
 CHUNK_BYTES = 2**30  # of the reference's logits at a time
@@ -44,6 +44,7 @@ class HeadBench:
             self.before = 0
         self.e, self.w, self.y = operands(data, shape, self.dtype, self.device, seed, path)
         (self.tokens, self.hidden), self.vocabulary = self.e.shape, self.w.shape[0]
+        self._floors: tuple[Tensor, Tensor, Tensor] | None = None
         self._functions: dict[str, Callable[..., Any]] = {}
         self._plain_reference: dict[str, Tensor] = {}
 
@@ -175,14 +176,16 @@ class HeadBench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def step(self, case: Case) -> dict[str, float]:
+    def step(self, case: Case, lead: LeadIn | None = None) -> dict[str, float]:
         """Times in ms: `loss` alone without autograd; else `forward`, `backward`, and `both`."""
         self._clear()
         call, upstream = self._call(case), self._upstream(case)
         if not case.gradients:
             with torch.no_grad():
-                return {"loss": time_ms(call, self.device)}
+                return {"loss": time_ms(call, self.device, lead)}
         synchronize(self.device)
+        if lead is not None:
+            lead.queue()
         timer = PhaseTimer(self.device)
         loss = call()
         timer.mark("forward")
@@ -192,24 +195,35 @@ class HeadBench:
         return phases | {"both": sum(phases.values())}
 
     def rounds(self, cases: list[Case], repeats: int) -> list[tuple[str, dict[str, float]]]:
-        """Samples of the floors (key "floor": logits, dE, dW) and of all cases in turn, `repeats` times, in ms."""
+        """Samples of the floors (key "floor": logits, dE, dW) and of all cases in turn, `repeats` times, in ms.
+
+        Every sample follows the same lead-in; the floors' three products follow each other, as a head's do.
+        """
         self._clear()
-        e, w = self.e.detach(), self.w.detach()
-        z = e @ w.T
-        d_e, d_w = torch.empty_like(e), torch.empty_like(w)
-        floors = {
-            "logits": lambda: torch.mm(e, w.T, out=z),
-            "dE": lambda: torch.mm(z, w, out=d_e),
-            "dW": lambda: torch.mm(z.T, e, out=d_w),
-        }
+        lead = LeadIn(self.device)
         samples = []
-        for product in floors.values():
-            product()
         for _ in range(repeats):
-            samples.append(("floor", {name: time_ms(product, self.device) for name, product in floors.items()}))
-            samples += [(case.key, self.step(case)) for case in cases]
+            samples.append(("floor", self._floor(lead)))
+            samples += [(case.key, self.step(case, lead)) for case in cases]
         self._clear()
         return samples
+
+    def _floor(self, lead: LeadIn) -> dict[str, float]:
+        """Times in ms of the three products: logits, dE, dW."""
+        e, w = self.e.detach(), self.w.detach()
+        if self._floors is None:
+            self._floors = e @ w.T, torch.empty_like(e), torch.empty_like(w)
+        z, d_e, d_w = self._floors
+        synchronize(self.device)
+        lead.queue()
+        timer = PhaseTimer(self.device)
+        torch.mm(e, w.T, out=z)
+        timer.mark("logits")
+        torch.mm(z, w, out=d_e)
+        timer.mark("dE")
+        torch.mm(z.T, e, out=d_w)
+        timer.mark("dW")
+        return timer.stop()[1]
 
     def sparsity(self) -> dict[str, list | float]:
         """How sparse the softmax of these operands is: `t1lib.measure.softmax.sparsity`."""

@@ -142,9 +142,34 @@ class NoTrace:
     host_span = span
 
 
-def time_ms(function: Callable[[], object], device: torch.device) -> float:
-    """Time of one call in ms, from an idle device to an idle device."""
+class LeadIn:
+    """Work queued ahead of a sample: the device is busy while the host issues what is timed, and as warm as in training.
+
+    In a training step the host runs ahead of the device, and a loss's launches wait in the queue; from an idle device
+    their issue would be measured instead. Nothing on a CPU, where no call returns before its work is done.
+    """
+
+    def __init__(self, device: torch.device, ms: float = 20.0) -> None:
+        self._count = 0
+        if device.type == "cuda":
+            self._a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+            self._out = torch.empty_like(self._a)
+            self._count = max(1, round(ms / median_ms(self._product, device, repeats=9)))
+
+    def _product(self) -> None:
+        torch.mm(self._a, self._a, out=self._out)
+
+    def queue(self) -> None:
+        """Start the work; returns at once."""
+        for _ in range(self._count):
+            self._product()
+
+
+def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn | None = None) -> float:
+    """Time of one call in ms, from an idle device (or from the end of a lead-in) to an idle device."""
     synchronize(device)
+    if lead is not None:
+        lead.queue()
     start = _mark(device)
     function()
     end = _mark(device)

@@ -52,7 +52,7 @@ def products(
         if ADD_DW and rows == 0:
             count = 0
         idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
-        more = tl.minimum(unit_steps // (inner + 2), count // idle)
+        more = tl.minimum(unit_steps // (inner + 3), count // idle)  # 3: of a tile's epilogue
         more = tl.where(units % grid == 0, 0, more)
         early = more * idle
         mine = tl.where(pid >= grid - idle, more, 0)
