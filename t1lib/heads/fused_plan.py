@@ -97,13 +97,27 @@ def allocate(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
     return found
 
 
+class Work(NamedTuple):
+    """How a chunk's products are dealt: the logits' columns in `splits`, dE in `parts` sums over ranges of columns."""
+
+    splits: int
+    parts: int
+
+
 class Early(NamedTuple):
-    """Gradients in the forward: `chunks` of at most `capacity` tokens; dE in `parts` sums over ranges of columns."""
+    """Gradients in the forward: `chunks` of tokens, at most `capacity` in each.
+
+    Where every token counts the first `longer` of them are one row block longer than the others.
+    """
 
     capacity: int
     chunks: int
-    parts: int
-    splits: int
+    longer: int
+    long: Work
+    short: Work
+
+    def work(self, chunk: int) -> Work:
+        return self.long if chunk < self.longer or not self.longer else self.short
 
 
 class Late(NamedTuple):
@@ -122,8 +136,10 @@ def up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+@cache
 def splits_of(blocks: int, tiles: int, units: int) -> int:
     """Parts of the vocabulary, so that row blocks times parts fill the multiprocessors in whole waves."""
+
     def waves(s: int) -> float:
         return -(-blocks * s // units) * (-(-tiles // s) + 0.3)
 
@@ -155,10 +171,11 @@ def _rows(shape: Shape, capacity: int, splits: int, copies: int = 1) -> Layout:
 
 def early_layout(shape: Shape, plan: Early) -> Layout:
     """Buffers of a forward that makes gradients; `Frequent` and `kernels.rows.scale_rows` say what they hold."""
-    c, layout = plan.capacity, _rows(shape, plan.capacity, plan.splits, 1 + shape.dw)
+    c = plan.capacity
+    layout = _rows(shape, c, max(plan.long.splits, plan.short.splits), 1 + shape.dw)
     layout |= {"z": Buffer(c, shape.vocab, shape.compute), "per_row": Buffer(3, c, torch.float32)}
     if shape.de:
-        layout["de"] = Buffer(plan.parts * c, shape.hidden, torch.float32)
+        layout["de"] = Buffer(plan.long.parts * c, shape.hidden, torch.float32)
     if shape.dw:
         height = min(FREQUENT, shape.vocab)
         layout["columns"] = Buffer(c, height, shape.compute)
@@ -182,41 +199,57 @@ def _bytes(shape: Shape, layout: Layout) -> int:
     return sum(b.nbytes for b in layout.values()) + loose + SLACK
 
 
-def _early_cost(shape: Shape, tiles: Tiles, device: Device, plan: Early) -> float:
-    """Steps of a multiprocessor, a step being a product of m × n × k."""
-    blocks = -(-shape.tokens // tiles.m)
-    short, longer = divmod(max(blocks, 1), plan.chunks)
-    cost = longer * _chunk_cost(shape, tiles, device, plan, short + 1) if longer else 0.0
-    return cost + (plan.chunks - longer) * _chunk_cost(shape, tiles, device, plan, short)
-
-
-def _chunk_cost(shape: Shape, tiles: Tiles, device: Device, plan: Early, blocks: int) -> float:
+def _chunk_cost(shape: Shape, tiles: Tiles, device: Device, blocks: int, work: Work) -> float:
+    """Steps of a multiprocessor that a chunk of `blocks` row blocks takes, a step being a product of m × n × k."""
     across, columns = -(-shape.hidden // tiles.n), -(-shape.vocab // tiles.n)
-    waves = -(-blocks * plan.splits // device.units) * -(-columns // plan.splits)
+    waves = -(-blocks * work.splits // device.units) * -(-columns // work.splits)
     logits = waves * (-(-shape.hidden // tiles.k) + OVERHEAD)
-    unit = -(-(-(-shape.vocab // tiles.k)) // plan.parts) + OVERHEAD
-    units = blocks * across * plan.parts * shape.de
+    unit = -(-(-(-shape.vocab // tiles.k)) // work.parts) + OVERHEAD
+    units = blocks * across * work.parts * shape.de
     longest = -(-units // device.units) * unit
-    dw = -(-shape.vocab // tiles.m) * across * (blocks * tiles.m // tiles.k + OVERHEAD) * shape.dw
-    products = max(longest, (units * unit + dw) / device.units)
-    return logits + products * (1 + 0.01 * plan.parts) + LAUNCHES  # a long unit beside dW hides more of its traffic
+    inner = blocks * tiles.m // tiles.k
+    dw = -(-shape.vocab // tiles.m) * across * (inner + OVERHEAD) * shape.dw
+    even = max((units * unit + dw) / device.units, 1.0)
+    products = max(longest, even * (1 + 0.6 * (1 - min(longest / even, 1)) / inner))  # units of dE hide dW's traffic
+    return logits + products * (1 + 0.002 * work.parts) + LAUNCHES
+
+
+def _early_plan(
+    shape: Shape, tiles: Tiles, device: Device, chunks: int, capacity: int, parts: int
+) -> tuple[float, Early]:
+    """(cost, plan) where the longest chunk's dE is in `parts` sums."""
+    columns = -(-shape.vocab // tiles.n)
+    short, longer = divmod(-(-max(shape.tokens, 1) // tiles.m), chunks)
+
+    def best(blocks: int, choices: range) -> tuple[float, Work]:
+        splits = splits_of(blocks, columns, device.units)
+        return min((_chunk_cost(shape, tiles, device, blocks, Work(splits, p)), Work(splits, p)) for p in choices)
+
+    cost, work = best(capacity // tiles.m, range(parts, parts + 1))
+    if not longer:
+        return cost * chunks, Early(capacity, chunks, 0, work, work)
+    cost_short, work_short = best(short, range(1, parts + 1))
+    return cost * longer + cost_short * (chunks - longer), Early(capacity, chunks, longer, work, work_short)
 
 
 @cache
 def plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
     """The fastest plan within the workspace (or of about `chunks` chunks). `T1Error` where none fits."""
     budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
-    columns = -(-shape.vocab // tiles.n)
     plans = [
-        Early(capacity, count, parts, splits_of(capacity // tiles.m, columns, device.units))
+        _early_plan(shape, tiles, device, count, capacity, parts)
         for count, capacity in _pieces(shape.tokens, tiles.m, chunks)
         for parts in range(1, 13 if shape.de else 2)
     ]
-    fits = [p for p in plans if chunks is not None or _bytes(shape, early_layout(shape, p)) <= budget]
+
+    def needs(plan: Early) -> int:
+        return _bytes(shape, early_layout(shape, plan))
+
+    fits = [(cost, plan) for cost, plan in plans if chunks is not None or needs(plan) <= budget]
     if fits:
-        return min(fits, key=lambda p: _early_cost(shape, tiles, device, p))
-    least = min(plans, key=lambda p: _bytes(shape, early_layout(shape, p)))
-    need_workspace(workspace, _bytes(shape, early_layout(shape, least)), "fused")
+        return min(fits)[1]
+    least = min((plan for _, plan in plans), key=needs)
+    need_workspace(workspace, needs(least), "fused")
     return least
 
 

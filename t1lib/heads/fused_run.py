@@ -41,15 +41,14 @@ class Sweep:
     def __init__(self, chunks: Chunks) -> None:
         o = chunks.operands
         self.chunks = chunks
-        self.parts = chunks.memory["parts"].view(3, -1, chunks.capacity)
-        self.splits = self.parts.shape[1]
+        self.parts = chunks.memory["parts"].view(3, -1)
         self.at, self.offset = chunks.target_logits()
         n = len(o.e)
         zeros = [torch.zeros(n, device=o.e.device) for _ in range(3)]
         self.found = Found(zeros[0], zeros[1], zeros[2], torch.zeros(n, dtype=torch.bool, device=o.e.device),
                            torch.zeros(n, device=o.e.device))  # fmt: skip
 
-    def run(self, chunk: int, z: Tensor | None) -> None:
+    def run(self, chunk: int, splits: int, z: Tensor | None) -> None:
         """Statistics of a packed chunk, and its exponentials in z where that is given."""
         c, o = self.chunks, self.chunks.operands
         opts, t = o.opts, o.tiles
@@ -60,10 +59,10 @@ class Sweep:
         smoothed = bool(opts.label_smoothing)
 
         def launch(redo: bool) -> None:
-            forward.exponentials[(blocks * self.splits,)](
+            forward.exponentials[(blocks * splits,)](
                 tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
                 None if z is None else tile(z, t.m, t.n, o.device.tma), o.b, opts.class_weight, self.offset,
-                c.flag, total, top, pull, c.info, chunk, c.capacity, opts.vocab, o.hidden, blocks, self.splits,
+                c.flag, total, top, pull, c.info, chunk, c.capacity, opts.vocab, o.hidden, blocks, splits,
                 x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), opts.softcap or 0.0,
                 M=t.m, N=t.n, K=t.k, STORE=z is not None, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None,
                 PULL=smoothed, WEIGHTED=opts.class_weight is not None, RAGGED=opts.vocab % t.n != 0, REDO=redo,
@@ -75,8 +74,8 @@ class Sweep:
         f = self.found
         rows.finish_rows[(c.capacity,)](
             total, top, pull, self.at, self.offset, c.order, c.info, f.offset, f.log_total, f.logprob,
-            f.correct, f.pull, chunk, c.capacity, self.splits,
-            SPLITS=triton.next_power_of_2(self.splits), PULL=smoothed,
+            f.correct, f.pull, chunk, c.capacity, splits,
+            SPLITS=triton.next_power_of_2(splits), PULL=smoothed,
         )  # fmt: skip
 
 
@@ -215,14 +214,15 @@ def early(
     even_vector = class_sums(o) if opts.label_smoothing else None
     even_sum = sum_of_all_rows(o.e, f.even) if opts.label_smoothing else None
     for chunk in range(plan.chunks):
+        work = plan.work(chunk)
         chunks.pack(chunk)
-        sweep.run(chunk, z)
+        sweep.run(chunk, work.splits, z)
         scale_rows(chunks, sweep.found, f, z, per_row, chunk, frequent)
         if needs[0] or needs[1]:
-            launch_products(chunks, chunk, z, 0, de, dw, parts=plan.parts, add_dw=chunk > 0,
+            launch_products(chunks, chunk, z, 0, de, dw, parts=work.parts, add_dw=chunk > 0,
                             even_sum=even_sum if chunk == 0 else None)  # fmt: skip
         if needs[0]:
-            finish_input(chunks, chunk, de, out, plan.parts, per_row, even_vector)
+            finish_input(chunks, chunk, de, out, work.parts, per_row, even_vector)
         if needs[1]:
             add_targets(chunks, chunk, frequent, dw, per_row, even_sum if chunk == 0 else None)
         if needs[2]:
@@ -242,7 +242,7 @@ def loss_only(o: Operands, shape: Shape, plan: Late) -> Found:
     sweep = Sweep(chunks)
     for chunk in range(plan.chunks):
         chunks.pack(chunk)
-        sweep.run(chunk, None)
+        sweep.run(chunk, plan.splits, None)
     return sweep.found
 
 
