@@ -166,10 +166,9 @@ def add_targets(
 ) -> None:
     """Add what the chunk's targets contribute to dW; the frequent ones' rows reach dW with the last chunk."""
     o, c, h = chunks.operands, chunks, frequent
-    block = 256 if o.e.is_cuda else BLOCK
-    targets.target_rows[(c.capacity, triton.cdiv(o.hidden, block))](
+    targets.target_rows[(c.capacity, triton.cdiv(o.hidden, BLOCK))](
         dw, h.sums, c.x, c.target, c.segment_end, per_row[1], h.slot, c.info, chunk, c.capacity, o.hidden,
-        c.x.stride(0), h.sums.stride(0), dw.stride(0), HEIGHT=16, BLOCK=block, num_warps=4,
+        c.x.stride(0), h.sums.stride(0), dw.stride(0), HEIGHT=4, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     m, n = (64, 128) if o.e.is_cuda else (16, 32)
     height = h.target.shape[0]

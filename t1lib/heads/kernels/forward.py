@@ -44,35 +44,6 @@ def target_logits(
 
 
 @triton.jit
-def _finish_tile(
-    acc, z, bias, class_weight, shift, row, column, capacity, vocab, z_stride, softcap,
-    STORE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PULL: tl.constexpr, WEIGHTED: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Sums over a tile's columns: Σ 2^(z2 − shift), max z2, Σ c z2 (0 unless PULL); STORE: the exponentials to z."""
-    columns = column + tl.arange(0, acc.shape[1])
-    inside = (columns < vocab)[None, :]
-    z2, slope = finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
-    pull = tl.zeros([acc.shape[0]], tl.float32)
-    if PULL:
-        pulled = z2
-        if WEIGHTED:
-            pulled *= tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
-        if MASKED:
-            pulled = tl.where(inside, pulled, 0.0)
-        pull = tl.sum(pulled, 1)
-    if MASKED:
-        z2 = tl.where(inside, z2, -float("inf"))
-    p = tl.exp2(z2 - shift[:, None])
-    total = tl.sum(p, 1)
-    if STORE:
-        if SOFTCAP:
-            p *= slope
-        store_tile(z, row, column, capacity, vocab, z_stride, p, False, 1, TMA)
-    return total, tl.max(z2, 1), pull
-
-
-@triton.jit
 def exponentials(
     x, w, z, bias, class_weight, offset, flag, total, top, pull, info,
     chunk, capacity, vocab, hidden, row_blocks, splits, x_stride, w_stride, z_stride, softcap,
@@ -106,34 +77,30 @@ def exponentials(
     sums = tl.zeros([M], tl.float32)
     tops = tl.full([M], -float("inf"), tl.float32)
     pulls = tl.zeros([M], tl.float32)
-    last = tl.minimum((split + 1) * tiles // splits, vocab // N)
-    for tile in tl.range(split * tiles // splits, last, flatten=True):
+    for tile in tl.range(split * tiles // splits, (split + 1) * tiles // splits, flatten=True):
         acc = tl.zeros([M, N], tl.float32)
         for k in range(0, hidden, K):
             a = load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)
             b = load_tile(w, tile * N, k, vocab, hidden, w_stride, N, K, TMA_W)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-        total_, top_, pull_ = _finish_tile(
-            acc, z, bias, class_weight, shift, m * M, tile * N, capacity, vocab, z_stride, softcap,
-            STORE, BIAS, SOFTCAP, PULL, WEIGHTED, False, TMA,
-        )  # fmt: skip
-        sums += total_
-        tops = tl.maximum(tops, top_)
-        pulls += pull_
-    if RAGGED:  # the last tile is not whole: apart, so that the others need no mask
-        if split == splits - 1:
-            acc = tl.zeros([M, N], tl.float32)
-            for k in range(0, hidden, K):
-                a = load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)
-                b = load_tile(w, vocab // N * N, k, vocab, hidden, w_stride, N, K, TMA_W)
-                acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-            total_, top_, pull_ = _finish_tile(
-                acc, z, bias, class_weight, shift, m * M, vocab // N * N, capacity, vocab, z_stride, softcap,
-                STORE, BIAS, SOFTCAP, PULL, WEIGHTED, True, TMA,
-            )  # fmt: skip
-            sums += total_
-            tops = tl.maximum(tops, top_)
-            pulls += pull_
+        columns = tile * N + tl.arange(0, N)
+        z2, slope = finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
+        if PULL:
+            pulled = z2
+            if WEIGHTED:
+                pulled *= tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
+            if RAGGED:
+                pulled = tl.where((columns < vocab)[None, :], pulled, 0.0)
+            pulls += tl.sum(pulled, 1)
+        if RAGGED:
+            z2 = tl.where((columns < vocab)[None, :], z2, -float("inf"))
+        tops = tl.maximum(tops, tl.max(z2, 1))
+        p = tl.exp2(z2 - shift[:, None])
+        sums += tl.sum(p, 1)
+        if STORE:
+            if SOFTCAP:
+                p *= slope
+            store_tile(z, m * M, tile * N, capacity, vocab, z_stride, p, False, 1, TMA)
     at_rows = split * capacity + rows
     tl.store(total + at_rows, sums)
     tl.store(top + at_rows, tops)
