@@ -19,7 +19,7 @@ __all__ = ["DEFAULT_HEAD", "HEADS", "HeadStats", "linear_cross_entropy", "next_t
 HEADS: dict[str, Callable] = {"full": full, "chunked": chunked, "fused": fused, "torch": native}
 """Name to function. Each takes what `linear_cross_entropy` takes, without `head`, and options of its own."""
 
-DEFAULT_HEAD = "chunked"
+DEFAULT_HEAD = "fused"
 
 
 def linear_cross_entropy(
