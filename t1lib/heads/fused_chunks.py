@@ -1,5 +1,6 @@
 """Head `fused`: the operands of a call, and its tokens dealt to chunks that are packed one at a time."""
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -47,30 +48,29 @@ def tile(matrix: Tensor, height: int, width: int, tma: bool) -> Any:
 
 
 class Chunks:
-    """Tokens that count, dealt to chunks of nearly equal length, in each sorted by target; one is packed at a time.
+    """Tokens that count, sorted by target and dealt in turn to chunks of nearly equal length; one is packed at a time.
 
-    Sizes that depend on how many tokens count stay on the device, in `info` (`kernels.rows.deal`). `memory`: the
-    buffers of the plan, `fused_plan.allocate`.
+    key, order (N): targets in order, the vocabulary's size for tokens that are ignored; which token each is. Sizes that
+    depend on how many tokens count stay on the device, in `info` (`kernels.rows.deal`). `memory`: the buffers of the
+    plan, `fused_plan.allocate`.
     """
 
-    def __init__(self, operands: Operands, memory: dict[str, Tensor], count: int, by_target: bool) -> None:
+    def __init__(self, operands: Operands, memory: dict[str, Tensor], count: int) -> None:
         opts, tiles = operands.opts, operands.tiles
         self.operands, self.memory, self.count = operands, memory, count
         self.x, self.target, self.flag = memory["x"], memory["target"], memory["flag"]
         self.capacity = self.target.shape[1]
         self.scaled = self.x.shape[0] > self.capacity
-        tokens, last = len(operands.e), (count + 1) * opts.vocab
-        dtype = torch.int32 if last < 2**31 else torch.int64
-        rank = opts.valid.cumsum(0, dtype=torch.int32)
-        key = torch.empty(tokens, dtype=dtype, device=rank.device)
-        self.info = torch.empty(4, dtype=torch.int32, device=rank.device)
-        rows.deal[(triton.cdiv(tokens, BLOCK),)](
-            rank, opts.target, key, self.info, tokens, self.capacity // tiles.m, opts.vocab, last, opts.ignore_index,
-            M=tiles.m, BLOCK=BLOCK,
-        )  # fmt: skip
-        key, self.order = torch.sort(key, stable=True)
-        # where the run of rows with the same target ends, in the order of all chunks
-        self.segment_end = torch.searchsorted(key, key, right=True, out_int32=True) if by_target else None
+        key = torch.where(opts.valid, opts.target.clamp(0, opts.vocab - 1), opts.vocab).int()
+        self.key, self.order = torch.sort(key, stable=True)
+        self.info = torch.empty(4, dtype=torch.int32, device=key.device)
+        number = opts.valid.sum(dtype=torch.int32)
+        rows.deal[(1,)](number, self.info, self.capacity // tiles.m, M=tiles.m)
+
+    @cached_property
+    def segment_end(self) -> Tensor:
+        """(N) int32: where the run of tokens with the same target ends."""
+        return torch.searchsorted(self.key, self.key, right=True, out_int32=True)
 
     @property
     def hidden_states(self) -> Tensor:
@@ -118,16 +118,14 @@ class Frequent:
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        opts = chunks.operands.opts
+        key, vocab = chunks.key, chunks.operands.opts.vocab
         self.columns, self.sums = chunks.memory["columns"], chunks.memory["sums"].zero_()
-        real = opts.valid & (opts.target >= 0) & (opts.target < opts.vocab)
-        counts = torch.zeros(opts.vocab + 1, dtype=torch.int32, device=real.device)
-        ones = torch.ones_like(opts.target, dtype=torch.int32)
-        counts.index_add_(0, torch.where(real, opts.target, opts.vocab), ones)
-        count, target = counts[: opts.vocab].topk(self.sums.shape[0])
+        length = chunks.segment_end - torch.arange(len(key), dtype=torch.int32, device=key.device)
+        length[1:].masked_fill_(key[1:] == key[:-1], 0)  # a run counts where it begins
+        count, at = length.masked_fill_(key == vocab, 0).topk(self.sums.shape[0])
         repeated = count > 1
         self.number = repeated.sum(dtype=torch.int32)
-        self.target = target.int()
-        place = torch.where(repeated, torch.arange(len(target), device=real.device), -1)
-        self.slot = torch.full((opts.vocab,), -1, dtype=torch.int16, device=real.device)
-        self.slot.scatter_(0, target, place.to(torch.int16))
+        self.target = key[at]
+        place = torch.arange(len(at), dtype=torch.int16, device=key.device)
+        self.slot = torch.full((vocab + 1,), -1, dtype=torch.int16, device=key.device)
+        self.slot.scatter_(0, torch.where(repeated, self.target, vocab).long(), place)

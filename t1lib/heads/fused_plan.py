@@ -10,7 +10,7 @@ from t1lib.heads.contract import need_workspace
 DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more than the weight gradient of a small model
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
 TOKEN_BYTES = 192  # order, sort keys and their copies, statistics and factors of a token
-CLASS_BYTES = 8  # how often each class is a target
+CLASS_BYTES = 2  # which of the frequent targets a class is
 SLACK = 3 * 2**20  # CUDA's caching allocator may hand out so much more than asked for
 FREQUENT = 1024  # targets whose rows of dW add up in float32 over the chunks, at most
 OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
@@ -173,11 +173,11 @@ def early_layout(shape: Shape, plan: Early) -> Layout:
     """Buffers of a forward that makes gradients; `Frequent` and `kernels.rows.scale_rows` say what they hold."""
     c = plan.capacity
     layout = _rows(shape, c, max(plan.long.splits, plan.short.splits), 1 + shape.dw)
-    layout |= {"z": Buffer(c, shape.vocab, shape.compute), "per_row": Buffer(3, c, torch.float32)}
+    layout |= {"z": Buffer(c, shape.vocab, shape.compute), "per_row": Buffer(2, c, torch.float32)}
     if shape.de:
         layout["de"] = Buffer(plan.long.parts * c, shape.hidden, torch.float32)
     if shape.dw:
-        height = min(FREQUENT, shape.vocab)
+        height = min(FREQUENT, shape.tokens)
         layout["columns"] = Buffer(c, height, shape.compute)
         layout["sums"] = Buffer(height, shape.hidden, torch.float32)
     return layout

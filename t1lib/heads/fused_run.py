@@ -111,13 +111,14 @@ def factors_of(opts: Options, upstream: Tensor | float) -> Factors:
 
 
 def finish_input(
-    chunks: Chunks, chunk: int, de: Tensor, out: Tensor, parts: int, per_row: Tensor | None, even_vector: Tensor | None
-) -> None:
-    """Place a chunk's dE in the tokens' own rows of `out`; per_row (3, capacity): scale, fix and even share."""
+    chunks: Chunks, chunk: int, de: Tensor, out: Tensor, parts: int, per_row: Tensor | None, tau: Tensor | None,
+    even_vector: Tensor | None,
+) -> None:  # fmt: skip
+    """Place a chunk's dE in the tokens' own rows of `out`; per_row (2, capacity): scale and even share."""
     o = chunks.operands
-    scale, fix, even = (None,) * 3 if per_row is None else per_row
+    scale, even = (None,) * 2 if per_row is None else per_row
     rows.finish_input_gradient[(chunks.capacity, triton.cdiv(o.hidden, BLOCK))](
-        de, out, o.w, chunks.order, chunks.info, chunks.target, scale, fix, even, even_vector,
+        de, out, o.w, chunks.order, chunks.info, chunks.target, scale, even, tau, even_vector,
         chunk, chunks.capacity, o.hidden, parts, de.stride(0), out.stride(0), o.w.stride(0),
         BLOCK=BLOCK, SCALED=per_row is not None, EVEN=even_vector is not None,
     )  # fmt: skip
@@ -133,7 +134,7 @@ def sum_of_rows(x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = Non
     out = torch.empty(parts, columns, device=x.device) if onto is None else onto
     rows.sum_rows[(triton.cdiv(columns, 256), parts)](
         x, factor, out, info, chunk, columns, *x.stride(),
-        BLOCK=256, HEIGHT=64, WEIGHED=factor is not None, ADD=onto is not None, num_warps=8,
+        BLOCK=256, HEIGHT=16, WEIGHED=factor is not None, ADD=onto is not None, num_warps=4,
     )  # fmt: skip
     return out.sum(0) if onto is None else out
 
@@ -145,15 +146,16 @@ def sum_of_all_rows(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scale_rows(
-    chunks: Chunks, found: Found, f: Factors, z: Tensor, per_row: Tensor, chunk: int, frequent: Frequent | None
-) -> None:
+    chunks: Chunks, found: Found, f: Factors, z: Tensor, per_row: Tensor, tau: Tensor, chunk: int,
+    frequent: Frequent | None,
+) -> None:  # fmt: skip
     """Turn a chunk's exponentials into gradients, up to row factors (`kernels.rows.scale_rows`)."""
     o, opts = chunks.operands, chunks.operands.opts
     h = frequent
     columns = (None, None, None) if h is None else (h.target, h.number, h.columns)
     rows.scale_rows[(chunks.capacity,)](
         z, chunks.x, found.offset, found.log_total, found.logprob, chunks.order, chunks.info, chunks.target,
-        f.token, f.target, f.softmax, f.even, *columns, *per_row,
+        f.token, f.target, f.softmax, f.even, *columns, *per_row, tau,
         chunk, chunks.capacity, o.hidden, z.stride(0), chunks.x.stride(0), 0 if h is None else h.columns.stride(0),
         opts.softcap or 0.0, opts.z_loss,
         BLOCK=BLOCK, DW=chunks.scaled, SOFTCAP=opts.softcap is not None, Z_LOSS=bool(opts.z_loss),
@@ -161,25 +163,33 @@ def scale_rows(
     )  # fmt: skip
 
 
-def add_targets(
-    chunks: Chunks, chunk: int, frequent: Frequent, dw: Tensor, per_row: Tensor, even_sum: Tensor | None
-) -> None:
-    """Add what the chunk's targets contribute to dW; the frequent ones' rows reach dW with the last chunk."""
-    o, c, h = chunks.operands, chunks, frequent
-    targets.target_rows[(c.capacity, triton.cdiv(o.hidden, BLOCK))](
-        dw, h.sums, c.x, c.target, c.segment_end, per_row[1], h.slot, c.info, chunk, c.capacity, o.hidden,
-        c.x.stride(0), h.sums.stride(0), dw.stride(0), HEIGHT=4, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+def add_frequent(chunks: Chunks, chunk: int, h: Frequent, even_sum: Tensor | None) -> None:
+    """Add a chunk's share to the frequent targets' rows of dW."""
+    o, c, tma = chunks.operands, chunks, chunks.operands.device.tma
     m, n = (64, 128) if o.e.is_cuda else (16, 32)
     height = h.target.shape[0]
-    tma = o.device.tma
     targets.frequent_rows[(triton.cdiv(height, m), triton.cdiv(o.hidden, n))](
-        tile(h.columns, o.tiles.k, m, tma), tile(c.x, o.tiles.k, n, tma), h.sums, dw, h.target, h.number, even_sum,
+        tile(h.columns, o.tiles.k, m, tma), tile(c.x, o.tiles.k, n, tma), h.sums, h.target, h.number, even_sum,
         o.opts.class_weight, c.info, chunk, c.capacity, o.hidden, height, c.x.shape[0],
-        h.columns.stride(0), c.x.stride(0), h.sums.stride(0), dw.stride(0),
-        M=m, N=n, K=o.tiles.k, LAST=chunk == c.count - 1, EVEN=even_sum is not None,
-        WEIGHTED=o.opts.class_weight is not None, TMA=tma, PRECISION=o.precision, num_warps=4, num_stages=4,
+        h.columns.stride(0), c.x.stride(0), h.sums.stride(0),
+        M=m, N=n, K=o.tiles.k, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None, TMA=tma,
+        PRECISION=o.precision, num_warps=4, num_stages=4,
     )  # fmt: skip
+
+
+def add_targets(
+    chunks: Chunks, tau: Tensor, frequent: Frequent | None, dw: Tensor | None, db: Tensor | None
+) -> None:
+    """After all chunks: what the targets themselves add to dW and dBias, a large term that is rounded once like this."""
+    o, c, h = chunks.operands, chunks, frequent
+    tokens = len(c.key)
+    if dw is not None:
+        targets.target_rows[(tokens, triton.cdiv(o.hidden, BLOCK))](
+            dw, h.sums, o.e, c.order, c.key, c.segment_end, tau, h.slot, c.info, o.hidden, *o.e.stride(),
+            h.sums.stride(0), dw.stride(0), HEIGHT=4, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    if db is not None:
+        targets.target_entries[(tokens,)](db, c.key, c.segment_end, tau, c.info, BLOCK=128)
 
 
 def class_sums(o: Operands) -> Tensor:
@@ -202,10 +212,11 @@ def early(
     """Statistics and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
     opts, like, c = o.opts, o.e, plan.capacity
     memory = allocate(early_layout(shape, plan), like.device)
-    chunks = Chunks(o, memory, plan.chunks, by_target=needs[1] or needs[2])
+    chunks = Chunks(o, memory, plan.chunks)
     sweep = Sweep(chunks)
     frequent = Frequent(chunks) if needs[1] else None
     z, de, per_row = memory["z"], memory.get("de"), memory["per_row"]
+    tau = torch.empty(len(like), device=like.device)
     out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
     dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
     db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
@@ -213,22 +224,19 @@ def early(
     even_vector = class_sums(o) if opts.label_smoothing else None
     even_sum = sum_of_all_rows(o.e, f.even) if opts.label_smoothing else None
     for chunk in range(plan.chunks):
-        work = plan.work(chunk)
+        work, share = plan.work(chunk), even_sum if chunk == 0 else None
         chunks.pack(chunk)
         sweep.run(chunk, work.splits, z)
-        scale_rows(chunks, sweep.found, f, z, per_row, chunk, frequent)
+        scale_rows(chunks, sweep.found, f, z, per_row, tau, chunk, frequent)
         if needs[0] or needs[1]:
-            launch_products(chunks, chunk, z, 0, de, dw, parts=work.parts, add_dw=chunk > 0,
-                            even_sum=even_sum if chunk == 0 else None)  # fmt: skip
+            launch_products(chunks, chunk, z, 0, de, dw, parts=work.parts, add_dw=chunk > 0, even_sum=share)
         if needs[0]:
-            finish_input(chunks, chunk, de, out, work.parts, per_row, even_vector)
+            finish_input(chunks, chunk, de, out, work.parts, per_row, tau, even_vector)
         if needs[1]:
-            add_targets(chunks, chunk, frequent, dw, per_row, even_sum if chunk == 0 else None)
+            add_frequent(chunks, chunk, frequent, share)
         if needs[2]:
             sum_of_rows(z, chunks.info, chunk, per_row[0], onto=db)
-            targets.target_entries[(c,)](
-                db, chunks.target, chunks.segment_end, per_row[1], chunks.info, chunk, BLOCK=128
-            )
+    add_targets(chunks, tau, frequent, dw, db)
     if db is not None:
         db = finish_bias(db, f, opts).to(b_like.dtype)
     return sweep.found, (out, dw, db)
@@ -237,7 +245,7 @@ def early(
 def loss_only(o: Operands, shape: Shape, plan: Late) -> Found:
     """Statistics of all tokens: one product."""
     memory = allocate(late_layout(shape, plan), o.e.device)
-    chunks = Chunks(o, memory, plan.chunks, by_target=False)
+    chunks = Chunks(o, memory, plan.chunks)
     sweep = Sweep(chunks)
     for chunk in range(plan.chunks):
         chunks.pack(chunk)
@@ -252,7 +260,7 @@ def late(
     """Gradients from the saved log-sum-exp: the logits again, the columns of one range after another; three products."""
     opts, like = o.opts, o.e
     memory = allocate(late_layout(shape, plan), like.device)
-    chunks = Chunks(o, memory, plan.chunks, by_target=False)
+    chunks = Chunks(o, memory, plan.chunks)
     z, de = memory["z"], memory.get("de")
     f = factors_of(opts, upstream)
     softmax = f.softmax
@@ -272,7 +280,7 @@ def late(
             if needs[2]:
                 sum_of_rows(part, chunks.info, chunk, onto=db[first : first + plan.columns])
         if needs[0]:
-            finish_input(chunks, chunk, de, out, 1, None, None)
+            finish_input(chunks, chunk, de, out, 1, None, None, None)
     return out, dw, None if db is None else db.to(b_like.dtype)
 
 

@@ -10,31 +10,18 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def deal(rank, target, key, info, tokens, blocks_held, vocab, last, ignored, M: tl.constexpr, BLOCK: tl.constexpr):
-    """Program per BLOCK tokens: key ← chunk · vocab + target, `last` where the token is ignored.
+def deal(number, info, blocks_held, M: tl.constexpr):
+    """One program: deal `number` tokens, in order, to as few chunks of at most `blocks_held` blocks of M rows as can be.
 
-    rank (tokens): how many tokens up to this one count. They are dealt to as few chunks of at most `blocks_held` blocks
-    of M rows as hold them, in turn. info ← their number, rows of the shorter chunks, how many chunks are one block
-    longer, M.
+    info ← number, rows of the shorter chunks, how many chunks are one block longer, M.
     """
-    number = tl.load(rank + tokens - 1)
-    blocks = tl.maximum(tl.cdiv(number, M), 1)
+    tokens = tl.load(number)
+    blocks = tl.maximum(tl.cdiv(tokens, M), 1)
     chunks = tl.cdiv(blocks, blocks_held)
-    short = blocks // chunks
-    extra = blocks % chunks
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < tokens
-    y = tl.load(target + i, mask=inside, other=0)
-    block = (tl.load(rank + i, mask=inside, other=1) - 1) // M
-    border = extra * (short + 1)
-    chunk = tl.where(block < border, block // (short + 1), extra + (block - border) // short)
-    value = tl.where(y == ignored, last, chunk * vocab + y)
-    tl.store(key + i, value.to(key.dtype.element_ty), mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(info, number.to(tl.int32))
-        tl.store(info + 1, (short * M).to(tl.int32))
-        tl.store(info + 2, extra.to(tl.int32))
-        tl.store(info + 3, M)
+    tl.store(info, tokens)
+    tl.store(info + 1, blocks // chunks * M)
+    tl.store(info + 2, blocks % chunks)
+    tl.store(info + 3, M)
 
 
 @triton.jit
@@ -91,16 +78,16 @@ def finish_rows(
 @triton.jit
 def scale_rows(
     z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
-    even_factor, frequent, number, columns, row_scale, row_target, row_even,
+    even_factor, frequent, number, columns, row_scale, row_even, tau,
     chunk, capacity, hidden, z_stride, x_stride, columns_stride, softcap, z_loss,
     BLOCK: tl.constexpr, DW: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
 
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
-    τ = slope · (A (p_y − 1) + A − B). The target's entry of z becomes 0; τ stays a factor of its own, so that neither
-    cancellation nor rounding of s touches it. For dW the rows of x are scaled by s, and z's columns of the frequent
-    targets are copied: columns (capacity, number).
+    τ = slope · (A (p_y − 1) + A − B), kept by token in order. The target's entry of z becomes 0: neither cancellation nor
+    the rounding of s touches τ. For dW the rows of x are scaled by s, and z's columns of the frequent targets are copied:
+    columns (capacity, number).
     """
     i = tl.program_id(0)
     rows = live_rows(info, chunk)
@@ -114,7 +101,8 @@ def scale_rows(
                 zero = tl.zeros([BLOCK], x.dtype.element_ty)
                 tl.store(columns + i.to(tl.int64) * columns_stride + h, zero, mask=h < tl.load(number))
         return
-    token = tl.load(order + first_row(info, chunk) + i)
+    position = first_row(info, chunk) + i
+    token = tl.load(order + position)
     y = tl.load(packed_target + i)
     log_total = tl.load(out_log_total + token)
     r = tl.load(gradient + token)
@@ -123,15 +111,15 @@ def scale_rows(
     if Z_LOSS:
         a += 2.0 * z_loss * r * (tl.load(out_offset + token) + log_total) * LN2
     logprob = tl.load(out_logprob + token)
-    tau = a * (tl.exp2(logprob * LOG2E) - 1.0) + (a - b)
+    own = a * (tl.exp2(logprob * LOG2E) - 1.0) + (a - b)
     if SOFTCAP:
         t = ((logprob * LOG2E + log_total) + tl.load(out_offset + token)) / (softcap * LOG2E)
-        tau *= 1.0 - t * t
+        own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
     z_row = z + i.to(tl.int64) * z_stride
     tl.store(z_row + y, tl.zeros([], z.dtype.element_ty))
     tl.store(row_scale + i, scale)
-    tl.store(row_target + i, tau)
+    tl.store(tau + position, own)
     if EVEN:
         tl.store(row_even + i, tl.load(even_factor + token))
     if DW:
@@ -150,7 +138,7 @@ def scale_rows(
 
 @triton.jit
 def finish_input_gradient(
-    de, out, w, order, info, packed_target, row_scale, row_target, row_even, even_vector,
+    de, out, w, order, info, packed_target, row_scale, row_even, tau, even_vector,
     chunk, capacity, hidden, parts, de_stride, out_stride, w_stride,
     BLOCK: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +146,8 @@ def finish_input_gradient(
     i = tl.program_id(0)
     if i >= live_rows(info, chunk):
         return
-    token = tl.load(order + first_row(info, chunk) + i)
+    position = first_row(info, chunk) + i
+    token = tl.load(order + position)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < hidden
     sums = tl.zeros([BLOCK], tl.float32)
@@ -167,7 +156,7 @@ def finish_input_gradient(
     if SCALED:
         y = tl.load(packed_target + i)
         row = tl.load(w + y * w_stride + d, mask=inside, other=0.0).to(tl.float32)
-        sums = sums * tl.load(row_scale + i) + tl.load(row_target + i) * row
+        sums = sums * tl.load(row_scale + i) + tl.load(tau + position) * row
         if EVEN:
             sums -= tl.load(row_even + i) * tl.load(even_vector + d, mask=inside, other=0.0)
     tl.store(out + token * out_stride + d, sums.to(out.dtype.element_ty), mask=inside)
