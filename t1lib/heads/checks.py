@@ -48,7 +48,7 @@ def operands(e: Tensor, w: Tensor, b: Tensor | None, same_dtype: bool = True) ->
     )
     for name, value in (("linear_weight", w), ("linear_bias", b)):
         dtype = e.dtype if value is None else value.dtype
-        require(dtype == e.dtype or not same_dtype, f"{name} is {dtype}, input {e.dtype}; cast one, or use torch.autocast")
+        require(dtype == e.dtype or not same_dtype, f"{name} is {dtype}, input {e.dtype}; cast it, or use autocast")
     if b is not None:
         require(b.shape == w.shape[:1], f"linear_bias must have shape ({w.shape[0]},), got {tuple(b.shape)}")
 

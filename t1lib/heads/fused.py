@@ -67,14 +67,14 @@ def _check_own(chunks: int | None, accumulate: str | None, workspace: int | str 
 
 
 def runs_on(input: Tensor) -> bool:
-    """Whether the kernels take this input: on CUDA, or on the CPU by Triton's interpreter, at most 32 bits an element."""
+    """Whether the kernels take this input: on CUDA, or on a CPU by Triton's interpreter, up to 32 bits an element."""
     if not isinstance(input, Tensor) or input.numel() == 0 or input.dtype == torch.float64:
         return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not input.is_cuda and not interpreted:
         return False
     if not HAS_TRITON:
-        warnings.warn("head 'fused' needs Triton, which is not installed; head 'chunked' computes instead", stacklevel=4)
+        warnings.warn("head 'fused' needs Triton, which is not installed; 'chunked' computes instead", stacklevel=4)
         return False
     return True
 

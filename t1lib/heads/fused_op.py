@@ -51,7 +51,8 @@ def _operands(
         w = w.detach().to(compute).contiguous()
     b = None if b is None else b.detach().to(compute).contiguous()
     device = fused_plan.device_of(e.device)
-    return fused_chunks.Operands(e.detach(), w, b, opts, compute, device, fused_plan.TILES[device.kind, compute.itemsize])
+    tiles = fused_plan.TILES[device.kind, compute.itemsize]
+    return fused_chunks.Operands(e.detach(), w, b, opts, compute, device, tiles)
 
 
 class _Traced(NamedTuple):
@@ -159,7 +160,7 @@ def scale_op(x: Tensor, factor: Tensor) -> None:
 def _setup(ctx, inputs, output) -> None:
     ctx.settings = inputs[6:]
     ctx.needs = inputs[-1]
-    loss, lse, logprob, correct, offset, log_total, *gradients = output
+    offset, log_total, *gradients = output[4:]
     ctx.early = any(g.numel() for g in gradients)
     ctx.spent = False
     ctx.mark_non_differentiable(*output[1:])

@@ -160,7 +160,7 @@ def _budget(shape: Shape, workspace: int | None, default: int) -> int:
 
 
 def _rows(shape: Shape, capacity: int, splits: int, copies: int = 1) -> Layout:
-    """What any plan holds of a chunk: packed hidden states (as often as `copies` says), and sums over the vocabulary."""
+    """What any plan holds of a chunk: packed hidden states (in `copies`), and sums over the vocabulary."""
     return {
         "x": Buffer(copies * capacity, shape.hidden, shape.compute),
         "target": Buffer(1, capacity, torch.int32),
@@ -201,10 +201,10 @@ def _bytes(shape: Shape, layout: Layout) -> int:
 
 def _chunk_cost(shape: Shape, tiles: Tiles, device: Device, blocks: int, work: Work) -> float:
     """Steps of a multiprocessor that a chunk of `blocks` row blocks takes, a step being a product of m × n × k."""
-    across, columns = -(-shape.hidden // tiles.n), -(-shape.vocab // tiles.n)
+    across, columns, steps = -(-shape.hidden // tiles.n), -(-shape.vocab // tiles.n), -(-shape.vocab // tiles.k)
     waves = -(-blocks * work.splits // device.units) * -(-columns // work.splits)
     logits = waves * (-(-shape.hidden // tiles.k) + OVERHEAD)
-    unit = -(-(-(-shape.vocab // tiles.k)) // work.parts) + OVERHEAD
+    unit = -(-steps // work.parts) + OVERHEAD
     units = blocks * across * work.parts * shape.de
     longest = -(-units // device.units) * unit
     inner = blocks * tiles.m // tiles.k

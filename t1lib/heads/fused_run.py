@@ -83,13 +83,14 @@ def launch_products(
     chunks: Chunks, chunk: int, z: Tensor, first: int, de: Tensor | None, dw: Tensor | None, *,
     parts: int = 1, add_de: bool = False, add_dw: bool = False, even_sum: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, whose columns are w's rows from `first`."""
+    """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, columns as w's rows from `first` on."""
     o, t = chunks.operands, chunks.operands.tiles
     tma, tma_w, tma_dw = o.device.tma, o.tma(o.w), dw is not None and o.tma(dw)
     pieces = 1 if dw is None else dw.element_size()
     products.products[(o.device.units,)](
         tile(z, t.m, t.k, tma), tile(z, t.k, t.m, tma), tile(o.w, t.k, t.n, tma_w), tile(chunks.x, t.k, t.n, tma),
-        None if de is None else tile(de, t.m, t.n // 4, tma), None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
+        None if de is None else tile(de, t.m, t.n // 4, tma),
+        None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
         even_sum, o.opts.class_weight, chunks.info,
         chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1], z.shape[0], chunks.x.shape[0], parts,
         z.stride(0), o.w.stride(0), chunks.x.stride(0), *(0 if m is None else m.stride(0) for m in (de, dw)),
@@ -124,7 +125,9 @@ def finish_input(
     )  # fmt: skip
 
 
-def sum_of_rows(x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+def sum_of_rows(
+    x: Tensor, info: Tensor, chunk: int, factor: Tensor | None = None, onto: Tensor | None = None
+) -> Tensor:
     """(columns) float32: Σ factor_i x[i] over the chunk's rows.
 
     `onto` a vector: added to it in place. A narrow x is summed in parts, so that many programs share it.
@@ -180,7 +183,7 @@ def add_frequent(chunks: Chunks, chunk: int, h: Frequent, even_sum: Tensor | Non
 def add_targets(
     chunks: Chunks, tau: Tensor, frequent: Frequent | None, dw: Tensor | None, db: Tensor | None
 ) -> None:
-    """After all chunks: what the targets themselves add to dW and dBias, a large term that is rounded once like this."""
+    """After all chunks: what the targets themselves add to dW and dBias, rounded once."""
     o, c, h = chunks.operands, chunks, frequent
     tokens = len(c.key)
     if dw is not None:
@@ -210,7 +213,7 @@ def early(
     o: Operands, shape: Shape, plan: Early, needs: tuple[bool, bool, bool], w_like: Tensor, b_like: Tensor | None
 ) -> tuple[Found, tuple[Tensor | None, ...]]:
     """Statistics and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
-    opts, like, c = o.opts, o.e, plan.capacity
+    opts, like = o.opts, o.e
     memory = allocate(early_layout(shape, plan), like.device)
     chunks = Chunks(o, memory, plan.chunks)
     sweep = Sweep(chunks)
@@ -257,7 +260,7 @@ def late(
     o: Operands, shape: Shape, plan: Late, needs: tuple[bool, bool, bool], offset: Tensor, log_total: Tensor,
     upstream: Tensor, w_like: Tensor, b_like: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients from the saved log-sum-exp: the logits again, the columns of one range after another; three products."""
+    """Gradients from the saved log-sum-exp: the logits again, one range of columns after another; three products."""
     opts, like = o.opts, o.e
     memory = allocate(late_layout(shape, plan), like.device)
     chunks = Chunks(o, memory, plan.chunks)

@@ -143,7 +143,7 @@ class NoTrace:
 
 
 class LeadIn:
-    """Work queued ahead of a sample: the device is busy while the host issues what is timed, and as warm as in training.
+    """Work queued ahead of a sample: the device is busy while the host issues what is timed, and warm.
 
     In a training step the host runs ahead of the device, and a loss's launches wait in the queue; from an idle device
     their issue would be measured instead. Nothing on a CPU, where no call returns before its work is done.

@@ -35,10 +35,7 @@ def target_logits(
     z = tl.sum(tl.where(j[:, None] == j[None, :], acc, 0.0), 1)
     if BIAS:
         z += tl.load(bias + y, mask=real, other=0.0).to(tl.float32)
-    if SOFTCAP:
-        z2 = tanh(z / softcap) * (softcap * LOG2E)
-    else:
-        z2 = z * LOG2E
+    z2 = tanh(z / softcap) * (softcap * LOG2E) if SOFTCAP else z * LOG2E
     tl.store(at + i, z2, mask=live)
     tl.store(offset + i, tl.where(real, tl.floor(z2) + LEAD, NEVER), mask=live)
 

@@ -19,7 +19,7 @@ def products(
 ):  # fmt: skip
     """Persistent programs: first whole units of dE, long and all at the same columns; then tiles of dW, evenly dealt.
 
-    z (z_rows, columns_held) holds the vocabulary's columns from `first` on; zt is z in tiles for the transposed product.
+    z (z_rows, columns_held) holds the vocabulary's columns from `first` on; zt is z in the transposed product's tiles.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
     EVEN: dw −= c ⊗ even_sum (label smoothing).
     Programs without a unit of dE take so many more tiles of dW first that all end together.

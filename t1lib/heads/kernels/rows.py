@@ -11,7 +11,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def deal(number, info, blocks_held, M: tl.constexpr):
-    """One program: deal `number` tokens, in order, to as few chunks of at most `blocks_held` blocks of M rows as can be.
+    """One program: deal `number` tokens, in order, to the fewest chunks of at most `blocks_held` blocks of M rows.
 
     info ← number, rows of the shorter chunks, how many chunks are one block longer, M.
     """
@@ -85,9 +85,9 @@ def scale_rows(
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
 
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
-    τ = slope · (A (p_y − 1) + A − B), kept by token in order. The target's entry of z becomes 0: neither cancellation nor
-    the rounding of s touches τ. For dW the rows of x are scaled by s, and z's columns of the frequent targets are copied:
-    columns (capacity, number).
+    τ = slope · (A (p_y − 1) + A − B), kept by token in order. The target's entry of z becomes 0: neither cancellation
+    nor the rounding of s touches τ. For dW the rows of x are scaled by s, and z's columns of the frequent targets
+    are copied: columns (capacity, number).
     """
     i = tl.program_id(0)
     rows = live_rows(info, chunk)

@@ -46,7 +46,7 @@ def target_rows(
     dw, sums, e, order, key, segment_end, tau, slot, info, hidden, e_row, e_column, sums_stride, dw_stride,
     HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw[y] ← (sums[slot[y]] where that is not −1, else dw[y]) + Σ_{n: y_n = y} τ_n e_n for every target y, once a call.
+    """dw[y] ← (sums[slot[y]] where that is not −1, else dw[y]) + Σ_{n: y_n = y} τ_n e_n for every target y.
 
     Program (token in order, block of columns). Tokens are sorted by target, and the first of each target writes.
     """
