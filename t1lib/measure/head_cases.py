@@ -136,15 +136,18 @@ def parse_bar(text: str, shapes: list[str]) -> Bar:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is measured on random data: every method on every shape, and the bars' cases on theirs."""
+    """All that is measured on random data: every method on every shape, `fused` in every workspace that is compared
+    beside it, and the bars' cases on theirs."""
 
     shapes: tuple[Shape, ...]
     methods: tuple[str, ...]
     bars: tuple[Bar, ...]
+    compared: tuple[str, ...] = ()
 
     def cases(self, shape: str) -> list[Case]:
         """The cases of a shape, each once; a change is measured beside the same head without it."""
         found = [Case(m, m, gradients=g) for m in self.methods for g in (False, True)]
+        found += map(fused, self.compared)
         for bar in self.bars:
             if shape in bar.shapes:
                 found += [fused(bar.workspace)] if bar.over == "plain" else []
@@ -152,7 +155,7 @@ class Plan:
         return list({case.key: case for case in found}.values())
 
 
-def make_plan(shapes: list[str], methods: list[str], bars: list[str]) -> Plan:
+def make_plan(shapes: list[str], methods: list[str], bars: list[str], compared: list[str] = ()) -> Plan:
     """Read a notebook's lists. Raises `T1Error` for the first entry that is wrong, before anything is measured."""
     parsed = [parse_shape(text) for text in shapes]
     names = [shape.name for shape in parsed]
@@ -160,4 +163,4 @@ def make_plan(shapes: list[str], methods: list[str], bars: list[str]) -> Plan:
     require(len(set(names)) == len(names), f"shapes {', '.join(names)}: a name may be given once")
     for method in methods:
         choose("method", method, [*HEADS, *PEERS])
-    return Plan(tuple(parsed), tuple(methods), tuple(parse_bar(text, names) for text in bars))
+    return Plan(tuple(parsed), tuple(methods), tuple(parse_bar(text, names) for text in bars), tuple(compared))
