@@ -26,6 +26,17 @@ def test_error_is_at_most_that_of_full(own, name, reduction, dtype):
         assert error <= bound * usual + 1e-6 * x.norm(), f"{what}: {error / usual:.3f} times full's error"
 
 
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_weight_gradient_is_as_exact_as_fulls_at_any_number_of_chunks(chunks):
+    """Targets as frequent as in a text: their rows of dW grow with every chunk."""
+    p = problem(2048, 20011, 264, dtype=torch.bfloat16, bias=False, ignored=False, device="cuda")
+    p.target.copy_(torch.multinomial(1 / torch.arange(1.0, 20012), 2048, replacement=True))
+    one = torch.ones((), device="cuda")
+    exact = run("full", p.to(torch.float64), one.double())[2]
+    full, got = (run(head, p, one, **own)[2].double() for head, own in (("full", {}), ("fused", {"chunks": chunks})))
+    assert (got - exact).norm() <= 1.05 * (full - exact).norm()
+
+
 @pytest.mark.parametrize("shape", [(1, 50257, 123), (300, 50257, 123), (130, 9000, 64)], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_float32_and_ragged_shapes(shape, reduction):
