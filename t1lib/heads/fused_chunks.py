@@ -99,11 +99,11 @@ class Chunks:
         )  # fmt: skip
         return at, offset
 
-    def take(self, values: Tensor, chunk: int) -> Tensor:
-        """(capacity) of a vector over tokens, in the packed order; rows without a token hold anything finite."""
+    def tokens(self, chunk: int) -> Tensor:
+        """(capacity): which token is in each row of the chunk; anyone where none is."""
         start = chunk * self.info[1] + self.info[2].clamp(max=chunk) * self.info[3]
-        at = start + torch.arange(self.capacity, device=values.device)
-        return values[self.order[at.clamp(max=len(values) - 1)]]
+        at = start + torch.arange(self.capacity, device=self.order.device)
+        return self.order[at.clamp(max=len(self.order) - 1)]
 
 
 class Frequent:

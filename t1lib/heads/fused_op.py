@@ -94,10 +94,10 @@ def forward_op(
         if any(needs):  # a workspace too small for the backward is refused now
             fused_plan.plan_late(shape, o.opts.workspace, o.tiles, chunks)
         found = fused_run.loss_only(o, shape, fused_plan.plan_loss(shape, o.opts.workspace, o.device, o.tiles))
-    opts = o.opts
-    loss = opts.reduce(opts.mask(token_losses(found.lse, found.logprob, found.pull, opts)))
+    opts, lse = o.opts, found.lse
+    loss = opts.reduce(opts.mask(token_losses(lse, found.logprob, found.pull, opts)))
     loss = loss.reshape(opts.shape) if reduction == "none" else loss
-    stats = (x.reshape(opts.shape) for x in (found.lse, found.logprob, found.correct))
+    stats = (x.reshape(opts.shape) for x in (lse, found.logprob, found.correct))
     made = _filled(gradients, (input, linear_weight, linear_bias))
     return loss, *stats, found.offset, found.log_total, *made
 

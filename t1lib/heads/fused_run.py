@@ -43,10 +43,9 @@ class Sweep:
         self.chunks = chunks
         self.parts = chunks.memory["parts"].view(3, -1)
         self.at, self.offset = chunks.target_logits()
-        n = len(o.e)
-        zeros = [torch.zeros(n, device=o.e.device) for _ in range(3)]
-        self.found = Found(zeros[0], zeros[1], zeros[2], torch.zeros(n, dtype=torch.bool, device=o.e.device),
-                           torch.zeros(n, device=o.e.device))  # fmt: skip
+        offset, log_total, logprob, pull = (torch.zeros(len(o.e), device=o.e.device) for _ in range(4))
+        correct = torch.zeros(len(o.e), dtype=torch.bool, device=o.e.device)
+        self.found = Found(offset, log_total, logprob, correct, pull)
 
     def run(self, chunk: int, splits: int, z: Tensor | None) -> None:
         """Statistics of a packed chunk, and its exponentials in z where that is given."""
@@ -269,12 +268,13 @@ def late(
     softmax = f.softmax
     if opts.z_loss:
         softmax = softmax + 2.0 * opts.z_loss * rows.LN2.value * (offset + log_total) * f.token
+    per_token = torch.stack([offset, log_total, softmax, f.target, f.even])
     out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
     dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
     db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
     for chunk in range(plan.chunks):
         chunks.pack(chunk)
-        packed = [chunks.take(v, chunk) for v in (offset, log_total, softmax, f.target, f.even)]
+        packed = list(per_token[:, chunks.tokens(chunk)])
         for first in range(0, opts.vocab, plan.columns):
             part = z[:, : min(plan.columns, opts.vocab - first)]
             make_gradients(chunks, chunk, part, first, packed)
