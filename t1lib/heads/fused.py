@@ -36,8 +36,9 @@ def fused(
                 a token; the loss alone needs 16 MiB)
     chunks      number of chunks of tokens instead, rounded to whole tiles of rows; the bytes follow
     accumulate  None: the weight's gradient adds up in the weight's dtype (float32 for a float32 weight, also under
-                autocast), one rounding a chunk in 16 bits. "float32": each of its entries is one float32 sum, by the
-                path with four products
+                autocast). In 16 bits the large product rounds once a chunk; what the targets themselves add, and all of
+                the rows of the 1024 most frequent targets, add up in float32 and are rounded once. "float32": each
+                entry is one float32 sum, by the path with four products
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, and for
     float64, head `chunked` computes instead. Raises `T1Error` for a bad argument, a workspace too small (saying the
