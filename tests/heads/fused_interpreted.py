@@ -66,6 +66,34 @@ def test_a_logit_far_above_the_targets(reduction):
     assert_close(run("fused", p, reduction=reduction), run("full", p.to(torch.float64), reduction=reduction), 1e-4)
 
 
+@pytest.mark.parametrize("shift", [1e3, -1e3])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_large_offsets(shift, reduction):
+    p = problem(20, 257, 16, dtype=torch.float32)
+    p.b += shift  # logits of 1000 have a last digit of 6e-5
+    assert_close(run("fused", p, reduction=reduction), run("full", p.to(torch.float64), reduction=reduction), 3e-4)
+
+
+def test_a_certain_target():
+    """p → 1: the loss is 0 and the gradients vanish, as `torch.nn.functional.cross_entropy` answers."""
+    p = problem(20, 257, 16, dtype=torch.float32, bias=False, ignored=False)
+    p.e *= 300
+    p.target[:] = (p.e @ p.w.T).argmax(1)
+    loss, *gradients = run("fused", p)
+    want = torch.nn.functional.cross_entropy((p.e @ p.w.T).double(), p.target)
+    assert want < 0.01 and (loss - want).abs() <= 1e-3  # logits of thousands
+    assert all(g.isfinite().all() for g in gradients if g is not None)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_none(bad):
+    """NaN and inf show where they show with `full`."""
+    p = problem(20, 257, 16, dtype=torch.float32, bias=False, ignored=False)
+    p.e[3, 2] = bad
+    for got, want in zip(run("fused", p), run("full", p), strict=True):
+        assert got is None or torch.equal(got.isfinite(), want.isfinite())
+
+
 def test_all_tokens_ignored():
     p = problem(5, 257, 16, dtype=torch.float32)
     p.target[:] = -100
