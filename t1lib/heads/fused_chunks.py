@@ -48,20 +48,25 @@ def tile(matrix: Tensor, height: int, width: int, tma: bool) -> Any:
 
 
 class Chunks:
-    """Tokens that count, sorted by target and dealt in turn to chunks of nearly equal length; one is packed at a time.
+    """Tokens that count, dealt in turn to chunks of nearly equal length; one is packed at a time.
 
-    key, order (N): targets in order, the vocabulary's size for tokens that are ignored; which token each is. Sizes that
-    depend on how many tokens count stay on the device, in `info` (`kernels.rows.deal`). `memory`: the buffers of the
-    plan, `fused_plan.allocate`.
+    by_target     whether they are sorted by target first
+    key, order    (N): targets in order, the vocabulary's size for tokens that are ignored (0 and 1 where they are not
+                  sorted); which token each is
+    info          sizes that depend on how many tokens count, which stay on the device (`kernels.rows.deal`)
+    memory        the buffers of the plan, `fused_plan.allocate`
     """
 
-    def __init__(self, operands: Operands, memory: dict[str, Tensor], count: int) -> None:
+    def __init__(self, operands: Operands, memory: dict[str, Tensor], count: int, by_target: bool) -> None:
         opts, tiles = operands.opts, operands.tiles
         self.operands, self.memory, self.count = operands, memory, count
         self.x, self.target, self.flag = memory["x"], memory["target"], memory["flag"]
         self.capacity = self.target.shape[1]
         self.scaled = self.x.shape[0] > self.capacity
-        key = torch.where(opts.valid, opts.target.clamp(0, opts.vocab - 1), opts.vocab).int()
+        if by_target:
+            key = torch.where(opts.valid, opts.target.clamp(0, opts.vocab - 1), opts.vocab).int()
+        else:
+            key = (~opts.valid).to(torch.uint8)  # one pass of the sort instead of four
         self.key, self.order = torch.sort(key, stable=True)
         self.info = torch.empty(4, dtype=torch.int32, device=key.device)
         number = opts.valid.sum(dtype=torch.int32)

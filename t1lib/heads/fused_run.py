@@ -214,7 +214,7 @@ def early(
     """Statistics and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
     opts, like = o.opts, o.e
     memory = allocate(early_layout(shape, plan), like.device)
-    chunks = Chunks(o, memory, plan.chunks)
+    chunks = Chunks(o, memory, plan.chunks, by_target=needs[1] or needs[2])
     sweep = Sweep(chunks)
     frequent = Frequent(chunks) if needs[1] else None
     z, de, per_row = memory["z"], memory.get("de"), memory["per_row"]
@@ -247,7 +247,7 @@ def early(
 def loss_only(o: Operands, shape: Shape, plan: Late) -> Found:
     """Statistics of all tokens: one product."""
     memory = allocate(late_layout(shape, plan), o.e.device)
-    chunks = Chunks(o, memory, plan.chunks)
+    chunks = Chunks(o, memory, plan.chunks, by_target=False)
     sweep = Sweep(chunks)
     for chunk in range(plan.chunks):
         chunks.pack(chunk)
@@ -262,7 +262,7 @@ def late(
     """Gradients from the saved log-sum-exp: the logits again, one range of columns after another; three products."""
     opts, like = o.opts, o.e
     memory = allocate(late_layout(shape, plan), like.device)
-    chunks = Chunks(o, memory, plan.chunks)
+    chunks = Chunks(o, memory, plan.chunks, by_target=False)
     z, de = memory["z"], memory.get("de")
     f = factors_of(opts, upstream)
     softmax = f.softmax
