@@ -53,6 +53,6 @@ def _refuse(opts: Options, chunked: bool) -> None:
         "return_stats": opts.return_stats,
     }
     for name, given in lacking.items():
-        require(not given, f"head 'torch' has no {name}; heads that take it: full, chunked")
+        require(not given, f"head 'torch' has no {name}; heads that take it: full, chunked, fused")
     whole = not (chunked and opts.label_smoothing)
     require(whole, "head 'torch' has no label_smoothing with chunked=True; pass chunked=False, or use head 'chunked'")
