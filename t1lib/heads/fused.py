@@ -1,6 +1,5 @@
 """Head `fused`: Triton kernels that never hold the logits, at the speed of the matrix products."""
 
-import importlib.util
 import os
 import warnings
 
@@ -11,9 +10,9 @@ from t1lib.errors import choose, require
 from t1lib.heads import checks
 from t1lib.heads.chunked import chunked as chunked_head
 from t1lib.heads.contract import HeadStats, reject_unknown
+from t1lib.heads.scale import triton
 
 OWN = ["chunks", "accumulate"]
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def fused(
@@ -74,7 +73,7 @@ def runs_on(input: Tensor) -> bool:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not input.is_cuda and not interpreted:
         return False
-    if not HAS_TRITON:
+    if triton is None:
         warnings.warn("head 'fused' needs Triton, which is not installed; 'chunked' computes instead", stacklevel=4)
         return False
     return True

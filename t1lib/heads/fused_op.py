@@ -34,8 +34,6 @@ def call(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) ->
     return (loss, HeadStats(lse, logprob, correct)) if stats else loss
 
 
-
-
 def _operands(
     input: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None,
     token_weight: Tensor | None, settings: tuple, compute: torch.dtype | None,

@@ -40,20 +40,24 @@ TILES: dict[tuple[str, int], Tiles] = {
 
 
 class Device(NamedTuple):
-    """What a plan needs to know: a key of `TILES`, multiprocessors, and whether tiles are copied by descriptor."""
+    """What a plan needs to know: a key of `TILES`, and multiprocessors."""
 
     kind: str
     units: int
-    tma: bool
+
+    @property
+    def tma(self) -> bool:
+        """Whether tiles are copied by descriptor."""
+        return self.kind == "hopper"
 
 
 def device_of(device: torch.device) -> Device:
     """Describe a CUDA device; any other one is Triton's interpreter."""
     if device.type != "cuda":
-        return Device("interpreter", 4, False)
+        return Device("interpreter", 4)
     properties = torch.cuda.get_device_properties(device)
     kind = "hopper" if properties.major == 9 else "other"
-    return Device(kind, properties.multi_processor_count, properties.major == 9)
+    return Device(kind, properties.multi_processor_count)
 
 
 class Shape(NamedTuple):

@@ -183,15 +183,13 @@ def add_targets(
     chunks: Chunks, tau: Tensor, frequent: Frequent | None, dw: Tensor | None, db: Tensor | None
 ) -> None:
     """After all chunks: what the targets themselves add to dW and dBias, rounded once."""
-    o, c, h = chunks.operands, chunks, frequent
-    tokens = len(c.key)
-    if dw is not None:
-        targets.target_rows[(tokens, triton.cdiv(o.hidden, BLOCK))](
-            dw, h.sums, o.e, c.order, c.key, c.segment_end, tau, h.slot, c.info, o.hidden, *o.e.stride(),
-            h.sums.stride(0), dw.stride(0), HEIGHT=4, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
-    if db is not None:
-        targets.target_entries[(tokens,)](db, c.key, c.segment_end, tau, c.info, BLOCK=128)
+    o, c = chunks.operands, chunks
+    sums, slot = (None, None) if frequent is None else (frequent.sums, frequent.slot)
+    targets.target_rows[(len(c.key), 1 if dw is None else triton.cdiv(o.hidden, BLOCK))](
+        dw, db, sums, o.e, c.order, c.key, c.segment_end, tau, slot, c.info, o.hidden, *o.e.stride(),
+        *(0 if m is None else m.stride(0) for m in (sums, dw)),
+        HEIGHT=4, BLOCK=BLOCK, DW=dw is not None, DB=db is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def class_sums(o: Operands) -> Tensor:
@@ -238,8 +236,9 @@ def early(
             add_frequent(chunks, chunk, frequent, share)
         if needs[2]:
             sum_of_rows(z, chunks.info, chunk, per_row[0], onto=db)
-    add_targets(chunks, tau, frequent, dw, db)
-    if db is not None:
+    if needs[1] or needs[2]:
+        add_targets(chunks, tau, frequent, dw, db)
+    if needs[2]:
         db = finish_bias(db, f, opts).to(b_like.dtype)
     return sweep.found, (out, dw, db)
 

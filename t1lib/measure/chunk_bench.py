@@ -15,13 +15,14 @@ from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy
 from t1lib.heads.fused import runs_on
 from t1lib.heads.fused_plan import TILES, device_of
+from t1lib.measure.floors import products_ms
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.records import Records
-from t1lib.measure.timing import LeadIn, PhaseTimer, synchronize, time_ms
+from t1lib.measure.relative import relative_error
+from t1lib.measure.timing import LeadIn, PhaseTimer, settle, time_ms
 
 IGNORED = -100
-ROWS = 8192  # of a gradient compared at a time: there is no room for another float64 copy of it
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class OutputLayer:
         self.w = (torch.randn(vocabulary, hidden, device=self.device) * 0.02).to(self.dtype).requires_grad_()
         self.y = torch.randint(vocabulary, (tokens,), device=self.device)
         self.upstream = torch.rand(tokens, device=self.device) + 0.5
-        self._logits = self._copy = None
+        self._results: tuple[Tensor, Tensor, Tensor] | None = None
         self._lead = LeadIn(self.device)
 
     def padding(self, sequences: int) -> Tensor:
@@ -96,8 +97,7 @@ class OutputLayer:
         """
         self.e.grad = self.w.grad = None
         y = self.y if target is None else target
-        synchronize(self.device)
-        self._lead.queue()
+        settle(self.device, self._lead)
         timer = PhaseTimer(self.device)
         loss = call(self.e, self.w, y)
         timer.mark("forward")
@@ -111,17 +111,12 @@ class OutputLayer:
         return times
 
     def floor_times(self) -> dict[str, float]:
-        """Time in ms of the three matrix products, one sample each, and of a copy of w on the device (`copy`)."""
+        """Time in ms of the three matrix products, and of a copy of w on the device (`copy`)."""
         e, w = self.e.detach(), self.w.detach()
-        if self._logits is None:
-            self._logits, self._copy = e @ w.T, torch.empty_like(w)
-        products = {
-            "logits": lambda: torch.mm(e, w.T, out=self._logits),
-            "dE": lambda: torch.mm(self._logits, w),
-            "dW": lambda: torch.mm(self._logits.T, e),
-            "copy": lambda: self._copy.copy_(w),
-        }
-        return {name: time_ms(product, self.device, self._lead) for name, product in products.items()}
+        if self._results is None:
+            self._results = e @ w.T, torch.empty_like(e), torch.empty_like(w)
+        times = products_ms(e, w, self._results, self._lead)
+        return times | {"copy": time_ms(lambda: self._results[2].copy_(w), self.device, self._lead)}
 
     def memory(self, call: Call) -> dict[str, int]:
         """Bytes beyond the inputs: `workspace`, the peak without the two gradients that must exist; `kept`, what lives
@@ -180,14 +175,7 @@ class OutputLayer:
 
 def compare(found: Result, exact: Result) -> dict[str, float]:
     """Relative differences of loss, dE and dW: ‖found − exact‖ / ‖exact‖, in float64."""
-    differences = {}
-    for name, one, other in zip(Result._fields, found, exact, strict=True):
-        above = below = 0.0
-        slices = zip(torch.atleast_1d(one).split(ROWS), torch.atleast_1d(other).split(ROWS), strict=True)
-        for a, b in ((a.double(), b.double()) for a, b in slices):
-            above, below = above + (a - b).square().sum(), below + b.square().sum()
-        differences[name] = float((above / below) ** 0.5)
-    return differences
+    return {name: relative_error(a, b) for name, a, b in zip(Result._fields, found, exact, strict=True)}
 
 
 def admit(records: Records, variant: str, phase: str, measure: Callable[[], dict[str, float]], bound: float) -> bool:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from t1lib.measure.memory import pinned_empty
-from t1lib.measure.timing import interleaved_ms, median_ms, synchronize
+from t1lib.measure.timing import LeadIn, PhaseTimer, interleaved_ms, median_ms, settle, synchronize
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,23 @@ def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) ->
     alone_out = max(timed(4, False, True)[1] for _ in range(3))
     both = [timed(8, True, True) for _ in range(3)]
     return Link(alone_in, alone_out, max(b[0] for b in both), max(b[1] for b in both))
+
+
+def products_ms(e: Tensor, w: Tensor, results: tuple[Tensor, Tensor, Tensor], lead: LeadIn) -> dict[str, float]:
+    """Times in ms of the three products of e (N, D) and w (V, D), one after another as a head's are, behind `lead`.
+
+    results   where they go: logits (N, V), dE (N, D), dW (V, D)
+    """
+    z, d_e, d_w = results
+    settle(e.device, lead)
+    timer = PhaseTimer(e.device)
+    torch.mm(e, w.T, out=z)
+    timer.mark("logits")
+    torch.mm(z, w, out=d_e)
+    timer.mark("dE")
+    torch.mm(z.T, e, out=d_w)
+    timer.mark("dW")
+    return timer.stop()[1]
 
 
 def three_products_ms(

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from t1lib.errors import UnavailableError, choose
 from t1lib.heads import linear_cross_entropy
+from t1lib.measure.floors import products_ms
 from t1lib.measure.head_cases import Case, Shape
 from t1lib.measure.head_data import operands
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
+from t1lib.measure.relative import relative_error
 from t1lib.measure.softmax import sparsity
-from t1lib.measure.timing import LeadIn, PhaseTimer, synchronize, time_ms
+from t1lib.measure.timing import LeadIn, PhaseTimer, settle, synchronize, time_ms
 
 REFERENCES = ("float64", "float32")
 CHUNK_BYTES = 2**30  # of the reference's logits at a time
@@ -44,7 +46,6 @@ class HeadBench:
             self.before = 0
         self.e, self.w, self.y = operands(data, shape, self.dtype, self.device, seed, path)
         (self.tokens, self.hidden), self.vocabulary = self.e.shape, self.w.shape[0]
-        self._floors: tuple[Tensor, Tensor, Tensor] | None = None
         self._functions: dict[str, Callable[..., Any]] = {}
         self._plain_reference: dict[str, Tensor] = {}
 
@@ -183,9 +184,7 @@ class HeadBench:
         if not case.gradients:
             with torch.no_grad():
                 return {"loss": time_ms(call, self.device, lead)}
-        synchronize(self.device)
-        if lead is not None:
-            lead.queue()
+        settle(self.device, lead)
         timer = PhaseTimer(self.device)
         loss = call()
         timer.mark("forward")
@@ -202,28 +201,13 @@ class HeadBench:
         self._clear()
         lead = LeadIn(self.device)
         samples = []
+        e, w = self.e.detach(), self.w.detach()
+        results = e @ w.T, torch.empty_like(e), torch.empty_like(w)
         for _ in range(repeats):
-            samples.append(("floor", self._floor(lead)))
+            samples.append(("floor", products_ms(e, w, results, lead)))
             samples += [(case.key, self.step(case, lead)) for case in cases]
         self._clear()
         return samples
-
-    def _floor(self, lead: LeadIn) -> dict[str, float]:
-        """Times in ms of the three products: logits, dE, dW."""
-        e, w = self.e.detach(), self.w.detach()
-        if self._floors is None:
-            self._floors = e @ w.T, torch.empty_like(e), torch.empty_like(w)
-        z, d_e, d_w = self._floors
-        synchronize(self.device)
-        lead.queue()
-        timer = PhaseTimer(self.device)
-        torch.mm(e, w.T, out=z)
-        timer.mark("logits")
-        torch.mm(z, w, out=d_e)
-        timer.mark("dE")
-        torch.mm(z.T, e, out=d_w)
-        timer.mark("dW")
-        return timer.stop()[1]
 
     def sparsity(self) -> dict[str, list | float]:
         """How sparse the softmax of these operands is: `t1lib.measure.softmax.sparsity`."""
@@ -278,12 +262,3 @@ class WorkspaceBench:
             nbytes, status, _ = bench.attempt(case, lambda case=case: bench.workspace(case))
             found[case.key] = nbytes if status == "ok" else status
         return found
-
-
-def relative_error(found: Tensor, wanted: Tensor, rows: int = 16384) -> float:
-    """Frobenius norm of the difference over that of `wanted`, a block of rows at a time: no wide copy of the whole."""
-    if wanted.dim() == 0:
-        found, wanted = found.reshape(1), wanted.reshape(1)
-    blocks = zip(found.split(rows), wanted.split(rows), strict=True)
-    difference = sum((a.to(b.dtype) - b).pow(2).sum() for a, b in blocks)
-    return float((difference / wanted.pow(2).sum()).sqrt()) if difference != 0 else 0.0

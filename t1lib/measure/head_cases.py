@@ -108,6 +108,11 @@ def comparison(methods: list[str], workspaces: list[str]) -> list[Case]:
     return [*plain, *map(fused, workspaces), filtered(workspaces[0])]
 
 
+def unique(cases: list[Case]) -> list[Case]:
+    """Each case once, in order."""
+    return list({case.key: case for case in cases}.values())
+
+
 def parse_shape(text: str) -> Shape:
     """A shape from "name tokens vocabulary hidden", such as "G 8192 256000 2304"."""
     words = text.split()
@@ -152,7 +157,7 @@ class Plan:
             if shape in bar.shapes:
                 found += [fused(bar.workspace)] if bar.over == "plain" else []
                 found += bar.cases()
-        return list({case.key: case for case in found}.values())
+        return unique(found)
 
 
 def make_plan(shapes: list[str], methods: list[str], bars: list[str], compared: list[str] = ()) -> Plan:

@@ -5,7 +5,6 @@ products. Metrics: workspace_mib, forward_ms, backward_ms, both_ms, error_loss, 
 `loss_` those of the loss alone, whose time is `loss_ms`.
 """
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -139,8 +138,3 @@ def add_sparsity(records: Records, data: str, facts: dict[str, Any]) -> None:
         records.add(data, "probability", value, "", "sparsity", rank)
     for name, value in facts.items():
         records.add(data, name, value, "", "sparsity")
-
-
-def unique(cases: Iterable[Case]) -> list[Case]:
-    """Each case once, in order."""
-    return list({case.key: case for case in cases}.values())

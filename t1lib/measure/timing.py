@@ -165,11 +165,16 @@ class LeadIn:
             self._product()
 
 
-def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn | None = None) -> float:
-    """Time of one call in ms, from an idle device (or from the end of a lead-in) to an idle device."""
+def settle(device: torch.device, lead: LeadIn | None = None) -> None:
+    """Before a sample: wait until the device is idle, then start the lead-in, if there is one."""
     synchronize(device)
     if lead is not None:
         lead.queue()
+
+
+def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn | None = None) -> float:
+    """Time of one call in ms, from an idle device (or from the end of a lead-in) to an idle device."""
+    settle(device, lead)
     start = _mark(device)
     function()
     end = _mark(device)

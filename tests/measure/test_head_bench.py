@@ -8,11 +8,12 @@ import torch
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure import head_run
-from t1lib.measure.head_bench import HeadBench, WorkspaceBench, relative_error
+from t1lib.measure.head_bench import HeadBench, WorkspaceBench
 from t1lib.measure.head_cases import OPTIONS, Case, Shape, comparison, make_plan
 from t1lib.measure.head_data import operands, save_operands
 from t1lib.measure.head_run import Gate, add_bars, measure_times, measure_workspaces
 from t1lib.measure.records import Records, statuses
+from t1lib.measure.relative import relative_error
 from t1lib.measure.softmax import sparsity
 
 SHAPE = Shape("A", 48, 300, 16)

@@ -41,6 +41,12 @@ def target_logits(
 
 
 @triton.jit
+def settled_offset(highest, guess):
+    """The guess, or a row's largest logit where that is so far above it that exponentials would overflow."""
+    return tl.where(highest - guess > HEADROOM, highest, guess)
+
+
+@triton.jit
 def exponentials(
     x, w, z, bias, class_weight, offset, flag, total, top, pull, info,
     chunk, capacity, vocab, hidden, row_blocks, splits, x_stride, w_stride, z_stride, softcap,
@@ -69,7 +75,7 @@ def exponentials(
         highest = tl.full([M], -float("inf"), tl.float32)
         for part in range(splits):
             highest = tl.maximum(highest, tl.load(top + part * capacity + rows))
-        shift = tl.where(highest - shift > HEADROOM, highest, shift)
+        shift = settled_offset(highest, shift)
     tiles = tl.cdiv(vocab, N)
     sums = tl.zeros([M], tl.float32)
     tops = tl.full([M], -float("inf"), tl.float32)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.tiles import live_rows, load_tile, store_tile
+from t1lib.heads.kernels.tiles import even_share, live_rows, load_tile, store_tile
 
 
 @triton.jit
@@ -67,11 +67,7 @@ def products(
                 b = load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N, TMA)
                 acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
             if EVEN:
-                r = v * M + tl.arange(0, M)
-                c = n * N + tl.arange(0, N)
-                per_class = tl.full([M], 1.0, tl.float32)
-                if WEIGHTED:
-                    per_class *= tl.load(class_weight + first + r, mask=first + r < vocab, other=0.0)
-                acc -= per_class[:, None] * tl.load(even_sum + c, mask=c < hidden, other=0.0)[None, :]
+                r = first + v * M + tl.arange(0, M)
+                acc -= even_share(even_sum, class_weight, r, r < vocab, n * N + tl.arange(0, N), hidden, WEIGHTED)
             store_tile(dw, first + v * M, n * N, tl.minimum(vocab, first + columns_held), hidden, dw_stride, acc,
                        ADD_DW, PIECES_DW, TMA_DW)  # fmt: skip

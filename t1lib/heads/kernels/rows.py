@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.forward import HEADROOM
+from t1lib.heads.kernels.forward import settled_offset
 from t1lib.heads.kernels.tiles import LOG2E, first_row, live_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -63,8 +63,7 @@ def finish_rows(
     log_total = tl.log2(tl.sum(tl.load(total + where, mask=inside, other=0.0), 0))
     highest = tl.max(tl.load(top + where, mask=inside, other=-float("inf")), 0)
     z2 = tl.load(at + position)
-    shift = tl.load(offset + position)
-    shift = tl.where(highest - shift > HEADROOM, highest, shift)  # as `exponentials` made it again
+    shift = settled_offset(highest, tl.load(offset + position))
     token = tl.load(order + position)
     tl.store(out_offset + token, shift)
     tl.store(out_log_total + token, log_total)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.tiles import live_rows, load_tile
+from t1lib.heads.kernels.tiles import even_share, live_rows, load_tile
 
 
 @triton.jit
@@ -34,19 +34,18 @@ def frequent_rows(
     at = sums + h.to(tl.int64)[:, None] * sums_stride + d[None, :]
     acc += tl.load(at, mask=inside, other=0.0)
     if EVEN:
-        per_class = tl.full([M], 1.0, tl.float32)
-        if WEIGHTED:
-            per_class *= tl.load(class_weight + tl.load(frequent + h, mask=h < count, other=0))
-        acc -= per_class[:, None] * tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
+        y = tl.load(frequent + h, mask=h < count, other=0)
+        acc -= even_share(even_sum, class_weight, y, h < count, d, hidden, WEIGHTED)
     tl.store(at, acc, mask=inside)
 
 
 @triton.jit
 def target_rows(
-    dw, sums, e, order, key, segment_end, tau, slot, info, hidden, e_row, e_column, sums_stride, dw_stride,
-    HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    dw, db, sums, e, order, key, segment_end, tau, slot, info, hidden, e_row, e_column, sums_stride, dw_stride,
+    HEIGHT: tl.constexpr, BLOCK: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
 ):  # fmt: skip
     """dw[y] ← (sums[slot[y]] where that is not −1, else dw[y]) + Σ_{n: y_n = y} τ_n e_n for every target y.
+    db[y] += Σ τ_n.
 
     Program (token in order, block of columns). Tokens are sorted by target, and the first of each target writes.
     """
@@ -60,33 +59,23 @@ def target_rows(
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < hidden
     parts = tl.zeros([HEIGHT, BLOCK], tl.float32)
+    factors = tl.zeros([HEIGHT], tl.float32)
     for start in range(i, end, HEIGHT):
         n = start + tl.arange(0, HEIGHT)
-        token = tl.load(order + n, mask=n < end, other=0)
-        at = e + token[:, None] * e_row + d[None, :] * e_column
-        row = tl.load(at, mask=(n < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        parts += row * tl.load(tau + n, mask=n < end, other=0.0)[:, None]
-    out = dw + y.to(tl.int64) * dw_stride + d
-    where = tl.load(slot + y).to(tl.int64)
-    if where >= 0:
-        before = tl.load(sums + where * sums_stride + d, mask=inside, other=0.0)
-    else:
-        before = tl.load(out, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out, (before + tl.sum(parts, 0)).to(dw.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def target_entries(out, key, segment_end, tau, info, BLOCK: tl.constexpr):
-    """out[y] += Σ_{n: y_n = y} τ_n for every target y; program per token in order, a target's first one writes."""
-    i = tl.program_id(0)
-    if i >= tl.load(info):
-        return
-    y = tl.load(key + i)
-    if tl.load(key + i - 1, mask=i > 0, other=-1) == y:
-        return
-    end = tl.load(segment_end + i)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(i, end, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        sums += tl.load(tau + n, mask=n < end, other=0.0)
-    tl.store(out + y, tl.load(out + y) + tl.sum(sums, 0))
+        factor = tl.load(tau + n, mask=n < end, other=0.0)
+        factors += factor
+        if DW:
+            token = tl.load(order + n, mask=n < end, other=0)
+            at = e + token[:, None] * e_row + d[None, :] * e_column
+            row = tl.load(at, mask=(n < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            parts += row * factor[:, None]
+    if DW:
+        out = dw + y.to(tl.int64) * dw_stride + d
+        where = tl.load(slot + y).to(tl.int64)
+        if where >= 0:
+            before = tl.load(sums + where * sums_stride + d, mask=inside, other=0.0)
+        else:
+            before = tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out, (before + tl.sum(parts, 0)).to(dw.dtype.element_ty), mask=inside)
+    if DB and tl.program_id(1) == 0:
+        tl.store(db + y, tl.load(db + y) + tl.sum(factors, 0))

@@ -65,6 +65,16 @@ def store_tile(
 
 
 @triton.jit
+def even_share(even_sum, class_weight, classes, inside, d, hidden, WEIGHTED: tl.constexpr):
+    """(classes, d): c ⊗ even_sum, what label smoothing takes evenly from these rows of dW; c is 1 unless WEIGHTED."""
+    share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
+    per_class = tl.full(classes.shape, 1.0, tl.float32)
+    if WEIGHTED:
+        per_class *= tl.load(class_weight + classes, mask=inside, other=0.0)
+    return per_class[:, None] * share
+
+
+@triton.jit
 def tanh(x):
     """Exact to a few float32 roundings of 1; saturates without overflow."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
