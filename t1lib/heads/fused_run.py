@@ -6,10 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
+from t1lib.heads import fused_launch as launch
 from t1lib.heads.contract import Options
 from t1lib.heads.fused_chunks import BLOCK, Chunks, Frequent, Operands, tile
 from t1lib.heads.fused_plan import Early, Late, Shape, allocate, early_layout, late_layout
-from t1lib.heads.kernels import forward, products, recompute, rows, targets
+from t1lib.heads.kernels import rows, targets
 
 
 class Found(NamedTuple):
@@ -49,55 +50,16 @@ class Sweep:
 
     def run(self, chunk: int, splits: int, z: Tensor | None) -> None:
         """Statistics of a packed chunk, and its exponentials in z where that is given."""
-        c, o = self.chunks, self.chunks.operands
-        opts, t = o.opts, o.tiles
-        blocks = c.capacity // t.m
-        x = c.hidden_states
-        tma_w = o.tma(o.w)
+        c = self.chunks
+        for redo in (False, True):  # the second time, programs of rows in range end at once
+            launch.exponentials(c, chunk, splits, z, self.offset, self.parts, redo)
         total, top, pull = self.parts
-        smoothed = bool(opts.label_smoothing)
-
-        def launch(redo: bool) -> None:
-            forward.exponentials[(blocks * splits,)](
-                tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
-                None if z is None else tile(z, t.m, t.n, o.device.tma), o.b, opts.class_weight, self.offset,
-                c.flag, total, top, pull, c.info, chunk, c.capacity, opts.vocab, o.hidden, blocks, splits,
-                x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), opts.softcap or 0.0,
-                M=t.m, N=t.n, K=t.k, STORE=z is not None, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None,
-                PULL=smoothed, WEIGHTED=opts.class_weight is not None, RAGGED=opts.vocab % t.n != 0, REDO=redo,
-                TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision, num_warps=t.warps, num_stages=t.stages,
-            )  # fmt: skip
-
-        launch(redo=False)
-        launch(redo=True)  # programs of rows in range end at once
         f = self.found
         rows.finish_rows[(c.capacity,)](
             total, top, pull, self.at, self.offset, c.order, c.info, f.offset, f.log_total, f.logprob,
             f.correct, f.pull, chunk, c.capacity, splits,
-            SPLITS=triton.next_power_of_2(splits), PULL=smoothed,
+            SPLITS=triton.next_power_of_2(splits), PULL=bool(c.operands.opts.label_smoothing),
         )  # fmt: skip
-
-
-def launch_products(
-    chunks: Chunks, chunk: int, z: Tensor, first: int, de: Tensor | None, dw: Tensor | None, *,
-    parts: int = 1, add_de: bool = False, add_dw: bool = False, even_sum: Tensor | None = None,
-) -> None:  # fmt: skip
-    """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, columns as w's rows from `first` on."""
-    o, t = chunks.operands, chunks.operands.tiles
-    tma, tma_w, tma_dw = o.device.tma, o.tma(o.w), dw is not None and o.tma(dw)
-    pieces = 1 if dw is None else dw.element_size()
-    products.products[(o.device.units,)](
-        tile(z, t.m, t.k, tma), tile(z, t.k, t.m, tma), tile(o.w, t.k, t.n, tma_w), tile(chunks.x, t.k, t.n, tma),
-        None if de is None else tile(de, t.m, t.n // 4, tma),
-        None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
-        even_sum, o.opts.class_weight, chunks.info,
-        chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1], z.shape[0], chunks.x.shape[0], parts,
-        z.stride(0), o.w.stride(0), chunks.x.stride(0), *(0 if m is None else m.stride(0) for m in (de, dw)),
-        M=t.m, N=t.n, K=t.k, DE=de is not None, DW=dw is not None, ADD_DE=add_de, ADD_DW=add_dw,
-        EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
-        TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4, PIECES_DW=pieces, PRECISION=o.precision,
-        num_warps=t.warps, num_stages=t.product_stages,
-    )  # fmt: skip
 
 
 def factors_of(opts: Options, upstream: Tensor | float) -> Factors:
@@ -229,7 +191,7 @@ def early(
         sweep.run(chunk, work.splits, z)
         scale_rows(chunks, sweep.found, f, z, per_row, tau, chunk, frequent)
         if needs[0] or needs[1]:
-            launch_products(chunks, chunk, z, 0, de, dw, parts=work.parts, add_dw=chunk > 0, even_sum=share)
+            launch.products_of(chunks, chunk, z, 0, de, dw, parts=work.parts, add_dw=chunk > 0, even_sum=share)
         if needs[0]:
             finish_input(chunks, chunk, de, out, work.parts, per_row, tau, even_vector)
         if needs[1]:
@@ -276,27 +238,11 @@ def late(
         packed = list(per_token[:, chunks.tokens(chunk)])
         for first in range(0, opts.vocab, plan.columns):
             part = z[:, : min(plan.columns, opts.vocab - first)]
-            make_gradients(chunks, chunk, part, first, packed)
+            launch.gradients(chunks, chunk, part, first, packed)
             if needs[0] or needs[1]:
-                launch_products(chunks, chunk, part, first, de, dw, add_de=first > 0, add_dw=chunk > 0)
+                launch.products_of(chunks, chunk, part, first, de, dw, add_de=first > 0, add_dw=chunk > 0)
             if needs[2]:
                 sum_of_rows(part, chunks.info, chunk, onto=db[first : first + plan.columns])
         if needs[0]:
             finish_input(chunks, chunk, de, out, 1, None, None, None)
     return out, dw, None if db is None else db.to(b_like.dtype)
-
-
-def make_gradients(chunks: Chunks, chunk: int, z: Tensor, first: int, packed: list[Tensor]) -> None:
-    """z ← dL / d(raw logits) of a packed chunk, for as many columns from `first` on as z has."""
-    o, opts, t = chunks.operands, chunks.operands.opts, chunks.operands.tiles
-    tma_w = o.tma(o.w)
-    x = chunks.hidden_states
-    recompute.logit_gradients[(o.device.units,)](
-        tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w), tile(z, t.m, t.n, o.device.tma), o.b,
-        opts.class_weight, *packed, chunks.target, chunks.info,
-        chunk, chunks.capacity, opts.vocab, o.hidden, first, z.shape[1],
-        x.stride(0), o.w.stride(0), z.stride(0), opts.softcap or 0.0, opts.filter_eps or 0.0,
-        M=t.m, N=t.n, K=t.k, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None, EVEN=bool(opts.label_smoothing),
-        WEIGHTED=opts.class_weight is not None, FILTER=opts.filter_eps is not None, TMA=o.device.tma, TMA_W=tma_w,
-        PRECISION=o.precision, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip

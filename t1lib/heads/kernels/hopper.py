@@ -1,0 +1,435 @@
+"""The large products on Hopper, in Gluon: one warp copies tiles in, two warpgroups multiply and finish them.
+
+A tile of M × N is two halves of rows, one for each warpgroup. Nothing but the ring of copied operands ties the two
+together: while one finishes its half (exponentials, rounding, the way out), the other one multiplies. The kernels do
+what those of the same names in `forward`, `recompute` and `products` do on any GPU; arguments as there. Operands and
+results are of 16 bits and come by descriptor, in boxes: half a tile's rows, a quarter of its columns for results.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+HEADROOM = gl.constexpr(96.0)  # these two as in `forward`
+NEVER = gl.constexpr(1e30)
+
+
+@builtin
+def _reduce_add(descriptor, coordinates, source, _semantic=None):
+    """The copy engine's addition to global memory, which Gluon has no name for."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
+
+
+@gluon.jit
+def _first_row(info, chunk):
+    return chunk * gl.load(info + 1) + gl.minimum(chunk, gl.load(info + 2)) * gl.load(info + 3)
+
+
+@gluon.jit
+def _live_rows(info, chunk):
+    longer = gl.where(chunk < gl.load(info + 2), gl.load(info + 3), 0)
+    return gl.maximum(gl.minimum(gl.load(info) - _first_row(info, chunk), gl.load(info + 1) + longer), 0)
+
+
+# -- the ring of operands: stages of (two halves of A, B), a barrier for "full" and one for "empty" each ----------------
+
+
+@gluon.jit
+def _ring(a, b, S: gl.constexpr):
+    """Shared memory for S boxes of the descriptors: A twice, B once; and their barriers."""
+    a0 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
+    a1 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
+    b0 = gl.allocate_shared_memory(b.dtype, [S] + b.block_shape, b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(S):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    fence_async_shared()
+    return a0, a1, b0, full, empty
+
+
+@gluon.jit
+def _fill(it, ring, a, row0, column0, row1, column1, b, row, column, S: gl.constexpr):
+    """Copy the next stage: A's halves from (row0, column0) and (row1, column1), B from (row, column)."""
+    a0, a1, b0, full, empty = ring
+    s = it % S
+    mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+    bar = full.index(s)
+    mbarrier.expect(bar, 2 * a.block_type.nbytes + b.block_type.nbytes)
+    tma.async_copy_global_to_shared(a, [row0, column0], bar, a0.index(s))
+    tma.async_copy_global_to_shared(a, [row1, column1], bar, a1.index(s))
+    tma.async_copy_global_to_shared(b, [row, column], bar, b0.index(s))
+    return it + 1
+
+
+@gluon.jit
+def _multiply(it, steps, a, b, full, empty, N: gl.constexpr, AT: gl.constexpr, BT: gl.constexpr, S: gl.constexpr):
+    """(64, N) float32: the sum over `steps` stages of a half of A times B, either of them transposed (AT, BT)."""
+    acc = gl.zeros((64, N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+    for k in range(steps):
+        s = it % S
+        mbarrier.wait(full.index(s), it // S & 1)
+        left = a.index(s).permute((1, 0)) if AT else a.index(s)
+        right = b.index(s).permute((1, 0)) if BT else b.index(s)
+        acc = warpgroup_mma(left, right, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)
+        it += 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=steps > 0)
+    return acc, it
+
+
+@gluon.jit
+def _put(target, row, column, buffer, value, ADD: gl.constexpr):
+    tma.store_wait(1)  # the piece before the last has left this buffer
+    buffer.store(value.to(target.dtype))
+    fence_async_shared()
+    if ADD:
+        _reduce_add(target, [row, column], buffer)
+    else:
+        tma.async_copy_shared_to_global(target, [row, column], buffer)
+
+
+@gluon.jit
+def _put_tile(target, row, column, buffers, value, ADD: gl.constexpr):
+    """Write or add a (64, N) tile, in four pieces that take turns in two buffers."""
+    Q: gl.constexpr = value.shape[1] // 4
+    left, right = value.reshape((64, 2, 2 * Q)).permute((0, 2, 1)).split()
+    p0, p1 = left.reshape((64, 2, Q)).permute((0, 2, 1)).split()
+    p2, p3 = right.reshape((64, 2, Q)).permute((0, 2, 1)).split()
+    _put(target, row, column, buffers.index(0), p0, ADD)
+    _put(target, row, column + Q, buffers.index(1), p1, ADD)
+    _put(target, row, column + 2 * Q, buffers.index(0), p2, ADD)
+    _put(target, row, column + 3 * Q, buffers.index(1), p3, ADD)
+
+
+@gluon.jit
+def _finish_logits(acc, columns, bias, vocab, softcap, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
+    """As `tiles.finish_logits`."""
+    if BIAS:
+        acc += gl.expand_dims(gl.load(bias + columns, mask=columns < vocab, other=0.0).to(gl.float32), 0)
+    if SOFTCAP:
+        t = 1.0 - 2.0 / (gl.exp2(acc * (2.0 * LOG2E / softcap)) + 1.0)
+        slope = 1.0 - t * t
+        z2 = t * (softcap * LOG2E)
+    else:
+        slope = acc
+        z2 = acc * LOG2E
+    return z2, slope
+
+
+# -- exponentials -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _copy_exponentials(x, w, ring, row, begin, end, hidden, N: gl.constexpr, S: gl.constexpr):
+    it = 0
+    for tile in range(begin, end):
+        for k in range(0, hidden, 64):
+            it = _fill(it, ring, x, row, k, row + 64, k, w, tile * N, k, S)
+
+
+@gluon.jit
+def _make_exponentials(
+    a, ring, buffers, z, bias, class_weight, offset, flag, total, top, pull,
+    row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, softcap,
+    N: gl.constexpr, S: gl.constexpr, STORE: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
+    PULL: gl.constexpr, WEIGHTED: gl.constexpr, RAGGED: gl.constexpr, REDO: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    shift = gl.load(offset + start + rows, mask=rows < live, other=NEVER)
+    if REDO:
+        highest = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+        for part in range(splits):
+            highest = gl.maximum(highest, gl.load(top + part * capacity + rows))
+        shift = gl.where(highest - shift > HEADROOM, highest, shift)
+    sums = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
+    pulls = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
+    tops = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+    it = 0
+    for tile in range(begin, end):
+        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, False, True, S)
+        columns = tile * N + gl.arange(0, N, gl.SliceLayout(0, layout))
+        inside = gl.expand_dims(columns < vocab, 0)
+        z2, slope = _finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
+        if PULL:
+            pulled = z2
+            if WEIGHTED:
+                weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
+                pulled = pulled * gl.expand_dims(weight, 0)
+            if RAGGED:
+                pulled = gl.where(inside, pulled, 0.0)
+            pulls += gl.sum(pulled, 1)
+        if RAGGED:
+            z2 = gl.where(inside, z2, -float("inf"))
+        tops = gl.maximum(tops, gl.max(z2, 1))
+        p = gl.exp2(z2 - gl.expand_dims(shift, 1))
+        sums += gl.sum(p, 1)
+        if STORE:
+            if SOFTCAP:
+                p *= slope
+            _put_tile(z, row, tile * N, buffers, p, False)
+    gl.store(total + at + rows, sums)
+    gl.store(top + at + rows, tops)
+    if PULL:
+        gl.store(pull + at + rows, pulls)
+    if not REDO:
+        over = gl.max((tops - shift > HEADROOM).to(gl.int32), 0)
+        if over > 0:
+            gl.store(flag + m, over)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def exponentials(
+    x, w, z, bias, class_weight, offset, flag, total, top, pull, info,
+    chunk, capacity, vocab, hidden, row_blocks, splits, softcap,
+    N: gl.constexpr, S: gl.constexpr, STORE: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
+    PULL: gl.constexpr, WEIGHTED: gl.constexpr, RAGGED: gl.constexpr, REDO: gl.constexpr,
+):  # fmt: skip
+    """As `forward.exponentials`."""
+    m = gl.program_id(0) % row_blocks
+    split = gl.program_id(0) // row_blocks
+    live = _live_rows(info, chunk)
+    tiles = gl.cdiv(vocab, N)
+    begin = split * tiles // splits
+    end = (split + 1) * tiles // splits
+    needed = m * 128 < live
+    if REDO:
+        needed = needed & (gl.load(flag + m) != 0)
+    if needed:
+        ring = _ring(x, w, S)
+        if STORE:
+            c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
+            c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
+        else:
+            c0 = ring[3]
+            c1 = ring[3]
+        row = m * 128
+        start = _first_row(info, chunk)
+        at = split * capacity
+        gl.warp_specialize([
+            (_make_exponentials, (
+                ring[0], ring, c0, z, bias, class_weight, offset, flag, total, top, pull,
+                row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, softcap,
+                N, S, STORE, BIAS, SOFTCAP, PULL, WEIGHTED, RAGGED, REDO,
+            )),
+            (_make_exponentials, (
+                ring[1], ring, c1, z, bias, class_weight, offset, flag, total, top, pull,
+                row + 64, live, start, m, begin, end, at, capacity, vocab, hidden, splits, softcap,
+                N, S, STORE, BIAS, SOFTCAP, PULL, WEIGHTED, RAGGED, REDO,
+            )),
+            (_copy_exponentials, (x, w, ring, row, begin, end, hidden, N, S)),
+        ], [4, 1], [240, 24])  # fmt: skip
+
+
+# -- gradients of the logits, once the log-sum-exp is known ---------------------------------------------------------------
+
+
+@gluon.jit
+def _copy_gradients(x, w, ring, blocks, total, first, hidden, N: gl.constexpr, S: gl.constexpr):
+    it = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        row = index % blocks * 128
+        column = first + index // blocks * N
+        for k in range(0, hidden, 64):
+            it = _fill(it, ring, x, row, k, row + 64, k, w, column, k, S)
+
+
+@gluon.jit
+def _make_gradients(
+    a, ring, buffers, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor, target,
+    half, live, blocks, total, first, vocab, hidden, softcap, filter_eps,
+    N: gl.constexpr, S: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN: gl.constexpr,
+    WEIGHTED: gl.constexpr, FILTER: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    it = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        row = index % blocks * 128 + half
+        column = index // blocks * N
+        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, False, True, S)
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        columns = first + column + gl.arange(0, N, gl.SliceLayout(0, layout))
+        z2, slope = _finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
+        hit = gl.expand_dims(columns, 0) == gl.expand_dims(gl.load(target + rows), 1)
+        shift = gl.load(offset + rows, mask=rows < live, other=NEVER)
+        p = gl.exp2((z2 - gl.expand_dims(shift, 1)) - gl.expand_dims(gl.load(log_total + rows), 1))
+        p = gl.where(hit, p - 1.0, p)
+        by_p = gl.load(softmax_factor + rows)
+        fix = gl.expand_dims(by_p - gl.load(target_factor + rows), 1)
+        gradient = p * gl.expand_dims(by_p, 1) + gl.where(hit, fix, 0.0)
+        if EVEN:
+            even = gl.expand_dims(gl.load(even_factor + rows, mask=rows < live, other=0.0), 1)
+            if WEIGHTED:
+                weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
+                even = even * gl.expand_dims(weight, 0)
+            gradient -= even
+        if SOFTCAP:
+            gradient *= slope
+        if FILTER:
+            gradient = gl.where((p < filter_eps) & (p > -filter_eps), 0.0, gradient)
+        _put_tile(z, row, column, buffers, gradient, False)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def logit_gradients(
+    x, w, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor, target, info,
+    chunk, vocab, hidden, first, columns_held, softcap, filter_eps,
+    N: gl.constexpr, S: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN: gl.constexpr,
+    WEIGHTED: gl.constexpr, FILTER: gl.constexpr,
+):  # fmt: skip
+    """As `recompute.logit_gradients`."""
+    live = _live_rows(info, chunk)
+    blocks = gl.cdiv(live, 128)
+    total = blocks * gl.cdiv(columns_held, N)
+    ring = _ring(x, w, S)
+    c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
+    c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
+    gl.warp_specialize([
+        (_make_gradients, (
+            ring[0], ring, c0, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor,
+            target, 0, live, blocks, total, first, vocab, hidden, softcap, filter_eps,
+            N, S, BIAS, SOFTCAP, EVEN, WEIGHTED, FILTER,
+        )),
+        (_make_gradients, (
+            ring[1], ring, c1, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor,
+            target, 64, live, blocks, total, first, vocab, hidden, softcap, filter_eps,
+            N, S, BIAS, SOFTCAP, EVEN, WEIGHTED, FILTER,
+        )),
+        (_copy_gradients, (x, w, ring, blocks, total, first, hidden, N, S)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# -- dE = z w and dW = zᵀ x -----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _tile_of(i, mine, early, idle):
+    """The i-th tile of dW of this program: `mine` of the first `early` ones go to the `idle` last programs."""
+    grid = gl.num_programs(0)
+    extra = gl.program_id(0) - (grid - idle) + i * idle
+    return gl.where(i < mine, extra, early + gl.program_id(0) + (i - mine) * grid)
+
+
+@gluon.jit
+def _copy_products(
+    z, w, x, ring, rows, blocks, across, units, parts, unit_steps, steps, first, mine, early, idle, tiles,
+    N: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    it = 0
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        row = unit % blocks * 128
+        column = unit // blocks % across * N
+        part = unit // (blocks * across)
+        for k in range(part * unit_steps, gl.minimum((part + 1) * unit_steps, steps)):
+            it = _fill(it, ring, z, row, k * 64, row + 64, k * 64, w, first + k * 64, column, S)
+    for i in range(tiles):
+        tile = _tile_of(i, mine, early, idle)
+        row = tile // across * 128
+        column = tile % across * N
+        for k in range(0, rows, 64):
+            it = _fill(it, ring, z, k, row, k, row + 64, x, k, column, S)
+
+
+@gluon.jit
+def _make_products(
+    a, ring, buffers, de, dw, even_sum, class_weight, half, rows, blocks, across, units, parts, unit_steps, steps,
+    first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
+    N: gl.constexpr, S: gl.constexpr, DE: gl.constexpr, DW: gl.constexpr, ADD_DE: gl.constexpr, ADD_DW: gl.constexpr,
+    EVEN: gl.constexpr, WEIGHTED: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    it = 0
+    if DE:
+        for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+            row = unit % blocks * 128 + half
+            part = unit // (blocks * across)
+            held = gl.maximum(gl.minimum((part + 1) * unit_steps, steps) - part * unit_steps, 0)
+            acc, it = _multiply(it, held, a, ring[2], ring[3], ring[4], N, False, False, S)
+            r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+            d = unit // blocks % across * N + gl.arange(0, N, gl.SliceLayout(0, layout))
+            inside = gl.expand_dims(r < capacity, 1) & gl.expand_dims(d < hidden, 0)
+            at = gl.expand_dims((part * capacity + r).to(gl.int64) * de_stride, 1) + gl.expand_dims(d, 0)
+            if ADD_DE:  # nobody else adds to it: the same bits on every run
+                gl.atomic_add(de + at, acc, mask=inside, sem="relaxed")
+            else:
+                gl.store(de + at, acc, mask=inside)
+    for i in range(tiles):
+        tile = _tile_of(i, mine, early, idle)
+        row = tile // across * 128 + half
+        column = tile % across * N
+        acc, it = _multiply(it, gl.cdiv(rows, 64), a, ring[2], ring[3], ring[4], N, True, False, S)
+        if EVEN:
+            v = first + row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+            d = column + gl.arange(0, N, gl.SliceLayout(0, layout))
+            share = gl.expand_dims(gl.load(even_sum + d, mask=d < hidden, other=0.0), 0)
+            if WEIGHTED:
+                share = share * gl.expand_dims(gl.load(class_weight + v, mask=v < vocab, other=0.0), 1)
+            acc -= share
+        if DW:
+            _put_tile(dw, first + row, column, buffers, acc, ADD_DW)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def products(
+    z, w, x, de, dw, even_sum, class_weight, info,
+    chunk, capacity, vocab, hidden, first, columns_held, parts, de_stride,
+    N: gl.constexpr, S: gl.constexpr, DE: gl.constexpr, DW: gl.constexpr, ADD_DE: gl.constexpr, ADD_DW: gl.constexpr,
+    EVEN: gl.constexpr, WEIGHTED: gl.constexpr,
+):  # fmt: skip
+    """As `products.products`. Columns of z beyond the vocabulary's end must not reach dw: they are not written."""
+    grid = gl.num_programs(0)
+    rows = _live_rows(info, chunk)
+    across = gl.cdiv(hidden, N)
+    blocks = gl.cdiv(rows, 128)
+    steps = gl.cdiv(columns_held, 64)
+    unit_steps = gl.cdiv(steps, parts)
+    units = blocks * across * parts if DE else 0
+    count = gl.cdiv(columns_held, 128) * across if DW else 0
+    if ADD_DW:
+        count = gl.where(rows == 0, 0, count)
+    idle = grid - units % grid
+    more = gl.minimum(unit_steps // (gl.cdiv(rows, 64) + 2), count // idle) if DE else 0
+    more = gl.where(units % grid == 0, 0, more)
+    early = more * idle
+    mine = gl.where(gl.program_id(0) >= grid - idle, more, 0)
+    tiles = mine + gl.cdiv(gl.maximum(count - early - gl.program_id(0), 0), grid)
+    ring = _ring(z, w, S)
+    if DW:
+        c0 = gl.allocate_shared_memory(dw.dtype, [2] + dw.block_shape, dw.layout)
+        c1 = gl.allocate_shared_memory(dw.dtype, [2] + dw.block_shape, dw.layout)
+    else:
+        c0 = ring[3]
+        c1 = ring[3]
+    gl.warp_specialize([
+        (_make_products, (
+            ring[0], ring, c0, de, dw, even_sum, class_weight, 0, rows, blocks, across, units, parts, unit_steps, steps,
+            first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
+            N, S, DE, DW, ADD_DE, ADD_DW, EVEN, WEIGHTED,
+        )),
+        (_make_products, (
+            ring[1], ring, c1, de, dw, even_sum, class_weight, 64, rows, blocks, across, units, parts, unit_steps, steps,
+            first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
+            N, S, DE, DW, ADD_DE, ADD_DW, EVEN, WEIGHTED,
+        )),
+        (_copy_products, (
+            z, w, x, ring, rows, blocks, across, units, parts, unit_steps, steps, first, mine, early, idle, tiles, N, S,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
