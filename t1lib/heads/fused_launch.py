@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from t1lib.heads.fused_chunks import Chunks, Operands, tile
@@ -57,8 +56,8 @@ def exponentials(
         return
     tma_w = o.tma(o.w)
     forward.exponentials[(blocks * splits,)](
-        tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w), None if z is None else tile(z, t.m, t.n, o.device.tma),
-        *vectors, *sizes, x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
+        tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
+        None if z is None else tile(z, t.m, t.n, o.device.tma), *vectors, *sizes, x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
         M=t.m, N=t.n, K=t.k, **flags, TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -113,7 +112,8 @@ def gradients(chunks: Chunks, chunk: int, z: Tensor, first: int, packed: list[Te
     tma_w = o.tma(o.w)
     recompute.logit_gradients[(o.device.units,)](
         tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w), tile(z, t.m, t.n, o.device.tma), *vectors,
-        chunk, chunks.capacity, opts.vocab, o.hidden, first, z.shape[1], x.stride(0), o.w.stride(0), z.stride(0), *numbers,
+        chunk, chunks.capacity, opts.vocab, o.hidden, first, z.shape[1],
+        x.stride(0), o.w.stride(0), z.stride(0), *numbers,
         M=t.m, N=t.n, K=t.k, **flags, TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip

@@ -42,7 +42,7 @@ def _live_rows(info, chunk):
     return gl.maximum(gl.minimum(gl.load(info) - _first_row(info, chunk), gl.load(info + 1) + longer), 0)
 
 
-# -- the ring of operands: stages of (two halves of A, B), a barrier for "full" and one for "empty" each ----------------
+# -- the ring of operands: stages of two halves of A and one B, each with a barrier for full and one for empty --------
 
 
 @gluon.jit
@@ -131,7 +131,7 @@ def _finish_logits(acc, columns, bias, vocab, softcap, BIAS: gl.constexpr, SOFTC
     return z2, slope
 
 
-# -- exponentials -------------------------------------------------------------------------------------------------------
+# -- exponentials -----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -237,7 +237,7 @@ def exponentials(
         ], [4, 1], [240, 24])  # fmt: skip
 
 
-# -- gradients of the logits, once the log-sum-exp is known ---------------------------------------------------------------
+# -- gradients of the logits, once the log-sum-exp is known -----------------------------------------------------------
 
 
 @gluon.jit
@@ -316,7 +316,7 @@ def logit_gradients(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-# -- dE = z w and dW = zᵀ x -----------------------------------------------------------------------------------------------
+# -- dE = z w and dW = zᵀ x -------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -420,13 +420,13 @@ def products(
         c1 = ring[3]
     gl.warp_specialize([
         (_make_products, (
-            ring[0], ring, c0, de, dw, even_sum, class_weight, 0, rows, blocks, across, units, parts, unit_steps, steps,
-            first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
+            ring[0], ring, c0, de, dw, even_sum, class_weight, 0, rows, blocks, across, units, parts, unit_steps,
+            steps, first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
             N, S, DE, DW, ADD_DE, ADD_DW, EVEN, WEIGHTED,
         )),
         (_make_products, (
-            ring[1], ring, c1, de, dw, even_sum, class_weight, 64, rows, blocks, across, units, parts, unit_steps, steps,
-            first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
+            ring[1], ring, c1, de, dw, even_sum, class_weight, 64, rows, blocks, across, units, parts, unit_steps,
+            steps, first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
             N, S, DE, DW, ADD_DE, ADD_DW, EVEN, WEIGHTED,
         )),
         (_copy_products, (
