@@ -57,7 +57,8 @@ def exponentials(
     tma_w = o.tma(o.w)
     forward.exponentials[(blocks * splits,)](
         tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
-        None if z is None else tile(z, t.m, t.n, o.device.tma), *vectors, *sizes, x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
+        None if z is None else tile(z, t.m, t.n, o.device.tma), *vectors, *sizes,
+        x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
         M=t.m, N=t.n, K=t.k, **flags, TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip

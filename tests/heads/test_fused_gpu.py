@@ -26,6 +26,16 @@ def test_error_is_at_most_that_of_full(own, name, reduction, dtype):
         assert error <= bound * usual + 1e-6 * x.norm(), f"{what}: {error / usual:.3f} times full's error"
 
 
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_kernels_for_any_gpu(name, reduction, monkeypatch):
+    """Those that run where the ones for Hopper cannot."""
+    from t1lib.heads import fused_launch  # needs Triton
+
+    monkeypatch.setattr(fused_launch, "hopper", None)
+    test_error_is_at_most_that_of_full({"chunks": 4}, name, reduction, torch.bfloat16)
+
+
 @pytest.mark.parametrize("chunks", [1, 4, 16])
 def test_weight_gradient_is_as_exact_as_fulls_at_any_number_of_chunks(chunks):
     """Targets as frequent as in a text: their rows of dW grow with every chunk."""
