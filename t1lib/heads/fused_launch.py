@@ -77,12 +77,6 @@ def products_of(
         WEIGHTED=o.opts.class_weight is not None,
     )  # fmt: skip
     strides = tuple(0 if m is None else m.stride(0) for m in (de, dw))
-    if _apart(o, z, dw):
-        hopper.products[(o.device.units,)](
-            _box(z, HALF, STEP), _box(o.w, STEP, t.n), _box(x, STEP, t.n), de, _box(dw, HALF, QUARTER), *vectors,
-            *sizes, parts, strides[0], N=t.n, S=STAGES, **flags, num_warps=4,
-        )  # fmt: skip
-        return
     tma, tma_w, tma_dw = o.device.tma, o.tma(o.w), dw is not None and o.tma(dw)
     pieces = 1 if dw is None else dw.element_size()
     products.products[(o.device.units,)](

@@ -6,10 +6,8 @@ what those of the same names in `forward`, `recompute` and `products` do on any 
 results are of 16 bits and come by descriptor, in boxes: half a tile's rows, a quarter of its columns for results.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -21,14 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 LOG2E = gl.constexpr(1.4426950408889634)
 HEADROOM = gl.constexpr(96.0)  # these two as in `forward`
 NEVER = gl.constexpr(1e30)
-
-
-@builtin
-def _reduce_add(descriptor, coordinates, source, _semantic=None):
-    """The copy engine's addition to global memory, which Gluon has no name for."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
 
 
 @gluon.jit
@@ -75,15 +65,13 @@ def _fill(it, ring, a, row0, column0, row1, column1, b, row, column, S: gl.const
 
 
 @gluon.jit
-def _multiply(it, steps, a, b, full, empty, N: gl.constexpr, AT: gl.constexpr, BT: gl.constexpr, S: gl.constexpr):
-    """(64, N) float32: the sum over `steps` stages of a half of A times B, either of them transposed (AT, BT)."""
+def _multiply(it, steps, a, b, full, empty, N: gl.constexpr, S: gl.constexpr):
+    """(64, N) float32: the sum over `steps` stages of a half of A times B transposed."""
     acc = gl.zeros((64, N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
     for k in range(steps):
         s = it % S
         mbarrier.wait(full.index(s), it // S & 1)
-        left = a.index(s).permute((1, 0)) if AT else a.index(s)
-        right = b.index(s).permute((1, 0)) if BT else b.index(s)
-        acc = warpgroup_mma(left, right, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma(a.index(s), b.index(s).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)
         it += 1
@@ -93,27 +81,24 @@ def _multiply(it, steps, a, b, full, empty, N: gl.constexpr, AT: gl.constexpr, B
 
 
 @gluon.jit
-def _put(target, row, column, buffer, value, ADD: gl.constexpr):
+def _put(target, row, column, buffer, value):
     tma.store_wait(1)  # the piece before the last has left this buffer
     buffer.store(value.to(target.dtype))
     fence_async_shared()
-    if ADD:
-        _reduce_add(target, [row, column], buffer)
-    else:
-        tma.async_copy_shared_to_global(target, [row, column], buffer)
+    tma.async_copy_shared_to_global(target, [row, column], buffer)
 
 
 @gluon.jit
-def _put_tile(target, row, column, buffers, value, ADD: gl.constexpr):
-    """Write or add a (64, N) tile, in four pieces that take turns in two buffers."""
+def _put_tile(target, row, column, buffers, value):
+    """Write a (64, N) tile, in four pieces that take turns in two buffers."""
     Q: gl.constexpr = value.shape[1] // 4
     left, right = value.reshape((64, 2, 2 * Q)).permute((0, 2, 1)).split()
     p0, p1 = left.reshape((64, 2, Q)).permute((0, 2, 1)).split()
     p2, p3 = right.reshape((64, 2, Q)).permute((0, 2, 1)).split()
-    _put(target, row, column, buffers.index(0), p0, ADD)
-    _put(target, row, column + Q, buffers.index(1), p1, ADD)
-    _put(target, row, column + 2 * Q, buffers.index(0), p2, ADD)
-    _put(target, row, column + 3 * Q, buffers.index(1), p3, ADD)
+    _put(target, row, column, buffers.index(0), p0)
+    _put(target, row, column + Q, buffers.index(1), p1)
+    _put(target, row, column + 2 * Q, buffers.index(0), p2)
+    _put(target, row, column + 3 * Q, buffers.index(1), p3)
 
 
 @gluon.jit
@@ -162,7 +147,7 @@ def _make_exponentials(
     tops = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
     it = 0
     for tile in range(begin, end):
-        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, False, True, S)
+        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         columns = tile * N + gl.arange(0, N, gl.SliceLayout(0, layout))
         inside = gl.expand_dims(columns < vocab, 0)
         z2, slope = _finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
@@ -182,7 +167,7 @@ def _make_exponentials(
         if STORE:
             if SOFTCAP:
                 p *= slope
-            _put_tile(z, row, tile * N, buffers, p, False)
+            _put_tile(z, row, tile * N, buffers, p)
     gl.store(total + at + rows, sums)
     gl.store(top + at + rows, tops)
     if PULL:
@@ -262,7 +247,7 @@ def _make_gradients(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         row = index % blocks * 128 + half
         column = index // blocks * N
-        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, False, True, S)
+        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
         columns = first + column + gl.arange(0, N, gl.SliceLayout(0, layout))
         z2, slope = _finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
@@ -283,7 +268,7 @@ def _make_gradients(
             gradient *= slope
         if FILTER:
             gradient = gl.where((p < filter_eps) & (p > -filter_eps), 0.0, gradient)
-        _put_tile(z, row, column, buffers, gradient, False)
+        _put_tile(z, row, column, buffers, gradient)
     tma.store_wait(0)
 
 
@@ -313,123 +298,4 @@ def logit_gradients(
             N, S, BIAS, SOFTCAP, EVEN, WEIGHTED, FILTER,
         )),
         (_copy_gradients, (x, w, ring, blocks, total, first, hidden, N, S)),
-    ], [4, 1], [240, 24])  # fmt: skip
-
-
-# -- dE = z w and dW = zᵀ x -------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _tile_of(i, mine, early, idle):
-    """The i-th tile of dW of this program: `mine` of the first `early` ones go to the `idle` last programs."""
-    grid = gl.num_programs(0)
-    extra = gl.program_id(0) - (grid - idle) + i * idle
-    return gl.where(i < mine, extra, early + gl.program_id(0) + (i - mine) * grid)
-
-
-@gluon.jit
-def _copy_products(
-    z, w, x, ring, rows, blocks, across, units, parts, unit_steps, steps, first, mine, early, idle, tiles,
-    N: gl.constexpr, S: gl.constexpr,
-):  # fmt: skip
-    it = 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row = unit % blocks * 128
-        column = unit // blocks % across * N
-        part = unit // (blocks * across)
-        for k in range(part * unit_steps, gl.minimum((part + 1) * unit_steps, steps)):
-            it = _fill(it, ring, z, row, k * 64, row + 64, k * 64, w, first + k * 64, column, S)
-    for i in range(tiles):
-        tile = _tile_of(i, mine, early, idle)
-        row = tile // across * 128
-        column = tile % across * N
-        for k in range(0, rows, 64):
-            it = _fill(it, ring, z, k, row, k, row + 64, x, k, column, S)
-
-
-@gluon.jit
-def _make_products(
-    a, ring, buffers, de, dw, even_sum, class_weight, half, rows, blocks, across, units, parts, unit_steps, steps,
-    first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
-    N: gl.constexpr, S: gl.constexpr, DE: gl.constexpr, DW: gl.constexpr, ADD_DE: gl.constexpr, ADD_DW: gl.constexpr,
-    EVEN: gl.constexpr, WEIGHTED: gl.constexpr,
-):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    it = 0
-    if DE:
-        for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-            row = unit % blocks * 128 + half
-            part = unit // (blocks * across)
-            held = gl.maximum(gl.minimum((part + 1) * unit_steps, steps) - part * unit_steps, 0)
-            acc, it = _multiply(it, held, a, ring[2], ring[3], ring[4], N, False, False, S)
-            r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-            d = unit // blocks % across * N + gl.arange(0, N, gl.SliceLayout(0, layout))
-            inside = gl.expand_dims(r < capacity, 1) & gl.expand_dims(d < hidden, 0)
-            at = gl.expand_dims((part * capacity + r).to(gl.int64) * de_stride, 1) + gl.expand_dims(d, 0)
-            if ADD_DE:  # nobody else adds to it: the same bits on every run
-                gl.atomic_add(de + at, acc, mask=inside, sem="relaxed")
-            else:
-                gl.store(de + at, acc, mask=inside)
-    for i in range(tiles):
-        tile = _tile_of(i, mine, early, idle)
-        row = tile // across * 128 + half
-        column = tile % across * N
-        acc, it = _multiply(it, gl.cdiv(rows, 64), a, ring[2], ring[3], ring[4], N, True, False, S)
-        if EVEN:
-            v = first + row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-            d = column + gl.arange(0, N, gl.SliceLayout(0, layout))
-            share = gl.expand_dims(gl.load(even_sum + d, mask=d < hidden, other=0.0), 0)
-            if WEIGHTED:
-                share = share * gl.expand_dims(gl.load(class_weight + v, mask=v < vocab, other=0.0), 1)
-            acc -= share
-        if DW:
-            _put_tile(dw, first + row, column, buffers, acc, ADD_DW)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def products(
-    z, w, x, de, dw, even_sum, class_weight, info,
-    chunk, capacity, vocab, hidden, first, columns_held, parts, de_stride,
-    N: gl.constexpr, S: gl.constexpr, DE: gl.constexpr, DW: gl.constexpr, ADD_DE: gl.constexpr, ADD_DW: gl.constexpr,
-    EVEN: gl.constexpr, WEIGHTED: gl.constexpr,
-):  # fmt: skip
-    """As `products.products`. Columns of z beyond the vocabulary's end must not reach dw: they are not written."""
-    grid = gl.num_programs(0)
-    rows = _live_rows(info, chunk)
-    across = gl.cdiv(hidden, N)
-    blocks = gl.cdiv(rows, 128)
-    steps = gl.cdiv(columns_held, 64)
-    unit_steps = gl.cdiv(steps, parts)
-    units = blocks * across * parts if DE else 0
-    count = gl.cdiv(columns_held, 128) * across if DW else 0
-    if ADD_DW:
-        count = gl.where(rows == 0, 0, count)
-    idle = grid - units % grid
-    more = gl.minimum(unit_steps // (gl.cdiv(rows, 64) + 2), count // idle) if DE else 0
-    more = gl.where(units % grid == 0, 0, more)
-    early = more * idle
-    mine = gl.where(gl.program_id(0) >= grid - idle, more, 0)
-    tiles = mine + gl.cdiv(gl.maximum(count - early - gl.program_id(0), 0), grid)
-    ring = _ring(z, w, S)
-    if DW:
-        c0 = gl.allocate_shared_memory(dw.dtype, [2] + dw.block_shape, dw.layout)
-        c1 = gl.allocate_shared_memory(dw.dtype, [2] + dw.block_shape, dw.layout)
-    else:
-        c0 = ring[3]
-        c1 = ring[3]
-    gl.warp_specialize([
-        (_make_products, (
-            ring[0], ring, c0, de, dw, even_sum, class_weight, 0, rows, blocks, across, units, parts, unit_steps,
-            steps, first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
-            N, S, DE, DW, ADD_DE, ADD_DW, EVEN, WEIGHTED,
-        )),
-        (_make_products, (
-            ring[1], ring, c1, de, dw, even_sum, class_weight, 64, rows, blocks, across, units, parts, unit_steps,
-            steps, first, mine, early, idle, tiles, capacity, vocab, hidden, de_stride,
-            N, S, DE, DW, ADD_DE, ADD_DW, EVEN, WEIGHTED,
-        )),
-        (_copy_products, (
-            z, w, x, ring, rows, blocks, across, units, parts, unit_steps, steps, first, mine, early, idle, tiles, N, S,
-        )),
     ], [4, 1], [240, 24])  # fmt: skip
