@@ -47,35 +47,49 @@ def tile(matrix: Tensor, height: int, width: int, tma: bool) -> Any:
     return TensorDescriptor.from_tensor(matrix, [height, width]) if tma else matrix
 
 
-class Chunks:
-    """Tokens that count, dealt in turn to chunks of nearly equal length; one is packed at a time.
+class Order:
+    """Tokens that count, in the order in which chunks take them; the ignored ones come last.
 
     by_target     whether they are sorted by target first
     key, order    (N): targets in order, the vocabulary's size for tokens that are ignored (0 and 1 where they are not
                   sorted); which token each is
-    info          sizes that depend on how many tokens count, which stay on the device (`kernels.rows.deal`)
-    memory        the buffers of the plan, `fused_plan.allocate`
+    number        () int32: how many count
     """
 
-    def __init__(self, operands: Operands, memory: dict[str, Tensor], count: int, by_target: bool) -> None:
-        opts, tiles = operands.opts, operands.tiles
-        self.operands, self.memory, self.count = operands, memory, count
-        self.x, self.target, self.flag = memory["x"], memory["target"], memory["flag"]
-        self.capacity = self.target.shape[1]
-        self.scaled = self.x.shape[0] > self.capacity
+    def __init__(self, opts: Options, by_target: bool) -> None:
         if by_target:
             key = torch.where(opts.valid, opts.target.clamp(0, opts.vocab - 1), opts.vocab).int()
         else:
             key = (~opts.valid).to(torch.uint8)  # one pass of the sort instead of four
         self.key, self.order = torch.sort(key, stable=True)
-        self.info = torch.empty(4, dtype=torch.int32, device=key.device)
-        number = opts.valid.sum(dtype=torch.int32)
-        rows.deal[(1,)](number, self.info, self.capacity // tiles.m, M=tiles.m)
+        self.number = opts.valid.sum(dtype=torch.int32)
 
     @cached_property
     def segment_end(self) -> Tensor:
         """(N) int32: where the run of tokens with the same target ends."""
         return torch.searchsorted(self.key, self.key, right=True, out_int32=True)
+
+
+class Chunks:
+    """Tokens start … stop in order, dealt in turn to chunks of nearly equal length; one is packed at a time.
+
+    order, number   of these tokens
+    info            sizes that depend on how many tokens count, which stay on the device (`kernels.rows.deal`)
+    memory          the buffers of the plan, `fused_plan.allocate`
+    """
+
+    def __init__(
+        self, operands: Operands, tokens: Order, memory: dict[str, Tensor], start: int = 0, stop: int | None = None
+    ) -> None:
+        self.operands, self.memory = operands, memory
+        self.x, self.target, self.flag = memory["x"], memory["target"], memory["flag"]
+        self.capacity = self.target.shape[1]
+        self.scaled = self.x.shape[0] > self.capacity
+        self.order = tokens.order[start:stop]
+        whole = len(self.order) == len(tokens.order)
+        self.number = tokens.number if whole else (tokens.number - start).clamp(0, len(self.order))
+        self.info = torch.empty(4, dtype=torch.int32, device=self.order.device)
+        rows.deal[(1,)](self.number, self.info, self.capacity // operands.tiles.m, M=operands.tiles.m)
 
     @property
     def hidden_states(self) -> Tensor:
@@ -118,14 +132,12 @@ class Frequent:
 
     target, number  (H) int32, of which the first `number` (1) count
     slot            (V) int16: which of them a class is, else −1
-    columns         (capacity, H): a chunk's exponentials at these targets
     sums            (H, D) float32
     """
 
-    def __init__(self, chunks: Chunks) -> None:
-        key, vocab = chunks.key, chunks.operands.opts.vocab
-        self.columns, self.sums = chunks.memory["columns"], chunks.memory["sums"].zero_()
-        length = chunks.segment_end - torch.arange(len(key), dtype=torch.int32, device=key.device)
+    def __init__(self, tokens: Order, vocab: int, sums: Tensor) -> None:
+        key, self.sums = tokens.key, sums.zero_()
+        length = tokens.segment_end - torch.arange(len(key), dtype=torch.int32, device=key.device)
         length[1:].masked_fill_(key[1:] == key[:-1], 0)  # a run counts where it begins
         count, at = length.masked_fill_(key == vocab, 0).topk(self.sums.shape[0])
         repeated = count > 1

@@ -37,12 +37,13 @@ def _number(value: float | None) -> float:
 
 
 def exponentials(
-    chunks: Chunks, chunk: int, splits: int, z: Tensor | None, offset: Tensor, parts: Tensor, redo: bool
+    chunks: Chunks, chunk: int, splits: int, z: Tensor | None, room: int, offset: Tensor, parts: Tensor, redo: bool
 ) -> None:
     """`forward.exponentials` of a packed chunk; parts (3, splits · capacity): its sums."""
     o, opts, t, x = chunks.operands, chunks.operands.opts, chunks.operands.tiles, chunks.hidden_states
     blocks = chunks.capacity // t.m
     vectors = (o.b, opts.class_weight, offset, chunks.flag, *parts, chunks.info)
+    z_rows, z_columns = (1, 1) if z is None else z.shape
     sizes = (chunk, chunks.capacity, opts.vocab, o.hidden, blocks, splits)
     flags = dict(
         STORE=z is not None, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None, PULL=bool(opts.label_smoothing),
@@ -50,7 +51,8 @@ def exponentials(
     )  # fmt: skip
     if _apart(o, z):
         hopper.exponentials[(blocks * splits,)](
-            _box(x, HALF, STEP), _box(o.w, t.n, STEP), _box(z, HALF, QUARTER), *vectors, *sizes, _number(opts.softcap),
+            _box(x, HALF, STEP), _box(o.w, t.n, STEP), _box(z, HALF, QUARTER), *vectors, *sizes,
+            z_columns, room, _number(opts.softcap),
             N=t.n, S=STAGES, **flags, num_warps=4,
         )  # fmt: skip
         return
@@ -58,7 +60,7 @@ def exponentials(
     forward.exponentials[(blocks * splits,)](
         tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
         None if z is None else tile(z, t.m, t.n, o.device.tma), *vectors, *sizes,
-        x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
+        z_rows, z_columns, room, x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
         M=t.m, N=t.n, K=t.k, **flags, TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip

@@ -69,8 +69,9 @@ def _is_early(opts: Options | _Traced, compute: torch.dtype, exact_sum: bool, ne
     return any(needs) and not late and compute != torch.float16
 
 
-def _shape(o: fused_chunks.Operands, needs: list[bool]) -> fused_plan.Shape:
-    return fused_plan.Shape(len(o.e), o.opts.vocab, o.hidden, o.compute, needs[0], needs[1])
+def _shape(o: fused_chunks.Operands, needs: list[bool], linear_weight: Tensor) -> fused_plan.Shape:
+    room = o.hidden * linear_weight.element_size() // o.compute.itemsize * needs[1]
+    return fused_plan.Shape(len(o.e), o.opts.vocab, o.hidden, o.compute, needs[0], needs[1], room)
 
 
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
@@ -83,7 +84,7 @@ def forward_op(
     """(loss, lse, logprob, correct, offset, log_total, dE, dW, dBias); the gradients empty unless made here."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
-    shape, early = _shape(o, needs), _is_early(o.opts, o.compute, exact_sum, needs)
+    shape, early = _shape(o, needs, linear_weight), _is_early(o.opts, o.compute, exact_sum, needs)
     gradients: tuple[Tensor | None, ...] = (None,) * 3
     if early:
         plan = fused_plan.plan_early(shape, o.opts.workspace, o.device, o.tiles, chunks)
@@ -130,7 +131,7 @@ def backward_op(
     """(dE, dW, dBias) from the saved log-sum-exp; empty where not needed."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
-    shape = _shape(o, needs)
+    shape = _shape(o, needs, linear_weight)
     plan = fused_plan.plan_late(shape, o.opts.workspace, o.tiles, 1 if exact_sum else chunks)
     flat = upstream.reshape(-1) if reduction == "none" else upstream
     gradients = fused_run.late(o, shape, plan, tuple(needs), offset, log_total, flat, linear_weight, linear_bias)

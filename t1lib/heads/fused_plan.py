@@ -1,5 +1,6 @@
 """Plans of head `fused`: tile sizes by architecture, and chunk sizes from a budget of bytes."""
 
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ SLACK = 3 * 2**20  # CUDA's caching allocator may hand out so much more than ask
 FREQUENT = 1024  # targets whose rows of dW add up in float32 over the chunks, at most
 OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
 LAUNCHES = 60  # of a chunk's small kernels, in such steps
+MOVED = 3e6  # bytes copied within the device's memory in the time of such a step
 
 
 class Tiles(NamedTuple):
@@ -61,7 +63,10 @@ def device_of(device: torch.device) -> Device:
 
 
 class Shape(NamedTuple):
-    """Tokens N, vocabulary V, hidden size D, dtype of the products, and which of input and weight want a gradient."""
+    """Tokens N, vocabulary V, hidden size D, dtype of the products, and which of input and weight want a gradient.
+
+    room: numbers in `compute` for which a row of dW has room, where dW may lend its memory.
+    """
 
     tokens: int
     vocab: int
@@ -69,6 +74,7 @@ class Shape(NamedTuple):
     compute: torch.dtype
     de: bool
     dw: bool
+    room: int = 0
 
 
 class Buffer(NamedTuple):
@@ -90,15 +96,23 @@ class Buffer(NamedTuple):
 Layout = dict[str, Buffer]
 
 
-def allocate(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
-    """The buffers of a plan, uninitialised, in one piece of memory."""
-    memory = torch.empty(sum(b.nbytes for b in layout.values()), dtype=torch.uint8, device=device)
-    found, start = {}, 0
-    for name, b in layout.items():
-        whole = memory[start : start + b.height * b.stride * b.dtype.itemsize].view(b.dtype)
-        found[name] = whole.view(b.height, b.stride)[:, : b.width]
-        start += b.nbytes
-    return found
+def allocate(device: torch.device, *layouts: Layout) -> list[dict[str, torch.Tensor]]:
+    """The buffers of each layout, uninitialised, all in one piece of memory that the layouts use in turn."""
+    memory = torch.empty(max(_sum(x) for x in layouts), dtype=torch.uint8, device=device)
+
+    def place(layout: Layout) -> dict[str, torch.Tensor]:
+        found, start = {}, 0
+        for name, b in layout.items():
+            whole = memory[start : start + b.height * b.stride * b.dtype.itemsize].view(b.dtype)
+            found[name] = whole.view(b.height, b.stride)[:, : b.width]
+            start += b.nbytes
+        return found
+
+    return [place(x) for x in layouts]
+
+
+def _sum(layout: Layout) -> int:
+    return sum(b.nbytes for b in layout.values())
 
 
 class Work(NamedTuple):
@@ -108,8 +122,20 @@ class Work(NamedTuple):
     parts: int
 
 
+class Lent(NamedTuple):
+    """A first chunk of at most `capacity` tokens whose exponentials lie in what will be dW.
+
+    As (V, C) row by row they would be in the way of dW's first rows at once: they lie in panels of `width` columns,
+    each where dW's rows of the same classes will be, and a panel is moved to the workspace before it is multiplied.
+    """
+
+    capacity: int
+    width: int
+    work: Work
+
+
 class Early(NamedTuple):
-    """Gradients in the forward: `chunks` of tokens, at most `capacity` in each.
+    """Gradients in the forward: `lent` first, then `chunks` of the other tokens, at most `capacity` in each.
 
     Where every token counts the first `longer` of them are one row block longer than the others.
     """
@@ -119,9 +145,13 @@ class Early(NamedTuple):
     longer: int
     long: Work
     short: Work
+    lent: Lent | None = None
 
     def work(self, chunk: int) -> Work:
         return self.long if chunk < self.longer or not self.longer else self.short
+
+
+NO_CHUNKS = Early(0, 0, 0, Work(1, 1), Work(1, 1))
 
 
 class Late(NamedTuple):
@@ -173,18 +203,35 @@ def _rows(shape: Shape, capacity: int, splits: int, copies: int = 1) -> Layout:
     }
 
 
+def _early_layout(shape: Shape, capacity: int, columns: int, splits: int, parts: int) -> Layout:
+    """Of chunks of `capacity` tokens, exponentials in `columns` columns. The first buffer outlasts them."""
+    height = min(FREQUENT, shape.tokens) * shape.dw
+    layout = {"sums": Buffer(height, shape.hidden, torch.float32)} if shape.dw else {}
+    if capacity:
+        layout |= _rows(shape, capacity, splits, 1 + shape.dw)
+        layout |= {"z": Buffer(capacity, columns, shape.compute), "per_row": Buffer(2, capacity, torch.float32)}
+        layout |= {"columns": Buffer(capacity, height, shape.compute)} if shape.dw else {}
+        layout |= {"de": Buffer(parts * capacity, shape.hidden, torch.float32)} if shape.de else {}
+    return layout
+
+
 def early_layout(shape: Shape, plan: Early) -> Layout:
     """Buffers of a forward that makes gradients; `Frequent` and `kernels.rows.scale_rows` say what they hold."""
-    c = plan.capacity
-    layout = _rows(shape, c, max(plan.long.splits, plan.short.splits), 1 + shape.dw)
-    layout |= {"z": Buffer(c, shape.vocab, shape.compute), "per_row": Buffer(2, c, torch.float32)}
-    if shape.de:
-        layout["de"] = Buffer(plan.long.parts * c, shape.hidden, torch.float32)
-    if shape.dw:
-        height = min(FREQUENT, shape.tokens)
-        layout["columns"] = Buffer(c, height, shape.compute)
-        layout["sums"] = Buffer(height, shape.hidden, torch.float32)
-    return layout
+    splits = max(plan.long.splits, plan.short.splits)
+    return _early_layout(shape, plan.capacity, shape.vocab, splits, plan.long.parts)
+
+
+def lent_layout(shape: Shape, plan: Lent | None) -> Layout:
+    """The same of its first chunk; z holds one panel."""
+    return _early_layout(shape, plan.capacity, plan.width, *plan.work) if plan else {}
+
+
+def lent_panels(dw: torch.Tensor, plan: Lent, compute: torch.dtype) -> tuple[torch.Tensor, int]:
+    """dW's memory as panels, `plan.width` columns wide, and how many rows each is below the one before."""
+    numbers = dw.view(compute)
+    room = numbers.shape[1]
+    panels = -(-numbers.shape[0] // plan.width)
+    return numbers.as_strided(((panels - 1) * room + plan.capacity, plan.width), (plan.width, 1)), room
 
 
 def late_layout(shape: Shape, plan: Late) -> Layout:
@@ -197,64 +244,119 @@ def late_layout(shape: Shape, plan: Late) -> Layout:
     return layout
 
 
-def _bytes(shape: Shape, layout: Layout) -> int:
-    """Of a plan, with what is held outside of its layout."""
+def _bytes(shape: Shape, *layouts: Layout) -> int:
+    """Of a plan whose layouts are used in turn, with what is held outside of them."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden
-    return sum(b.nbytes for b in layout.values()) + loose + SLACK
+    return max(_sum(x) for x in layouts) + loose + SLACK
 
 
-def _chunk_cost(shape: Shape, tiles: Tiles, device: Device, blocks: int, work: Work) -> float:
-    """Steps of a multiprocessor that a chunk of `blocks` row blocks takes, a step being a product of m × n × k."""
-    across, columns, steps = -(-shape.hidden // tiles.n), -(-shape.vocab // tiles.n), -(-shape.vocab // tiles.k)
-    waves = -(-blocks * work.splits // device.units) * -(-columns // work.splits)
-    logits = waves * (-(-shape.hidden // tiles.k) + OVERHEAD)
-    unit = -(-steps // work.parts) + OVERHEAD
-    units = blocks * across * work.parts * shape.de
-    longest = -(-units // device.units) * unit
-    inner = blocks * tiles.m // tiles.k
-    dw = -(-shape.vocab // tiles.m) * across * (inner + OVERHEAD) * shape.dw
-    even = max((units * unit + dw) / device.units, 1.0)
-    products = max(longest, even * (1 + 0.6 * (1 - min(longest / even, 1)) / inner))  # units of dE hide dW's traffic
-    return logits + products * (1 + 0.002 * work.parts) + LAUNCHES
+class _Costs(NamedTuple):
+    """Time of a chunk of `blocks` row blocks in steps of a multiprocessor, a step being a product of m × n × k."""
+
+    shape: Shape
+    tiles: Tiles
+    device: Device
+
+    def logits(self, blocks: int, splits: int) -> float:
+        columns = -(-self.shape.vocab // self.tiles.n)
+        waves = -(-blocks * splits // self.device.units) * -(-columns // splits)
+        return waves * (-(-self.shape.hidden // self.tiles.k) + OVERHEAD) + LAUNCHES
+
+    def products(self, blocks: int, columns: int, parts: int) -> float:
+        shape, tiles, units = self.shape, self.tiles, self.device.units
+        across, steps = -(-shape.hidden // tiles.n), -(-columns // tiles.k)
+        unit = -(-steps // parts) + OVERHEAD
+        count = blocks * across * parts * shape.de
+        longest = -(-count // units) * unit
+        inner = blocks * tiles.m // tiles.k
+        dw = -(-columns // tiles.m) * across * (inner + OVERHEAD) * shape.dw
+        even = max((count * unit + dw) / units, 1.0)
+        hidden = min(longest / even, 1)  # units of dE hide dW's traffic
+        return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts)
+
+    def lent(self, plan: Lent) -> float:
+        blocks = plan.capacity // self.tiles.m
+        panels = -(-self.shape.vocab // plan.width)
+        moved = plan.capacity * self.shape.vocab * self.shape.compute.itemsize / MOVED
+        products = self.products(blocks, plan.width, plan.work.parts) + LAUNCHES / 4
+        return self.logits(blocks, plan.work.splits) + panels * products + moved
 
 
-def _early_plan(
-    shape: Shape, tiles: Tiles, device: Device, chunks: int, capacity: int, parts: int
-) -> tuple[float, Early]:
-    """(cost, plan) where the longest chunk's dE is in `parts` sums."""
-    columns = -(-shape.vocab // tiles.n)
-    short, longer = divmod(-(-max(shape.tokens, 1) // tiles.m), chunks)
+def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:
+    """(cost, plan) for some numbers of panels, and of tokens up to what the last panel has room for."""
+    shape, t = costs.shape, costs.tiles
+    step, columns = max(t.m, t.n), -(-shape.vocab // t.n)
+    found = []
+    for panels in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64) if shape.room else ():
+        width = up(-(-shape.vocab // panels), step)
+        last = shape.vocab - (-(-shape.vocab // width) - 1) * width
+        most = min(shape.room * last // width, up(max(shape.tokens, 1), t.m)) // t.m
+        for blocks in sorted({most * i // 8 for i in (2, 4, 6, 7, 8)} - {0}):
+            splits = splits_of(blocks, columns, costs.device.units)
+            for parts in range(1, 4 if shape.de else 2):
+                plan = Lent(blocks * t.m, width, Work(splits, parts))
+                found.append((costs.lent(plan), plan))
+    return found
 
-    def best(blocks: int, choices: range) -> tuple[float, Work]:
-        splits = splits_of(blocks, columns, device.units)
-        return min((_chunk_cost(shape, tiles, device, blocks, Work(splits, p)), Work(splits, p)) for p in choices)
 
-    cost, work = best(capacity // tiles.m, range(parts, parts + 1))
-    if not longer:
-        return cost * chunks, Early(capacity, chunks, 0, work, work)
-    cost_short, work_short = best(short, range(1, parts + 1))
-    return cost * longer + cost_short * (chunks - longer), Early(capacity, chunks, longer, work, work_short)
+def _plain_plans(costs: _Costs, chunks: int | None = None) -> Iterator[tuple[float, Early]]:
+    """(cost, plan) in chunks of all sizes (or in about `chunks` of them), nothing lent."""
+    shape, m = costs.shape, costs.tiles.m
+    columns, most = -(-shape.vocab // costs.tiles.n), 12 if shape.de else 1
+
+    def works(blocks: int) -> list[tuple[float, Work]]:
+        splits = splits_of(blocks, columns, costs.device.units)
+        logits = costs.logits(blocks, splits)
+        return [(logits + costs.products(blocks, shape.vocab, p), Work(splits, p)) for p in range(1, most + 1)]
+
+    for count, capacity in _pieces(shape.tokens, m, chunks):
+        short, longer = divmod(-(-max(shape.tokens, 1) // m), count)
+        by_parts = works(capacity // m)
+        short_by_parts = works(short) if longer else by_parts
+        for parts, (cost, work) in enumerate(by_parts, 1):
+            cost_short, work_short = min(short_by_parts[:parts]) if longer else (cost, work)
+            total = cost * (longer or count) + cost_short * (count - (longer or count))
+            yield total, Early(capacity, count, longer, work, work_short)
+
+
+def plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
+    """The fastest plan within the workspace (or of about `chunks` chunks, nothing lent). `T1Error` where none fits.
+
+    One for all numbers of tokens that make as many row blocks, so that texts of any length share a few plans.
+    """
+    return _plan_early(shape._replace(tokens=up(max(shape.tokens, 1), tiles.m)), workspace, device, tiles, chunks)
 
 
 @cache
-def plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
-    """The fastest plan within the workspace (or of about `chunks` chunks). `T1Error` where none fits."""
+def _plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
     budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
-    plans = [
-        _early_plan(shape, tiles, device, count, capacity, parts)
-        for count, capacity in _pieces(shape.tokens, tiles.m, chunks)
-        for parts in range(1, 13 if shape.de else 2)
-    ]
+    costs = _Costs(shape, tiles, device)
+    plans = list(_plain_plans(costs, chunks))
 
     def needs(plan: Early) -> int:
-        return _bytes(shape, early_layout(shape, plan))
+        return _bytes(shape, early_layout(shape, plan), lent_layout(shape, plan.lent))
 
-    fits = [(cost, plan) for cost, plan in plans if chunks is not None or needs(plan) <= budget]
+    if chunks is not None:
+        return min(plans)[1]
+    for capacity, (cost, lent) in _cheapest_lent(costs, budget).items():
+        left = shape.tokens - capacity
+        rest = _plain_plans(costs._replace(shape=shape._replace(tokens=left))) if left > 0 else [(0.0, NO_CHUNKS)]
+        plans += [(cost + more, plan._replace(lent=lent)) for more, plan in rest]
+    fits = [(cost, plan) for cost, plan in plans if needs(plan) <= budget]
     if fits:
-        return min(fits)[1]
+        return min(fits, key=lambda p: p[0])[1]
     least = min((plan for _, plan in plans), key=needs)
     need_workspace(workspace, needs(least), "fused")
     return least
+
+
+def _cheapest_lent(costs: _Costs, budget: int) -> dict[int, tuple[float, Lent]]:
+    """By number of tokens: the fastest that fits into the budget."""
+    found: dict[int, tuple[float, Lent]] = {}
+    for cost, plan in sorted(_lent_plans(costs), key=lambda p: p[0]):
+        if _bytes(costs.shape, lent_layout(costs.shape, plan)) <= budget:
+            found.setdefault(plan.capacity, (cost, plan))
+    return found
 
 
 @cache

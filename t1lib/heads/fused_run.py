@@ -8,8 +8,8 @@ from torch import Tensor
 
 from t1lib.heads import fused_launch as launch
 from t1lib.heads.contract import Options
-from t1lib.heads.fused_chunks import BLOCK, Chunks, Frequent, Operands, tile
-from t1lib.heads.fused_plan import Early, Late, Shape, allocate, early_layout, late_layout
+from t1lib.heads.fused_chunks import BLOCK, Chunks, Frequent, Operands, Order, tile
+from t1lib.heads.fused_plan import Early, Late, Lent, Shape, allocate, early_layout, late_layout, lent_layout, lent_panels
 from t1lib.heads.kernels import rows, targets
 
 
@@ -36,23 +36,25 @@ class Factors(NamedTuple):
     token: Tensor
 
 
-class Sweep:
-    """The forward over one chunk after another: buffers for the parts' sums, and the statistics found."""
+def nothing_found(like: Tensor) -> Found:
+    """Statistics to be filled in, (N) each."""
+    offset, log_total, logprob, pull = (torch.zeros(len(like), device=like.device) for _ in range(4))
+    return Found(offset, log_total, logprob, torch.zeros(len(like), dtype=torch.bool, device=like.device), pull)
 
-    def __init__(self, chunks: Chunks) -> None:
-        o = chunks.operands
-        self.chunks = chunks
+
+class Sweep:
+    """The forward over one chunk after another: buffers for the parts' sums, and where the statistics go."""
+
+    def __init__(self, chunks: Chunks, found: Found) -> None:
+        self.chunks, self.found = chunks, found
         self.parts = chunks.memory["parts"].view(3, -1)
         self.at, self.offset = chunks.target_logits()
-        offset, log_total, logprob, pull = (torch.zeros(len(o.e), device=o.e.device) for _ in range(4))
-        correct = torch.zeros(len(o.e), dtype=torch.bool, device=o.e.device)
-        self.found = Found(offset, log_total, logprob, correct, pull)
 
-    def run(self, chunk: int, splits: int, z: Tensor | None) -> None:
-        """Statistics of a packed chunk, and its exponentials in z where that is given."""
+    def run(self, chunk: int, splits: int, z: Tensor | None, room: int = 0) -> None:
+        """Statistics of a packed chunk, and its exponentials in z where that is given (`tiles.place`)."""
         c = self.chunks
         for redo in (False, True):  # the second time, programs of rows in range end at once
-            launch.exponentials(c, chunk, splits, z, self.offset, self.parts, redo)
+            launch.exponentials(c, chunk, splits, z, room, self.offset, self.parts, redo)
         total, top, pull = self.parts
         f = self.found
         rows.finish_rows[(c.capacity,)](
@@ -110,18 +112,18 @@ def sum_of_all_rows(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scale_rows(
-    chunks: Chunks, found: Found, f: Factors, z: Tensor, per_row: Tensor, tau: Tensor, chunk: int,
+    chunks: Chunks, found: Found, f: Factors, z: Tensor, room: int, tau: Tensor, chunk: int,
     frequent: Frequent | None,
 ) -> None:  # fmt: skip
     """Turn a chunk's exponentials into gradients, up to row factors (`kernels.rows.scale_rows`)."""
     o, opts = chunks.operands, chunks.operands.opts
-    h = frequent
-    columns = (None, None, None) if h is None else (h.target, h.number, h.columns)
+    copies, per_row = chunks.memory.get("columns"), chunks.memory["per_row"]
+    columns = (None, None, None) if frequent is None else (frequent.target, frequent.number, copies)
     rows.scale_rows[(chunks.capacity,)](
         z, chunks.x, found.offset, found.log_total, found.logprob, chunks.order, chunks.info, chunks.target,
         f.token, f.target, f.softmax, f.even, *columns, *per_row, tau,
-        chunk, chunks.capacity, o.hidden, z.stride(0), chunks.x.stride(0), 0 if h is None else h.columns.stride(0),
-        opts.softcap or 0.0, opts.z_loss,
+        chunk, chunks.capacity, o.hidden, z.shape[1], room, z.stride(0), chunks.x.stride(0),
+        0 if copies is None else copies.stride(0), opts.softcap or 0.0, opts.z_loss,
         BLOCK=BLOCK, DW=chunks.scaled, SOFTCAP=opts.softcap is not None, Z_LOSS=bool(opts.z_loss),
         EVEN=bool(opts.label_smoothing),
     )  # fmt: skip
@@ -130,25 +132,25 @@ def scale_rows(
 def add_frequent(chunks: Chunks, chunk: int, h: Frequent, even_sum: Tensor | None) -> None:
     """Add a chunk's share to the frequent targets' rows of dW."""
     o, c, tma = chunks.operands, chunks, chunks.operands.device.tma
+    columns = c.memory["columns"]
     m, n = (64, 128) if o.e.is_cuda else (16, 32)
     height = h.target.shape[0]
     targets.frequent_rows[(triton.cdiv(height, m), triton.cdiv(o.hidden, n))](
-        tile(h.columns, o.tiles.k, m, tma), tile(c.x, o.tiles.k, n, tma), h.sums, h.target, h.number, even_sum,
+        tile(columns, o.tiles.k, m, tma), tile(c.x, o.tiles.k, n, tma), h.sums, h.target, h.number, even_sum,
         o.opts.class_weight, c.info, chunk, c.capacity, o.hidden, height, c.x.shape[0],
-        h.columns.stride(0), c.x.stride(0), h.sums.stride(0),
+        columns.stride(0), c.x.stride(0), h.sums.stride(0),
         M=m, N=n, K=o.tiles.k, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None, TMA=tma,
         PRECISION=o.precision, num_warps=4, num_stages=4,
     )  # fmt: skip
 
 
 def add_targets(
-    chunks: Chunks, tau: Tensor, frequent: Frequent | None, dw: Tensor | None, db: Tensor | None
+    o: Operands, tokens: Order, tau: Tensor, frequent: Frequent | None, dw: Tensor | None, db: Tensor | None
 ) -> None:
     """After all chunks: what the targets themselves add to dW and dBias, rounded once."""
-    o, c = chunks.operands, chunks
     sums, slot = (None, None) if frequent is None else (frequent.sums, frequent.slot)
-    targets.target_rows[(len(c.key), 1 if dw is None else triton.cdiv(o.hidden, BLOCK))](
-        dw, db, sums, o.e, c.order, c.key, c.segment_end, tau, slot, c.info, o.hidden, *o.e.stride(),
+    targets.target_rows[(len(tokens.key), 1 if dw is None else triton.cdiv(o.hidden, BLOCK))](
+        dw, db, sums, o.e, tokens.order, tokens.key, tokens.segment_end, tau, slot, tokens.number, o.hidden, *o.e.stride(),
         *(0 if m is None else m.stride(0) for m in (sums, dw)),
         HEIGHT=4, BLOCK=BLOCK, DW=dw is not None, DB=db is not None, num_warps=4,
     )  # fmt: skip
@@ -168,48 +170,99 @@ def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
     return db - even if opts.class_weight is None else db - even * opts.class_weight
 
 
+class Made(NamedTuple):
+    """Gradients in the making, None where not wanted; what belongs to label smoothing; tau as `kernels.rows` has it."""
+
+    de: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+    even_vector: Tensor | None
+    even_sum: Tensor | None
+    frequent: Frequent | None
+    tau: Tensor
+
+
+def lent(sweep: Sweep, plan: Lent, f: Factors, made: Made) -> None:
+    """The first chunk, its exponentials in what will be dW, from where they are taken a panel of columns at a time."""
+    c, o = sweep.chunks, sweep.chunks.operands
+    z, room = lent_panels(made.dw, plan, o.compute)
+    c.pack(0)
+    sweep.run(0, plan.work.splits, z, room)
+    scale_rows(c, sweep.found, f, z, room, made.tau, 0, made.frequent)
+    for panel, first in enumerate(range(0, o.opts.vocab, plan.width)):
+        held = c.memory["z"]
+        held.copy_(z[panel * room : panel * room + plan.capacity])
+        part = held[:, : o.opts.vocab - first]
+        multiply(c, 0, part, first, made, plan.work.parts, add_de=panel > 0, add_dw=False, even_sum=made.even_sum)
+    finish_chunk(c, 0, made, plan.work.parts, made.even_sum)
+
+
+def multiply(
+    c: Chunks, chunk: int, z: Tensor, first: int, made: Made, parts: int, *, add_de: bool, add_dw: bool,
+    even_sum: Tensor | None,
+) -> None:  # fmt: skip
+    """The chunk's sums of dE and dW, and dBias, from exponentials z of columns from `first` on."""
+    de = None if made.de is None else c.memory["de"]
+    if made.de is not None or made.dw is not None:
+        launch.products_of(
+            c, chunk, z, first, de, made.dw, parts=parts, add_de=add_de, add_dw=add_dw, even_sum=even_sum
+        )
+    if made.db is not None:
+        sum_of_rows(z, c.info, chunk, c.memory["per_row"][0], onto=made.db[first : first + z.shape[1]])
+
+
+def finish_chunk(c: Chunks, chunk: int, made: Made, parts: int, even_sum: Tensor | None) -> None:
+    """Once the products are there: dE to its tokens, and the frequent targets' share."""
+    if made.de is not None:
+        per_row = c.memory["per_row"]
+        finish_input(c, chunk, c.memory["de"], made.de, parts, per_row, made.tau, made.even_vector)
+    if made.frequent is not None:
+        add_frequent(c, chunk, made.frequent, even_sum)
+
+
 def early(
     o: Operands, shape: Shape, plan: Early, needs: tuple[bool, bool, bool], w_like: Tensor, b_like: Tensor | None
 ) -> tuple[Found, tuple[Tensor | None, ...]]:
     """Statistics and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
     opts, like = o.opts, o.e
-    memory = allocate(early_layout(shape, plan), like.device)
-    chunks = Chunks(o, memory, plan.chunks, by_target=needs[1] or needs[2])
-    sweep = Sweep(chunks)
-    frequent = Frequent(chunks) if needs[1] else None
-    z, de, per_row = memory["z"], memory.get("de"), memory["per_row"]
-    tau = torch.empty(len(like), device=like.device)
-    out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
-    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
-    db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
-    f = factors_of(opts, 1.0)
-    even_vector = class_sums(o) if opts.label_smoothing else None
-    even_sum = sum_of_all_rows(o.e, f.even) if opts.label_smoothing else None
-    for chunk in range(plan.chunks):
-        work, share = plan.work(chunk), even_sum if chunk == 0 else None
-        chunks.pack(chunk)
-        sweep.run(chunk, work.splits, z)
-        scale_rows(chunks, sweep.found, f, z, per_row, tau, chunk, frequent)
-        if needs[0] or needs[1]:
-            launch.products_of(chunks, chunk, z, 0, de, dw, parts=work.parts, add_dw=chunk > 0, even_sum=share)
-        if needs[0]:
-            finish_input(chunks, chunk, de, out, work.parts, per_row, tau, even_vector)
-        if needs[1]:
-            add_frequent(chunks, chunk, frequent, share)
-        if needs[2]:
-            sum_of_rows(z, chunks.info, chunk, per_row[0], onto=db)
+    memory, memory_lent = allocate(like.device, early_layout(shape, plan), lent_layout(shape, plan.lent))
+    tokens = Order(opts, by_target=needs[1] or needs[2])
+    found, f, tau = nothing_found(like), factors_of(opts, 1.0), torch.empty(len(like), device=like.device)
+    made = Made(
+        de=torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None,
+        dw=torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None,
+        db=torch.zeros(opts.vocab, device=like.device) if needs[2] else None,
+        even_vector=class_sums(o) if opts.label_smoothing else None,
+        even_sum=sum_of_all_rows(o.e, f.even) if opts.label_smoothing else None,
+        frequent=Frequent(tokens, opts.vocab, memory["sums"]) if needs[1] else None,
+        tau=tau,
+    )
+    start = 0
+    if plan.lent:
+        start = plan.lent.capacity
+        lent(Sweep(Chunks(o, tokens, memory_lent, 0, start), found), plan.lent, f, made)
+    if plan.chunks:
+        sweep = Sweep(Chunks(o, tokens, memory, start), found)
+        rest = made._replace(tau=tau[start:])
+        for chunk in range(plan.chunks):
+            c, z, work, first = sweep.chunks, memory["z"], plan.work(chunk), start + chunk == 0
+            even_sum = made.even_sum if first else None
+            c.pack(chunk)
+            sweep.run(chunk, work.splits, z)
+            scale_rows(c, found, f, z, 0, rest.tau, chunk, made.frequent)
+            multiply(c, chunk, z, 0, rest, work.parts, add_de=False, add_dw=not first, even_sum=even_sum)
+            finish_chunk(c, chunk, rest, work.parts, even_sum)
     if needs[1] or needs[2]:
-        add_targets(chunks, tau, frequent, dw, db)
-    if needs[2]:
-        db = finish_bias(db, f, opts).to(b_like.dtype)
-    return sweep.found, (out, dw, db)
+        add_targets(o, tokens, tau, made.frequent, made.dw, made.db)
+    db = finish_bias(made.db, f, opts).to(b_like.dtype) if needs[2] else None
+    return found, (made.de, made.dw, db)
 
 
 def loss_only(o: Operands, shape: Shape, plan: Late) -> Found:
     """Statistics of all tokens: one product."""
-    memory = allocate(late_layout(shape, plan), o.e.device)
-    chunks = Chunks(o, memory, plan.chunks, by_target=False)
-    sweep = Sweep(chunks)
+    (memory,) = allocate(o.e.device, late_layout(shape, plan))
+    chunks = Chunks(o, Order(o.opts, by_target=False), memory)
+    sweep = Sweep(chunks, nothing_found(o.e))
     for chunk in range(plan.chunks):
         chunks.pack(chunk)
         sweep.run(chunk, plan.splits, None)
@@ -222,8 +275,8 @@ def late(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients from the saved log-sum-exp: the logits again, one range of columns after another; three products."""
     opts, like = o.opts, o.e
-    memory = allocate(late_layout(shape, plan), like.device)
-    chunks = Chunks(o, memory, plan.chunks, by_target=False)
+    (memory,) = allocate(like.device, late_layout(shape, plan))
+    chunks = Chunks(o, Order(opts, by_target=False), memory)
     z, de = memory["z"], memory.get("de")
     f = factors_of(opts, upstream)
     softmax = f.softmax

@@ -130,7 +130,7 @@ def _copy_exponentials(x, w, ring, row, begin, end, hidden, N: gl.constexpr, S: 
 @gluon.jit
 def _make_exponentials(
     a, ring, buffers, z, bias, class_weight, offset, flag, total, top, pull,
-    row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, softcap,
+    row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, z_columns, room, softcap,
     N: gl.constexpr, S: gl.constexpr, STORE: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     PULL: gl.constexpr, WEIGHTED: gl.constexpr, RAGGED: gl.constexpr, REDO: gl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def _make_exponentials(
         if STORE:
             if SOFTCAP:
                 p *= slope
-            _put_tile(z, row, tile * N, buffers, p)
+            _put_tile(z, tile * N // z_columns * room + row, tile * N % z_columns, buffers, p)
     gl.store(total + at + rows, sums)
     gl.store(top + at + rows, tops)
     if PULL:
@@ -182,7 +182,7 @@ def _make_exponentials(
 @gluon.jit
 def exponentials(
     x, w, z, bias, class_weight, offset, flag, total, top, pull, info,
-    chunk, capacity, vocab, hidden, row_blocks, splits, softcap,
+    chunk, capacity, vocab, hidden, row_blocks, splits, z_columns, room, softcap,
     N: gl.constexpr, S: gl.constexpr, STORE: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     PULL: gl.constexpr, WEIGHTED: gl.constexpr, RAGGED: gl.constexpr, REDO: gl.constexpr,
 ):  # fmt: skip
@@ -210,12 +210,12 @@ def exponentials(
         gl.warp_specialize([
             (_make_exponentials, (
                 ring[0], ring, c0, z, bias, class_weight, offset, flag, total, top, pull,
-                row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, softcap,
+                row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, z_columns, room, softcap,
                 N, S, STORE, BIAS, SOFTCAP, PULL, WEIGHTED, RAGGED, REDO,
             )),
             (_make_exponentials, (
                 ring[1], ring, c1, z, bias, class_weight, offset, flag, total, top, pull,
-                row + 64, live, start, m, begin, end, at, capacity, vocab, hidden, splits, softcap,
+                row + 64, live, start, m, begin, end, at, capacity, vocab, hidden, splits, z_columns, room, softcap,
                 N, S, STORE, BIAS, SOFTCAP, PULL, WEIGHTED, RAGGED, REDO,
             )),
             (_copy_exponentials, (x, w, ring, row, begin, end, hidden, N, S)),

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from t1lib.heads.kernels.forward import settled_offset
-from t1lib.heads.kernels.tiles import LOG2E, first_row, live_rows
+from t1lib.heads.kernels.tiles import LOG2E, first_row, live_rows, place
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -75,10 +75,17 @@ def finish_rows(
 
 
 @triton.jit
+def entry(z, row, column, width, room, stride):
+    """Pointer to z's entry at (row, column) where it lies in panels."""
+    r, c = place(row, column, width, room)
+    return z + r.to(tl.int64) * stride + c
+
+
+@triton.jit
 def scale_rows(
     z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
     even_factor, frequent, number, columns, row_scale, row_even, tau,
-    chunk, capacity, hidden, z_stride, x_stride, columns_stride, softcap, z_loss,
+    chunk, capacity, hidden, z_columns, room, z_stride, x_stride, columns_stride, softcap, z_loss,
     BLOCK: tl.constexpr, DW: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
@@ -86,7 +93,7 @@ def scale_rows(
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
     τ = slope · (A (p_y − 1) + A − B), kept by token in order. The target's entry of z becomes 0: neither cancellation
     nor the rounding of s touches τ. For dW the rows of x are scaled by s, and z's columns of the frequent targets
-    are copied: columns (capacity, number).
+    are copied: columns (capacity, number). z lies as `exponentials` wrote it.
     """
     i = tl.program_id(0)
     rows = live_rows(info, chunk)
@@ -115,8 +122,7 @@ def scale_rows(
         t = ((logprob * LOG2E + log_total) + tl.load(out_offset + token)) / (softcap * LOG2E)
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
-    z_row = z + i.to(tl.int64) * z_stride
-    tl.store(z_row + y, tl.zeros([], z.dtype.element_ty))
+    tl.store(entry(z, i, y, z_columns, room, z_stride), tl.zeros([], z.dtype.element_ty))
     tl.store(row_scale + i, scale)
     tl.store(tau + position, own)
     if EVEN:
@@ -131,7 +137,8 @@ def scale_rows(
         for start in range(0, count, BLOCK):
             h = start + tl.arange(0, BLOCK)
             v = tl.load(frequent + h, mask=h < count, other=0)
-            value = tl.load(z_row + v, mask=(h < count) & (v != y), other=0.0)
+            at = entry(z, i, v, z_columns, room, z_stride)
+            value = tl.load(at, mask=(h < count) & (v != y), other=0.0)
             tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
 
 

@@ -20,6 +20,12 @@ def live_rows(info, chunk):
 
 
 @triton.jit
+def place(row, column, width, room):
+    """Where (row, column) of z lies: panels of `width` columns one below the other, `room` rows apart."""
+    return column // width * room + row, column % width
+
+
+@triton.jit
 def load_tile(
     source, row, column, rows, columns, row_stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
