@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error, require
-from t1lib.heads import checks, fused_chunks, fused_plan, fused_run
+from t1lib.heads import checks, fused_chunks, fused_plan, fused_run, fused_search
 from t1lib.heads.contract import HeadStats, Options, prepare
 from t1lib.heads.logits import token_losses
 from t1lib.heads.scale import scale_
@@ -87,12 +87,12 @@ def forward_op(
     shape, early = _shape(o, needs, linear_weight), _is_early(o.opts, o.compute, exact_sum, needs)
     gradients: tuple[Tensor | None, ...] = (None,) * 3
     if early:
-        plan = fused_plan.plan_early(shape, o.opts.workspace, o.device, o.tiles, chunks)
+        plan = fused_search.plan_early(shape, o.opts.workspace, o.device, o.tiles, chunks)
         found, gradients = fused_run.early(o, shape, plan, tuple(needs), linear_weight, linear_bias)
     else:
         if any(needs):  # a workspace too small for the backward is refused now
-            fused_plan.plan_late(shape, o.opts.workspace, o.tiles, chunks)
-        found = fused_run.loss_only(o, shape, fused_plan.plan_loss(shape, o.opts.workspace, o.device, o.tiles))
+            fused_search.plan_late(shape, o.opts.workspace, o.tiles, chunks)
+        found = fused_run.loss_only(o, shape, fused_search.plan_loss(shape, o.opts.workspace, o.device, o.tiles))
     opts, lse = o.opts, found.lse
     loss = opts.reduce(opts.mask(token_losses(lse, found.logprob, found.pull, opts)))
     loss = loss.reshape(opts.shape) if reduction == "none" else loss
@@ -132,7 +132,7 @@ def backward_op(
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
     shape = _shape(o, needs, linear_weight)
-    plan = fused_plan.plan_late(shape, o.opts.workspace, o.tiles, 1 if exact_sum else chunks)
+    plan = fused_search.plan_late(shape, o.opts.workspace, o.tiles, 1 if exact_sum else chunks)
     flat = upstream.reshape(-1) if reduction == "none" else upstream
     gradients = fused_run.late(o, shape, plan, tuple(needs), offset, log_total, flat, linear_weight, linear_bias)
     return _filled(gradients, (input, linear_weight, linear_bias))

@@ -7,7 +7,7 @@ import torch
 from head_cases import OPTION_SETS, assert_close, options, problem, run
 
 from t1lib.errors import T1Error
-from t1lib.heads import fused_plan, linear_cross_entropy
+from t1lib.heads import fused_plan, fused_search, linear_cross_entropy
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,7 +25,7 @@ def test_agrees_with_full(name, reduction, own):
 def test_first_chunk_in_the_memory_of_the_weight_gradient(tokens, name, monkeypatch):
     lent = fused_plan.Lent(32, 128, fused_plan.Work(2, 2))  # three panels, the last of them not full
     rest = fused_plan.Early(32, 2, 0, *2 * (fused_plan.Work(2, 1),)) if tokens > 32 else fused_plan.NO_CHUNKS
-    monkeypatch.setattr(fused_plan, "plan_early", lambda *_: rest._replace(lent=lent))
+    monkeypatch.setattr(fused_search, "plan_early", lambda *_: rest._replace(lent=lent))
     p = problem(tokens, 380, 40, dtype=torch.float32)
     kwargs = options(name, p) | {"reduction": "mean"}
     assert_close(run("fused", p, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)

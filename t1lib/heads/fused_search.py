@@ -1,0 +1,191 @@
+"""The fastest plan of head `fused` within a budget of bytes, by a model of what chunks cost."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from t1lib.heads.contract import need_workspace
+from t1lib.heads.fused_memory import TOKEN_BYTES, bytes_needed, early_layout, late_layout, lent_layout
+from t1lib.heads.fused_plan import NO_CHUNKS, Device, Early, Late, Lent, Shape, Tiles, Work, up
+
+DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more than the weight gradient of a small model
+LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
+OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
+LAUNCHES = 60  # of a chunk's small kernels, in such steps
+MOVED = 1.5e6  # bytes copied within the memory in the time of such a step
+
+
+@cache
+def splits_of(blocks: int, tiles: int, units: int) -> int:
+    """Parts of the vocabulary, so that row blocks times parts fill the multiprocessors in whole waves."""
+
+    def waves(s: int) -> float:
+        return -(-blocks * s // units) * (-(-tiles // s) + 0.3)
+
+    return min(range(1, min(64, tiles) + 1), key=waves)
+
+
+def _pieces(tokens: int, tile: int, chunks: int | None = None) -> list[tuple[int, int]]:
+    """(chunks, capacity) to choose from, in whole row blocks, the largest first; `chunks`: that one alone."""
+    blocks = -(-max(tokens, 1) // tile)
+    counts = range(1, blocks + 1) if chunks is None else [min(chunks, blocks)]
+    sizes = sorted({-(-blocks // c) for c in counts}, reverse=True)
+    return [(-(-blocks // s), s * tile) for s in sizes]
+
+
+def _budget(shape: Shape, workspace: int | None, default: int) -> int:
+    """Bytes that the plan may use; the default does not count what grows with the tokens whatever the plan."""
+    return default + TOKEN_BYTES * shape.tokens if workspace is None else workspace
+
+
+class _Costs(NamedTuple):
+    """Time of a chunk of `blocks` row blocks in steps of a multiprocessor, a step being a product of m × n × k."""
+
+    shape: Shape
+    tiles: Tiles
+    device: Device
+
+    def logits(self, blocks: int, splits: int) -> float:
+        columns = -(-self.shape.vocab // self.tiles.n)
+        waves = -(-blocks * splits // self.device.units) * -(-columns // splits)
+        return waves * (-(-self.shape.hidden // self.tiles.k) + OVERHEAD) + LAUNCHES
+
+    def products(self, blocks: int, columns: int, parts: int) -> float:
+        shape, tiles, units = self.shape, self.tiles, self.device.units
+        across, steps = -(-shape.hidden // tiles.n), -(-columns // tiles.k)
+        unit = -(-steps // parts) + OVERHEAD
+        count = blocks * across * parts * shape.de
+        longest = -(-count // units) * unit
+        inner = blocks * tiles.m // tiles.k
+        dw = -(-columns // tiles.m) * across * (inner + OVERHEAD) * shape.dw
+        even = max((count * unit + dw) / units, 1.0)
+        hidden = min(longest / even, 1)  # units of dE hide dW's traffic
+        return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts)
+
+    def lent(self, plan: Lent) -> float:
+        blocks = plan.capacity // self.tiles.m
+        panels = -(-self.shape.vocab // plan.width)
+        moved = plan.capacity * self.shape.vocab * self.shape.compute.itemsize / MOVED
+        products = self.products(blocks, plan.width, plan.work.parts) + LAUNCHES
+        return self.logits(blocks, plan.work.splits) + panels * products + moved
+
+
+def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:
+    """(cost, plan) for some numbers of panels, and of tokens up to what the last panel has room for."""
+    shape, t = costs.shape, costs.tiles
+    step, columns = max(t.m, t.n), -(-shape.vocab // t.n)
+    found = []
+    for panels in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64) if shape.room else ():
+        width = up(-(-shape.vocab // panels), step)
+        last = shape.vocab - (-(-shape.vocab // width) - 1) * width
+        most = min(shape.room * last // width, up(max(shape.tokens, 1), t.m)) // t.m
+        for blocks in sorted({most * i // 8 for i in (2, 4, 6, 7, 8)} - {0}):
+            splits = splits_of(blocks, columns, costs.device.units)
+            for parts in range(1, 4 if shape.de else 2):
+                plan = Lent(blocks * t.m, width, Work(splits, parts))
+                found.append((costs.lent(plan), plan))
+    return found
+
+
+def _plain_plans(costs: _Costs, chunks: int | None = None) -> Iterator[tuple[float, Early]]:
+    """(cost, plan) in chunks of all sizes (or in about `chunks` of them), nothing lent."""
+    shape, m = costs.shape, costs.tiles.m
+    columns, most = -(-shape.vocab // costs.tiles.n), 12 if shape.de else 1
+
+    def works(blocks: int) -> list[tuple[float, Work]]:
+        splits = splits_of(blocks, columns, costs.device.units)
+        logits = costs.logits(blocks, splits)
+        return [(logits + costs.products(blocks, shape.vocab, p), Work(splits, p)) for p in range(1, most + 1)]
+
+    for count, capacity in _pieces(shape.tokens, m, chunks):
+        short, longer = divmod(-(-max(shape.tokens, 1) // m), count)
+        by_parts = works(capacity // m)
+        short_by_parts = works(short) if longer else by_parts
+        for parts, (cost, work) in enumerate(by_parts, 1):
+            cost_short, work_short = min(short_by_parts[:parts]) if longer else (cost, work)
+            total = cost * (longer or count) + cost_short * (count - (longer or count))
+            yield total, Early(capacity, count, longer, work, work_short)
+
+
+def plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
+    """The fastest plan within the workspace (or of about `chunks` chunks, nothing lent). `T1Error` where none fits.
+
+    One for all numbers of tokens that make as many row blocks, so that texts of any length share a few plans.
+    """
+    return _plan_early(shape._replace(tokens=up(max(shape.tokens, 1), tiles.m)), workspace, device, tiles, chunks)
+
+
+@cache
+def _plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
+    budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
+    costs = _Costs(shape, tiles, device)
+    plans = list(_plain_plans(costs, chunks))
+
+    def needs(plan: Early) -> int:
+        return bytes_needed(shape, early_layout(shape, plan), lent_layout(shape, plan.lent))
+
+    if chunks is not None:
+        return min(plans)[1]
+    for capacity, (cost, lent) in _cheapest_lent(costs, budget).items():
+        left = shape.tokens - capacity
+        rest = _plain_plans(costs._replace(shape=shape._replace(tokens=left))) if left > 0 else [(0.0, NO_CHUNKS)]
+        plans += [(cost + more, plan._replace(lent=lent)) for more, plan in rest]
+    fits = [(cost, plan) for cost, plan in plans if needs(plan) <= budget]
+    if fits:
+        return min(fits, key=lambda p: p[0])[1]
+    least = min((plan for _, plan in plans), key=needs)
+    need_workspace(workspace, needs(least), "fused")
+    return least
+
+
+def _cheapest_lent(costs: _Costs, budget: int) -> dict[int, tuple[float, Lent]]:
+    """By number of tokens: the fastest that fits into the budget."""
+    found: dict[int, tuple[float, Lent]] = {}
+    for cost, plan in sorted(_lent_plans(costs), key=lambda p: p[0]):
+        if bytes_needed(costs.shape, lent_layout(costs.shape, plan)) <= budget:
+            found.setdefault(plan.capacity, (cost, plan))
+    return found
+
+
+@cache
+def plan_late(shape: Shape, workspace: int | None, tiles: Tiles, chunks: int | None) -> Late:
+    """The plan with the least traffic within the workspace: sums of dE once a range of columns, of dW once a chunk."""
+    budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
+    step = max(tiles.m, tiles.n)
+    found: list[tuple[float, Late]] = []
+    for count, capacity in _pieces(shape.tokens, tiles.m, chunks):
+        least = Late(capacity, count, step)
+        room = (budget - bytes_needed(shape, late_layout(shape, least))) // (capacity * shape.compute.itemsize)
+        columns = min(up(shape.vocab, step), step + room // step * step)
+        if chunks is not None:
+            columns = max(columns, step)
+        if columns >= step:
+            passes = -(-shape.vocab // columns)
+            columns = up(-(-shape.vocab // passes), step)
+            traffic = 8 * passes * shape.tokens * shape.hidden * shape.de + 4 * (count - 1) * shape.vocab * shape.hidden
+            found.append((traffic + 2e7 * count * passes, Late(capacity, count, columns)))  # 2e7: a few launches
+    if not found:
+        least = Late(tiles.m, -(-shape.tokens // tiles.m), step)
+        need_workspace(workspace, bytes_needed(shape, late_layout(shape, least)), "fused")
+        return least
+    return min(found)[1]
+
+
+@cache
+def plan_loss(shape: Shape, workspace: int | None, device: Device, tiles: Tiles) -> Late:
+    """The loss alone, within the workspace or `LOSS_WORKSPACE`: the chunks that leave the fewest processors idle."""
+    budget = min(_budget(shape, workspace, LOSS_WORKSPACE), LOSS_WORKSPACE + TOKEN_BYTES * shape.tokens)
+    forward = shape._replace(de=False, dw=False)
+    columns = -(-shape.vocab // tiles.n)
+    found: list[tuple[float, Late]] = []
+    for count, capacity in _pieces(shape.tokens, tiles.m):
+        blocks = capacity // tiles.m
+        splits = splits_of(blocks, columns, device.units)
+        plan = Late(capacity, count, 0, splits)
+        if bytes_needed(forward, late_layout(forward, plan)) <= budget:
+            found.append((count * (-(-blocks * splits // device.units) * (-(-columns // splits) + 0.3) + 2), plan))
+    if not found:
+        least = Late(tiles.m, -(-shape.tokens // tiles.m), 0, 1)
+        need_workspace(workspace, bytes_needed(forward, late_layout(forward, least)), "fused")
+        return least
+    return min(found)[1]
