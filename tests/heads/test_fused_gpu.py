@@ -36,6 +36,22 @@ def test_kernels_for_any_gpu(name, reduction, monkeypatch):
     test_error_is_at_most_that_of_full({"chunks": 4}, name, reduction, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["plain", "weighted smoothing", "softcap"])
+def test_first_chunk_in_the_memory_of_the_weight_gradient(name, monkeypatch):
+    from t1lib.heads import fused_search  # needs Triton
+
+    plans, search = [], fused_search.plan_early
+    monkeypatch.setattr(fused_search, "plan_early", lambda *shape: plans.append(search(*shape)) or plans[-1])
+    p = problem(2048, 40001, 1024, dtype=torch.bfloat16, device="cuda")
+    kwargs = options(name, p) | {"reduction": "mean"}
+    one = torch.ones((), device="cuda")
+    exact = run("full", p.to(torch.float64), one.double(), **kwargs)
+    plain, got = (run(head, p, one, **kwargs, **own) for head, own in (("full", {}), ("fused", {"workspace": "32MiB"})))
+    assert plans[0].lent and plans[0].chunks
+    for g, f, x in zip(got, plain, exact, strict=True):
+        assert (g.double() - x).norm() <= 1.5 * (f.double() - x).norm() + 1e-6 * x.norm()
+
+
 @pytest.mark.parametrize("chunks", [1, 4, 16])
 def test_weight_gradient_is_as_exact_as_fulls_at_any_number_of_chunks(chunks):
     """Targets as frequent as in a text: their rows of dW grow with every chunk."""
