@@ -18,11 +18,11 @@ def claims() -> list[tuple[str, str]]:
     """(key, the cell with our value) of every row that names a key."""
     lines = [line.strip().strip("|") for line in README.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
-    return [(match[1], row[-2]) for row in rows if (match := re.fullmatch(r"`((?:t1m1|t1m3)\.[\w.-]+)`", row[-1]))]
+    return [(match[1], row[-2]) for row in rows if (match := re.fullmatch(r"`((?:t1m1|t1m3|cce|chunks)\.[\w.-]+)`", row[-1]))]
 
 
 def test_there_are_claims_of_both_reports():
-    assert {key.split(".")[0] for key, _ in claims()} == {"t1m1", "t1m3"}
+    assert {key.split(".")[0] for key, _ in claims()} == {"t1m1", "t1m3", "cce", "chunks"}
     assert len(claims()) >= 10
 
 
@@ -38,7 +38,7 @@ def test_all_differences_are_told(key):
     assert f"| {key} | {where} | {says} | {shows} | {kit} |" in README
 
 
-@pytest.mark.parametrize("experiment", ["t1m1", "t1m3"])
+@pytest.mark.parametrize("experiment", ["t1m1", "t1m3", "cce", "chunks"])
 def test_the_reference_is_of_an_h200_and_whole(experiment):
     """The manifest names the device, a commit without changes, and the hash of every file beside it."""
     folder = REFERENCE / experiment
