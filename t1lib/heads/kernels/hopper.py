@@ -16,20 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
-HEADROOM = gl.constexpr(96.0)  # these two as in `forward`
-NEVER = gl.constexpr(1e30)
-
-
-@gluon.jit
-def _first_row(info, chunk):
-    return chunk * gl.load(info + 1) + gl.minimum(chunk, gl.load(info + 2)) * gl.load(info + 3)
-
-
-@gluon.jit
-def _live_rows(info, chunk):
-    longer = gl.where(chunk < gl.load(info + 2), gl.load(info + 3), 0)
-    return gl.maximum(gl.minimum(gl.load(info) - _first_row(info, chunk), gl.load(info + 1) + longer), 0)
+from t1lib.heads.kernels.forward import HEADROOM, NEVER
+from t1lib.heads.kernels.tiles import LOG2E, first_row, live_rows
 
 
 # -- the ring of operands: stages of two halves of A and one B, each with a barrier for full and one for empty --------
@@ -189,7 +177,7 @@ def exponentials(
     """As `forward.exponentials`."""
     m = gl.program_id(0) % row_blocks
     split = gl.program_id(0) // row_blocks
-    live = _live_rows(info, chunk)
+    live = live_rows(info, chunk)
     tiles = gl.cdiv(vocab, N)
     begin = split * tiles // splits
     end = (split + 1) * tiles // splits
@@ -205,7 +193,7 @@ def exponentials(
             c0 = ring[3]
             c1 = ring[3]
         row = m * 128
-        start = _first_row(info, chunk)
+        start = first_row(info, chunk)
         at = split * capacity
         gl.warp_specialize([
             (_make_exponentials, (
@@ -280,7 +268,7 @@ def logit_gradients(
     WEIGHTED: gl.constexpr, FILTER: gl.constexpr,
 ):  # fmt: skip
     """As `recompute.logit_gradients`."""
-    live = _live_rows(info, chunk)
+    live = live_rows(info, chunk)
     blocks = gl.cdiv(live, 128)
     total = blocks * gl.cdiv(columns_held, N)
     ring = _ring(x, w, S)
