@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from t1lib.heads.kernels.forward import HEADROOM, NEVER
 from t1lib.heads.kernels.tiles import LOG2E, first_row, live_rows
 
-
 # -- the ring of operands: stages of two halves of A and one B, each with a barrier for full and one for empty --------
 
 
