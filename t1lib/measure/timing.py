@@ -146,10 +146,11 @@ class LeadIn:
     """Work queued ahead of a sample: the device is busy while the host issues what is timed, and warm.
 
     In a training step the host runs ahead of the device, and a loss's launches wait in the queue; from an idle device
-    their issue would be measured instead. Nothing on a CPU, where no call returns before its work is done.
+    their issue would be measured instead, and at a clock that the power limit has not brought down yet: on an H200 it
+    takes 100 ms of products to settle (docs/log.md). Nothing on a CPU, where no call returns before its work is done.
     """
 
-    def __init__(self, device: torch.device, ms: float = 20.0) -> None:
+    def __init__(self, device: torch.device, ms: float = 100.0) -> None:
         self._count = 0
         if device.type == "cuda":
             self._a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
