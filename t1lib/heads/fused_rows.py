@@ -70,7 +70,7 @@ def sum_of_rows(
     out = torch.empty(parts, columns, device=x.device) if onto is None else onto
     rows.sum_rows[(triton.cdiv(columns, 256), parts)](
         x, factor, out, info, chunk, columns, *x.stride(),
-        BLOCK=256, HEIGHT=16, WEIGHED=factor is not None, ADD=onto is not None, num_warps=4,
+        BLOCK=256, HEIGHT=16, WEIGHED=factor is not None, ADD=onto is not None, num_warps=2,
     )  # fmt: skip
     return out.sum(0) if onto is None else out
 
