@@ -20,7 +20,7 @@ from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.records import Records
 from t1lib.measure.relative import relative_error
-from t1lib.measure.timing import LeadIn, PhaseTimer, settle, time_ms
+from t1lib.measure.timing import LeadIn, PhaseTimer, rounds, settle, time_ms
 
 IGNORED = -100
 
@@ -206,15 +206,17 @@ Runners = dict[tuple[str, str], Callable[[], dict[str, float]]]
 
 
 def take_turns(records: Records, runners: Runners, repeats: int, warmup: int) -> None:
-    """Run the measurements of (variant, phase) in turn, A B C A B C …, and file their times after the warm-up.
+    """Run the measurements of (variant, phase) in `rounds`, and file their times after the warm-up.
 
-    A drift of the clocks falls on all alike. One that runs out of memory beside the others gets that status.
+    One that runs out of memory beside the others gets that status.
     """
     running = dict(runners)
-    for step in range(-warmup, repeats):
-        for (variant, phase), run in list(running.items()):
+    for step, turns in enumerate(rounds(list(runners), warmup + repeats), -warmup):
+        for variant, phase in turns:
+            if (variant, phase) not in running:
+                continue
             try:
-                times = run()
+                times = running[variant, phase]()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -18,7 +18,7 @@ from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.relative import relative_error
 from t1lib.measure.softmax import sparsity
-from t1lib.measure.timing import LeadIn, PhaseTimer, settle, synchronize, time_ms
+from t1lib.measure.timing import LeadIn, PhaseTimer, rounds, settle, synchronize, time_ms
 
 REFERENCES = ("float64", "float32")
 CHUNK_BYTES = 2**30  # of the reference's logits at a time
@@ -194,7 +194,7 @@ class HeadBench:
         return phases | {"both": sum(phases.values())}
 
     def rounds(self, cases: list[Case], repeats: int) -> list[tuple[str, dict[str, float]]]:
-        """Samples of the floors (key "floor": logits, dE, dW) and of all cases in turn, `repeats` times, in ms.
+        """Samples in ms of the floors (key "floor": logits, dE, dW) and of all cases, in `repeats` rounds.
 
         Every sample follows the same lead-in; the floors' three products follow each other, as a head's do.
         """
@@ -203,9 +203,10 @@ class HeadBench:
         samples = []
         e, w = self.e.detach(), self.w.detach()
         results = e @ w.T, torch.empty_like(e), torch.empty_like(w)
-        for _ in range(repeats):
-            samples.append(("floor", products_ms(e, w, results, lead)))
-            samples += [(case.key, self.step(case, lead)) for case in cases]
+        for turns in rounds([None, *cases], repeats):
+            for case in turns:
+                key, times = ("floor", None) if case is None else (case.key, self.step(case, lead))
+                samples.append((key, times or products_ms(e, w, results, lead)))
         self._clear()
         return samples
 

@@ -5,15 +5,18 @@ the step is over. On a CPU, where work is done when the call returns, a mark is
 a clock reading.
 """
 
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 Mark = torch.cuda.Event | float
+T = TypeVar("T")
 
 
 def synchronize(device: torch.device) -> None:
@@ -183,20 +186,26 @@ def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn |
     return _between_ms(start, end)
 
 
+def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
+    """`number` rounds in which each of `things` has one turn; orders drawn anew for each, from a fixed seed.
+
+    A drift of the clocks then falls on all of them alike; and so does what ran before, which on an H200 is worth up to
+    4 % of a time that follows it (docs/log.md).
+    """
+    draw = random.Random(0)
+    for _ in range(number):
+        yield draw.sample(things, len(things))
+
+
 def interleaved_ms(
     functions: dict[str, Callable[[], object]], device: torch.device, repeats: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Time several functions in turn (A B C A B C …): `repeats` samples in ms of each, after `warmup` rounds.
-
-    A drift of the clocks then falls on all of them alike.
-    """
+    """Time several functions in `rounds`: `repeats` samples in ms of each, after `warmup` rounds."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for round_ in range(warmup + repeats):
-        for name, function in functions.items():
-            elapsed = time_ms(function, device)
-            if round_ >= warmup:
-                samples[name].append(elapsed)
-    return samples
+    for turns in rounds(list(functions), warmup + repeats):
+        for name in turns:
+            samples[name].append(time_ms(functions[name], device))
+    return {name: times[warmup:] for name, times in samples.items()}
 
 
 def median_ms(function: Callable[[], object], device: torch.device, repeats: int = 5, warmup: int = 2) -> float:

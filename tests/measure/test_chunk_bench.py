@@ -98,7 +98,8 @@ def test_variants_take_turns_and_one_without_memory_leaves_the_others():
 
     runners = {("a", "x"): lambda: run("a"), ("b", "x"): lambda: run("b", fails_at=3)}
     take_turns(records, runners, repeats=3, warmup=1)
-    assert order == ["a", "b", "a", "b", "a", "b", "a"]
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["a", "b"]] * 3
+    assert order[6:] == ["a"]
     steps = [(row["variant"], row["step"]) for row in records.rows if row["metric"] == "both_ms"]
-    assert steps == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+    assert sorted(steps) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert statuses(records.frame()) == {"b": "oom"}

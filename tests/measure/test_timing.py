@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from t1lib.measure.timing import NoTrace, PhaseTimer, Trace, interleaved_ms, median_ms, time_ms
+from t1lib.measure.timing import NoTrace, PhaseTimer, Trace, interleaved_ms, median_ms, rounds, time_ms
 
 CPU = torch.device("cpu")
 
@@ -85,8 +85,16 @@ def test_functions_take_turns_and_the_warm_up_is_dropped():
     called = []
     functions = {name: lambda name=name: called.append(name) for name in "ABC"}
     samples = interleaved_ms(functions, CPU, repeats=3, warmup=2)
-    assert "".join(called) == "ABC" * 5
+    assert ["".join(sorted(called[i : i + 3])) for i in range(0, 15, 3)] == ["ABC"] * 5
     assert {name: len(values) for name, values in samples.items()} == {"A": 3, "B": 3, "C": 3}
+
+
+def test_rounds_hold_each_thing_once_in_orders_that_differ_and_are_the_same_every_time():
+    orders = [tuple(turns) for turns in rounds("ABCDE", 20)]
+    assert all(sorted(order) == list("ABCDE") for order in orders)
+    assert len(set(orders)) > 10
+    assert {order[0] for order in orders} == set("ABCDE")
+    assert orders == [tuple(turns) for turns in rounds("ABCDE", 20)]
 
 
 def test_a_slow_warm_up_is_in_no_sample():
