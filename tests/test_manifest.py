@@ -138,6 +138,8 @@ def report(monkeypatch):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    import t1lib.report.style  # noqa: F401 (before its package is replaced)
+
     def figure(frame):
         drawn, axes = pyplot.subplots()
         axes.plot(frame["value"].astype(float))

@@ -193,22 +193,24 @@ class HeadBench:
         _, phases = timer.stop()
         return phases | {"both": sum(phases.values())}
 
-    def rounds(self, cases: list[Case], repeats: int) -> list[tuple[str, dict[str, float]]]:
+    def samples(self, cases: list[Case], repeats: int) -> list[tuple[str, dict[str, float]]]:
         """Samples in ms of the floors (key "floor": logits, dE, dW) and of all cases, in `repeats` rounds.
 
         Every sample follows the same lead-in; the floors' three products follow each other, as a head's do.
         """
         self._clear()
         lead = LeadIn(self.device)
-        samples = []
+        found = []
         e, w = self.e.detach(), self.w.detach()
         results = e @ w.T, torch.empty_like(e), torch.empty_like(w)
         for turns in rounds([None, *cases], repeats):
             for case in turns:
-                key, times = ("floor", None) if case is None else (case.key, self.step(case, lead))
-                samples.append((key, times or products_ms(e, w, results, lead)))
+                if case is None:
+                    found.append(("floor", products_ms(e, w, results, lead)))
+                else:
+                    found.append((case.key, self.step(case, lead)))
         self._clear()
-        return samples
+        return found
 
     def sparsity(self) -> dict[str, list | float]:
         """How sparse the softmax of these operands is: `t1lib.measure.softmax.sparsity`."""

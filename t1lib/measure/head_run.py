@@ -87,7 +87,7 @@ def measure_times(
         fine = _prepare(records, phase, cases, worker, gate, warmup)
         worker.call("forget_reference")
         by_key = {case.key: case for case in cases}
-        for index, (key, times) in enumerate(worker.call("rounds", cases=fine, repeats=repeats)):
+        for index, (key, times) in enumerate(worker.call("samples", cases=fine, repeats=repeats)):
             variant = by_key[key].variant if key in by_key else key
             for name, ms in times.items():
                 records.add(variant, f"{name}_ms", ms, "ms", phase, index // (len(fine) + 1))

@@ -189,8 +189,8 @@ def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn |
 def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
     """`number` rounds in which each of `things` has one turn; orders drawn anew for each, from a fixed seed.
 
-    A drift of the clocks then falls on all of them alike; and so does what ran before, which on an H200 is worth up to
-    4 % of a time that follows it (docs/log.md).
+    A drift of the clocks then falls on all of them alike, and so does what ran before, which on an H200 seems to be
+    worth up to 4 % (docs/log.md).
     """
     draw = random.Random(0)
     for _ in range(number):

@@ -201,7 +201,8 @@ def fig4_reductions(frame: pd.DataFrame) -> Figure:
             colour = PHASE_COLOURS["head backward"]
             bar = axes.bar(where, backward, 0.24, bottom=forward, color=colour, label="backward" if first else None)
             if forward == forward:
-                axes.bar_label(bar, [format_number(forward + backward)], fontsize=6.5, padding=1.5)
+                behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the lines of the floors
+                axes.bar_label(bar, [format_number(forward + backward)], fontsize=6.5, padding=1.5, bbox=behind)
             ticks.append((where, f"{reduction}\n{VARIANTS[name].tick()}" if place == 1 else reduction))
     floor = floor_ms(frame, "reductions")
     axes.axhline(floor, label="three matrix products", **FLOOR)

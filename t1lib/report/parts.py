@@ -42,7 +42,7 @@ def draw_phases(axes: Axes, frame: pd.DataFrame, setting: str, names: list[str])
             base = base + values
     for row, name in enumerate(names):
         axes.text(base[name], row, f" {format_number(float(base[name]))}", va="center", fontsize=7)
-    axes.set(xlabel="median time of a step (ms)", xlim=(0, 1.1 * max(base, default=1.0)))
+    axes.set(xlabel="median time of each phase of a step, and their sum (ms)", xlim=(0, 1.1 * max(base, default=1.0)))
     axes.invert_yaxis()
 
 
