@@ -107,7 +107,8 @@ def scalars(
 
 def _number(name: str, value: float, allowed: str, test) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    require(number and test(value), f"{name} must be {allowed}, got {value!r}")
+    if not (number and test(value)):  # the compiler cannot trace a message that holds a symbol
+        raise T1Error(f"{name} must be {allowed}, got {value!r}")
 
 
 def count(name: str, value: int) -> None:

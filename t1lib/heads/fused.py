@@ -26,10 +26,10 @@ def fused(
 
     Loss alone: one product, logits in registers only. Loss and gradients under "mean" and "sum": the forward makes
     both, chunk by chunk of tokens, with three products; the backward scales them, and a second one is refused. Under
-    "none", with filter_eps, in float16, and for a softcap with label smoothing: the backward makes the logits again
-    from the saved log-sum-exp, four products. Tokens that are ignored cost no work. Frozen operands cost no product.
-    The same bits on every run; nothing waits for the device, so a call can be captured in a CUDA graph;
-    `torch.compile(fullgraph=True)` sees one operator.
+    "none", with filter_eps, in float16, for a softcap with label smoothing, and where the workspace is so small that it
+    is faster: the backward makes the logits again from the saved log-sum-exp, four products. Tokens that are ignored
+    cost no work. Frozen operands cost no product. The same bits on every run; nothing waits for the device, so a call
+    can be captured in a CUDA graph; `torch.compile(fullgraph=True)` sees one operator.
 
     workspace   bytes beyond operands and gradients: more means fewer, larger chunks (default: 512 MiB, and 192 bytes
                 a token; the loss alone needs 16 MiB)
@@ -41,7 +41,7 @@ def fused(
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, and for
     float64, head `chunked` computes instead. Raises `T1Error` for a bad argument, a workspace too small (saying the
-    least that works), a second backward under "mean" and "sum", and create_graph=True.
+    least that works), a second backward where the forward made the gradients, and create_graph=True.
     """
     reject_unknown("fused", OWN, unknown)
     shared = dict(

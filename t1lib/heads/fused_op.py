@@ -8,6 +8,7 @@ from torch import Tensor
 from t1lib.errors import T1Error, require
 from t1lib.heads import checks, fused_chunks, fused_plan, fused_run, fused_search
 from t1lib.heads.contract import HeadStats, Options, prepare
+from t1lib.heads.fused_memory import TOKEN_BYTES
 from t1lib.heads.logits import token_losses
 from t1lib.heads.scale import scale_
 
@@ -60,18 +61,30 @@ class _Traced(NamedTuple):
     filter_eps: float | None
     softcap: float | None
     label_smoothing: float
+    workspace: int | None
 
 
-def _is_early(opts: Options | _Traced, compute: torch.dtype, exact_sum: bool, needs: list[bool]) -> bool:
-    """Whether the forward makes the gradients: where their factors are known then, and exponentials have the range."""
+def _is_early(
+    opts: Options | _Traced, shape: fused_plan.Shape, device: torch.device, exact_sum: bool, needs: list[bool]
+) -> bool:
+    """Whether the forward makes the gradients: where their factors are known then, exponentials have the range, and
+    the workspace is not so small that the logits made twice are faster."""
     even_slope = opts.softcap is not None and opts.label_smoothing
     late = opts.reduction == "none" or opts.filter_eps is not None or even_slope or exact_sum
-    return any(needs) and not late and compute != torch.float16
+    if late or not any(needs) or shape.compute == torch.float16:
+        return False
+    if opts.workspace is None:
+        return True
+    kind = fused_plan.device_of(device)
+    tiles = fused_plan.TILES[kind.kind, shape.compute.itemsize]
+    least = fused_search.early_from(shape._replace(tokens=0), kind, tiles)
+    return opts.workspace - TOKEN_BYTES * shape.tokens >= least
 
 
-def _shape(o: fused_chunks.Operands, needs: list[bool], linear_weight: Tensor) -> fused_plan.Shape:
-    room = o.hidden * linear_weight.element_size() // o.compute.itemsize * needs[1]
-    return fused_plan.Shape(len(o.e), o.opts.vocab, o.hidden, o.compute, needs[0], needs[1], room)
+def _shape(tokens: int, compute: torch.dtype, needs: list[bool], linear_weight: Tensor) -> fused_plan.Shape:
+    vocab, hidden = map(int, linear_weight.shape)
+    room = hidden * linear_weight.element_size() // compute.itemsize * needs[1]
+    return fused_plan.Shape(tokens, vocab, hidden, compute, needs[0], needs[1], room)
 
 
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
@@ -84,14 +97,15 @@ def forward_op(
     """(loss, lse, logprob, correct, offset, log_total, dE, dW, dBias); the gradients empty unless made here."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
-    shape, early = _shape(o, needs, linear_weight), _is_early(o.opts, o.compute, exact_sum, needs)
+    shape = _shape(len(o.e), o.compute, needs, linear_weight)
+    early = _is_early(o.opts, shape, o.e.device, exact_sum, needs)
     gradients: tuple[Tensor | None, ...] = (None,) * 3
     if early:
         plan = fused_search.plan_early(shape, o.opts.workspace, o.device, o.tiles, chunks)
         found, gradients = fused_run.early(o, shape, plan, tuple(needs), linear_weight, linear_bias)
     else:
         if any(needs):  # a workspace too small for the backward is refused now
-            fused_search.plan_late(shape, o.opts.workspace, o.tiles, chunks)
+            fused_search.plan_late(shape, o.opts.workspace, o.device, o.tiles, chunks)
         found = fused_run.loss_only(o, shape, fused_search.plan_loss(shape, o.opts.workspace, o.device, o.tiles))
     opts, lse = o.opts, found.lse
     loss = opts.reduce(opts.mask(token_losses(lse, found.logprob, found.pull, opts)))
@@ -106,8 +120,10 @@ def _(
     input, linear_weight, target, linear_bias, weight, token_weight, reduction, ignore_index, label_smoothing, softcap,
     z_loss, workspace, filter_eps, chunks, exact_sum, compute, needs,
 ):  # fmt: skip
-    opts = _Traced(reduction, filter_eps, softcap, label_smoothing)
-    early = _is_early(opts, compute or input.dtype, exact_sum, needs)
+    size = None if workspace is None else checks.parse_bytes(workspace)
+    opts = _Traced(reduction, filter_eps, softcap, label_smoothing, size)
+    shape = _shape(target.numel(), compute or input.dtype, needs, linear_weight)
+    early = _is_early(opts, shape, input.device, exact_sum, needs)
     rows = input.new_empty(target.shape, dtype=torch.float32)
     loss = rows if reduction == "none" else input.new_empty((), dtype=torch.float32)
     flat = input.new_empty(target.numel(), dtype=torch.float32)
@@ -131,8 +147,9 @@ def backward_op(
     """(dE, dW, dBias) from the saved log-sum-exp; empty where not needed."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
-    shape = _shape(o, needs, linear_weight)
-    plan = fused_search.plan_late(shape, o.opts.workspace, o.tiles, 1 if exact_sum else chunks)
+    shape = _shape(len(o.e), o.compute, needs, linear_weight)
+    count = 1 if exact_sum else chunks
+    plan = fused_search.plan_late(shape, o.opts.workspace, o.device, o.tiles, count)
     flat = upstream.reshape(-1) if reduction == "none" else upstream
     gradients = fused_run.late(o, shape, plan, tuple(needs), offset, log_total, flat, linear_weight, linear_bias)
     return _filled(gradients, (input, linear_weight, linear_bias))

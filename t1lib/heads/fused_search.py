@@ -1,17 +1,20 @@
 """The fastest plan of head `fused` within a budget of bytes, by a model of what chunks cost."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+from t1lib.errors import T1Error
 from t1lib.heads.contract import need_workspace
-from t1lib.heads.fused_memory import TOKEN_BYTES, bytes_needed, early_layout, late_layout, lent_layout
+from t1lib.heads.fused_memory import SLACK, TOKEN_BYTES, bytes_needed, early_layout, late_layout, lent_layout
 from t1lib.heads.fused_plan import NO_CHUNKS, Device, Early, Late, Lent, Shape, Tiles, Work, up
 
 DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more than the weight gradient of a small model
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
 OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
 LAUNCHES = 60  # of a chunk's small kernels, in such steps
+TYPICAL = 8192  # tokens for which `early_from` compares: what decides may not depend on a text's length
 MOVED = 1.5e6  # bytes copied within the memory in the time of such a step
 
 
@@ -45,9 +48,9 @@ class _Costs(NamedTuple):
     tiles: Tiles
     device: Device
 
-    def logits(self, blocks: int, splits: int) -> float:
-        columns = -(-self.shape.vocab // self.tiles.n)
-        waves = -(-blocks * splits // self.device.units) * -(-columns // splits)
+    def logits(self, blocks: int, splits: int, columns: int | None = None) -> float:
+        tiles = -(-(columns or self.shape.vocab) // self.tiles.n)
+        waves = -(-blocks * splits // self.device.units) * -(-tiles // splits)
         return waves * (-(-self.shape.hidden // self.tiles.k) + OVERHEAD) + LAUNCHES
 
     def products(self, blocks: int, columns: int, parts: int) -> float:
@@ -68,6 +71,11 @@ class _Costs(NamedTuple):
         moved = plan.capacity * self.shape.vocab * self.shape.compute.itemsize / MOVED
         products = self.products(blocks, plan.width, plan.work.parts) + LAUNCHES
         return self.logits(blocks, plan.work.splits) + panels * products + moved
+
+    def late(self, plan: Late) -> float:
+        blocks, passes = plan.capacity // self.tiles.m, -(-self.shape.vocab // plan.columns)
+        logits = self.logits(blocks, -(-plan.columns // self.tiles.n), plan.columns)
+        return plan.chunks * passes * (logits + self.products(blocks, plan.columns, 1))
 
 
 def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:
@@ -117,25 +125,58 @@ def plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles
 
 @cache
 def _plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
-    budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
     costs = _Costs(shape, tiles, device)
-    plans = list(_plain_plans(costs, chunks))
-
-    def needs(plan: Early) -> int:
-        return bytes_needed(shape, early_layout(shape, plan), lent_layout(shape, plan.lent))
-
     if chunks is not None:
-        return min(plans)[1]
+        return min(_plain_plans(costs, chunks))[1]
+    budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
+    plans = _early_plans(costs, budget)
+    fits = [(cost, plan) for cost, plan in plans if _early_bytes(shape, plan) <= budget]
+    if fits:
+        return min(fits, key=lambda p: p[0])[1]
+    least = min((plan for _, plan in plans), key=lambda plan: _early_bytes(shape, plan))
+    need_workspace(workspace, _early_bytes(shape, least), "fused")
+    return least
+
+
+def _early_bytes(shape: Shape, plan: Early) -> int:
+    return bytes_needed(shape, early_layout(shape, plan), lent_layout(shape, plan.lent))
+
+
+def _early_plans(costs: _Costs, budget: int) -> list[tuple[float, Early]]:
+    """(cost, plan): nothing lent whatever it needs, or what fits into the budget lent and any plan for the rest."""
+    shape, plans = costs.shape, list(_plain_plans(costs))
     for capacity, (cost, lent) in _cheapest_lent(costs, budget).items():
         left = shape.tokens - capacity
         rest = _plain_plans(costs._replace(shape=shape._replace(tokens=left))) if left > 0 else [(0.0, NO_CHUNKS)]
         plans += [(cost + more, plan._replace(lent=lent)) for more, plan in rest]
-    fits = [(cost, plan) for cost, plan in plans if needs(plan) <= budget]
-    if fits:
-        return min(fits, key=lambda p: p[0])[1]
-    least = min((plan for _, plan in plans), key=needs)
-    need_workspace(workspace, needs(least), "fused")
-    return least
+    return plans
+
+
+@cache
+def early_from(shape: Shape, device: Device, tiles: Tiles) -> int:
+    """Bytes, besides `TOKEN_BYTES` a token, from which gradients made in the forward are the faster ones.
+
+    Below, the logits made twice cost less than the many small chunks of the forward, or these do not fit at all. One
+    for all numbers of tokens, as the compiler needs to know which it is and not how many tokens there will be.
+    """
+    shape = shape._replace(tokens=TYPICAL)
+    costs, rows = _Costs(shape, tiles, device), TOKEN_BYTES * TYPICAL
+
+    def early_wins(budget: int) -> bool:
+        plans = _early_plans(costs, budget)
+        early = min((cost for cost, plan in plans if _early_bytes(shape, plan) <= budget), default=None)
+        if early is None:
+            return False
+        try:
+            forward, late = plan_loss(shape, budget, device, tiles), plan_late(shape, budget, device, tiles, None)
+        except T1Error:
+            return True
+        first = forward.chunks * costs.logits(forward.capacity // tiles.m, forward.splits)
+        return early <= first + costs.late(late)
+
+    steps = [rows + int(SLACK * 2 ** (i / 16)) for i in range(16 * 12)]
+    at = bisect_left(steps, True, key=early_wins)
+    return steps[min(at, len(steps) - 1)] - rows
 
 
 def _cheapest_lent(costs: _Costs, budget: int) -> dict[int, tuple[float, Lent]]:
@@ -148,22 +189,21 @@ def _cheapest_lent(costs: _Costs, budget: int) -> dict[int, tuple[float, Lent]]:
 
 
 @cache
-def plan_late(shape: Shape, workspace: int | None, tiles: Tiles, chunks: int | None) -> Late:
-    """The plan with the least traffic within the workspace: sums of dE once a range of columns, of dW once a chunk."""
+def plan_late(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Late:
+    """The fastest plan of a backward within the workspace, in ranges of columns as wide as fit or a little less."""
     budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
-    step = max(tiles.m, tiles.n)
+    costs, step = _Costs(shape, tiles, device), max(tiles.m, tiles.n)
     found: list[tuple[float, Late]] = []
     for count, capacity in _pieces(shape.tokens, tiles.m, chunks):
         least = Late(capacity, count, step)
         room = (budget - bytes_needed(shape, late_layout(shape, least))) // (capacity * shape.compute.itemsize)
-        columns = min(up(shape.vocab, step), step + room // step * step)
+        widest = min(up(shape.vocab, step), step + room // step * step)
         if chunks is not None:
-            columns = max(columns, step)
-        if columns >= step:
-            passes = -(-shape.vocab // columns)
-            columns = up(-(-shape.vocab // passes), step)
-            traffic = 8 * passes * shape.tokens * shape.hidden * shape.de + 4 * (count - 1) * shape.vocab * shape.hidden
-            found.append((traffic + 2e7 * count * passes, Late(capacity, count, columns)))  # 2e7: a few launches
+            widest = max(widest, step)
+        fewest = -(-shape.vocab // widest) if widest >= step else 0
+        for passes in range(fewest, fewest + 4) if fewest else ():
+            plan = Late(capacity, count, up(-(-shape.vocab // passes), step))
+            found.append((costs.late(plan), plan))
     if not found:
         least = Late(tiles.m, -(-shape.tokens // tiles.m), step)
         need_workspace(workspace, bytes_needed(shape, late_layout(shape, least)), "fused")

@@ -9,6 +9,7 @@ from t1lib.measure.peers import PEERS
 
 OPTIONS = ("bias", "class-weight", "label-smoothing", "softcap", "z-loss", "token-weight", "stats")
 KINDS = ("loss", "both", "none", "half", "frozen", "options")
+MODEL = "M"  # the shape of the small model's output layer
 FILTER_EPS = 2.0**-12  # that of Cut Cross-Entropy for bfloat16
 
 
@@ -142,17 +143,22 @@ def parse_bar(text: str, shapes: list[str]) -> Bar:
 @dataclass(frozen=True)
 class Plan:
     """All that is measured on random data: every method on every shape, `fused` in every workspace that is compared
-    beside it, and the bars' cases on theirs."""
+    beside it, or in a tight one on its shape alone, and the bars' cases on theirs."""
 
     shapes: tuple[Shape, ...]
     methods: tuple[str, ...]
     bars: tuple[Bar, ...]
     compared: tuple[str, ...] = ()
+    tight: tuple[tuple[str, str], ...] = ()
+
+    def tight_cases(self, shape: str) -> list[Case]:
+        """`fused` within the tight workspaces of a shape."""
+        return [fused(workspace) for name, workspace in self.tight if name == shape]
 
     def cases(self, shape: str) -> list[Case]:
         """The cases of a shape, each once; a change is measured beside the same head without it."""
         found = [Case(m, m, gradients=g) for m in self.methods for g in (False, True)]
-        found += map(fused, self.compared)
+        found += [*map(fused, self.compared), *self.tight_cases(shape)]
         for bar in self.bars:
             if shape in bar.shapes:
                 found += [fused(bar.workspace)] if bar.over == "plain" else []
@@ -160,7 +166,18 @@ class Plan:
         return unique(found)
 
 
-def make_plan(shapes: list[str], methods: list[str], bars: list[str], compared: list[str] = ()) -> Plan:
+def parse_tight(text: str, shapes: list[str]) -> tuple[str, str]:
+    """(shape, workspace) from a text such as "G 62MiB"."""
+    words = text.split()
+    require(len(words) == 2, f"bad tight workspace {text!r}; allowed: shape and workspace, such as 'G 62MiB'")
+    choose("shape of a tight workspace:", words[0], shapes)
+    require(parse_bytes(words[1]) > 0, f"bad tight workspace {text!r}: it must be above 0")
+    return words[0], words[1]
+
+
+def make_plan(
+    shapes: list[str], methods: list[str], bars: list[str], compared: list[str] = (), tight: list[str] = ()
+) -> Plan:
     """Read a notebook's lists. Raises `T1Error` for the first entry that is wrong, before anything is measured."""
     parsed = [parse_shape(text) for text in shapes]
     names = [shape.name for shape in parsed]
@@ -168,4 +185,6 @@ def make_plan(shapes: list[str], methods: list[str], bars: list[str], compared: 
     require(len(set(names)) == len(names), f"shapes {', '.join(names)}: a name may be given once")
     for method in methods:
         choose("method", method, [*HEADS, *PEERS])
-    return Plan(tuple(parsed), tuple(methods), tuple(parse_bar(text, names) for text in bars), tuple(compared))
+    tight_ones = tuple(parse_tight(text, [*names, MODEL]) for text in tight)
+    bounds = tuple(parse_bar(text, names) for text in bars)
+    return Plan(tuple(parsed), tuple(methods), bounds, tuple(compared), tight_ones)

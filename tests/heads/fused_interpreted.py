@@ -133,21 +133,43 @@ def test_second_backward_and_second_derivative_are_refused():
         torch.autograd.grad(linear_cross_entropy(e, p.w, p.target, head="fused"), e, create_graph=True)
 
 
-def test_bad_workspace_says_the_least_that_works():
-    p = problem(5, 257, 16, dtype=torch.float32)
-    with pytest.raises(T1Error, match="the least that works is"):
-        linear_cross_entropy(p.e.requires_grad_(), p.w, p.target, head="fused", workspace=1000)
+def least_workspace(p):
+    with pytest.raises(T1Error, match="the least that works is") as e:
+        linear_cross_entropy(p.e.requires_grad_(), p.w.requires_grad_(), p.target, head="fused", workspace=1000)
+    return int(str(e.value).split("works is ")[1].split()[0])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_compiler_sees_one_operator(reduction):
+def test_the_least_workspace_makes_the_gradients_in_the_backward():
+    p = problem(300, 257, 16, dtype=torch.float32)
+    least = least_workspace(p)
+    with pytest.raises(T1Error, match=f"the least that works is {least} bytes"):
+        run("fused", p, workspace=least - 1)
+    assert_close(run("fused", p, workspace=least), run("full", p), 1e-5)
+    e = p.e.requires_grad_()
+    loss = linear_cross_entropy(e, p.w, p.target, head="fused", workspace=least)
+    once, again = (torch.autograd.grad(loss, e, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, again)
+
+
+def test_more_workspace_makes_them_in_the_forward():
+    p = problem(300, 257, 16, dtype=torch.float32)
+    e, w = p.e.requires_grad_(), p.w.requires_grad_()
+    loss = linear_cross_entropy(e, w, p.target, head="fused", workspace="512MiB")
+    torch.autograd.grad(loss, e, retain_graph=True)
+    with pytest.raises(T1Error, match="second backward"):
+        torch.autograd.grad(loss, e)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("reduction", "workspace"), [("mean", None), ("none", None), ("mean", "4MiB")])
+def test_the_compiler_sees_one_operator(reduction, workspace, dynamic):
     p = problem(5, 257, 16, dtype=torch.float32)
 
     def loss_of(e, w):
-        return linear_cross_entropy(e * 1.0, w, p.target, head="fused", reduction=reduction).sum()
+        return linear_cross_entropy(e * 1.0, w, p.target, head="fused", reduction=reduction, workspace=workspace).sum()
 
     results = []
-    for f in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+    for f in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager", dynamic=dynamic)):
         e, w = p.e.clone().requires_grad_(), p.w.clone().requires_grad_()
         loss = f(e, w)
         results.append([loss.detach(), *torch.autograd.grad(loss, (e, w))])

@@ -72,3 +72,16 @@ def test_a_comparison_holds_every_workspace_and_the_first_with_the_filter():
 def test_a_bad_comparison_is_refused(workspaces):
     with pytest.raises(T1Error):
         comparison([], workspaces)
+
+
+def test_a_tight_workspace_is_measured_on_its_shape_alone():
+    plan = make_plan(SHAPES, [], [], ["64MiB"], ["B 8MiB", "M 4MiB"])
+    keys = {name: [case.key for case in plan.cases(name)] for name in ("A", "B")}
+    assert keys == {"A": ["fused-64MiB"], "B": ["fused-64MiB", "fused-8MiB"]}
+    assert [case.key for case in plan.tight_cases("M")] == ["fused-4MiB"]
+
+
+@pytest.mark.parametrize("text", ["8MiB", "Z 8MiB", "A lots", "A 0", "A 8MiB 2"])
+def test_a_bad_tight_workspace_is_refused(text):
+    with pytest.raises(T1Error, match=r"tight|bad size"):
+        make_plan(SHAPES, [], [], ["64MiB"], [text])
