@@ -13,6 +13,7 @@ from t1lib.heads.fused_plan import NO_CHUNKS, Device, Early, Late, Lent, Shape, 
 DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more than the weight gradient of a small model
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
 OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
+REREAD = 1e-4  # of a late chunk's time a row block: larger chunks read more again (measured, docs/log.md)
 LAUNCHES = 60  # of a chunk's small kernels, in such steps
 TYPICAL = 8192  # tokens for which `early_from` compares: what decides may not depend on a text's length
 MOVED = 1.5e6  # bytes copied within the memory in the time of such a step
@@ -75,7 +76,7 @@ class _Costs(NamedTuple):
     def late(self, plan: Late) -> float:
         blocks, passes = plan.capacity // self.tiles.m, -(-self.shape.vocab // plan.columns)
         logits = self.logits(blocks, -(-plan.columns // self.tiles.n), plan.columns)
-        return plan.chunks * passes * (logits + self.products(blocks, plan.columns, 1))
+        return plan.chunks * passes * (logits + self.products(blocks, plan.columns, 1)) * (1 + REREAD * blocks)
 
 
 def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:
@@ -87,7 +88,7 @@ def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:
         width = up(-(-shape.vocab // panels), step)
         last = shape.vocab - (-(-shape.vocab // width) - 1) * width
         most = min(shape.room * last // width, up(max(shape.tokens, 1), t.m)) // t.m
-        for blocks in sorted({most * i // 8 for i in (2, 4, 6, 7, 8)} - {0}):
+        for blocks in sorted({most * i // 16 for i in (4, 8, 12, 13, 14, 15, 16)} - {0}):
             splits = splits_of(blocks, columns, costs.device.units)
             for parts in range(1, 4 if shape.de else 2):
                 plan = Lent(blocks * t.m, width, Work(splits, parts))
