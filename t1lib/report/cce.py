@@ -50,18 +50,19 @@ def _draw_errors(frame: pd.DataFrame, axes: Axes, phase: str) -> list[str]:
             points.append((_marker_size(mib if mib == mib else 0.0), time / floor, error, name))
     for size, x, y, name in sorted(points, reverse=True):
         look = variant_style(name)
-        face = "none" if _hollow(frame, phase, name) else (*look.colour, 0.45)
-        axes.scatter(x, y, s=size, marker=look.marker, edgecolor=look.colour, linewidth=1.0, facecolor=face, zorder=3)
+        axes.scatter(x, y, s=size, marker=look.marker, edgecolor=look.colour, linewidth=1.0,
+                     facecolor=_face(frame, phase, name), zorder=3)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="time / three matrix products")
     _plain_log(axes.xaxis, (1, 1.5, 2, 3, 5, 7))
     axes.margins(0.12)
     return [name for *_, name in points]
 
 
-def _hollow(frame: pd.DataFrame, phase: str, name: str) -> bool:
-    """`fused` in all workspaces but the first has a hollow marker."""
+def _face(frame: pd.DataFrame, phase: str, name: str) -> tuple[float, ...] | str:
+    """A marker's filling: pale; of `fused` in its second workspace none, in a third full."""
     own = [n for n in variants(frame, phase) if n not in METHODS and not is_filtered(n)]
-    return name in own[1:]
+    colour = variant_style(name).colour
+    return ((*colour, 0.45), "none", colour)[min(own.index(name), 2) if name in own else 0]
 
 
 def fig1_error_time_memory(frame: pd.DataFrame) -> Figure:
@@ -71,7 +72,7 @@ def fig1_error_time_memory(frame: pd.DataFrame) -> Figure:
     handles: dict[str, Line2D] = {}
     for axes, phase in zip(panels[0], found, strict=False):
         for name in _draw_errors(frame, axes, phase):
-            look, face = variant_style(name), "none" if _hollow(frame, phase, name) else None
+            look, face = variant_style(name), _face(frame, phase, name)
             handles[variant_label(name)] = Line2D([], [], ls="none", marker=look.marker, ms=5.5, color=look.colour,
                                                   markerfacecolor=face)  # fmt: skip
         axes.set_title(f"{DATA[phase.split('/')[0]]}, {describe(frame, phase)}")
