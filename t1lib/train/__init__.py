@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from t1lib.errors import choose
 from t1lib.train.models import PRESETS, build_model, sizes, split
-from t1lib.train.optim import OPTIMIZERS, OptimizerSpec
+from t1lib.train.optim import OPTIMIZERS, OptimizerSpec, Schedule
 from t1lib.train.resident import CkptTrainer, GpuTrainer
 from t1lib.train.slide import SlideTrainer
 from t1lib.train.trainer import StepRecord, Trainer
@@ -39,6 +39,7 @@ __all__ = [
     "CkptTrainer",
     "GpuTrainer",
     "OptimizerSpec",
+    "Schedule",
     "SlideTrainer",
     "StepRecord",
     "Trainer",

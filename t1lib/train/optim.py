@@ -1,23 +1,35 @@
-"""Optimizers: PyTorch's own fused SGD and AdamW over named tensors, with float32 master weights when asked."""
+"""Optimizers: PyTorch's fused AdamW and its SGD over named tensors, with what 16-bit parameters need beside them.
 
+A 16-bit parameter may have a float32 master, of which it is the rounded copy; moments may be kept in 16 bits. Such
+tensors are updated in pieces: each is widened, updated and rounded while it is in the processor's caches, so that the
+memory sees every number of the state once in and once out.
+"""
+
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from t1lib.errors import T1Error, choose, require
 
 OPTIMIZERS = ("sgd", "adamw")
-STATE = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # what PyTorch keeps a parameter
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STATE = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # what is kept of a parameter
+SCHEDULES = ("constant", "linear", "cosine")
+PIECE = 1 << 18  # numbers that a core of the host updates at a time: their float32 state stays in its caches
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
     """What to update with. Defaults are PyTorch's, except that nothing decays unless asked.
 
-    `master_weights` keeps a float32 copy of each 16-bit parameter, and the moments in float32 beside it; the
-    parameter is then the rounded copy of its master.
+    master_weights  a float32 master beside each 16-bit parameter, and moments in float32
+    split_master    of the master, keep only the 16 bits that the parameter lacks: 2 bytes less a parameter
+    moments         "float32", or "bfloat16": AdamW's moments beside a master, rounded up or down at random (by
+                    chance, not to the nearest: a thousandth of change would never get through 8 bits)
     """
 
     name: str = "sgd"
@@ -27,107 +39,234 @@ class OptimizerSpec:
     eps: float = 1e-8
     weight_decay: float = 0.0
     master_weights: bool = False
+    split_master: bool = False
+    moments: str = "float32"
 
     def __post_init__(self) -> None:
         choose("optimizer", self.name, OPTIMIZERS)
+        choose("moments", self.moments, MOMENTS)
         require(self.lr >= 0, f"lr {self.lr} is negative; allowed: lr >= 0")
-
-    def build(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
-        if self.name == "sgd":
-            # PyTorch's fused SGD on the CPU (2.11, 2.13) leaves 16-bit tensors of 32 elements and more unchanged. Its
-            # plain one rounds lr to the tensors' dtype first: all modes do, so that they agree.
-            narrow = any(t.dtype.itemsize == 2 for t in tensors)
-            lr = torch.tensor(self.lr, dtype=tensors[0].dtype).item() if narrow else self.lr
-            fused = not (narrow and tensors[0].device.type == "cpu")
-            return torch.optim.SGD(
-                tensors, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused
-            )
-        return torch.optim.AdamW(
-            tensors, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True
+        needs = self.split_master or self.moments != "float32"
+        require(
+            not needs or (self.master_weights and self.name == "adamw"),
+            "split_master and moments='bfloat16' are for name='adamw' with master_weights=True",
         )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over steps, as a factor: up from 0 over `warmup` steps, then constant, or down to `least` at the
+    end of `total` steps, in a line or along a cosine."""
+
+    name: str = "constant"
+    warmup: int = 0
+    total: int = 0
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        choose("schedule", self.name, SCHEDULES)
+        ends = self.name == "constant" or self.total > self.warmup
+        require(ends, f"schedule of total={self.total} steps, warmup={self.warmup}; allowed: total beyond warmup")
+
+    def __call__(self, step: int) -> float:
+        """The factor of step `step`, counted from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.name == "constant":
+            return 1.0
+        done = min((step - self.warmup) / (self.total - self.warmup), 1.0)
+        down = 1.0 - done if self.name == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
+        return self.least + (1.0 - self.least) * down
 
 
 class Updater:
     """Updates named tensors in place from their gradients.
 
     The tensors may be parameters or plain views; several updaters over parts of a model do bit for bit what one does
-    over the whole. `scratch` is a flat float32 buffer for widened gradients that updaters run in turn may share;
-    without it each step allocates its own.
+    over the whole. `scratch`, from `scratch_for`, is memory that updaters run in turn may share.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], spec: OptimizerSpec, scratch: Tensor | None = None) -> None:
-        self.tensors, self.spec, self.scratch = tensors, spec, scratch
-        self.masters: dict[str, Tensor] = {}
-        if spec.master_weights:
-            self.masters = {n: t.detach().float() for n, t in tensors.items() if t.dtype != torch.float32}
-        self._targets = {n: self.masters.get(n, t) for n, t in tensors.items()}
-        self.optimizer = spec.build(list(self._targets.values())) if tensors else None
+    def __init__(self, tensors: dict[str, Tensor], spec: OptimizerSpec, scratch: "Scratch | None" = None) -> None:
+        self.tensors, self.spec = tensors, spec
+        self.state: dict[str, dict[str, Tensor]] = {n: self._new_state(t) for n, t in tensors.items()}
+        self._wide = {n for n, t in tensors.items() if spec.master_weights and t.dtype != torch.float32}
+        self._scratch = scratch or Scratch()
+
+    def _new_state(self, tensor: Tensor) -> dict[str, Tensor]:
+        spec, state = self.spec, {}
+        master = spec.master_weights and tensor.dtype != torch.float32
+        if spec.name == "adamw":
+            moments = MOMENTS[spec.moments] if master else tensor.dtype
+            state["step"] = torch.zeros((), device=tensor.device)
+            state |= {k: torch.zeros_like(tensor, dtype=moments) for k in ("exp_avg", "exp_avg_sq")}
+        elif spec.momentum:
+            state["momentum_buffer"] = torch.zeros_like(tensor, dtype=torch.float32 if master else tensor.dtype)
+        if master and spec.split_master:
+            state["low"] = torch.zeros_like(tensor, dtype=torch.int16)  # the parameter itself is the rounded master
+        elif master:
+            state["master"] = tensor.detach().float()
+        return state
 
     @torch.no_grad()
-    def step(self, grads: dict[str, Tensor | None]) -> None:
-        """Apply one update. Tensors without a gradient (None or missing) stay as they are."""
-        offset = 0
-        for name, target in self._targets.items():
-            grad = grads.get(name)
-            if grad is not None and grad.dtype != target.dtype:
-                wide = None if self.scratch is None else self.scratch[offset : offset + grad.numel()].view(grad.shape)
-                grad = grad.to(target.dtype) if wide is None else wide.copy_(grad)
-                offset += grad.numel()
-            target.grad = grad
-        if self.optimizer is not None:
-            self.optimizer.step()
-        for name, target in self._targets.items():
-            if name in self.masters and target.grad is not None:
-                self.tensors[name].copy_(target)
-            target.grad = None
+    def step(self, grads: dict[str, Tensor | None], factor: float = 1.0, scale: Tensor | float = 1.0) -> None:
+        """One update with the learning rate times `factor` and gradients times `scale`.
+
+        Tensors without a gradient (None or missing) stay as they are. Gradients may be overwritten.
+        """
+        lr = self.spec.lr * factor
+        found = {n: g for n, g in grads.items() if g is not None and n in self.tensors}
+        for name in found:
+            if "step" in self.state[name]:
+                self.state[name]["step"] += 1
+        plain = [n for n in found if n not in self._wide]
+        if plain:
+            if isinstance(scale, Tensor) or scale != 1.0:
+                torch._foreach_mul_([found[n] for n in plain], scale)
+            states = [self.state[n] for n in plain]
+            self._update([self.tensors[n] for n in plain], [found[n] for n in plain], states, lr)
+        for name in found.keys() & self._wide:
+            self._step_wide(name, found[name], lr, scale)
+
+    def _step_wide(self, name: str, grad: Tensor, lr: float, scale: Tensor | float) -> None:
+        """A 16-bit tensor with a master, a piece after the other."""
+        weight, state, scratch = self.tensors[name].view(-1), self.state[name], self._scratch
+        flat = {k: v.view(-1) for k, v in state.items() if k != "step"}
+        step = {k: v for k, v in state.items() if k == "step"}
+        size = PIECE * torch.get_num_threads() if weight.device.type == "cpu" else weight.numel()
+        for start in range(0, weight.numel(), size):
+            piece = slice(start, start + size)
+            part = {k: v[piece] for k, v in flat.items()}
+            g = scratch.widen("grad", grad.view(-1)[piece])
+            if isinstance(scale, Tensor) or scale != 1.0:
+                g.mul_(scale)
+            low = part.pop("low", None)
+            master = part.pop("master", None) if low is None else scratch.join(weight[piece], low)
+            wide = {k: v if v.dtype == torch.float32 else scratch.widen(k, v) for k, v in part.items()}
+            self._update([master], [g], [wide | step], lr)
+            for key, value in part.items():
+                if value is not wide[key]:
+                    scratch.round_by_chance(wide[key], value, int(step["step"]) if step else 0)
+            if low is None:
+                weight[piece].copy_(master)
+            else:
+                split(master, weight[piece], low)
+
+    def _update(self, tensors: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], lr: float) -> None:
+        spec = self.spec
+        if spec.name == "adamw":
+            moments = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq"))
+            torch._fused_adamw_(
+                tensors, grads, *moments, [], [s["step"] for s in states], lr=lr, beta1=spec.betas[0],
+                beta2=spec.betas[1], weight_decay=spec.weight_decay, eps=spec.eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
+        # PyTorch's fused SGD on the CPU (2.11, 2.13) leaves 16-bit tensors of 32 elements and more unchanged. Its
+        # plain one rounds lr to the tensors' dtype first: all modes do, so that they agree.
+        narrow = any(t.dtype.itemsize == 2 for t in tensors)
+        lr = torch.tensor(lr, dtype=tensors[0].dtype).item() if narrow else lr
+        fused = not (narrow and tensors[0].device.type == "cpu")
+        sgd(
+            tensors, grads, [s.get("momentum_buffer") for s in states], fused=fused, foreach=False,
+            weight_decay=spec.weight_decay, momentum=spec.momentum, lr=lr, dampening=0.0, nesterov=False,
+            maximize=False,
+        )  # fmt: skip
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> list[Tensor]:
         """Master weights and moments, for accounting."""
-        state = [] if self.optimizer is None else self.optimizer.state.values()
-        return [*self.masters.values(), *(t for s in state for t in s.values() if isinstance(t, Tensor))]
+        return [t for state in self.state.values() for t in state.values()]
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """State by parameter name: moments, step counts, master weights (copies on the CPU)."""
+        """State by parameter name: moments, step counts, master weights (copies on the CPU), whatever their layout."""
         result: dict[str, dict[str, Any]] = {}
-        for name, target in self._targets.items():
-            state = dict(self.optimizer.state.get(target, {}))
-            if name in self.masters:
-                state["master"] = self.masters[name]
-            result[name] = {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        for name, state in self.state.items():
+            saved = {k: v.detach().cpu().clone() for k, v in state.items() if k != "low"}
+            if "low" in state:
+                saved["master"] = join(self.tensors[name].detach(), state["low"]).cpu()
+            result[name] = saved
         return result
 
     def check_state(self, state: dict[str, dict[str, Any]], prefix: str = "") -> None:
         """Raise `T1Error` if `load_state_dict` could not take over `state`."""
-        missing = [prefix + name for name in self._targets if prefix + name not in state]
+        missing = [prefix + name for name in self.tensors if prefix + name not in state]
         if missing:
             raise T1Error(f"the checkpoint has no optimizer state for {missing[0]!r} ({len(missing)} missing)")
-        for name in self._targets:
-            foreign = state[prefix + name].keys() - STATE[self.spec.name] - {"master"}
+        for name in self.tensors:
+            saved = state[prefix + name]
+            foreign = saved.keys() - STATE[self.spec.name] - {"master"}
             require(
                 not foreign,
                 f"the checkpoint's {prefix + name!r} has state of another optimizer ({', '.join(sorted(foreign))}); "
                 f"the trainer's is {self.spec.name!r}",
             )
-            saved, own = ("master" in state[prefix + name]), (name in self.masters)
+            lacking = STATE[self.spec.name] & self.state[name].keys() - saved.keys()
+            require(not lacking, f"the checkpoint's {prefix + name!r} lacks {', '.join(sorted(lacking))}")
+            theirs, own = "master" in saved, name in self._wide
             require(
-                saved == own,
-                f"the checkpoint's {prefix + name!r} has master_weights={saved}, the trainer's master_weights={own}",
+                theirs == own,
+                f"the checkpoint's {prefix + name!r} has master_weights={theirs}, the trainer's master_weights={own}",
             )
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, dict[str, Any]], prefix: str = "") -> None:
         """Take over state by parameter name, which is `prefix` and the tensor's name. To be checked before."""
-        for name, target in self._targets.items():
-            saved = dict(state[prefix + name])
-            master = saved.pop("master", None)
-            if master is not None:
-                self.masters[name].copy_(master)
-            self.optimizer.state[target] = {
-                k: _placed(k, v, target) if isinstance(v, Tensor) else v for k, v in saved.items()
-            }
+        for name, own in self.state.items():
+            saved = state[prefix + name]
+            for key, value in own.items():
+                if key == "low":
+                    split(saved["master"].to(value.device), self.tensors[name], value)
+                else:
+                    value.copy_(saved[key])
 
 
-def _placed(key: str, value: Tensor, target: Tensor) -> Tensor:
-    # Fused optimizers keep the step count, a float32 scalar, beside the parameter; moments have its dtype.
-    dtype = torch.float32 if key == "step" else target.dtype
-    return value.detach().to(device=target.device, dtype=dtype, copy=True)
+# -- 16 bits and the 16 that they lack ---------------------------------------------------------------------------------
+
+
+def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
+    """float32 from a bfloat16 `high` and the int16 `low` by which its bits differ from the float32's upper half."""
+    bits = torch.empty(high.shape, dtype=torch.int32, device=high.device) if out is None else out.view(torch.int32)
+    bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+    return bits.view(torch.float32)
+
+
+def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
+    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it. Halves round up: then the rest fits 16 bits."""
+    bits = wide.view(torch.int32)
+    rounded = (bits + 32768).bitwise_right_shift_(16)
+    high.view(torch.int16).copy_(rounded)
+    low.copy_(bits - rounded.bitwise_left_shift_(16))
+
+
+class Scratch:
+    """float32 buffers for one piece, and the noise by which moments are rounded."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._noise: Tensor | None = None
+
+    def _buffer(self, key: str, like: Tensor) -> Tensor:
+        held = self._buffers.get(key)
+        if held is None or held.numel() < like.numel() or held.device != like.device:
+            held = self._buffers[key] = torch.empty(like.numel(), device=like.device)
+        return held[: like.numel()]
+
+    def widen(self, key: str, value: Tensor) -> Tensor:
+        return self._buffer(key, value).copy_(value)
+
+    def join(self, high: Tensor, low: Tensor) -> Tensor:
+        return join(high, low, out=self._buffer("master", high))
+
+    def round_by_chance(self, wide: Tensor, out: Tensor, step: int) -> None:
+        """out (bfloat16) ← wide, up with the probability of its distance from the lower neighbour.
+
+        The noise is drawn once; where a piece begins to read it depends on the step alone, so a run can be repeated.
+        """
+        if self._noise is None or self._noise.numel() < 2 * wide.numel():
+            generator = torch.Generator().manual_seed(0)
+            size = 2 * max(wide.numel(), 1 << 16)
+            self._noise = torch.randint(1 << 16, (size,), dtype=torch.int32, generator=generator).to(wide.device)
+        start = step * 7919 % wide.numel()
+        bits = wide.view(torch.int32)
+        bits.add_(self._noise[start : start + wide.numel()]).bitwise_right_shift_(16)
+        out.view(torch.int16).copy_(bits)

@@ -5,7 +5,7 @@ import itertools
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,15 +18,22 @@ ALIGN = 128  # elements; every parameter in a flat buffer begins at a multiple, 
 
 
 class Layout:
-    """Where each parameter of a layer lies in one flat buffer. Layers must be alike in names, shapes and dtype."""
+    """Where each parameter of a layer lies in one flat buffer. Layers must be alike in names, shapes and dtype.
 
-    def __init__(self, layers: nn.ModuleList) -> None:
-        self.shapes = {n: p.shape for n, p in layers[0].named_parameters()}
-        self.dtype = next(layers[0].parameters()).dtype
+    `trained_only`: of the parameters that require a gradient. Without layers, a buffer of nothing.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], trained_only: bool = False) -> None:
+        def params(layer: nn.Module) -> dict[str, nn.Parameter]:
+            return {n: p for n, p in layer.named_parameters() if p.requires_grad or not trained_only}
+
+        first = params(layers[0]) if len(layers) else {}
+        self.shapes = {n: p.shape for n, p in first.items()}
+        self.dtype = next((p.dtype for p in first.values()), torch.float32)
         for index, layer in enumerate(layers):
-            found = {n: p.shape for n, p in layer.named_parameters()}
+            found = {n: p.shape for n, p in params(layer).items()}
             odd = [n for n in {**self.shapes, **found} if found.get(n) != self.shapes.get(n)]
-            odd += [n for n, p in layer.named_parameters() if p.dtype != self.dtype]
+            odd += [n for n, p in params(layer).items() if p.dtype != self.dtype]
             if odd:
                 raise T1Error(f"layer {index} differs from layer 0 at {odd[0]!r}: slide streams layers that are alike")
         self.offsets, self.numel = {}, 0
@@ -106,28 +113,46 @@ class UpdateWorker:
     """Runs one update a layer on a thread of its own; of those that wait, the lowest layer first.
 
     The next forward needs layer 0 first, and its gradients come last: the order in which updates are needed is the
-    order of the layers. An error in an update is raised where its layer is waited for.
+    order of the layers. What waits for an update may be given along (`then`). An error in an update is raised where
+    its layer is waited for, or by `check`.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None, threading.Event]]
+        self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None, _Pending | None]]
         self._queue = queue.PriorityQueue()
         self._count = itertools.count()  # of two updates of one layer, the earlier first
-        self._pending: dict[int, threading.Event] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="t1-update", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # an interpreter that ends under a running update aborts
 
     def submit(self, layer: int, update: Callable[[], None]) -> None:
-        done = self._pending[layer] = threading.Event()
-        self._queue.put((layer, next(self._count), update, done))
+        pending = self._pending[layer] = _Pending()
+        self._queue.put((layer, next(self._count), update, pending))
+
+    def then(self, layer: int, action: Callable[[], None], given_up: threading.Event) -> None:
+        """Run `action` when the layer's update is done: at once, or on the worker's thread. After an error `given_up`
+        is set instead."""
+        pending = self._pending.get(layer)
+        with self._lock:
+            later = pending is not None and not pending.done.is_set()
+            if later:
+                pending.actions.append((action, given_up))
+        if not later:
+            self.check()
+            action()
 
     def wait(self, layer: int) -> None:
         """Return when the layer's update, if one was submitted, is done."""
-        done = self._pending.pop(layer, None)
-        if done is not None:
-            done.wait()
+        pending = self._pending.pop(layer, None)
+        if pending is not None:
+            pending.done.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of an update, if one failed."""
         if self._error is not None:
             raise self._error
 
@@ -138,19 +163,33 @@ class UpdateWorker:
     def close(self) -> None:
         """Finish what was submitted, then end the thread."""
         atexit.unregister(self.close)
-        self._queue.put((sys.maxsize, next(self._count), None, threading.Event()))  # after all layers
+        self._queue.put((sys.maxsize, next(self._count), None, None))  # after all layers
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            _, _, update, done = self._queue.get()
+            _, _, update, pending = self._queue.get()
             if update is None:
                 return
-            try:
-                if self._error is None:
-                    update()
-            except BaseException as error:  # handed to the thread that waits
-                self._error = error
-            finally:
-                done.set()
-                del update  # it holds the trainer, and the next one may be long in coming
+            self._try(update)
+            with self._lock:
+                pending.done.set()
+            for action, given_up in pending.actions:
+                self._try(action)
+                given_up.set()
+            del update, pending  # they hold the trainer, and the next one may be long in coming
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            if self._error is None:
+                action()
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error
+
+
+class _Pending:
+    """An update that was submitted, and what is to follow it."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.actions: list[tuple[Callable[[], None], threading.Event]] = []

@@ -1,5 +1,7 @@
 """What all trainers share: a step, its loss, its checks, the interception of the layers, checkpoints."""
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,21 +14,38 @@ from t1lib.errors import T1Error, choose, require
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy, next_token_targets
 from t1lib.measure.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.models import split
-from t1lib.train.optim import OptimizerSpec, Updater
+from t1lib.train.optim import OptimizerSpec, Schedule, Updater
 
 LOSSES = ("cross_entropy", "mean_square")
-TRAINABLE = ("all", "layers")
+TRAINABLE = ("all", "layers", "marked")
+NONFINITE = ("raise", "skip")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step: its loss, wall time (ms) between two synchronised boundaries, and time of each phase (ms)."""
+    """One training step: its loss, wall time (ms) between two synchronised boundaries, and time of each phase (ms).
+
+    grad_norm   Euclidean norm of all gradients, before clipping
+    skipped     whether nothing was updated, because a gradient was not finite
+    """
 
     step: int
     loss: float
     tokens: int
     wall_ms: float
     phases: dict[str, float]
+    grad_norm: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A micro-batch: ids (b, S) and targets (b, S). Of a batch in pieces, the losses' sum is to be divided by `total`,
+    which is None for a batch in one piece."""
+
+    ids: Tensor
+    targets: Tensor
+    total: int | None = None
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -34,6 +53,11 @@ def _send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Euclidean norm of each gradient, on its device."""
+    return dict(zip(grads, torch._foreach_norm(list(grads.values())), strict=True)) if grads else {}
 
 
 class Trainer:
@@ -45,7 +69,11 @@ class Trainer:
     optimizer  an `OptimizerSpec`, or its name
     loss       "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm: T1M1's
                setting, which has no output layer
-    train      "all" parameters, or only the decoder "layers"
+    train      "all" parameters, only the decoder "layers", or those "marked": that require a gradient as they come
+    schedule   factor of the learning rate by step: a `Schedule`, or any function of the step's number from 0 on
+    micro_batch    rows of a batch that are computed at a time; their gradients add up. By default all at once
+    max_grad_norm  gradients beyond this norm, over all parameters together, are scaled down to it
+    nonfinite      a step with a gradient that is no number: "raise" `T1Error`, or "skip" its update and count it
     """
 
     mode = ""
@@ -60,9 +88,17 @@ class Trainer:
         optimizer: OptimizerSpec | str = "sgd",
         loss: str = "cross_entropy",
         train: str = "all",
+        schedule: Callable[[int], float] = Schedule(),  # noqa: B008 (it cannot change)
+        micro_batch: int | None = None,
+        max_grad_norm: float | None = None,
+        nonfinite: str = "raise",
     ) -> None:
         self.head, self.loss = choose("head", head, HEADS), choose("loss", loss, LOSSES)
-        self.train = choose("train", train, TRAINABLE)
+        self.train, self.nonfinite = choose("train", train, TRAINABLE), choose("nonfinite", nonfinite, NONFINITE)
+        require(micro_batch is None or micro_batch >= 1, f"micro_batch={micro_batch}; allowed: 1 or more")
+        positive = max_grad_norm is None or max_grad_norm > 0
+        require(positive, f"max_grad_norm={max_grad_norm}; allowed: more than 0, or None")
+        self.schedule, self.micro_batch, self.max_grad_norm = schedule, micro_batch, max_grad_norm
         require(
             not (loss == "mean_square" and train == "all"),
             "loss 'mean_square' ends before the norm and the head: with train='all' they would get no gradient; "
@@ -72,7 +108,8 @@ class Trainer:
         self.model, self.parts, self.head_options = model, split(model), head_options or {}
         self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.trace: Trace | NoTrace = NoTrace()
-        self.steps, self._in_backward = 0, False
+        self.steps, self.skipped, self._in_backward = 0, 0, False
+        self._norms: dict[str, Tensor] = {}  # of gradients that are not on the device any more
         self._mark_trainable()
         self._place()
         self._intercept()
@@ -97,24 +134,78 @@ class Trainer:
     def step(self, batch: dict[str, Tensor]) -> StepRecord:
         """Train on one batch: `input_ids` (B, S), and `labels` (B, S) where they are not the inputs themselves.
 
-        Returns when the device is done with the step. Raises `T1Error` for a batch that does not fit the model, before
-        anything is changed.
+        The loss is the mean over the whole batch, in however many micro-batches it is computed. Returns when the
+        device is done with the step. Raises `T1Error` for a batch that does not fit the model, before anything is
+        changed, and for gradients that are not finite (`nonfinite`).
         """
-        ids, targets = self._check(batch)
+        pieces = self._pieces(*self._check(batch))
         timer = PhaseTimer(self.device)
-        loss = self._forward(ids, targets, timer)
-        self._in_backward = True
-        try:
-            loss.backward()
-        finally:
-            self._in_backward = False
-        self.trace.end("compute", "backward", 0)
-        timer.mark("backward")
-        self._update()
+        loss = self._backward(pieces, timer)
+        norm = self._update()
         timer.mark("optimizer")
         wall_ms, phases = timer.stop()
-        self.steps += 1
-        return StepRecord(self.steps, loss.item(), ids.numel(), wall_ms, phases)
+        norm, lost = float(norm), not math.isfinite(float(norm))
+        if lost and self.nonfinite == "raise":
+            raise T1Error(f"step {self.steps + 1}: a gradient is not finite (norm {norm}); {self._spoiled()}")
+        self.steps, self.skipped = self.steps + 1, self.skipped + lost
+        tokens = sum(piece.ids.numel() for piece in pieces)
+        return StepRecord(self.steps, float(loss), tokens, wall_ms, phases, norm, lost)
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> float:
+        """The batch's loss, without training on it."""
+        timer = PhaseTimer(self.device)
+        return float(sum(self._losses(self._pieces(*self._check(batch)), timer)))
+
+    def _pieces(self, ids: Tensor, targets: Tensor) -> list[Piece]:
+        rows = self.micro_batch or len(ids)
+        if rows >= len(ids):
+            return [Piece(ids, targets)]
+        square = self.loss == "mean_square"
+        total = ids.numel() * self.model.config.hidden_size if square else int((targets != -100).sum())
+        return [Piece(*part, total) for part in zip(ids.split(rows), targets.split(rows), strict=True)]
+
+    def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
+        """Each piece's share of the loss."""
+        for piece in pieces:
+            hidden = self._hidden(self._embed(piece))
+            timer.mark("forward")
+            yield self._loss(hidden, piece, timer)
+
+    def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
+        """Gradients of the batch's loss, which is returned. Those of the embedding come last, of all pieces in turn.
+
+        So they do in mode `slide`, too: a weight that is embedding and head adds up in the same order.
+        """
+        total, embeddings = torch.zeros((), device=self.device), []
+        for piece in pieces:
+            embedded = self._embed(piece)
+            leaf = embedded.detach().requires_grad_(embedded.requires_grad)
+            embeddings.append((embedded, leaf))
+            hidden = self._hidden(leaf)
+            timer.mark("forward")
+            hidden.register_hook(lambda _: timer.mark("head_backward"))
+            loss = self._loss(hidden, piece, timer)
+            total += loss.detach()
+            self._in_backward = True
+            try:
+                loss.backward()
+            finally:
+                self._in_backward = False
+            self.trace.end("compute", "backward", 0)
+            timer.mark("backward")
+        self._embeddings_backward(embeddings)
+        timer.mark("backward")
+        return total
+
+    def _embeddings_backward(self, embeddings: list[tuple[Tensor, Tensor]]) -> None:
+        for embedded, leaf in embeddings:
+            if embedded.requires_grad:
+                embedded.backward(leaf.grad)
+
+    def _spoiled(self) -> str:
+        """What a step has changed when it fails for a gradient that is not finite."""
+        return "nothing was updated"
 
     def _check(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         ids = batch.get("input_ids")
@@ -136,35 +227,64 @@ class Trainer:
             raise T1Error(f"labels hold {bad}; allowed: 0 to {vocabulary - 1}, or -100 for a token to ignore")
         return ids, next_token_targets(labels)
 
-    def _forward(self, ids: Tensor, targets: Tensor, timer: PhaseTimer) -> Tensor:
+    def _embed(self, piece: Piece) -> Tensor:
         embed = self.parts.embed
-        embedded = _send(embed(_send(ids, embed.weight.device)), self.device)
-        hidden = self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        timer.mark("forward")
-        hidden.register_hook(lambda _: timer.mark("head_backward"))
+        return _send(embed(_send(piece.ids, embed.weight.device)), self.device)
+
+    def _hidden(self, embedded: Tensor) -> Tensor:
+        """What comes out of the model before the head: the last layer's output, through the norm."""
+        return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
+
+    def _loss(self, hidden: Tensor, piece: Piece, timer: PhaseTimer) -> Tensor:
+        """The piece's share of the batch's loss."""
+        reduction = "mean" if piece.total is None else "sum"
         if self.loss == "mean_square":
-            loss = hidden.float().pow(2).mean()
+            squares = hidden.float().pow(2)
+            loss = squares.mean() if piece.total is None else squares.sum()
         else:
             head = self.parts.head
             loss = linear_cross_entropy(
-                hidden, head.weight, _send(targets, self.device), head=self.head, linear_bias=head.bias,
-                softcap=self.parts.softcap, **self.head_options,
+                hidden, head.weight, _send(piece.targets, self.device), head=self.head, linear_bias=head.bias,
+                softcap=self.parts.softcap, reduction=reduction, **self.head_options,
             )  # fmt: skip
         timer.mark("head_forward")
-        return loss
+        return loss if piece.total is None else loss / (piece.total or math.nan)
 
     @torch.no_grad()
-    def _update(self) -> None:
-        """Update what stays on the device; in a traced step layer by layer, so that each layer's share is seen."""
-        params = self._resident_trainable()
-        if isinstance(self.trace, NoTrace):
-            self._rest.step({n: p.grad for n, p in params.items()})
-        else:
-            for layer, names in self._by_layer(params).items():
-                with self.trace.span("compute", "update", layer):
-                    self._rest.step({n: params[n].grad for n in names})
+    def _update(self) -> Tensor:
+        """Update what stays on the device, and return the norm of all gradients.
+
+        In a traced step layer by layer, so that each layer's share is seen.
+        """
+        params = {n: p for n, p in self._resident_trainable().items() if p.grad is not None}
+        norm, self._scale = self._norm(norms_of({n: p.grad for n, p in params.items()}) | self._norms)
+        self._norms = {}
+        if self._may_update(norm):
+            factor = self.schedule(self.steps)
+            if isinstance(self.trace, NoTrace):
+                self._rest.step({n: p.grad for n, p in params.items()}, factor, self._scale)
+            else:
+                for layer, names in self._by_layer(params).items():
+                    with self.trace.span("compute", "update", layer):
+                        self._rest.step({n: params[n].grad for n in names}, factor, self._scale)
         for param in params.values():
             param.grad = None
+        return norm
+
+    def _norm(self, norms: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
+        """Norm of all gradients, from those of each parameter; and by what gradients are to be scaled.
+
+        As `torch.nn.utils.clip_grad_norm_` has it, in the order of the model's parameters, whatever came first.
+        """
+        found = [norms[n] for n, _ in self.model.named_parameters() if n in norms]
+        norm = torch.linalg.vector_norm(torch.stack(found).float())
+        if self.max_grad_norm is None:
+            return norm, 1.0
+        return norm, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def _may_update(self, norm: Tensor) -> bool:
+        """Whether the gradients are finite. The host waits for the backward to know it."""
+        return math.isfinite(float(norm))
 
     def _by_layer(self, params: dict[str, nn.Parameter]) -> dict[int, list[str]]:
         """Names of parameters by decoder layer; -1 holds the rest."""
@@ -177,6 +297,9 @@ class Trainer:
     # -- the layers ------------------------------------------------------------------------------------------------
 
     def _mark_trainable(self) -> None:
+        if self.train == "marked":
+            require(any(p.requires_grad for p in self.model.parameters()), "no parameter of the model is marked")
+            return
         in_layers = {id(p) for p in self.parts.layers.parameters()}
         for param in self.model.parameters():
             param.requires_grad_(self.train == "all" or id(param) in in_layers)
@@ -221,7 +344,7 @@ class Trainer:
         """
         weights = {n: p.detach().cpu().clone() for n, p in self.model.named_parameters()}
         optimizer = {prefix + n: s for prefix, u in self._named_updaters() for n, s in u.state_dict().items()}
-        return {"step": self.steps, "model": weights, "optimizer": optimizer}
+        return {"step": self.steps, "skipped": self.skipped, "model": weights, "optimizer": optimizer}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,7 +363,7 @@ class Trainer:
             param.copy_(state["model"][name])
         for prefix, updater in self._named_updaters():
             updater.load_state_dict(state["optimizer"], prefix)
-        self.steps = state["step"]
+        self.steps, self.skipped = state["step"], state["skipped"]
 
     def _named_updaters(self) -> list[tuple[str, Updater]]:
         """All updaters, each with what its tensors' names lack of the parameters' names."""

@@ -1,0 +1,163 @@
+"""Micro-batches, clipping, schedules, gradients that are no numbers, frozen parameters, evaluation: alike in all modes."""
+
+import math
+
+import pytest
+import torch
+from test_parity import OPTIMIZERS, assert_same, batches, model, run
+
+from t1lib.errors import T1Error
+from t1lib.heads import linear_cross_entropy, next_token_targets
+from t1lib.train import OptimizerSpec, Schedule, make_trainer
+
+SPEC = OPTIMIZERS["adamw"]
+EVERYTHING = {"micro_batch": 2, "max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10, least=0.1)}
+
+
+def ragged(count: int = 10) -> list[dict]:
+    """Batches of five rows, with tokens to ignore, as many in no two rows."""
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(97, (5, 9), generator=generator)
+        labels = ids.clone()
+        for row in range(5):
+            labels[row, : row * 2] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-untied", "gemma2"])
+@pytest.mark.parametrize("mode", ["ckpt", "slide"])
+def test_same_bits_with_accumulation_clipping_and_schedule(mode, kind):
+    losses, state = run(make_trainer(model(kind), "gpu", optimizer=SPEC, **EVERYTHING), ragged())
+    other_losses, other = run(make_trainer(model(kind), mode, optimizer=SPEC, **EVERYTHING), ragged())
+    assert other_losses == losses
+    assert_same(state, other)
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "mean_square"])
+def test_micro_batches_add_up_to_the_batch(mode, loss):
+    options = {"optimizer": OptimizerSpec("sgd", lr=1.0), "loss": loss, "train": "layers"}
+    whole = make_trainer(model("qwen3"), mode, **options)
+    parts = make_trainer(model("qwen3"), mode, micro_batch=2, **options)
+    for batch in ragged(3):
+        one, other = whole.step(batch), parts.step(batch)
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+    weights, others = whole.state_dict()["model"], parts.state_dict()["model"]
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_clipping_is_that_of_pytorch(mode):
+    """One SGD step moves each weight by lr times the gradient that `clip_grad_norm_` leaves."""
+    plain, batch = model("qwen3"), batches(1)[0]
+    ids = batch["input_ids"]
+    linear_cross_entropy(plain.base_model(ids).last_hidden_state, plain.lm_head.weight, next_token_targets(ids)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.25)
+    trainer = make_trainer(model("qwen3"), mode, optimizer=OptimizerSpec("sgd", lr=1.0), max_grad_norm=0.25)
+    record = trainer.step(batch)
+    assert norm > 0.25 and record.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    after = trainer.state_dict()["model"]
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(after[name], param.detach() - param.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+def test_a_gradient_that_is_no_number_is_raised(mode, options):
+    trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, **options)
+    trainer.step(batches(1)[0])
+    with torch.no_grad():
+        trainer.parts.norm.weight[0] = math.nan
+    with pytest.raises(T1Error, match="step 2: a gradient is not finite"):
+        trainer.step(batches(1)[0])
+    assert trainer.steps == 1
+
+
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+def test_a_gradient_that_is_no_number_is_skipped_and_counted(mode):
+    trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, nonfinite="skip")
+    first, second = batches(2)
+    trainer.step(first)
+    before = trainer.state_dict()
+    weight = trainer.parts.norm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0] = math.inf
+    record = trainer.step(second)
+    with torch.no_grad():
+        weight.copy_(kept)
+    after = trainer.state_dict()
+    assert record.skipped and after["skipped"] == 1 and after["step"] == 2
+    assert_same(before, after)
+    assert not trainer.step(second).skipped
+
+
+def test_schedules():
+    line = Schedule("linear", warmup=2, total=6, least=0.5)
+    assert [line(s) for s in range(8)] == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    cosine = Schedule("cosine", total=4)
+    assert [round(cosine(s), 6) for s in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]
+    assert [Schedule(warmup=4)(s) for s in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_the_learning_rate_follows_the_schedule(mode):
+    """At a factor of 0 nothing moves."""
+    trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, schedule=lambda step: float(step == 1))
+    states = [trainer.state_dict()["model"] for batch in batches(3) if trainer.step(batch)]
+    assert all(torch.equal(a, b) for a, b in zip(states[0].values(), model("qwen3").state_dict().values()))
+    assert not all(torch.equal(states[0][n], states[1][n]) for n in states[0])
+    assert all(torch.equal(states[1][n], states[2][n]) for n in states[0])
+
+
+@pytest.mark.parametrize("which", [("layers.2.", "layers.4."), ("mlp",), ("embed", "layers.0.")], ids=str)
+def test_frozen_parameters(which):
+    """Only what is marked trains, in all modes alike; slide sends no gradient of the rest."""
+
+    def marked():
+        found = model("qwen3")
+        for name, param in found.named_parameters():
+            param.requires_grad_(any(part in name for part in which))
+        return found
+
+    losses, state = run(make_trainer(marked(), "gpu", optimizer=SPEC, train="marked"))
+    trainer = make_trainer(marked(), "slide", optimizer=SPEC, train="marked")
+    sent = sum(s.numel() for s in trainer._grad_layout.shapes.values())
+    assert sent < trainer.layout.numel or which[0] != "mlp"
+    other_losses, other = run(trainer)
+    assert other_losses == losses
+    assert_same(state, other)
+    start = model("qwen3").state_dict()
+    for name, weight in state["model"].items():
+        assert torch.equal(weight, start[name]) != any(part in name for part in which), name
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=str)
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+def test_evaluation_changes_nothing(mode, options):
+    trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, **options)
+    batch = ragged(1)[0]
+    trainer.step(batch)
+    before = trainer.state_dict()
+    loss = trainer.evaluate(batch)
+    assert_same(before, trainer.state_dict())
+    assert trainer.step(batch).loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("first, second", [("slide", "slide"), ("gpu", "slide"), ("slide", "gpu")])
+def test_resume_with_everything_on(first, second, tmp_path):
+    data = ragged()
+    losses, state = run(make_trainer(model("qwen3"), "slide", optimizer=SPEC, **EVERYTHING), data)
+    begun, saved = run(make_trainer(model("qwen3"), first, optimizer=SPEC, **EVERYTHING), data[:4])
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    resumed = make_trainer(model("qwen3"), second, optimizer=SPEC, **EVERYTHING)
+    resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
+    rest, final = run(resumed, data[4:])
+    assert begun + rest == losses
+    assert_same(state, final)
