@@ -79,6 +79,11 @@ class Schedule:
         return self.least + (1.0 - self.least) * down
 
 
+def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Euclidean norm of each gradient, on its device."""
+    return dict(zip(grads, torch._foreach_norm(list(grads.values())), strict=True)) if grads else {}
+
+
 class Updater:
     """Updates named tensors in place from their gradients.
 
@@ -177,18 +182,16 @@ class Updater:
         """Master weights and moments, for accounting."""
         return [t for state in self.state.values() for t in state.values()]
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """State by parameter name: moments, step counts, master weights (copies on the CPU), whatever their layout."""
-        result: dict[str, dict[str, Any]] = {}
-        for name, state in self.state.items():
-            saved = {k: v.detach().cpu().clone() for k, v in state.items() if k != "low"}
-            if "low" in state:
-                saved["master"] = join(self.tensors[name].detach(), state["low"]).cpu()
-            result[name] = saved
-        return result
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """A tensor's moments, step count and master weight, whatever their layout here (copies on the CPU)."""
+        state = self.state[name]
+        saved = {k: v.detach().cpu().clone() for k, v in state.items() if k != "low"}
+        if "low" in state:
+            saved["master"] = join(self.tensors[name].detach(), state["low"]).cpu()
+        return saved
 
     def check_state(self, state: dict[str, dict[str, Any]], prefix: str = "") -> None:
-        """Raise `T1Error` if `load_state_dict` could not take over `state`."""
+        """Raise `T1Error` if `load` could not take over `state`, by the tensors' names with `prefix` before them."""
         missing = [prefix + name for name in self.tensors if prefix + name not in state]
         if missing:
             raise T1Error(f"the checkpoint has no optimizer state for {missing[0]!r} ({len(missing)} missing)")
@@ -209,15 +212,13 @@ class Updater:
             )
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, dict[str, Any]], prefix: str = "") -> None:
-        """Take over state by parameter name, which is `prefix` and the tensor's name. To be checked before."""
-        for name, own in self.state.items():
-            saved = state[prefix + name]
-            for key, value in own.items():
-                if key == "low":
-                    split(saved["master"].to(value.device), self.tensors[name], value)
-                else:
-                    value.copy_(saved[key])
+    def load(self, name: str, saved: dict[str, Tensor]) -> None:
+        """Take over what `state_of` gave of a tensor; to be checked before."""
+        for key, value in self.state[name].items():
+            if key == "low":
+                split(saved["master"].to(value.device), self.tensors[name], value)
+            else:
+                value.copy_(saved[key])
 
 
 # -- 16 bits and the 16 that they lack ---------------------------------------------------------------------------------

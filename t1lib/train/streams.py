@@ -109,6 +109,45 @@ class HostPool:
         self._free.put(index)
 
 
+class HostStore:
+    """Tensors that leave the device for a while, by key: pinned buffers, kept for the next time. Keys begin with a
+    number that groups them."""
+
+    def __init__(self, device: torch.device, compute: Lane, inward: Lane, outward: Lane) -> None:
+        self.device, self._compute, self._in, self._out = device, compute, inward, outward
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._left: dict[tuple[int, int], torch.cuda.Event | None] = {}
+        self._back: dict[int, torch.cuda.Event | None] = {}
+
+    def put(self, key: tuple[int, int], tensor: Tensor) -> None:
+        """Queue the copy to the host; the caller may let go of the tensor."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._buffers[key] = pinned_empty(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
+        self._out.after(self._compute.mark())
+        with self._out.active():
+            buffer.copy_(tensor, non_blocking=True)
+        if tensor.is_cuda:
+            tensor.record_stream(self._out.stream)
+        self._left[key] = self._out.mark()
+
+    def bring(self, key: tuple[int, int]) -> Tensor:
+        """Queue the copy back; what it brings may be used after `arrived`."""
+        buffer = self._buffers[key]
+        self._in.after(self._left[key])
+        with self._in.active():
+            tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+            tensor.copy_(buffer, non_blocking=True)
+        if tensor.is_cuda:
+            tensor.record_stream(self._compute.stream)
+        self._back[key[0]] = self._in.mark()
+        return tensor
+
+    def arrived(self, group: int) -> None:
+        """Let the computing wait for what was brought of this group."""
+        self._compute.after(self._back.pop(group, None))
+
+
 class UpdateWorker:
     """Runs one update a layer on a thread of its own; of those that wait, the lowest layer first.
 

@@ -14,7 +14,7 @@ from t1lib.errors import T1Error, choose, require
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy, next_token_targets
 from t1lib.measure.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.models import split
-from t1lib.train.optim import OptimizerSpec, Schedule, Updater
+from t1lib.train.optim import OptimizerSpec, Schedule, Updater, norms_of
 
 LOSSES = ("cross_entropy", "mean_square")
 TRAINABLE = ("all", "layers", "marked")
@@ -53,11 +53,6 @@ def _send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Euclidean norm of each gradient, on its device."""
-    return dict(zip(grads, torch._foreach_norm(list(grads.values())), strict=True)) if grads else {}
 
 
 class Trainer:
@@ -340,30 +335,67 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on: weights and optimizer state by parameter name, and the step; CPU copies.
 
-        The format is the same in every mode: a run can change its mode at a checkpoint.
+        The format is the same in every mode: a run can change its mode at a checkpoint. For models whose copy the
+        host cannot hold: `t1lib.train.checkpoint`, which writes `state_parts` one by one.
         """
-        weights = {n: p.detach().cpu().clone() for n, p in self.model.named_parameters()}
-        optimizer = {prefix + n: s for prefix, u in self._named_updaters() for n, s in u.state_dict().items()}
-        return {"step": self.steps, "skipped": self.skipped, "model": weights, "optimizer": optimizer}
+        whole = {"step": self.steps, "skipped": self.skipped, "model": {}, "optimizer": {}}
+        for part in self.state_parts():
+            for kind, found in self.state_part(part).items():
+                whole[kind] |= found
+        return whole
 
-    @torch.no_grad()
+    def state_parts(self) -> dict[str, list[str]]:
+        """Names of parameters that are saved together: those of a layer, and the rest, by a name of the part."""
+        layers = {id(p): i for i, layer in enumerate(self.parts.layers) for p in layer.parameters()}
+        parts: dict[str, list[str]] = {}
+        for name, param in self.model.named_parameters():
+            layer = layers.get(id(param))
+            parts.setdefault("rest" if layer is None else f"layer-{layer:04d}", []).append(name)
+        return parts
+
+    def state_part(self, part: str) -> dict[str, dict[str, Any]]:
+        """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; CPU copies."""
+        names, params = self.state_parts()[part], dict(self.model.named_parameters())
+        weights = {n: params[n].detach().cpu().clone() for n in names}
+        owners = self._owners()
+        state = {n: owners[n][0].state_of(owners[n][1]) for n in names if n in owners}
+        return {"model": weights, "optimizer": state}
+
+    def _owners(self) -> dict[str, tuple[Updater, str]]:
+        """Who updates a parameter, and under which name."""
+        return {prefix + n: (updater, n) for prefix, updater in self._named_updaters() for n in updater.tensors}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over `state_dict`'s result. Raises `T1Error`, before anything is changed, if it is of another model."""
+        self.check_state(state["model"], state["optimizer"])
+        for part in self.state_parts():
+            self.load_part(part, state)
+        self.steps, self.skipped = state["step"], state["skipped"]
+
+    def check_state(self, model: dict[str, Tensor], optimizer: dict[str, dict[str, Any]]) -> None:
+        """Raise `T1Error` unless weights and optimizer state, by parameter name, fit this trainer."""
         own = dict(self.model.named_parameters())
+        foreign = sorted(model.keys() - own.keys())
+        require(not foreign, f"the checkpoint has {foreign[:1]}, the model has not: it is of another model")
         for name, param in own.items():
-            saved = state["model"].get(name)
+            saved = model.get(name)
             require(saved is not None, f"the checkpoint has no parameter {name!r}: it is of another model")
             require(
                 saved.shape == param.shape,
                 f"checkpoint's {name!r} has shape {tuple(saved.shape)}, the model's {tuple(param.shape)}",
             )
         for prefix, updater in self._named_updaters():
-            updater.check_state(state["optimizer"], prefix)
-        for name, param in own.items():
-            param.copy_(state["model"][name])
-        for prefix, updater in self._named_updaters():
-            updater.load_state_dict(state["optimizer"], prefix)
-        self.steps, self.skipped = state["step"], state["skipped"]
+            updater.check_state(optimizer, prefix)
+
+    @torch.no_grad()
+    def load_part(self, part: str, state: dict[str, Any]) -> None:
+        """Take over a part of what was saved; to be checked before."""
+        params, owners = dict(self.model.named_parameters()), self._owners()
+        for name in self.state_parts()[part]:
+            params[name].copy_(state["model"][name])
+            if name in owners:
+                updater, own = owners[name]
+                updater.load(own, state["optimizer"][name])
 
     def _named_updaters(self) -> list[tuple[str, Updater]]:
         """All updaters, each with what its tensors' names lack of the parameters' names."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.errors import T1Error
-from t1lib.train import OptimizerSpec, build_model, make_trainer, sizes
+from t1lib.train import OptimizerSpec, Schedule, build_model, make_trainer, sizes
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
 SMALL |= {"head_dim": 8, "max_position_embeddings": 16}
@@ -38,11 +38,30 @@ def refused(call, *parts):
         ({"mode": "slide", "host_grads": -1}, ["host_grads=-1", "allowed: 1 or more"]),
         ({"mode": "slide", "slots": 1}, ["slots=1", "allowed: 2 or more, or overlap_in=False"]),
         ({"mode": "slide", "embedding": "x"}, ["embedding 'x'", "allowed: host, device"]),
+        ({"mode": "slide", "inputs": "disk"}, ["inputs 'disk'", "allowed: host, device"]),
+        ({"mode": "slide", "keep": 3}, ["keep=3", "allowed: 0 to 2"]),
+        ({"micro_batch": 0}, ["micro_batch=0", "allowed: 1 or more"]),
+        ({"max_grad_norm": 0.0}, ["max_grad_norm=0.0", "allowed: more than 0"]),
+        ({"nonfinite": "ignore"}, ["nonfinite 'ignore'", "allowed: raise, skip"]),
     ],
     ids=str,
 )
 def test_options_of_a_trainer(options, parts):
     refused(lambda: make_trainer(model(), **options), *parts)
+
+
+@pytest.mark.parametrize(
+    "call, parts",
+    [
+        (lambda: OptimizerSpec("adamw", moments="bfloat16"), ["moments='bfloat16'", "master_weights=True"]),
+        (lambda: OptimizerSpec("adamw", moments="fp8"), ["moments 'fp8'", "allowed: float32, bfloat16"]),
+        (lambda: OptimizerSpec("sgd", master_weights=True, split_master=True), ["split_master", "name='adamw'"]),
+        (lambda: Schedule("step"), ["schedule 'step'", "constant, linear, cosine"]),
+        (lambda: Schedule("cosine", warmup=5, total=5), ["total=5", "warmup=5", "beyond warmup"]),
+    ],
+)
+def test_optimizers_and_schedules(call, parts):
+    refused(call, *parts)
 
 
 def test_a_negative_learning_rate():

@@ -84,12 +84,18 @@ def test_any_decoder(kind):
         {"slots": 3, "grad_slots": 1, "host_grads": 1},
         {"slots": 5},
         {"slots": 8, "grad_slots": 8, "host_grads": 8},
+        {"keep": 2},
+        {"keep": 5, "slots": 3},
+        {"inputs": "host"},
+        {"inputs": "host", "keep": 1, "overlap_in": False},
     ],
     ids=str,
 )
-def test_schedule_changes_no_bits(options):
-    losses, state = run(make_trainer(model("qwen3"), "gpu", optimizer=OPTIMIZERS["adamw"]))
-    other_losses, other = run(make_trainer(model("qwen3"), "slide", optimizer=OPTIMIZERS["adamw"], **options))
+@pytest.mark.parametrize("shared", [{}, {"micro_batch": 1, "max_grad_norm": 1.0}], ids=["plain", "clipped"])
+def test_schedule_changes_no_bits(options, shared):
+    shared = {"optimizer": OPTIMIZERS["adamw"], **shared}
+    losses, state = run(make_trainer(model("qwen3"), "gpu", **shared))
+    other_losses, other = run(make_trainer(model("qwen3"), "slide", **shared, **options))
     assert other_losses == losses
     assert_same(state, other)
 

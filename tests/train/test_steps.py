@@ -130,8 +130,8 @@ def test_frozen_parameters(which):
 
     losses, state = run(make_trainer(marked(), "gpu", optimizer=SPEC, train="marked"))
     trainer = make_trainer(marked(), "slide", optimizer=SPEC, train="marked")
-    sent = sum(s.numel() for s in trainer._grad_layout.shapes.values())
-    assert sent < trainer.layout.numel or which[0] != "mlp"
+    sent = sum(s.numel() for s in trainer.pipeline.grad_layout.shapes.values())
+    assert sent < trainer.pipeline.layout.numel or which[0] != "mlp"
     other_losses, other = run(trainer)
     assert other_losses == losses
     assert_same(state, other)

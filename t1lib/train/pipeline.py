@@ -1,0 +1,208 @@
+"""Like layers on the host, a few at a time on the device: weights in, gradients out, updates on the host.
+
+Three lanes run beside the computing: copies in, copies out, and the worker that updates. They are ordered by events on
+the device and by one wait a layer on the host: a layer's weights are not sent before its update is done, so no stale
+weight is ever read.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from t1lib.measure.memory import pinned_empty
+from t1lib.measure.timing import NoTrace, Trace
+from t1lib.train.optim import OptimizerSpec, Scratch, Updater, norms_of
+from t1lib.train.streams import HostPool, Lane, Layout, Slots, UpdateWorker
+
+
+class Pipeline:
+    """Takes over the parameters of `layers`, which must be alike: flat pinned buffers on the host hold them.
+
+    names        of the layers in the model
+    slots        device buffers for weights; grad_slots: for gradients
+    host_grads   pinned host buffers for gradients that wait for their update
+    together     no layer is updated before the gradients of all are known (`update_all`)
+    overlap_*    whether weights come in, gradients leave and updates run while the device computes
+    trace        what spans of work are reported to
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], names: list[str], device: torch.device, spec: OptimizerSpec, *, slots: int,
+        grad_slots: int, host_grads: int, together: bool, overlap_in: bool, overlap_out: bool, overlap_update: bool,
+        trace: Callable[[], Trace | NoTrace],
+    ) -> None:  # fmt: skip
+        self.layers, self.names, self.device, self.spec = layers, names, device, spec
+        self.together, self.overlap_in, self.overlap_update = together, overlap_in, overlap_update
+        self._trace = trace
+        self.trained = [i for i in range(len(layers)) if self.trainable(i)]
+        self.layout = Layout(layers)
+        self.grad_layout = Layout([layers[i] for i in self.trained], trained_only=True)
+        self._take_over()
+        self.weights = Slots(slots, self.layout, device)
+        self.grads = Slots(grad_slots, self.grad_layout, device)
+        waiting = len(self.trained) if together else min(host_grads, len(self.trained))
+        self._host_grads = HostPool(waiting, self.grad_layout, device)
+        self._host_norms = pinned_empty(len(layers), torch.float32, device)
+        self.compute = Lane(device, own_stream=False)
+        self.inward, self.outward = Lane(device, own_stream=overlap_in), Lane(device, own_stream=overlap_out)
+        self._worker = UpdateWorker()
+        self._coming: dict[int, threading.Event] = {}
+        self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
+        scratch = Scratch()  # updates run one after the other
+        views = [{n: self.host_views[i][n] for n, _ in self.trainable(i)} for i in range(len(layers))]
+        self.updaters = [Updater(v, spec, scratch) for v in views]
+
+    def _take_over(self) -> None:
+        self.host_flat, self.host_views = [], []
+        for layer in self.layers:
+            flat = pinned_empty(self.layout.numel, self.layout.dtype, self.device).zero_()
+            views = self.layout.views(flat)
+            for name, param in layer.named_parameters():
+                views[name].copy_(param.data)
+                param.data = views[name]
+            self.host_flat.append(flat)
+            self.host_views.append(views)
+
+    def trainable(self, index: int) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.layers[index].named_parameters() if p.requires_grad]
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def bind(self, index: int, again: bool = False) -> Tensor:
+        """Point the layer's parameters at its slot, filled when the device comes to use them; the slot's buffer."""
+        slot = self.weights.of(index)
+        if self.weights.holds[slot] != index:
+            self.fetch(index, again)
+        if index in self._coming:
+            self._coming.pop(index).wait()
+        self._worker.check()
+        self.compute.after(self.weights.filled[slot])
+        for name, param in self.layers[index].named_parameters():
+            param.data = self.weights.views[slot][name]
+        return self.weights.flat[slot]
+
+    def release(self, index: int, following: int | None, again: bool = False) -> None:
+        """Point the parameters back at the host; let the slot's next layer come in once the device has left it."""
+        slot = self.weights.of(index)
+        for name, param in self.layers[index].named_parameters():
+            param.data, param.grad = self.host_views[index][name], None
+        self.weights.freed[slot] = self.compute.mark()
+        if self.overlap_in and following is not None:
+            self.fetch(following, again)
+
+    def fetch(self, index: int, again: bool = False) -> None:
+        """Let the layer's weights come into its slot: now, or on the worker's thread as soon as they are updated.
+
+        again: for the second time in this step
+        """
+        self.weights.holds[self.weights.of(index)] = index
+        queued = self._coming[index] = threading.Event()
+        phase = "weights again" if again else "weights"
+        self._worker.then(index, partial(self._copy_in, index, phase, queued, self._trace()), queued)
+
+    def _copy_in(self, index: int, phase: str, queued: threading.Event, trace: Trace | NoTrace) -> None:
+        slot, lane = self.weights.of(index), self.inward
+        lane.after(self.weights.freed[slot])
+        with lane.active(), trace.span("in", phase, index, lane.stream):
+            self.weights.flat[slot].copy_(self.host_flat[index], non_blocking=True)
+        self.weights.filled[slot] = lane.mark()
+        queued.set()
+
+    def forget(self) -> None:
+        """What the slots hold is out of date."""
+        self.weights.holds = [None] * len(self.weights.holds)
+
+    # -- gradients and updates -------------------------------------------------------------------------------------
+
+    def want_gradients(self, index: int) -> None:
+        """Let the layer's gradients add up in a slot that begins at 0."""
+        slot = self.grads.of(index)
+        self.compute.after(self.grads.freed[slot])
+        self.grads.flat[slot].zero_()
+        for name, param in self.trainable(index):
+            param.grad = self.grads.views[slot][name]
+
+    def gradients_done(self, index: int) -> dict[str, Tensor]:
+        """The layer's gradients are complete: their norms by the parameter's name in the model."""
+        slot = self.grads.of(index)
+        norms = norms_of(self.grads.views[slot])
+        norm = torch.linalg.vector_norm(torch.stack(list(norms.values())).float())
+        self.grads.filled[slot], self._norm = self.compute.mark(), norm
+        return {f"{self.names[index]}.{n}": value for n, value in norms.items()}
+
+    def send(self, index: int, factor: float) -> None:
+        """Queue the copy of the gradients to the host, and the update that follows it (or `update_all`).
+
+        factor: of the learning rate
+        """
+        held, lane, slot = self._host_grads.take(), self.outward, self.grads.of(index)
+        lane.after(self.grads.filled[slot])
+        with lane.active(), self._trace().span("out", "gradients", index, lane.stream):
+            self._host_grads.buffers[held].copy_(self.grads.flat[slot], non_blocking=True)
+            self._host_norms[index].copy_(self._norm, non_blocking=True)
+        self.grads.freed[slot] = arrived = lane.mark()
+        if self.weights.holds[self.weights.of(index)] == index:
+            self.weights.holds[self.weights.of(index)] = None  # out of date from here on
+        if self.together:
+            self._waiting.append((index, held))
+        else:
+            self._submit(index, held, arrived, self._host_norms[index], None, factor)
+
+    def update_all(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
+        """Queue the updates that waited, in the order of the next forward: gradients times `scale`, if finite."""
+        if not self._waiting:
+            return
+        lane = self.outward
+        both = torch.stack([norm, torch.as_tensor(scale, device=self.device, dtype=norm.dtype)])
+        lane.after(self.compute.mark())
+        with lane.active():
+            host = pinned_empty(2, torch.float32, self.device).copy_(both, non_blocking=True)
+        arrived = lane.mark()
+        for index, held in sorted(self._waiting):
+            self._submit(index, held, arrived, host[0], host[1], factor)
+        self._waiting = []
+
+    def _submit(self, index: int, held: int, *arguments: Any) -> None:
+        self._worker.submit(index, partial(self._update, index, held, *arguments, self._trace()))
+        if not self.overlap_update:
+            self._worker.wait(index)
+
+    def _update(
+        self, index: int, held: int, arrived: "torch.cuda.Event | None", norm: Tensor, scale: Tensor | None,
+        factor: float, trace: Trace | NoTrace,
+    ) -> None:  # fmt: skip
+        """On the worker's thread: wait for the gradients, update the layer on the host, give the buffer back.
+
+        norm, scale: of the gradients, which must be finite, and their factor; on the host when `arrived` is.
+        """
+        try:
+            if arrived is not None:
+                arrived.synchronize()
+            if math.isfinite(float(norm)):
+                with trace.host_span("update", "update", index):
+                    by = 1.0 if scale is None else float(scale)
+                    self.updaters[index].step(self._host_grads.views[held], factor, by)
+        finally:
+            self._host_grads.give(held)
+
+    # -- accounting ------------------------------------------------------------------------------------------------
+
+    def device_tensors(self) -> list[Tensor]:
+        return [*self.weights.flat, *self.grads.flat]
+
+    def bytes_a_pass(self) -> int:
+        """Bytes of one pass of all layers' weights."""
+        return len(self.host_flat) * self.host_flat[0].nbytes
+
+    def drain(self) -> None:
+        """Wait for the updates that still run."""
+        self._worker.drain()
+
+    def close(self) -> None:
+        self.drain()
+        self._worker.close()

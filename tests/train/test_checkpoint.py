@@ -1,0 +1,125 @@
+"""Checkpoints on disk: whole or not there, whenever a run is killed; no other model's; the same run in any mode."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from test_parity import assert_same, batches, model
+
+from t1lib.errors import T1Error
+from t1lib.train import OptimizerSpec, make_trainer
+from t1lib.train.checkpoint import load_checkpoint, save_checkpoint
+
+SPEC = OptimizerSpec("adamw", lr=1e-2)
+RUN = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_checkpoint import SPEC, batches, make_trainer, model, load_checkpoint, save_checkpoint
+folder, steps = Path({folder!r}), {steps}
+trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
+if list(folder.glob("step-*")):
+    load_checkpoint(trainer, folder)
+for batch in batches(steps)[trainer.steps:]:
+    record = trainer.step(batch)
+    with (folder / "losses").open("a") as file:
+        file.write(f"{{record.step}} {{record.loss!r}}\\n")
+    save_checkpoint(trainer, folder)
+trainer.close()
+"""
+
+
+def test_any_mode_goes_on_from_any_others(tmp_path):
+    data = batches(4)
+    whole = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
+    losses = [whole.step(batch).loss for batch in data]
+    for first, second in (("gpu", "slide"), ("slide", "gpu"), ("slide", "slide")):
+        folder = tmp_path / f"{first}-{second}"
+        trainer = make_trainer(model("qwen3"), first, optimizer=SPEC)
+        begun = [trainer.step(batch).loss for batch in data[:2]]
+        save_checkpoint(trainer, folder)
+        other = make_trainer(model("qwen3"), second, optimizer=SPEC)
+        assert load_checkpoint(other, folder) == 2
+        assert begun + [other.step(batch).loss for batch in data[2:]] == losses
+        assert_same(whole.state_dict(), other.state_dict())
+
+
+def test_killed_at_any_time_and_resumed(tmp_path):
+    """A run that is killed at random times, again and again, has the losses of one that is not."""
+    steps, folder = int(os.environ.get("T1_KILLS", "6")), tmp_path / "run"
+    folder.mkdir()
+    trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
+    expected = {trainer.steps: record.loss for batch in batches(steps) for record in [trainer.step(batch)]}
+    chance, killed = random.Random(0), 0
+    script = RUN.format(tests=os.path.dirname(__file__), folder=str(folder), steps=steps)
+    deadline = time.monotonic() + 40 * steps
+    while len(list(folder.glob(f"step-{steps:08d}"))) == 0 and time.monotonic() < deadline:
+        process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())})
+        begun = len(_losses(folder))
+        while process.poll() is None and len(_losses(folder)) == begun:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.1))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        process.wait()
+    assert killed >= 1
+    found = _losses(folder)
+    assert {step for step, _ in found} == set(expected)
+    assert all(loss == expected[step] for step, loss in found)
+
+
+def _losses(folder) -> list[tuple[int, float]]:
+    path = folder / "losses"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(step), float(loss)) for step, loss in (line.split() for line in lines if line.count(" ") == 1)]
+
+
+def test_a_disk_that_fills_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC)
+    first, second = batches(2)
+    trainer.step(first)
+    save_checkpoint(trainer, tmp_path)
+    state = trainer.state_dict()
+    trainer.step(second)
+    plain, written = torch.save, []
+
+    def full(content, file):
+        written.append(1)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        plain(content, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(T1Error, match="cannot write checkpoint .*step-00000002: No space left on device"):
+        save_checkpoint(trainer, tmp_path)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    load_checkpoint(trainer, tmp_path)
+    assert_same(state, trainer.state_dict())
+
+
+def test_how_many_are_kept(tmp_path):
+    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
+    for batch in batches(4):
+        trainer.step(batch)
+        save_checkpoint(trainer, tmp_path, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
+    trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC)
+    trainer.step(batches(1)[0])
+    save_checkpoint(trainer, tmp_path)
+    other = make_trainer(model("llama"), "slide", optimizer=SPEC)
+    before = other.state_dict()
+    with pytest.raises(T1Error, match="it is of another model"):
+        load_checkpoint(other, tmp_path)
+    assert_same(before, other.state_dict())
+    with pytest.raises(T1Error, match="no checkpoint in"):
+        load_checkpoint(other, tmp_path / "empty")
