@@ -6,13 +6,19 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from t1lib.errors import choose
+from t1lib.train.fsdp import FsdpTrainer
 from t1lib.train.models import PRESETS, build_model, sizes, split
 from t1lib.train.optim import OPTIMIZERS, OptimizerSpec, Schedule
 from t1lib.train.resident import CkptTrainer, GpuTrainer
 from t1lib.train.slide import SlideTrainer
 from t1lib.train.trainer import StepRecord, Trainer
 
-MODES: dict[str, type[Trainer]] = {"gpu": GpuTrainer, "ckpt": CkptTrainer, "slide": SlideTrainer}
+MODES: dict[str, type[Trainer]] = {
+    "gpu": GpuTrainer,
+    "ckpt": CkptTrainer,
+    "slide": SlideTrainer,
+    "fsdp": FsdpTrainer,
+}
 
 
 def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
@@ -37,6 +43,7 @@ __all__ = [
     "OPTIMIZERS",
     "PRESETS",
     "CkptTrainer",
+    "FsdpTrainer",
     "GpuTrainer",
     "OptimizerSpec",
     "Schedule",

@@ -43,7 +43,7 @@ class TrainSession:
     ) -> None:  # fmt: skip
         self.device, self.seed = torch.device(device), seed
         self._host_setup = HostPeak()
-        where = "cpu" if mode == "slide" else device
+        where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
         spec = OptimizerSpec(**optimizer)
         self.trainer = make_trainer(built, mode, device=device, optimizer=spec, **options)

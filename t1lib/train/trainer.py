@@ -108,7 +108,7 @@ class Trainer:
         self._mark_trainable()
         self._place()
         self._intercept()
-        self._rest = Updater({n: p.data for n, p in self._resident_trainable().items()}, self.spec)
+        self._rest = Updater({n: self._local(p.data) for n, p in self._resident_trainable().items()}, self.spec)
 
     # -- what subclasses define ------------------------------------------------------------------------------------
 
@@ -121,8 +121,12 @@ class Trainer:
         return self._compute(index, hidden, kwargs)
 
     def _resident_trainable(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters that stay on the device, by name."""
+        """Trainable parameters that are updated where they lie, by name."""
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        """The tensor that this process holds of a parameter or gradient."""
+        return tensor
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -252,16 +256,17 @@ class Trainer:
         In a traced step layer by layer, so that each layer's share is seen.
         """
         params = {n: p for n, p in self._resident_trainable().items() if p.grad is not None}
-        norm, self._scale = self._norm(norms_of({n: p.grad for n, p in params.items()}) | self._norms)
+        grads = {n: self._local(p.grad) for n, p in params.items()}
+        norm, self._scale = self._norm(norms_of(grads) | self._norms)
         self._norms = {}
         if self._may_update(norm):
             factor = self.schedule(self.steps)
             if isinstance(self.trace, NoTrace):
-                self._rest.step({n: p.grad for n, p in params.items()}, factor, self._scale)
+                self._rest.step(grads, factor, self._scale)
             else:
                 for layer, names in self._by_layer(params).items():
                     with self.trace.span("compute", "update", layer):
-                        self._rest.step({n: params[n].grad for n in names}, factor, self._scale)
+                        self._rest.step({n: grads[n] for n in names}, factor, self._scale)
         for param in params.values():
             param.grad = None
         return norm
@@ -356,7 +361,7 @@ class Trainer:
     def state_part(self, part: str) -> dict[str, dict[str, Any]]:
         """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; CPU copies."""
         names, params = self.state_parts()[part], dict(self.model.named_parameters())
-        weights = {n: params[n].detach().cpu().clone() for n in names}
+        weights = {n: self._local(params[n].detach()).cpu().clone() for n in names}
         owners = self._owners()
         state = {n: owners[n][0].state_of(owners[n][1]) for n in names if n in owners}
         return {"model": weights, "optimizer": state}
@@ -392,7 +397,7 @@ class Trainer:
         """Take over a part of what was saved; to be checked before."""
         params, owners = dict(self.model.named_parameters()), self._owners()
         for name in self.state_parts()[part]:
-            params[name].copy_(state["model"][name])
+            self._local(params[name]).copy_(state["model"][name])
             if name in owners:
                 updater, own = owners[name]
                 updater.load(own, state["optimizer"][name])

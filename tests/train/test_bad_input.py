@@ -27,7 +27,7 @@ def refused(call, *parts):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"mode": "slides"}, ["unknown mode 'slides'", "allowed: gpu, ckpt, slide", "'slide'?"]),
+        ({"mode": "slides"}, ["unknown mode 'slides'", "allowed: gpu, ckpt, slide, fsdp", "'slide'?"]),
         ({"head": "ful"}, ["unknown head 'ful'", "full", "chunked"]),
         ({"optimizer": "adam"}, ["unknown optimizer 'adam'", "allowed: sgd, adamw"]),
         ({"loss": "mse"}, ["unknown loss 'mse'", "allowed: cross_entropy, mean_square"]),

@@ -54,12 +54,14 @@ def test_killed_at_any_time_and_resumed(tmp_path):
     steps, folder = int(os.environ.get("T1_KILLS", "6")), tmp_path / "run"
     folder.mkdir()
     trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
-    expected = {trainer.steps: record.loss for batch in batches(steps) for record in [trainer.step(batch)]}
+    records = [trainer.step(batch) for batch in batches(steps)]
+    expected = {record.step: record.loss for record in records}
     chance, killed = random.Random(0), 0
     script = RUN.format(tests=os.path.dirname(__file__), folder=str(folder), steps=steps)
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # they decide in which order sums are taken
     deadline = time.monotonic() + 40 * steps
     while len(list(folder.glob(f"step-{steps:08d}"))) == 0 and time.monotonic() < deadline:
-        process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())})
+        process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | threads)
         begun = len(_losses(folder))
         while process.poll() is None and len(_losses(folder)) == begun:
             time.sleep(0.01)
@@ -96,7 +98,7 @@ def test_a_disk_that_fills_leaves_the_checkpoint_before(tmp_path, monkeypatch):
         plain(content, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(T1Error, match="cannot write checkpoint .*step-00000002: No space left on device"):
+    with pytest.raises(T1Error, match="step-00000002: No space left on device"):
         save_checkpoint(trainer, tmp_path)
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]

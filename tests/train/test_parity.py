@@ -54,7 +54,7 @@ def assert_same(state, other) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-untied"])
-@pytest.mark.parametrize("mode", ["ckpt", "slide"])
+@pytest.mark.parametrize("mode", ["ckpt", "slide", "fsdp"])
 def test_same_bits_as_gpu(mode, kind, optimizer):
     spec = OPTIMIZERS[optimizer]
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=spec))

@@ -28,8 +28,10 @@ def ragged(count: int = 10) -> list[dict]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-untied", "gemma2"])
-@pytest.mark.parametrize("mode", ["ckpt", "slide"])
+@pytest.mark.parametrize("mode", ["ckpt", "slide", "fsdp"])
 def test_same_bits_with_accumulation_clipping_and_schedule(mode, kind):
+    if mode == "fsdp" and kind != "qwen3-untied":
+        pytest.skip("a weight that is embedding and head adds up in another order: micro-batch after micro-batch")
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=SPEC, **EVERYTHING), ragged())
     other_losses, other = run(make_trainer(model(kind), mode, optimizer=SPEC, **EVERYTHING), ragged())
     assert other_losses == losses
@@ -69,7 +71,7 @@ def test_clipping_is_that_of_pytorch(mode):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["plain", "clipped"])
-@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide", "fsdp"])
 def test_a_gradient_that_is_no_number_is_raised(mode, options):
     trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, **options)
     trainer.step(batches(1)[0])
@@ -80,7 +82,7 @@ def test_a_gradient_that_is_no_number_is_raised(mode, options):
     assert trainer.steps == 1
 
 
-@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide", "fsdp"])
 def test_a_gradient_that_is_no_number_is_skipped_and_counted(mode):
     trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, nonfinite="skip")
     first, second = batches(2)
@@ -141,7 +143,7 @@ def test_frozen_parameters(which):
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=str)
-@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide", "fsdp"])
 def test_evaluation_changes_nothing(mode, options):
     trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, **options)
     batch = ragged(1)[0]
