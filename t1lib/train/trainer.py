@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class Trainer:
     schedule   factor of the learning rate by step: a `Schedule`, or any function of the step's number from 0 on
     micro_batch    rows of a batch that are computed at a time; their gradients add up. By default all at once
     max_grad_norm  gradients beyond this norm, over all parameters together, are scaled down to it
+    compile_layers compile the decoder layers, all by one call of `torch.compile`, instead of running them eagerly
     nonfinite      a step with a gradient that is no number: "raise" `T1Error`, or "skip" its update and count it
     """
 
@@ -86,6 +87,7 @@ class Trainer:
         schedule: Callable[[int], float] = Schedule(),  # noqa: B008 (it cannot change)
         micro_batch: int | None = None,
         max_grad_norm: float | None = None,
+        compile_layers: bool = False,
         nonfinite: str = "raise",
     ) -> None:
         self.head, self.loss = choose("head", head, HEADS), choose("loss", loss, LOSSES)
@@ -105,6 +107,8 @@ class Trainer:
         self.trace: Trace | NoTrace = NoTrace()
         self.steps, self.skipped, self._in_backward = 0, 0, False
         self._norms: dict[str, Tensor] = {}  # of gradients that are not on the device any more
+        # Of the class, not of each layer: like layers share what is compiled, and weights are only its inputs.
+        self._layer_forward = cache(lambda kind: torch.compile(kind.forward) if compile_layers else kind.forward)
         self._mark_trainable()
         self._place()
         self._intercept()
@@ -321,7 +325,7 @@ class Trainer:
         layer = self.parts.layers[index]
         again = self._in_backward
         with self.trace.span("compute", "recompute" if again else "forward", index):
-            out = type(layer).forward(layer, hidden, **kwargs)
+            out = self._layer_forward(type(layer))(layer, hidden, **kwargs)
         if not isinstance(self.trace, NoTrace) and not again and out.requires_grad:
             out.register_hook(partial(self._trace_backward, index))
         return out

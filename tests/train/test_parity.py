@@ -158,6 +158,18 @@ def test_sgd_in_16_bits_is_the_rounded_update(mode):
         assert param.dim() == 1 or not torch.equal(after[name], param), name
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_compiled_layers(kind):
+    """Gemma-2's layers are of two kinds. What is compiled adds up in another order, but alike in all modes' forwards."""
+    spec, data = OptimizerSpec("sgd", lr=0.1), batches(2)
+    losses, state = run(make_trainer(model(kind), "gpu", optimizer=spec), data)
+    for mode, own in (("gpu", {}), ("ckpt", {}), ("slide", {}), ("slide", {"keep": 3, "slots": 3})):
+        others, other = run(make_trainer(model(kind), mode, optimizer=spec, compile_layers=True, **own), data)
+        assert others == pytest.approx(losses, rel=1e-5)
+        for name, weight in state["model"].items():
+            torch.testing.assert_close(other["model"][name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("first, second", [("slide", "slide"), ("gpu", "slide"), ("slide", "gpu")])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_resume_equals_unbroken(first, second, optimizer, tmp_path):
