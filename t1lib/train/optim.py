@@ -132,6 +132,14 @@ class Updater:
         for name in found.keys() & self._wide:
             self._step_wide(name, found[name], lr, scale)
 
+    @torch.no_grad()
+    def peek(self, name: str, rows: Tensor, grad: Tensor, factor: float = 1.0, scale: float = 1.0) -> Tensor:
+        """The rows of a tensor as `step` would leave them. Nothing is changed."""
+        other = Updater({name: self.tensors[name][rows]}, self.spec)
+        other.state[name] = {k: v.clone() if k == "step" else v[rows] for k, v in self.state[name].items()}
+        other.step({name: grad[rows]}, factor, scale)
+        return other.tensors[name]
+
     def _step_wide(self, name: str, grad: Tensor, lr: float, scale: Tensor | float) -> None:
         """A 16-bit tensor with a master, a piece after the other."""
         weight, state, scratch = self.tensors[name].view(-1), self.state[name], self._scratch

@@ -50,7 +50,7 @@ class Pipeline:
         self._host_norms = pinned_empty(len(layers), torch.float32, device)
         self.compute = Lane(device, own_stream=False)
         self.inward, self.outward = Lane(device, own_stream=overlap_in), Lane(device, own_stream=overlap_out)
-        self._worker = UpdateWorker()
+        self.worker = UpdateWorker()
         self._coming: dict[int, threading.Event] = {}
         self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
         scratch = Scratch()  # updates run one after the other
@@ -80,7 +80,7 @@ class Pipeline:
             self.fetch(index, again)
         if index in self._coming:
             self._coming.pop(index).wait()
-        self._worker.check()
+        self.worker.check()
         self.compute.after(self.weights.filled[slot])
         for name, param in self.layers[index].named_parameters():
             param.data = self.weights.views[slot][name]
@@ -103,7 +103,7 @@ class Pipeline:
         self.weights.holds[self.weights.of(index)] = index
         queued = self._coming[index] = threading.Event()
         phase = "weights again" if again else "weights"
-        self._worker.then(index, partial(self._copy_in, index, phase, queued, self._trace()), queued)
+        self.worker.then(index, partial(self._copy_in, index, phase, queued, self._trace()), queued)
 
     def _copy_in(self, index: int, phase: str, queued: threading.Event, trace: Trace | NoTrace) -> None:
         slot, lane = self.weights.of(index), self.inward
@@ -168,9 +168,9 @@ class Pipeline:
         self._waiting = []
 
     def _submit(self, index: int, held: int, *arguments: Any) -> None:
-        self._worker.submit(index, partial(self._update, index, held, *arguments, self._trace()))
+        self.worker.submit(index, partial(self._update, index, held, *arguments, self._trace()))
         if not self.overlap_update:
-            self._worker.wait(index)
+            self.worker.wait(index)
 
     def _update(
         self, index: int, held: int, arrived: "torch.cuda.Event | None", norm: Tensor, scale: Tensor | None,
@@ -201,8 +201,8 @@ class Pipeline:
 
     def drain(self) -> None:
         """Wait for the updates that still run."""
-        self._worker.drain()
+        self.worker.drain()
 
     def close(self) -> None:
         self.drain()
-        self._worker.close()
+        self.worker.close()

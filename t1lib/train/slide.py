@@ -22,6 +22,7 @@ from t1lib.errors import choose, require
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train.activations import Activations, Saved
 from t1lib.train.optim import Updater
+from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import HostStore
 from t1lib.train.trainer import Piece, Trainer
@@ -42,8 +43,8 @@ class SlideTrainer(Trainer):
     overlap_out      gradients leave while the next layer computes (else before it does)
     overlap_update   the CPU updates a layer while the device goes on (else the step waits for it)
     embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
-
-    Embedding, norm and head, when they train, stay on the device and are updated there.
+    outer            where embedding, norm and head, when they train, have their optimizer state and are updated,
+                     "device" or "host"; their weights and gradients are on the device (`t1lib.train.outer`)
     """
 
     mode = "slide"
@@ -51,13 +52,14 @@ class SlideTrainer(Trainer):
     def __init__(
         self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, keep: int = 0,
         inputs: str = "device", overlap_in: bool = True, overlap_out: bool = True, overlap_update: bool = True,
-        embedding: str = "host", **common: Any,
+        embedding: str = "host", outer: str = "device", **common: Any,
     ) -> None:  # fmt: skip
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
         layers = model.config.num_hidden_layers
         require(0 <= keep <= layers, f"keep={keep}; allowed: 0 to {layers}, the model's layers")
         self._embedding, self._inputs = choose("embedding", embedding, PLACES), choose("inputs", inputs, PLACES)
+        self._outer_place = choose("outer", outer, PLACES)
         enough = slots >= 2 or overlap_in is False
         require(enough, f"slots={slots} cannot overlap; allowed: 2 or more, or overlap_in=False")
         self.slots, self.keep = slots, keep
@@ -83,6 +85,10 @@ class SlideTrainer(Trainer):
         for module in layers.modules():  # of the layers, only buffers stay on the device
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
+        outside = self._outside()
+        self._outer = None
+        if self._outer_place == "host" and outside:
+            self._outer = Outer(outside, self.parts.embed, self.spec, self.pipeline, trace=lambda: self.trace)
         frozen = not self.parts.embed.weight.requires_grad
         self._lowest = min(self.pipeline.trained, default=len(layers)) if frozen else 0  # none below wants a gradient
         lanes = self.pipeline.compute, self.pipeline.inward, self.pipeline.outward
@@ -106,9 +112,13 @@ class SlideTrainer(Trainer):
                 f"the model's {name} is {value}: slide computes layers twice and allows only 0",
             )
 
-    def _resident_trainable(self) -> dict[str, nn.Parameter]:
+    def _outside(self) -> dict[str, nn.Parameter]:
+        """Parameters outside the layers that are trained."""
         streamed = {id(p) for p in self.parts.layers.parameters()}
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in streamed}
+
+    def _resident_trainable(self) -> dict[str, nn.Parameter]:
+        return {} if self._outer else self._outside()
 
     # -- the schedule ----------------------------------------------------------------------------------------------
 
@@ -165,21 +175,42 @@ class SlideTrainer(Trainer):
     def _slot(self, index: int) -> Tensor:
         return self.pipeline.weights.flat[self.pipeline.weights.of(index)]
 
-    def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
+    def _embed(self, piece: Piece) -> Tensor:
+        if self._outer is None:
+            return super()._embed(piece)
+        embedded, rows, values = self._outer.look_up(piece.ids)
+        if values.requires_grad:
+            self._looked_up.append((rows, values))
+        return embedded
+
+    def _embeddings_backward(self, embeddings: list[tuple[Tensor, Tensor]]) -> None:
+        super()._embeddings_backward(embeddings)
+        for rows, values in self._looked_up:
+            self._outer.add_gradient(rows, values.grad)
+
+    def _begin(self, pieces: list[Piece]) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
+        """Inputs of the first layer and arguments of all layers, by micro-batch."""
+        self._looked_up: list[tuple[Tensor, Tensor]] = []
         hidden, kwargs = zip(*(self._arguments(self._embed(piece)) for piece in pieces), strict=True)
-        outputs = self._forward(list(hidden), list(kwargs), save=False)
+        if self._outer is not None:
+            self._outer.submit()
+        return list(hidden), list(kwargs)
+
+    def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
+        outputs = self._forward(*self._begin(pieces), save=False)
         timer.mark("forward")
+        if self._outer is not None:
+            self._outer.ready()
         for x, piece in zip(outputs, pieces, strict=True):
             yield self._loss(self.parts.norm(x), piece, timer)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
-        embeddings, kwargs = [], []
-        for piece in pieces:
-            hidden, arguments = self._arguments(self._embed(piece))
-            embeddings.append((hidden, hidden.detach().requires_grad_(hidden.requires_grad)))
-            kwargs.append(arguments)
+        begun, kwargs = self._begin(pieces)
+        embeddings = [(hidden, hidden.detach().requires_grad_(hidden.requires_grad)) for hidden in begun]
         hidden = self._forward([leaf for _, leaf in embeddings], kwargs, save=True)
         timer.mark("forward")
+        if self._outer is not None:
+            self._outer.ready()
         total, grads = torch.zeros((), device=self.device), []
         for k, piece in enumerate(pieces):
             x = hidden[k].detach().requires_grad_()
@@ -235,9 +266,13 @@ class SlideTrainer(Trainer):
         return x.grad
 
     def _update(self) -> Tensor:
-        """What is on the device; then the layers that waited for the norm of all."""
-        norm = super()._update()
-        self.pipeline.update_all(norm, self._scale, self.schedule(self.steps))
+        """What is on the device; then what waited for the norm of all."""
+        if self._outer is not None:
+            self._norms |= self._outer.norms()
+        norm, factor = super()._update(), self.schedule(self.steps)
+        self.pipeline.update_all(norm, self._scale, factor)
+        if self._outer is not None:
+            self._outer.send(norm, self._scale, factor)
         return norm
 
     def _spoiled(self) -> str:
@@ -255,6 +290,8 @@ class SlideTrainer(Trainer):
 
     def drain(self) -> None:
         """Wait for the updates that still run; a step itself does not."""
+        if self._outer is not None:
+            self._outer.ready()
         self.pipeline.drain()
 
     def state_part(self, part: str) -> dict[str, dict[str, Any]]:
@@ -265,10 +302,13 @@ class SlideTrainer(Trainer):
         self.drain()
         super().load_part(part, state)
         self.pipeline.forget()
+        if self._outer is not None:
+            self._outer.refresh()
 
     def _named_updaters(self) -> list[tuple[str, Updater]]:
         layers = zip(self.pipeline.names, self.pipeline.updaters, strict=True)
-        return [*super()._named_updaters(), *((name + ".", updater) for name, updater in layers)]
+        outer = [("", self._outer.updater)] if self._outer is not None else []
+        return [*super()._named_updaters(), *outer, *((name + ".", updater) for name, updater in layers)]
 
     def close(self) -> None:
         self.pipeline.close()

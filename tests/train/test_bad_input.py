@@ -38,6 +38,7 @@ def refused(call, *parts):
         ({"mode": "slide", "host_grads": -1}, ["host_grads=-1", "allowed: 1 or more"]),
         ({"mode": "slide", "slots": 1}, ["slots=1", "allowed: 2 or more, or overlap_in=False"]),
         ({"mode": "slide", "embedding": "x"}, ["embedding 'x'", "allowed: host, device"]),
+        ({"mode": "slide", "outer": "disk"}, ["outer 'disk'", "allowed: host, device"]),
         ({"mode": "slide", "inputs": "disk"}, ["inputs 'disk'", "allowed: host, device"]),
         ({"mode": "slide", "keep": 3}, ["keep=3", "allowed: 0 to 2"]),
         ({"micro_batch": 0}, ["micro_batch=0", "allowed: 1 or more"]),

@@ -88,6 +88,8 @@ def test_any_decoder(kind):
         {"keep": 5, "slots": 3},
         {"inputs": "host"},
         {"inputs": "host", "keep": 1, "overlap_in": False},
+        {"outer": "host"},
+        {"outer": "host", "keep": 2, "overlap_update": False},
     ],
     ids=str,
 )
@@ -98,6 +100,17 @@ def test_schedule_changes_no_bits(options, shared):
     other_losses, other = run(make_trainer(model("qwen3"), "slide", **shared, **options))
     assert other_losses == losses
     assert_same(state, other)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-untied", "gemma2"])
+def test_outer_state_on_the_host_changes_no_bits(kind):
+    losses, state = run(make_trainer(model(kind), "gpu", optimizer=OPTIMIZERS["adamw"]))
+    trainer, others = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["adamw"], outer="host"), []
+    for batch in batches():
+        others.append(trainer.step(batch).loss)
+        trainer.evaluate(batch)  # finds the updated weights
+    assert others == losses
+    assert_same(state, trainer.state_dict())
 
 
 @pytest.mark.parametrize("options", [{}, {"embedding": "device"}], ids=["host", "device"])
@@ -160,7 +173,7 @@ def test_sgd_in_16_bits_is_the_rounded_update(mode):
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 def test_compiled_layers(kind):
-    """Gemma-2's layers are of two kinds. What is compiled adds up in another order, but alike in all modes' forwards."""
+    """Gemma-2's layers are of two kinds. What is compiled adds up in another order."""
     spec, data = OptimizerSpec("sgd", lr=0.1), batches(2)
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=spec), data)
     for mode, own in (("gpu", {}), ("ckpt", {}), ("slide", {}), ("slide", {"keep": 3, "slots": 3})):

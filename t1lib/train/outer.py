@@ -1,0 +1,153 @@
+"""Embedding, norm and head of mode `slide` with optimizer state on the host; on the device, weights and gradients.
+
+Their gradients are complete when the backward ends, and the next step begins with the embedding: it would wait for all
+of them to be updated. It needs few rows, though. Those are updated ahead, on a copy of their state; the whole follows
+on the worker's thread while the layers are computed, and is on the device before norm and head are.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from t1lib.errors import require
+from t1lib.measure.memory import pinned_empty
+from t1lib.measure.timing import NoTrace, Trace
+from t1lib.train.optim import OptimizerSpec, Updater, norms_of
+from t1lib.train.pipeline import Pipeline
+
+
+class Outer:
+    """Updates `params`, which are on the device, from state on the host.
+
+    embed      the model's embedding; its parameter may be frozen, and may be the head's too
+    pipeline   whose lanes and worker are used
+    """
+
+    def __init__(
+        self, params: dict[str, nn.Parameter], embed: nn.Embedding, spec: OptimizerSpec, pipeline: Pipeline,
+        trace: Callable[[], Trace | NoTrace],
+    ) -> None:  # fmt: skip
+        self.params, self.embed, self._pipeline, self._trace = params, embed, pipeline, trace
+        device = pipeline.device
+        self._weights = {n: _pinned_like(p, device) for n, p in params.items()}
+        self._grads = {n: _pinned_like(p, device) for n, p in params.items()}
+        self.refresh()
+        self.updater = Updater(self._weights, spec)
+        self._name = next((n for n, p in params.items() if p is embed.weight), None)
+        self._numbers = pinned_empty(2, torch.float32, device)  # norm of all gradients, factor of these
+        self._factor = 1.0
+        self._arrived: torch.cuda.Event | None = None
+        self._pending = False  # gradients are there, and their update has not been submitted
+        self._ready: threading.Event | None = None
+        self._filled: torch.cuda.Event | None = None
+
+    # -- the embedding ---------------------------------------------------------------------------------------------
+
+    def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the embedding makes of `ids`; the different ids (R); and their rows (R, D), which get the gradient."""
+        rows, places = torch.unique(ids.cpu(), return_inverse=True)
+        device = self._pipeline.device
+        if self._pending and self._name is not None:
+            values = self._ahead(rows).to(device, non_blocking=True)
+        else:
+            self.ready()
+            values = self.embed.weight.detach()[rows.to(device)]
+        values.requires_grad_(self.embed.weight.requires_grad and torch.is_grad_enabled())
+        padding, self.embed.padding_idx = self.embed.padding_idx, None
+        try:  # the module's own forward, over the rows alone
+            self.embed.padding_idx = _place_of(padding, rows)
+            embedded = functional_call(self.embed, {"weight": values}, (places.to(device),))
+        finally:
+            self.embed.padding_idx = padding
+        return embedded, rows.to(device), values
+
+    def _ahead(self, rows: Tensor) -> Tensor:
+        """The embedding's rows as the update to come will leave them."""
+        norm, scale = self._read()
+        if not math.isfinite(norm):
+            return self._weights[self._name][rows]
+        return self.updater.peek(self._name, rows, self._grads[self._name], self._factor, scale)
+
+    def add_gradient(self, rows: Tensor, grad: Tensor) -> None:
+        """Add to the embedding's gradient that of its rows, none of them twice."""
+        weight = self.embed.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, rows, grad)
+
+    # -- the update ------------------------------------------------------------------------------------------------
+
+    def norms(self) -> dict[str, Tensor]:
+        return norms_of({n: p.grad for n, p in self.params.items() if p.grad is not None})
+
+    def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
+        """Queue the copy of the gradients to the host. The update waits for the next embedding, or for `ready`."""
+        lane = self._pipeline.outward
+        both = torch.stack([norm, torch.as_tensor(scale, device=norm.device, dtype=norm.dtype)])
+        lane.after(self._pipeline.compute.mark())
+        with lane.active(), self._trace().span("out", "gradients", -1, lane.stream):
+            for name, param in self.params.items():
+                require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
+                self._grads[name].copy_(param.grad, non_blocking=True)
+                if param.grad.is_cuda:
+                    param.grad.record_stream(lane.stream)
+                param.grad = None
+            self._numbers.copy_(both, non_blocking=True)
+        self._arrived, self._factor, self._pending = lane.mark(), factor, True
+
+    def _read(self) -> tuple[float, float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._numbers[0]), float(self._numbers[1])
+
+    def submit(self) -> None:
+        """Let the update that waits run, after those of the layers; then the weights go to the device."""
+        if not self._pending:
+            return
+        self._pending, self._ready = False, threading.Event()
+        worker, last = self._pipeline.worker, len(self._pipeline.layers)
+        worker.submit(last, partial(self._update, self._trace()))
+        worker.then(last, self._copy_in, self._ready)
+
+    def _update(self, trace: Trace | NoTrace) -> None:
+        norm, scale = self._read()
+        if math.isfinite(norm):
+            with trace.host_span("update", "update", -1):
+                self.updater.step(self._grads, self._factor, scale)
+
+    def _copy_in(self) -> None:
+        lane = self._pipeline.inward
+        with lane.active():
+            for name, param in self.params.items():
+                param.data.copy_(self._weights[name], non_blocking=True)
+        self._filled = lane.mark()
+        self._ready.set()
+
+    def ready(self) -> None:
+        """From here on the device finds the updated weights."""
+        self.submit()
+        if self._ready is not None:
+            self._ready.wait()
+            self._pipeline.worker.check()
+            self._pipeline.compute.after(self._filled)
+            self._ready = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the weights over from the device."""
+        for name, param in self.params.items():
+            self._weights[name].copy_(param)
+
+
+def _pinned_like(param: nn.Parameter, device: torch.device) -> Tensor:
+    return pinned_empty(param.numel(), param.dtype, device).view(param.shape)
+
+
+def _place_of(value: int | None, rows: Tensor) -> int | None:
+    found = [] if value is None else (rows == value).nonzero().flatten().tolist()
+    return found[0] if found else None
