@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.measure.timing import PhaseTimer
+from t1lib.train.batch import Piece
 from t1lib.train.resident import CkptTrainer
-from t1lib.train.trainer import Piece
 
 
 class FsdpTrainer(CkptTrainer):

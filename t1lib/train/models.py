@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -153,6 +154,33 @@ def split(model: PreTrainedModel) -> Parts:
         value = getattr(model.config, field, None)
         require(value in (None, 1, 1.0), f"model type {kind!r} scales its logits by {field}={value}: not supported")
     return Parts(base, embed, layers, norm, head, getattr(model.config, "final_logit_softcapping", None))
+
+
+def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+    """What the model's own forward gives the first layer, and each layer beside its input: masks, rotations, …
+
+    The forward is run with layers and norm that hand on what they get, and watched: a model that does something
+    between layers or after the norm cannot be streamed.
+    """
+    seen: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def layer(hidden: Tensor, **kwargs: Any) -> Tensor:
+        seen.append((hidden, kwargs))
+        return hidden
+
+    own = [(m, m.__dict__.get("forward")) for m in (*parts.layers, parts.norm)]
+    try:
+        for module, _ in own[:-1]:
+            module.forward = layer
+        parts.norm.forward = lambda hidden: hidden
+        out = parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
+    finally:
+        for module, forward in own:
+            module.__dict__.pop("forward") if forward is None else setattr(module, "forward", forward)
+    first = seen[0][0]
+    plain = len(seen) == len(parts.layers) and out is first and all(hidden is first for hidden, _ in seen)
+    require(plain, "the model computes something between its layers: slide cannot run them one at a time")
+    return first, [kwargs for _, kwargs in seen]
 
 
 def sizes(name: str, **changes: object) -> dict[str, int]:

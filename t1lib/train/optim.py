@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from t1lib.errors import T1Error, choose, require
+from t1lib.train.narrow import Scratch, join, split
 
 OPTIMIZERS = ("sgd", "adamw")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -88,10 +89,10 @@ class Updater:
     """Updates named tensors in place from their gradients.
 
     The tensors may be parameters or plain views; several updaters over parts of a model do bit for bit what one does
-    over the whole. `scratch`, from `scratch_for`, is memory that updaters run in turn may share.
+    over the whole. `scratch` is memory that updaters run in turn may share.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], spec: OptimizerSpec, scratch: "Scratch | None" = None) -> None:
+    def __init__(self, tensors: dict[str, Tensor], spec: OptimizerSpec, scratch: Scratch | None = None) -> None:
         self.tensors, self.spec = tensors, spec
         self.state: dict[str, dict[str, Tensor]] = {n: self._new_state(t) for n, t in tensors.items()}
         self._wide = {n for n, t in tensors.items() if spec.master_weights and t.dtype != torch.float32}
@@ -227,55 +228,3 @@ class Updater:
                 split(saved["master"].to(value.device), self.tensors[name], value)
             else:
                 value.copy_(saved[key])
-
-
-# -- 16 bits and the 16 that they lack ---------------------------------------------------------------------------------
-
-
-def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """float32 from a bfloat16 `high` and the int16 `low` by which its bits differ from the float32's upper half."""
-    bits = torch.empty(high.shape, dtype=torch.int32, device=high.device) if out is None else out.view(torch.int32)
-    bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
-    return bits.view(torch.float32)
-
-
-def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
-    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it. Halves round up: then the rest fits 16 bits."""
-    bits = wide.view(torch.int32)
-    rounded = (bits + 32768).bitwise_right_shift_(16)
-    high.view(torch.int16).copy_(rounded)
-    low.copy_(bits - rounded.bitwise_left_shift_(16))
-
-
-class Scratch:
-    """float32 buffers for one piece, and the noise by which moments are rounded."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._noise: Tensor | None = None
-
-    def _buffer(self, key: str, like: Tensor) -> Tensor:
-        held = self._buffers.get(key)
-        if held is None or held.numel() < like.numel() or held.device != like.device:
-            held = self._buffers[key] = torch.empty(like.numel(), device=like.device)
-        return held[: like.numel()]
-
-    def widen(self, key: str, value: Tensor) -> Tensor:
-        return self._buffer(key, value).copy_(value)
-
-    def join(self, high: Tensor, low: Tensor) -> Tensor:
-        return join(high, low, out=self._buffer("master", high))
-
-    def round_by_chance(self, wide: Tensor, out: Tensor, step: int) -> None:
-        """out (bfloat16) ← wide, up with the probability of its distance from the lower neighbour.
-
-        The noise is drawn once; where a piece begins to read it depends on the step alone, so a run can be repeated.
-        """
-        if self._noise is None or self._noise.numel() < 2 * wide.numel():
-            generator = torch.Generator().manual_seed(0)
-            size = 2 * max(wide.numel(), 1 << 16)
-            self._noise = torch.randint(1 << 16, (size,), dtype=torch.int32, generator=generator).to(wide.device)
-        start = step * 7919 % wide.numel()
-        bits = wide.view(torch.int32)
-        bits.add_(self._noise[start : start + wide.numel()]).bitwise_right_shift_(16)
-        out.view(torch.int16).copy_(bits)

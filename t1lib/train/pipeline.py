@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from t1lib.measure.memory import pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
-from t1lib.train.optim import OptimizerSpec, Scratch, Updater, norms_of
+from t1lib.train.narrow import Scratch
+from t1lib.train.optim import OptimizerSpec, Updater, norms_of
 from t1lib.train.streams import HostPool, Lane, Layout, Slots, UpdateWorker
 
 

@@ -21,11 +21,13 @@ from transformers import PreTrainedModel
 from t1lib.errors import choose, require
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train.activations import Activations, Saved
+from t1lib.train.batch import Piece
+from t1lib.train.models import layer_arguments
 from t1lib.train.optim import Updater
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import HostStore
-from t1lib.train.trainer import Piece, Trainer
+from t1lib.train.trainer import Trainer
 
 PLACES = ("host", "device")
 
@@ -122,32 +124,6 @@ class SlideTrainer(Trainer):
 
     # -- the schedule ----------------------------------------------------------------------------------------------
 
-    def _arguments(self, embedded: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-        """What the model's own forward gives the first layer, and each layer beside its input: masks, rotations, …
-
-        The forward is run with layers and norm that hand on what they get, and watched: a model that does something
-        between layers or after the norm cannot be streamed.
-        """
-        seen: list[tuple[Tensor, dict[str, Any]]] = []
-
-        def layer(hidden: Tensor, **kwargs: Any) -> Tensor:
-            seen.append((hidden, kwargs))
-            return hidden
-
-        own = [(m, m.__dict__.get("forward")) for m in (*self.parts.layers, self.parts.norm)]
-        try:
-            for module, _ in own[:-1]:
-                module.forward = layer
-            self.parts.norm.forward = lambda hidden: hidden
-            out = self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        finally:
-            for module, forward in own:
-                module.__dict__.pop("forward") if forward is None else setattr(module, "forward", forward)
-        first = seen[0][0]
-        plain = len(seen) == len(self.parts.layers) and out is first and all(hidden is first for hidden, _ in seen)
-        require(plain, "the model computes something between its layers: slide cannot run them one at a time")
-        return first, [kwargs for _, kwargs in seen]
-
     def _forward(self, hidden: list[Tensor], kwargs: list[list[dict[str, Any]]], save: bool) -> list[Tensor]:
         """All micro-batches through layer after layer; the slot that a layer leaves takes the one that comes next.
 
@@ -191,7 +167,7 @@ class SlideTrainer(Trainer):
     def _begin(self, pieces: list[Piece]) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
         """Inputs of the first layer and arguments of all layers, by micro-batch."""
         self._looked_up: list[tuple[Tensor, Tensor]] = []
-        hidden, kwargs = zip(*(self._arguments(self._embed(piece)) for piece in pieces), strict=True)
+        hidden, kwargs = zip(*(layer_arguments(self.parts, self._embed(piece)) for piece in pieces), strict=True)
         if self._outer is not None:
             self._outer.submit()
         return list(hidden), list(kwargs)

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t1lib.errors import T1Error, choose, require
-from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy, next_token_targets
+from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
 from t1lib.measure.timing import NoTrace, PhaseTimer, Trace
+from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.models import split
 from t1lib.train.optim import OptimizerSpec, Schedule, Updater, norms_of
+from t1lib.train.state import Stateful
 
 LOSSES = ("cross_entropy", "mean_square")
 TRAINABLE = ("all", "layers", "marked")
@@ -38,16 +40,6 @@ class StepRecord:
     skipped: bool = False
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A micro-batch: ids (b, S) and targets (b, S). Of a batch in pieces, the losses' sum is to be divided by `total`,
-    which is None for a batch in one piece."""
-
-    ids: Tensor
-    targets: Tensor
-    total: int | None = None
-
-
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; on its way to a GPU from pinned memory, so that the host does not wait for the copy."""
     if device.type == "cuda" and not tensor.is_cuda:
@@ -55,7 +47,7 @@ def _send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-class Trainer:
+class Trainer(Stateful):
     """Trains a causal language model one batch at a time. Subclasses say where the layers live and how they run.
 
     model      from `build_model`; the trainer places it and owns it until `close`
@@ -128,10 +120,6 @@ class Trainer:
         """Trainable parameters that are updated where they lie, by name."""
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
-    def _local(self, tensor: Tensor) -> Tensor:
-        """The tensor that this process holds of a parameter or gradient."""
-        return tensor
-
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: dict[str, Tensor]) -> StepRecord:
@@ -141,7 +129,7 @@ class Trainer:
         device is done with the step. Raises `T1Error` for a batch that does not fit the model, before anything is
         changed, and for gradients that are not finite (`nonfinite`).
         """
-        pieces = self._pieces(*self._check(batch))
+        pieces = self._pieces(batch)
         timer = PhaseTimer(self.device)
         loss = self._backward(pieces, timer)
         norm = self._update()
@@ -158,15 +146,12 @@ class Trainer:
     def evaluate(self, batch: dict[str, Tensor]) -> float:
         """The batch's loss, without training on it."""
         timer = PhaseTimer(self.device)
-        return float(sum(self._losses(self._pieces(*self._check(batch)), timer)))
+        return float(sum(self._losses(self._pieces(batch), timer)))
 
-    def _pieces(self, ids: Tensor, targets: Tensor) -> list[Piece]:
-        rows = self.micro_batch or len(ids)
-        if rows >= len(ids):
-            return [Piece(ids, targets)]
-        square = self.loss == "mean_square"
-        total = ids.numel() * self.model.config.hidden_size if square else int((targets != -100).sum())
-        return [Piece(*part, total) for part in zip(ids.split(rows), targets.split(rows), strict=True)]
+    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
+        vocabulary, positions = self.parts.embed.num_embeddings, self.model.config.max_position_embeddings
+        width = self.model.config.hidden_size if self.loss == "mean_square" else None
+        return pieces_of(*check(batch, vocabulary, positions), self.micro_batch, width)
 
     def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
         """Each piece's share of the loss."""
@@ -209,26 +194,6 @@ class Trainer:
     def _spoiled(self) -> str:
         """What a step has changed when it fails for a gradient that is not finite."""
         return "nothing was updated"
-
-    def _check(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        ids = batch.get("input_ids")
-        found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
-        whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel() > 0
-        require(whole, f"a batch needs `input_ids` of shape (batch, sequence), with tokens; found {found}")
-        vocabulary, positions = self.parts.embed.num_embeddings, self.model.config.max_position_embeddings
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocabulary:
-            bad = low if low < 0 else high
-            raise T1Error(f"input_ids hold {bad}; allowed: 0 to {vocabulary - 1}, the model's vocabulary")
-        require(ids.shape[1] <= positions, f"sequence of {ids.shape[1]} tokens; the model has {positions} positions")
-        labels = batch.get("labels", ids)
-        require(isinstance(labels, Tensor), f"labels are {type(labels).__name__}; allowed: a tensor like input_ids")
-        require(labels.shape == ids.shape, f"labels {tuple(labels.shape)} do not match input_ids {tuple(ids.shape)}")
-        valid = labels[labels != -100]
-        if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= vocabulary):
-            bad = int(valid.min()) if int(valid.min()) < 0 else int(valid.max())
-            raise T1Error(f"labels hold {bad}; allowed: 0 to {vocabulary - 1}, or -100 for a token to ignore")
-        return ids, next_token_targets(labels)
 
     def _embed(self, piece: Piece) -> Tensor:
         embed = self.parts.embed
@@ -335,76 +300,11 @@ class Trainer:
         self.trace.end("compute", "backward", index + 1)
         self.trace.begin("compute", "backward", index)
 
-    # -- accounting and checkpoints --------------------------------------------------------------------------------
+    # -- accounting ---------------------------------------------------------------------------------------------
 
     def device_tensors(self) -> list[Tensor]:
         """Tensors held on the computing side between steps."""
         return [*self.model.parameters(), *self.model.buffers(), *self._rest.state_tensors()]
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on: weights and optimizer state by parameter name, and the step; CPU copies.
-
-        The format is the same in every mode: a run can change its mode at a checkpoint. For models whose copy the
-        host cannot hold: `t1lib.train.checkpoint`, which writes `state_parts` one by one.
-        """
-        whole = {"step": self.steps, "skipped": self.skipped, "model": {}, "optimizer": {}}
-        for part in self.state_parts():
-            for kind, found in self.state_part(part).items():
-                whole[kind] |= found
-        return whole
-
-    def state_parts(self) -> dict[str, list[str]]:
-        """Names of parameters that are saved together: those of a layer, and the rest, by a name of the part."""
-        layers = {id(p): i for i, layer in enumerate(self.parts.layers) for p in layer.parameters()}
-        parts: dict[str, list[str]] = {}
-        for name, param in self.model.named_parameters():
-            layer = layers.get(id(param))
-            parts.setdefault("rest" if layer is None else f"layer-{layer:04d}", []).append(name)
-        return parts
-
-    def state_part(self, part: str) -> dict[str, dict[str, Any]]:
-        """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; CPU copies."""
-        names, params = self.state_parts()[part], dict(self.model.named_parameters())
-        weights = {n: self._local(params[n].detach()).cpu().clone() for n in names}
-        owners = self._owners()
-        state = {n: owners[n][0].state_of(owners[n][1]) for n in names if n in owners}
-        return {"model": weights, "optimizer": state}
-
-    def _owners(self) -> dict[str, tuple[Updater, str]]:
-        """Who updates a parameter, and under which name."""
-        return {prefix + n: (updater, n) for prefix, updater in self._named_updaters() for n in updater.tensors}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict`'s result. Raises `T1Error`, before anything is changed, if it is of another model."""
-        self.check_state(state["model"], state["optimizer"])
-        for part in self.state_parts():
-            self.load_part(part, state)
-        self.steps, self.skipped = state["step"], state["skipped"]
-
-    def check_state(self, model: dict[str, Tensor], optimizer: dict[str, dict[str, Any]]) -> None:
-        """Raise `T1Error` unless weights and optimizer state, by parameter name, fit this trainer."""
-        own = dict(self.model.named_parameters())
-        foreign = sorted(model.keys() - own.keys())
-        require(not foreign, f"the checkpoint has {foreign[:1]}, the model has not: it is of another model")
-        for name, param in own.items():
-            saved = model.get(name)
-            require(saved is not None, f"the checkpoint has no parameter {name!r}: it is of another model")
-            require(
-                saved.shape == param.shape,
-                f"checkpoint's {name!r} has shape {tuple(saved.shape)}, the model's {tuple(param.shape)}",
-            )
-        for prefix, updater in self._named_updaters():
-            updater.check_state(optimizer, prefix)
-
-    @torch.no_grad()
-    def load_part(self, part: str, state: dict[str, Any]) -> None:
-        """Take over a part of what was saved; to be checked before."""
-        params, owners = dict(self.model.named_parameters()), self._owners()
-        for name in self.state_parts()[part]:
-            self._local(params[name]).copy_(state["model"][name])
-            if name in owners:
-                updater, own = owners[name]
-                updater.load(own, state["optimizer"][name])
 
     def _named_updaters(self) -> list[tuple[str, Updater]]:
         """All updaters, each with what its tensors' names lack of the parameters' names."""

@@ -1,0 +1,48 @@
+"""A batch of token ids: checked against the model, and taken apart into micro-batches."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from t1lib.errors import T1Error, require
+from t1lib.heads import next_token_targets
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A micro-batch: ids (b, S) and targets (b, S). Of a batch in pieces, the losses' sum is to be divided by `total`,
+    which is None for a batch in one piece."""
+
+    ids: Tensor
+    targets: Tensor
+    total: int | None = None
+
+
+def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Tensor, Tensor]:
+    """(input_ids, targets) of a batch, (B, S) each. Raises `T1Error` if the batch does not fit the model."""
+    ids = batch.get("input_ids")
+    found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
+    whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel() > 0
+    require(whole, f"a batch needs `input_ids` of shape (batch, sequence), with tokens; found {found}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        bad = low if low < 0 else high
+        raise T1Error(f"input_ids hold {bad}; allowed: 0 to {vocabulary - 1}, the model's vocabulary")
+    require(ids.shape[1] <= positions, f"sequence of {ids.shape[1]} tokens; the model has {positions} positions")
+    labels = batch.get("labels", ids)
+    require(isinstance(labels, Tensor), f"labels are {type(labels).__name__}; allowed: a tensor like input_ids")
+    require(labels.shape == ids.shape, f"labels {tuple(labels.shape)} do not match input_ids {tuple(ids.shape)}")
+    valid = labels[labels != -100]
+    if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= vocabulary):
+        bad = int(valid.min()) if int(valid.min()) < 0 else int(valid.max())
+        raise T1Error(f"labels hold {bad}; allowed: 0 to {vocabulary - 1}, or -100 for a token to ignore")
+    return ids, next_token_targets(labels)
+
+
+def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, width: int | None = None) -> list[Piece]:
+    """Micro-batches of at most `rows` rows. width: numbers a token of what the loss is the mean of, if not of tokens
+    with a target."""
+    if rows is None or rows >= len(ids):
+        return [Piece(ids, targets)]
+    total = int((targets != -100).sum()) if width is None else ids.numel() * width
+    return [Piece(*part, total) for part in zip(ids.split(rows), targets.split(rows), strict=True)]

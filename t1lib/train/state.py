@@ -1,0 +1,93 @@
+"""What a run needs to go on: weights and optimizer state by parameter name, in one format for all modes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from t1lib.errors import require
+from t1lib.train.models import Parts
+from t1lib.train.optim import Updater
+
+
+class Stateful:
+    """The part of a trainer that saves and restores. A part of the state is a layer, or the rest."""
+
+    model: PreTrainedModel
+    parts: Parts
+    steps: int
+    skipped: int
+
+    def _named_updaters(self) -> list[tuple[str, Updater]]:
+        """All updaters, each with what its tensors' names lack of the parameters' names."""
+        raise NotImplementedError
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        """The tensor that this process holds of a parameter or gradient."""
+        return tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on: weights and optimizer state by parameter name, and the step; CPU copies.
+
+        The format is the same in every mode: a run can change its mode at a checkpoint. For models whose copy the
+        host cannot hold: `t1lib.train.checkpoint`, which writes `state_parts` one by one.
+        """
+        whole = {"step": self.steps, "skipped": self.skipped, "model": {}, "optimizer": {}}
+        for part in self.state_parts():
+            for kind, found in self.state_part(part).items():
+                whole[kind] |= found
+        return whole
+
+    def state_parts(self) -> dict[str, list[str]]:
+        """Names of parameters that are saved together: those of a layer, and the rest, by a name of the part."""
+        layers = {id(p): i for i, layer in enumerate(self.parts.layers) for p in layer.parameters()}
+        parts: dict[str, list[str]] = {}
+        for name, param in self.model.named_parameters():
+            layer = layers.get(id(param))
+            parts.setdefault("rest" if layer is None else f"layer-{layer:04d}", []).append(name)
+        return parts
+
+    def state_part(self, part: str) -> dict[str, dict[str, Any]]:
+        """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; CPU copies."""
+        names, params = self.state_parts()[part], dict(self.model.named_parameters())
+        weights = {n: self._local(params[n].detach()).cpu().clone() for n in names}
+        owners = self._owners()
+        state = {n: owners[n][0].state_of(owners[n][1]) for n in names if n in owners}
+        return {"model": weights, "optimizer": state}
+
+    def _owners(self) -> dict[str, tuple[Updater, str]]:
+        """Who updates a parameter, and under which name."""
+        return {prefix + n: (updater, n) for prefix, updater in self._named_updaters() for n in updater.tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state_dict`'s result. Raises `T1Error`, before anything is changed, if it is of another model."""
+        self.check_state(state["model"], state["optimizer"])
+        for part in self.state_parts():
+            self.load_part(part, state)
+        self.steps, self.skipped = state["step"], state["skipped"]
+
+    def check_state(self, model: dict[str, Tensor], optimizer: dict[str, dict[str, Any]]) -> None:
+        """Raise `T1Error` unless weights and optimizer state, by parameter name, fit this trainer."""
+        own = dict(self.model.named_parameters())
+        foreign = sorted(model.keys() - own.keys())
+        require(not foreign, f"the checkpoint has {foreign[:1]}, the model has not: it is of another model")
+        for name, param in own.items():
+            saved = model.get(name)
+            require(saved is not None, f"the checkpoint has no parameter {name!r}: it is of another model")
+            require(
+                saved.shape == param.shape,
+                f"checkpoint's {name!r} has shape {tuple(saved.shape)}, the model's {tuple(param.shape)}",
+            )
+        for prefix, updater in self._named_updaters():
+            updater.check_state(optimizer, prefix)
+
+    @torch.no_grad()
+    def load_part(self, part: str, state: dict[str, Any]) -> None:
+        """Take over a part of what was saved; to be checked before."""
+        params, owners = dict(self.model.named_parameters()), self._owners()
+        for name in self.state_parts()[part]:
+            self._local(params[name]).copy_(state["model"][name])
+            if name in owners:
+                updater, own = owners[name]
+                updater.load(own, state["optimizer"][name])
