@@ -1,6 +1,7 @@
 """What mode `slide` keeps of a layer between forward and backward: its input, or all that its gradients need."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,19 +32,18 @@ class Activations:
     def __init__(self, layers: int, kept: int, store: HostStore | None) -> None:
         self._first_kept, self._store = layers - kept, store
         self._saved: dict[int, list[Saved]] = {}
-        self._buffer: Callable[[], Tensor] | None = None
 
     def run(
         self, index: int, hidden: list[Tensor], wanted: bool, compute: Callable[[int, Tensor], Tensor],
-        slot: Callable[[], Tensor],
+        buffer: Callable[[], Tensor | None],
     ) -> list[Tensor]:  # fmt: skip
         """The layer's outputs for the micro-batches `hidden`. wanted: whether its inputs want a gradient.
 
-        compute(k, x) runs the layer; slot() is the buffer that holds its weights at the time it is asked.
+        compute(k, x) runs the layer; buffer() is what holds its weights when it is asked, None if they are never moved.
         """
         if index >= self._first_kept:
             inputs = [x.detach().requires_grad_(wanted or x.requires_grad) for x in hidden]
-            with torch.enable_grad(), _rebinding(slot):
+            with torch.enable_grad(), _rebinding(buffer):
                 outputs = [compute(k, x) for k, x in enumerate(inputs)]
             self._saved[index] = [Saved(x, y) for x, y in zip(inputs, outputs, strict=True)]
             return [y.detach() for y in outputs]
@@ -72,10 +72,12 @@ class Activations:
         return saved
 
 
-def _rebinding(slot: Callable[[], Tensor]) -> saved_tensors_hooks:
-    """Save views of the layer's weights as where they lie in its slot: at the backward that is another one, or holds
+def _rebinding(buffer: Callable[[], Tensor | None]) -> AbstractContextManager:
+    """Save views of the layer's weights as where they lie in its buffer: at the backward that is another one, or holds
     them again after others."""
-    start = slot().untyped_storage().data_ptr()
+    if buffer() is None:
+        return nullcontext()
+    start = buffer().untyped_storage().data_ptr()
 
     def pack(tensor: Tensor) -> Tensor | tuple[int, torch.Size, tuple[int, ...]]:
         if tensor.untyped_storage().data_ptr() != start:
@@ -86,6 +88,6 @@ def _rebinding(slot: Callable[[], Tensor]) -> saved_tensors_hooks:
         if isinstance(packed, Tensor):
             return packed
         offset, size, stride = packed
-        return slot().as_strided(size, stride, offset)
+        return buffer().as_strided(size, stride, offset)
 
     return saved_tensors_hooks(pack, unpack)

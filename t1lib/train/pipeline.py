@@ -22,7 +22,8 @@ from t1lib.train.streams import HostPool, Lane, Layout, Slots, UpdateWorker
 
 
 class Pipeline:
-    """Takes over the parameters of `layers`, which must be alike: flat pinned buffers on the host hold them.
+    """Takes over the parameters of `layers` from the `first` on, which must be alike: flat pinned buffers on the host
+    hold them. The layers below stay where they are, and nothing is to be done for them.
 
     names        of the layers in the model
     slots        device buffers for weights; grad_slots: for gradients
@@ -33,15 +34,16 @@ class Pipeline:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], names: list[str], device: torch.device, spec: OptimizerSpec, *, slots: int,
-        grad_slots: int, host_grads: int, together: bool, overlap_in: bool, overlap_out: bool, overlap_update: bool,
-        trace: Callable[[], Trace | NoTrace],
+        self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec, *,
+        slots: int, grad_slots: int, host_grads: int, together: bool, overlap_in: bool, overlap_out: bool,
+        overlap_update: bool, trace: Callable[[], Trace | NoTrace],
     ) -> None:  # fmt: skip
-        self.layers, self.names, self.device, self.spec = layers, names, device, spec
+        self.layers, self.first, self.names, self.device, self.spec = layers, first, names, device, spec
         self.together, self.overlap_in, self.overlap_update = together, overlap_in, overlap_update
         self._trace = trace
-        self.trained = [i for i in range(len(layers)) if self.trainable(i)]
-        self.layout = Layout(layers)
+        self.streamed = range(first, len(layers))
+        self.trained = [i for i in self.streamed if self.trainable(i)]
+        self.layout = Layout([layers[i] for i in self.streamed])
         self.grad_layout = Layout([layers[i] for i in self.trained], trained_only=True)
         self._take_over()
         self.weights = Slots(slots, self.layout, device)
@@ -55,27 +57,36 @@ class Pipeline:
         self._coming: dict[int, threading.Event] = {}
         self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
         scratch = Scratch()  # updates run one after the other
-        views = [{n: self.host_views[i][n] for n, _ in self.trainable(i)} for i in range(len(layers))]
-        self.updaters = [Updater(v, spec, scratch) for v in views]
+        views = {i: {n: self.host_views[i][n] for n, _ in self.trainable(i)} for i in self.streamed}
+        self.updaters = {i: Updater(v, spec, scratch) for i, v in views.items()}
 
     def _take_over(self) -> None:
-        self.host_flat, self.host_views = [], []
-        for layer in self.layers:
+        self.host_flat: dict[int, Tensor] = {}
+        self.host_views: dict[int, dict[str, Tensor]] = {}
+        for index in self.streamed:
+            layer = self.layers[index]
             flat = pinned_empty(self.layout.numel, self.layout.dtype, self.device).zero_()
             views = self.layout.views(flat)
             for name, param in layer.named_parameters():
                 views[name].copy_(param.data)
                 param.data = views[name]
-            self.host_flat.append(flat)
-            self.host_views.append(views)
+            self.host_flat[index], self.host_views[index] = flat, views
 
     def trainable(self, index: int) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.layers[index].named_parameters() if p.requires_grad]
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def bind(self, index: int, again: bool = False) -> Tensor:
-        """Point the layer's parameters at its slot, filled when the device comes to use them; the slot's buffer."""
+    def begin(self) -> None:
+        """Before a forward: let the first layers come in."""
+        for index in self.streamed[: len(self.weights.flat)]:
+            if self.overlap_in and self.weights.holds[self.weights.of(index)] != index:
+                self.fetch(index)
+
+    def bind(self, index: int, again: bool = False) -> None:
+        """Point the layer's parameters at its slot, filled when the device comes to use them."""
+        if index < self.first:
+            return
         slot = self.weights.of(index)
         if self.weights.holds[slot] != index:
             self.fetch(index, again)
@@ -85,15 +96,20 @@ class Pipeline:
         self.compute.after(self.weights.filled[slot])
         for name, param in self.layers[index].named_parameters():
             param.data = self.weights.views[slot][name]
-        return self.weights.flat[slot]
 
-    def release(self, index: int, following: int | None, again: bool = False) -> None:
+    def buffer(self, index: int) -> Tensor | None:
+        """What holds the layer's weights on the device while they are bound; None: they are always there."""
+        return None if index < self.first else self.weights.flat[self.weights.of(index)]
+
+    def release(self, index: int, following: int, again: bool = False) -> None:
         """Point the parameters back at the host; let the slot's next layer come in once the device has left it."""
+        if index < self.first:
+            return
         slot = self.weights.of(index)
         for name, param in self.layers[index].named_parameters():
             param.data, param.grad = self.host_views[index][name], None
         self.weights.freed[slot] = self.compute.mark()
-        if self.overlap_in and following is not None:
+        if self.overlap_in and following in self.streamed:
             self.fetch(following, again)
 
     def fetch(self, index: int, again: bool = False) -> None:
@@ -122,6 +138,8 @@ class Pipeline:
 
     def want_gradients(self, index: int) -> None:
         """Let the layer's gradients add up in a slot that begins at 0."""
+        if index not in self.trained:
+            return
         slot = self.grads.of(index)
         self.compute.after(self.grads.freed[slot])
         self.grads.flat[slot].zero_()
@@ -130,6 +148,8 @@ class Pipeline:
 
     def gradients_done(self, index: int) -> dict[str, Tensor]:
         """The layer's gradients are complete: their norms by the parameter's name in the model."""
+        if index not in self.trained:
+            return {}
         slot = self.grads.of(index)
         norms = norms_of(self.grads.views[slot])
         norm = torch.linalg.vector_norm(torch.stack(list(norms.values())).float())
@@ -141,6 +161,8 @@ class Pipeline:
 
         factor: of the learning rate
         """
+        if index not in self.trained:
+            return
         held, lane, slot = self._host_grads.take(), self.outward, self.grads.of(index)
         lane.after(self.grads.filled[slot])
         with lane.active(), self._trace().span("out", "gradients", index, lane.stream):
@@ -197,8 +219,8 @@ class Pipeline:
         return [*self.weights.flat, *self.grads.flat]
 
     def bytes_a_pass(self) -> int:
-        """Bytes of one pass of all layers' weights."""
-        return len(self.host_flat) * self.host_flat[0].nbytes
+        """Bytes of one pass of all streamed layers' weights."""
+        return sum(flat.nbytes for flat in self.host_flat.values())
 
     def drain(self) -> None:
         """Wait for the updates that still run."""

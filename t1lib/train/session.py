@@ -105,9 +105,9 @@ class TrainSession:
         rates = {"h2d": link.host_to_device, "d2h": link.device_to_host}
         rates |= {"both_in": link.both_in, "both_out": link.both_out}
         if isinstance(self.trainer, SlideTrainer):
-            total, layers = self.trainer.streamed_bytes(), len(self.trainer.parts.layers)
+            total, layers = self.trainer.streamed_bytes(), len(self.trainer.pipeline.streamed)
             kept = min(self.trainer.slots, layers)  # still on the device at the turn from forward to backward
-            again = total // layers * (layers - kept)
+            again = total // max(layers, 1) * (layers - kept)
             rates["ms"] = link.step_ms(forward_in=total, backward_in=again, backward_out=total)
         return rates
 

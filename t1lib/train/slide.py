@@ -39,6 +39,7 @@ class SlideTrainer(Trainer):
     grad_slots       device buffers for gradients
     host_grads       pinned host buffers for gradients that wait for their update; with `max_grad_norm` or
                      nonfinite="skip" there is one a layer, because no update may begin before the last gradient
+    resident         how many layers, the first ones, stay on the device with gradients and optimizer state
     keep             how many layers, the last ones, keep their activations: they are not computed again
     inputs           where the other layers' inputs wait for the backward, "device" or "host"
     overlap_in       weights of the next layer come in while this one computes (else just before it)
@@ -52,19 +53,20 @@ class SlideTrainer(Trainer):
     mode = "slide"
 
     def __init__(
-        self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, keep: int = 0,
-        inputs: str = "device", overlap_in: bool = True, overlap_out: bool = True, overlap_update: bool = True,
-        embedding: str = "host", outer: str = "device", **common: Any,
+        self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, resident: int = 0,
+        keep: int = 0, inputs: str = "device", overlap_in: bool = True, overlap_out: bool = True,
+        overlap_update: bool = True, embedding: str = "host", outer: str = "device", **common: Any,
     ) -> None:  # fmt: skip
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
         layers = model.config.num_hidden_layers
-        require(0 <= keep <= layers, f"keep={keep}; allowed: 0 to {layers}, the model's layers")
+        for name, value in (("resident", resident), ("keep", keep)):
+            require(0 <= value <= layers, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
         self._embedding, self._inputs = choose("embedding", embedding, PLACES), choose("inputs", inputs, PLACES)
         self._outer_place = choose("outer", outer, PLACES)
         enough = slots >= 2 or overlap_in is False
         require(enough, f"slots={slots} cannot overlap; allowed: 2 or more, or overlap_in=False")
-        self.slots, self.keep = slots, keep
+        self.slots, self.resident, self.keep = slots, resident, keep
         self._pipeline_options = {
             "slots": slots, "grad_slots": grad_slots, "host_grads": host_grads, "overlap_in": overlap_in,
             "overlap_out": overlap_out, "overlap_update": overlap_update,
@@ -79,20 +81,20 @@ class SlideTrainer(Trainer):
         names = {id(layer): name for name, layer in self.model.named_modules()}
         self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
         self.pipeline = Pipeline(
-            layers, [names[id(layer)] for layer in layers], self.device, self.spec, together=self._together,
-            trace=lambda: self.trace, **self._pipeline_options,
+            layers, self.resident, [names[id(layer)] for layer in layers], self.device, self.spec,
+            together=self._together, trace=lambda: self.trace, **self._pipeline_options,
         )  # fmt: skip
         for module in self._resident_modules():
             module._apply(lambda t: t.to(self.device), recurse=False)
         for module in layers.modules():  # of the layers, only buffers stay on the device
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
-        outside = self._outside()
-        self._outer = None
-        if self._outer_place == "host" and outside:
-            self._outer = Outer(outside, self.parts.embed, self.spec, self.pipeline, trace=lambda: self.trace)
+        outer, self._outer = self._trained_outside(layers), None
+        if self._outer_place == "host" and outer:
+            self._outer = Outer(outer, self.parts.embed, self.spec, self.pipeline, trace=lambda: self.trace)
         frozen = not self.parts.embed.weight.requires_grad
-        self._lowest = min(self.pipeline.trained, default=len(layers)) if frozen else 0  # none below wants a gradient
+        trained = [i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
+        self._lowest = min(trained, default=len(layers)) if frozen else 0  # no layer below wants a gradient
         lanes = self.pipeline.compute, self.pipeline.inward, self.pipeline.outward
         store = HostStore(self.device, *lanes) if self._inputs == "host" else None
         self._activations = Activations(len(layers), self.keep, store)
@@ -104,8 +106,8 @@ class SlideTrainer(Trainer):
             spare.add(parts.head)
         if self.train == "layers" and self._embedding == "host" and (self.loss == "mean_square" or not parts.tied):
             spare.add(parts.embed)
-        outside = set(self.model.modules()) - set(parts.layers.modules()) - spare
-        return [m for m in self.model.modules() if m in outside]
+        streamed = {m for layer in parts.layers[self.resident :] for m in layer.modules()}
+        return [m for m in self.model.modules() if m not in streamed | spare]
 
     def _refuse_dropout(self) -> None:
         for name, value in self.model.config.to_dict().items():
@@ -114,13 +116,15 @@ class SlideTrainer(Trainer):
                 f"the model's {name} is {value}: slide computes layers twice and allows only 0",
             )
 
-    def _outside(self) -> dict[str, nn.Parameter]:
-        """Parameters outside the layers that are trained."""
-        streamed = {id(p) for p in self.parts.layers.parameters()}
-        return {n: p for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in streamed}
+    def _trained_outside(self, layers: nn.ModuleList) -> dict[str, nn.Parameter]:
+        """Trained parameters that are not of these layers."""
+        theirs = {id(p) for p in layers.parameters()}
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in theirs}
 
     def _resident_trainable(self) -> dict[str, nn.Parameter]:
-        return {} if self._outer else self._outside()
+        elsewhere = self._outer.params if self._outer else {}
+        found = self._trained_outside(self.parts.layers[self.resident :])
+        return {n: p for n, p in found.items() if n not in elsewhere}
 
     # -- the schedule ----------------------------------------------------------------------------------------------
 
@@ -129,27 +133,20 @@ class SlideTrainer(Trainer):
 
         `kwargs` by micro-batch and layer. save: for a backward
         """
-        pipeline, count = self.pipeline, len(self.parts.layers)
-        for index in range(count):
-            pipeline.bind(index)
+        self.pipeline.begin()
+        for index in range(len(self.parts.layers)):
+            self.pipeline.bind(index)
             compute = partial(self._compute_piece, index, kwargs)
             if save:
-                slot = partial(self._slot, index)
-                hidden = self._activations.run(index, hidden, index > self._lowest, compute, slot)
+                buffer = partial(self.pipeline.buffer, index)
+                hidden = self._activations.run(index, hidden, index > self._lowest, compute, buffer)
             else:
                 hidden = [compute(k, x) for k, x in enumerate(hidden)]
-            if index == 0 and pipeline.overlap_in:
-                for early in range(1, min(self.slots, count)):
-                    pipeline.fetch(early)
-            following = index + self.slots
-            pipeline.release(index, following if following < count else None)
+            self.pipeline.release(index, index + self.slots)
         return hidden
 
     def _compute_piece(self, index: int, kwargs: list[list[dict[str, Any]]], k: int, hidden: Tensor) -> Tensor:
         return self._compute(index, hidden, kwargs[k][index])
-
-    def _slot(self, index: int) -> Tensor:
-        return self.pipeline.weights.flat[self.pipeline.weights.of(index)]
 
     def _embed(self, piece: Piece) -> Tensor:
         if self._outer is None:
@@ -218,16 +215,12 @@ class SlideTrainer(Trainer):
         pipeline = self.pipeline
         saved = self._activations.take(index)
         pipeline.bind(index, again=True)
-        trained = bool(pipeline.trainable(index))
-        if trained:
-            pipeline.want_gradients(index)
+        pipeline.want_gradients(index)
         onward = [self._piece_backward(index, s, grads[k], kwargs[k][index]) for k, s in enumerate(saved)]
-        if trained:
-            self._norms |= pipeline.gradients_done(index)
+        self._norms |= pipeline.gradients_done(index)
         following = index - self.slots
-        pipeline.release(index, following if following >= self._lowest else None, again=True)
-        if trained:
-            pipeline.send(index, self.schedule(self.steps))
+        pipeline.release(index, following if following >= self._lowest else -1, again=True)
+        pipeline.send(index, self.schedule(self.steps))
         return onward
 
     def _piece_backward(self, index: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
@@ -282,7 +275,7 @@ class SlideTrainer(Trainer):
             self._outer.refresh()
 
     def _named_updaters(self) -> list[tuple[str, Updater]]:
-        layers = zip(self.pipeline.names, self.pipeline.updaters, strict=True)
+        layers = [(self.pipeline.names[i], updater) for i, updater in self.pipeline.updaters.items()]
         outer = [("", self._outer.updater)] if self._outer is not None else []
         return [*super()._named_updaters(), *outer, *((name + ".", updater) for name, updater in layers)]
 

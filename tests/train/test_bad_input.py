@@ -40,6 +40,7 @@ def refused(call, *parts):
         ({"mode": "slide", "embedding": "x"}, ["embedding 'x'", "allowed: host, device"]),
         ({"mode": "slide", "outer": "disk"}, ["outer 'disk'", "allowed: host, device"]),
         ({"mode": "slide", "inputs": "disk"}, ["inputs 'disk'", "allowed: host, device"]),
+        ({"mode": "slide", "resident": -1}, ["resident=-1", "allowed: 0 to 2"]),
         ({"mode": "slide", "keep": 3}, ["keep=3", "allowed: 0 to 2"]),
         ({"micro_batch": 0}, ["micro_batch=0", "allowed: 1 or more"]),
         ({"max_grad_norm": 0.0}, ["max_grad_norm=0.0", "allowed: more than 0"]),
