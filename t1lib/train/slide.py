@@ -11,6 +11,7 @@ next one comes: weights and gradients cross the link once a step.
 """
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t1lib.errors import choose, require
+from t1lib.heads import parse_bytes
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train.activations import Activations, Saved
 from t1lib.train.batch import Piece
 from t1lib.train.models import layer_arguments
-from t1lib.train.optim import Updater
+from t1lib.train.optim import OptimizerSpec, Updater
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import HostStore
@@ -48,6 +50,8 @@ class SlideTrainer(Trainer):
     embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
     outer            where embedding, norm and head, when they train, have their optimizer state and are updated,
                      "device" or "host"; their weights and gradients are on the device (`t1lib.train.outer`)
+    gpu_memory       bytes, or "2GiB": choose slots, resident, keep, inputs and outer so that steps of `plan_for`
+                     (rows, tokens a row) are as fast as fit into it (`t1lib.plan`); `chosen` says what it came to
     """
 
     mode = "slide"
@@ -55,8 +59,15 @@ class SlideTrainer(Trainer):
     def __init__(
         self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, resident: int = 0,
         keep: int = 0, inputs: str = "device", overlap_in: bool = True, overlap_out: bool = True,
-        overlap_update: bool = True, embedding: str = "host", outer: str = "device", **common: Any,
+        overlap_update: bool = True, embedding: str = "host", outer: str = "device",
+        gpu_memory: str | int | None = None, plan_for: tuple[int, int] | None = None, **common: Any,
     ) -> None:  # fmt: skip
+        self.chosen = None
+        if gpu_memory is not None:
+            own = (slots, resident, keep, inputs, outer) == (2, 0, 0, "device", "device")
+            require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
+            self.chosen = _chosen(model, gpu_memory, plan_for, common)
+            slots, resident, keep, inputs, outer = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
         layers = model.config.num_hidden_layers
@@ -282,3 +293,22 @@ class SlideTrainer(Trainer):
     def close(self) -> None:
         self.pipeline.close()
         super().close()
+
+
+def _chosen(
+    model: PreTrainedModel, gpu_memory: str | int, plan_for: tuple[int, int] | None, common: dict[str, Any]
+) -> Any:
+    """The `t1lib.plan.Choice` that fits into the budget, for a trainer of these other options."""
+    from t1lib.plan import choose_plan, work_of  # which imports this package
+
+    require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
+    rows, seq = plan_for
+    spec = common.get("optimizer", "sgd")
+    head = common.get("head_options") or {}
+    work = work_of(
+        model, OptimizerSpec(spec) if isinstance(spec, str) else spec, rows=rows, seq=seq,
+        micro_batch=common.get("micro_batch"),
+        workspace=parse_bytes(head.get("workspace", "512MiB")),
+        together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
+    )  # fmt: skip
+    return choose_plan(work, parse_bytes(gpu_memory))

@@ -36,7 +36,7 @@ class StepRecord:
     tokens: int
     wall_ms: float
     phases: dict[str, float]
-    grad_norm: float
+    grad_norm: float = math.nan
     skipped: bool = False
 
 

@@ -1,0 +1,85 @@
+"""The cost model: budgets are kept, more memory is never slower, activations are counted, slide takes the choice."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from t1lib.errors import T1Error
+from t1lib.plan import SPREAD, Choice, Machine, Work, choose_plan, device_bytes, saved_bytes, step_ms, work_of
+from t1lib.train import OptimizerSpec, build_model, make_trainer
+from t1lib.train.models import layer_arguments, split
+
+WORK = Work(
+    layers=28, layer=50_000_000, outer=311_000_000, hidden=2048, itemsize=2, saved=113_000, state=12, tokens=16384,
+    micro_tokens=4096, workspace=2**28, together=False,
+)  # fmt: skip
+ADAMW = OptimizerSpec("adamw", lr=1e-2)
+
+
+def test_budgets_are_kept_and_more_memory_is_never_slower():
+    times = []
+    for gib in (3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
+        choice = choose_plan(WORK, gib * 2**30)
+        assert device_bytes(WORK, choice) * SPREAD <= gib * 2**30
+        times.append(step_ms(WORK, choice, Machine()))
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+
+
+def test_from_pure_streaming_to_fully_resident():
+    least = choose_plan(WORK, 3 * 2**30)
+    assert (least.resident, least.inputs, least.outer) == (0, "host", "host")
+    slow_link = Machine(link_in=1e7, link_out=1e7)
+    most = choose_plan(WORK, 2**40, slow_link)
+    assert most.resident == most.keep == WORK.layers
+
+
+def test_a_budget_too_small_says_the_least_that_works():
+    with pytest.raises(T1Error, match="the least that works for 16384 tokens a step, 4096 at a time, is") as raised:
+        choose_plan(WORK, 2**30)
+    least = int(str(raised.value).split()[-1].removesuffix("MiB"))
+    assert choose_plan(WORK, least * 2**20) == Choice(slots=2, inputs="host", outer="host")
+
+
+@pytest.mark.parametrize("preset", ["tiny", "gemma-2-2b"])
+def test_activations_are_those_that_the_layer_saves(preset):
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97, "head_dim": 16}
+    model = build_model(preset, dtype=torch.float32, **small)
+    parts, found = split(model), {}
+    weights = {p.untyped_storage().data_ptr() for p in parts.layers[0].parameters()}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hidden, arguments = layer_arguments(parts, torch.randn(1, 64, 64, requires_grad=True))
+    with saved_tensors_hooks(pack, lambda t: t):
+        out = parts.layers[0](hidden, **arguments[0])
+    assert out.requires_grad
+    real = sum(t.untyped_storage().nbytes() for t in found.values()) / 64
+    assert saved_bytes(model.config, torch.float32, 64) == pytest.approx(real, rel=0.1)
+
+
+def test_slide_takes_the_choice_and_changes_no_bits():
+    batches = [{"input_ids": torch.randint(512, (4, 9), generator=torch.Generator().manual_seed(i))} for i in range(3)]
+    plain = make_trainer(build_model("tiny", dtype=torch.float32), "gpu", optimizer=ADAMW)
+    planned = make_trainer(
+        build_model("tiny", dtype=torch.float32), "slide", optimizer=ADAMW, gpu_memory="1GiB", plan_for=(4, 9)
+    )
+    assert planned.chosen == choose_plan(work_of(planned.model, ADAMW, rows=4, seq=9), 2**30)
+    assert planned.keep == 4
+    assert [planned.step(b).loss for b in batches] == [plain.step(b).loss for b in batches]
+
+
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        ({"gpu_memory": "1GiB"}, "plan_for"),
+        ({"gpu_memory": "1GiB", "plan_for": (1, 8), "keep": 1}, "give it or them"),
+        ({"gpu_memory": "1MiB", "plan_for": (1, 8)}, "the least that works"),
+        ({"gpu_memory": "lots", "plan_for": (1, 8)}, "lots"),
+    ],
+)
+def test_bad_budgets(options, part):
+    with pytest.raises(T1Error, match=part):
+        make_trainer(build_model("tiny", dtype=torch.float32), "slide", **options)
