@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from t1lib.errors import T1Error
 from t1lib.train.models import layer_arguments, split
-from t1lib.train.optim import OptimizerSpec
+from t1lib.train.optim import OptimizerSpec, state_bytes
 
 SLACK = 64 * 2**20  # cuBLAS's workspaces, small tensors
 TEMPORARY = 0.6  # of a layer's saved activations: what its backward holds beside them at its peak
@@ -114,14 +114,11 @@ def work_of(
     parts, dtype = split(model), next(model.parameters()).dtype
     layer = sum(p.numel() for p in parts.layers[0].parameters())
     everything = sum(p.numel() for p in model.parameters())
-    moments = {"adamw": 2, "sgd": int(spec.momentum > 0)}[spec.name]
-    wide = 4 if spec.master_weights or dtype == torch.float32 else dtype.itemsize
-    master = 4 if spec.master_weights and dtype != torch.float32 else 0
     return Work(
         layers=len(parts.layers), layer=layer, outer=everything - layer * len(parts.layers),
         hidden=model.config.hidden_size, itemsize=dtype.itemsize, saved=saved_bytes(model.config, dtype, seq),
-        state=moments * wide + master, tokens=rows * seq, micro_tokens=min(micro_batch or rows, rows) * seq,
-        workspace=workspace, together=together,
+        state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq,
+        micro_tokens=min(micro_batch or rows, rows) * seq, workspace=workspace, together=together,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -157,24 +158,58 @@ class HostPeak:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
+SMALL = 2**20
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 _registered: dict[int, int] = {}
+_refused: dict[int, int] = {}
 
 
 def pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat host tensor that `device` can copy from and to asynchronously; plain memory for a CPU.
 
     Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two
-    (96 MiB would take 128). The registration ends with the storage.
+    (96 MiB would take 128); small tensors, which would share pages, come from that allocator. The registration ends
+    with the storage. Where the system refuses, the memory stays plain, with a warning: copies are right, but slower,
+    and the host waits for them (`unpinned_bytes`).
     """
+    nbytes = numel * dtype.itemsize
+    if device.type == "cuda" and 0 < nbytes < SMALL:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
     buffer = torch.empty(numel, dtype=dtype)
     if device.type == "cuda" and numel:
-        pointer, nbytes = buffer.data_ptr(), buffer.nbytes
-        code = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0)
-        if int(code) != 0:
-            raise MemoryError(f"the system refused to pin {nbytes / GIB:.2f} GiB of memory (CUDA error {int(code)})")
-        _registered[pointer] = nbytes
-        weakref.finalize(buffer.untyped_storage(), _unregister, pointer)
+        pointer = buffer.data_ptr()
+        code = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
+        kept = _registered if code == 0 else _refused
+        kept[pointer] = nbytes
+        weakref.finalize(buffer.untyped_storage(), _unregister if code == 0 else _forget, pointer)
+        if code != 0 and len(_refused) == 1:
+            warnings.warn(
+                f"the system refused to pin {nbytes / GIB:.2f} GiB of memory (CUDA error {code}): copies to and from "
+                "such memory make the host wait; `ulimit -l` may have a limit",
+                stacklevel=2,
+            )
     return buffer
+
+
+def _forget(pointer: int) -> None:
+    _refused.pop(pointer, None)
+
+
+def unpinned_bytes() -> int:
+    """Bytes that `pinned_empty` was refused to pin."""
+    return sum(_refused.values())
+
+
+def host_available() -> int:
+    """Bytes of memory that this process may still take: of the machine, and of its control group."""
+    free = psutil.virtual_memory().available
+    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        group = CONTROL_GROUP if most == "memory.max" else CONTROL_GROUP / "memory"  # versions 2 and 1
+        try:
+            free = min(free, int((group / most).read_text()) - int((group / used).read_text()))
+        except (OSError, ValueError):  # no such group, or no limit ("max")
+            continue
+    return max(free, 0)
 
 
 def _unregister(pointer: int) -> None:

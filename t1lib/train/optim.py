@@ -80,6 +80,14 @@ class Schedule:
         return self.least + (1.0 - self.least) * down
 
 
+def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
+    """Bytes of a parameter's optimizer state: moments and what is kept of a master."""
+    wide = spec.master_weights and param.dtype != torch.float32
+    moment = MOMENTS[spec.moments].itemsize if wide else param.dtype.itemsize
+    count = 2 if spec.name == "adamw" else int(spec.momentum > 0)
+    return param.numel() * (count * moment + (2 if spec.split_master else 4) * wide)
+
+
 def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     """Euclidean norm of each gradient, on its device."""
     return dict(zip(grads, torch._foreach_norm(list(grads.values())), strict=True)) if grads else {}

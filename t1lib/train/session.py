@@ -9,7 +9,15 @@ import torch
 
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.floors import measure_link, three_products_ms
-from t1lib.measure.memory import AllocatorTimeline, HostPeak, pinned_bytes, read_peak, reset_peak, storage_bytes
+from t1lib.measure.memory import (
+    AllocatorTimeline,
+    HostPeak,
+    pinned_bytes,
+    read_peak,
+    reset_peak,
+    storage_bytes,
+    unpinned_bytes,
+)
 from t1lib.measure.timing import NoTrace, PhaseTimer, Span, Trace, synchronize
 from t1lib.train import OptimizerSpec, SlideTrainer, StepRecord, build_model, make_trainer
 
@@ -89,6 +97,7 @@ class TrainSession:
     def memory(self) -> dict[str, int]:
         """Bytes: peaks on the device since `warm_up`, exact peaks of the host during set-up and since, and pinned."""
         result = {"host_setup": self._host_setup_peak, "host": self._host.read(), "pinned": pinned_bytes()}
+        result["unpinned"] = unpinned_bytes()
         result["host_base"] = self._host_setup.baseline
         if self.device.type == "cuda":
             peak = read_peak(self.device, self._baseline)

@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 
 from t1lib.errors import choose, require
 from t1lib.heads import parse_bytes
+from t1lib.measure.memory import GIB, host_available
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train.activations import Activations, Saved
 from t1lib.train.batch import Piece
 from t1lib.train.models import layer_arguments
-from t1lib.train.optim import OptimizerSpec, Updater
+from t1lib.train.optim import OptimizerSpec, Updater, state_bytes
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import HostStore
@@ -91,6 +92,8 @@ class SlideTrainer(Trainer):
         layers = self.parts.layers
         names = {id(layer): name for name, layer in self.model.named_modules()}
         self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
+        need, free = self._host_bytes(), host_available()
+        require(need <= free, f"the host has {free / GIB:.1f} GiB to give; slide needs {need / GIB:.1f} GiB of it more")
         self.pipeline = Pipeline(
             layers, self.resident, [names[id(layer)] for layer in layers], self.device, self.spec,
             together=self._together, trace=lambda: self.trace, **self._pipeline_options,
@@ -109,6 +112,18 @@ class SlideTrainer(Trainer):
         lanes = self.pipeline.compute, self.pipeline.inward, self.pipeline.outward
         store = HostStore(self.device, *lanes) if self._inputs == "host" else None
         self._activations = Activations(len(layers), self.keep, store)
+
+    def _host_bytes(self) -> int:
+        """What the host will hold beside the model as it was built, whose weights move one layer at a time."""
+        layers = self.parts.layers[self.resident :]
+        trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+        state = sum(state_bytes(p, self.spec) for p in trained)
+        count = len(layers) if self._together else min(self._pipeline_options["host_grads"], len(layers))
+        grads = sum(p.nbytes for p in trained) * count // max(len(layers), 1)
+        if self._outer_place == "host":
+            outside = self._trained_outside(self.parts.layers).values()
+            state += sum(state_bytes(p, self.spec) + 2 * p.nbytes for p in outside)
+        return state + grads + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
 
     def _resident_modules(self) -> list[nn.Module]:
         """Modules outside the layers that the device needs: all but a frozen embedding or head that it never uses."""

@@ -1,9 +1,18 @@
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from t1lib.measure.memory import AllocatorTimeline, HostPeak, pinned_empty, storage_bytes
+from t1lib.measure import memory
+from t1lib.measure.memory import (
+    AllocatorTimeline,
+    HostPeak,
+    host_available,
+    pinned_empty,
+    storage_bytes,
+    unpinned_bytes,
+)
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -77,3 +86,26 @@ def test_pinned_memory_for_a_cpu_is_plain():
     buffer = pinned_empty(10, torch.bfloat16, CPU)
     assert buffer.shape == (10,) and buffer.dtype == torch.bfloat16
     assert not buffer.is_pinned()
+
+
+def test_memory_that_may_not_be_pinned_is_plain_and_counted(monkeypatch):
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    with pytest.warns(UserWarning, match="refused to pin 0.00 GiB .*CUDA error 2"):
+        buffer = pinned_empty(MIB, torch.float32, torch.device("cuda"))
+    assert unpinned_bytes() == buffer.nbytes == 4 * MIB
+    del buffer
+    assert unpinned_bytes() == 0
+
+
+@pytest.mark.parametrize("folder, names", [("", "max current"), ("memory", "limit_in_bytes usage_in_bytes")])
+def test_a_control_groups_limit_counts(folder, names, tmp_path, monkeypatch):
+    files = [f"{folder}/memory.{name}".strip("/") for name in names.split()]
+    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+    whole = host_available()
+    for name, value in zip(files, (5 * MIB, 2 * MIB), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    assert host_available() == 3 * MIB < whole
+    (tmp_path / files[0]).write_text("max\n")
+    assert host_available() > 3 * MIB

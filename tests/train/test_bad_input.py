@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.errors import T1Error
-from t1lib.train import OptimizerSpec, Schedule, build_model, make_trainer, sizes
+from t1lib.train import OptimizerSpec, Schedule, build_model, make_trainer, sizes, slide
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
 SMALL |= {"head_dim": 8, "max_position_embeddings": 16}
@@ -64,6 +64,16 @@ def test_options_of_a_trainer(options, parts):
 )
 def test_optimizers_and_schedules(call, parts):
     refused(call, *parts)
+
+
+def test_a_host_that_cannot_hold_the_state(monkeypatch):
+    """Seen before anything is allocated or moved."""
+    monkeypatch.setattr(slide, "host_available", lambda: 1000)
+    spec = OptimizerSpec("adamw", master_weights=True)
+    whole = model(torch.bfloat16)
+    before = whole.model.layers[0].mlp.up_proj.weight.data_ptr()
+    refused(lambda: make_trainer(whole, "slide", optimizer=spec), "the host has 0.0 GiB to give", "GiB of it more")
+    assert whole.model.layers[0].mlp.up_proj.weight.data_ptr() == before
 
 
 def test_a_negative_learning_rate():

@@ -6,7 +6,7 @@ from test_parity import assert_same, batches, model, run
 
 from t1lib.train import OptimizerSpec, make_trainer
 from t1lib.train.narrow import Scratch, join, split
-from t1lib.train.optim import Updater
+from t1lib.train.optim import Updater, state_bytes
 
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "master_weights": True}
 SPLIT, SHORT = {"split_master": True}, {"moments": "bfloat16"}
@@ -78,3 +78,4 @@ def test_bytes_a_parameter():
     for own, expected in (({}, 12), ({"moments": "bfloat16"}, 8), ({"moments": "bfloat16", "split_master": True}, 6)):
         held = sum(t.nbytes for t in Updater({"w": weight}, OptimizerSpec(**ADAMW, **own)).state_tensors())
         assert held == expected * 1000 + 4
+        assert state_bytes(weight, OptimizerSpec(**ADAMW, **own)) == expected * 1000
