@@ -88,7 +88,7 @@ class Outer:
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Queue the copy of the gradients to the host. The update waits for the next embedding, or for `ready`."""
         lane = self._pipeline.outward
-        both = torch.stack([norm, torch.as_tensor(scale, device=norm.device, dtype=norm.dtype)])
+        both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
         lane.after(self._pipeline.compute.mark())
         with lane.active(), self._trace().span("out", "gradients", -1, lane.stream):
             for name, param in self.params.items():

@@ -181,7 +181,7 @@ class Pipeline:
         if not self._waiting:
             return
         lane = self.outward
-        both = torch.stack([norm, torch.as_tensor(scale, device=self.device, dtype=norm.dtype)])
+        both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
         lane.after(self.compute.mark())
         with lane.active():
             host = pinned_empty(2, torch.float32, self.device).copy_(both, non_blocking=True)

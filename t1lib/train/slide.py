@@ -270,6 +270,9 @@ class SlideTrainer(Trainer):
             self._outer.send(norm, self._scale, factor)
         return norm
 
+    def _may_update(self, norm: Tensor) -> bool:
+        return super()._may_update(norm) if self._together else True  # else layers are updated already
+
     def _spoiled(self) -> str:
         return super()._spoiled() if self._together else "layers above are updated: go on from a checkpoint"
 

@@ -228,7 +228,7 @@ class Trainer(Stateful):
         grads = {n: self._local(p.grad) for n, p in params.items()}
         norm, self._scale = self._norm(norms_of(grads) | self._norms)
         self._norms = {}
-        if self._may_update(norm):
+        if params and self._may_update(norm):
             factor = self.schedule(self.steps)
             if isinstance(self.trace, NoTrace):
                 self._rest.step(grads, factor, self._scale)

@@ -24,47 +24,57 @@ def batch(tokens: int = 128):
 @pytest.mark.parametrize(
     "optimizer", [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("adamw", lr=1e-3, master_weights=True)]
 )
-@pytest.mark.parametrize("mode", ["ckpt", "slide"])
-def test_losses_agree_with_gpu(mode, optimizer):
-    trainers = {m: trainer(m, optimizer=optimizer) for m in ("gpu", mode)}
+@pytest.mark.parametrize("own", [{}, {"compile_layers": True}, {"micro_batch": 1, "max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("mode", ["ckpt", "slide", "fsdp"])
+def test_losses_agree_with_gpu(mode, optimizer, own):
+    trainers = {m: trainer(m, optimizer=optimizer, **own) for m in ("gpu", mode)}
     losses = {m: [t.step(batch()).loss for _ in range(20)] for m, t in trainers.items()}
     assert losses["gpu"][-1] < losses["gpu"][0] - 0.1
     assert losses[mode] == pytest.approx(losses["gpu"], rel=5e-3)
 
 
+@pytest.mark.parametrize("shared", [{}, {"micro_batch": 1, "max_grad_norm": 1.0}], ids=["plain", "clipped"])
 @pytest.mark.parametrize(
-    "options", [{"slots": 2, "grad_slots": 1, "host_grads": 1}, {"slots": 3}, {"overlap_update": False}], ids=str
-)
-def test_schedule_is_without_races(options):
+    "options",
+    [
+        {"slots": 2, "grad_slots": 1, "host_grads": 1}, {"slots": 3}, {"overlap_update": False}, {"keep": 3},
+        {"inputs": "host"}, {"outer": "host"}, {"resident": 3, "keep": 2, "inputs": "host", "outer": "host"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_schedule_is_without_races(options, shared):
     """A missed wait would show as a loss that differs from run to run, or from the schedule without any overlap."""
     off = {"overlap_in": False, "overlap_out": False, "overlap_update": False}
     spec = OptimizerSpec("adamw", lr=1e-3)
 
     def losses(**kwargs):
-        slide = trainer("slide", torch.float32, optimizer=spec, **kwargs)
+        slide = trainer("slide", torch.float32, optimizer=spec, **shared, **kwargs)
         return [slide.step(batch()).loss for _ in range(30)]
 
     assert losses(**options) == losses(**options) == losses(**off)
 
 
-def test_no_host_synchronisation_among_the_layers(monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{}, {"max_grad_norm": 1.0, "outer": "host", "micro_batch": 1, "inputs": "host"}], ids=["plain", "all"]
+)
+def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
     """From the first layer on to the step's closing synchronisation, the host waits for nothing on the device.
 
     (Before the first layer, transformers itself looks once at the position ids.)
     """
-    slide = trainer("slide", optimizer=OptimizerSpec("sgd", lr=0.1))
+    slide = trainer("slide", optimizer=OptimizerSpec("sgd", lr=0.1), **options)
     slide.step(batch())
-    bind, stop = slide._bind, PhaseTimer.stop
+    bind, stop = slide.pipeline.bind, PhaseTimer.stop
 
-    def bind_strictly(index):
+    def bind_strictly(*args, **kwargs):
         torch.cuda.set_sync_debug_mode("error")
-        bind(index)
+        bind(*args, **kwargs)
 
     def stop_allowing(self):
         torch.cuda.set_sync_debug_mode("default")
         return stop(self)
 
-    monkeypatch.setattr(slide, "_bind", bind_strictly)
+    monkeypatch.setattr(slide.pipeline, "bind", bind_strictly)
     monkeypatch.setattr(PhaseTimer, "stop", stop_allowing)
     try:
         slide.step(batch())
