@@ -32,8 +32,9 @@ def spans(frame: pd.DataFrame, variant: str, lane: str, phase: str | None = None
     if not len(rows):
         return pd.DataFrame(columns=["step", "phase", "layer", "start_ms", "end_ms"])
     rows = rows.assign(span=parts[2], layer=parts[3].astype(int))
-    # A layer's span of one phase happens once a step, so these identify it.
-    table = rows.pivot_table(index=["step", "span", "layer"], columns="metric", values="value").reset_index()
+    key = ["step", "span", "layer"]  # with micro-batches, a layer's spans of one phase are several a step
+    rows = rows.assign(piece=rows.groupby([*key, "metric"]).cumcount())
+    table = rows.pivot_table(index=[*key, "piece"], columns="metric", values="value").reset_index()
     table = table.rename(columns={"span": "phase"})
     return table if phase is None else table[table["phase"] == phase]
 
@@ -42,4 +43,5 @@ def layer_ms(frame: pd.DataFrame, variant: str, lane: str, phase: str) -> pd.Ser
     """Median duration by layer (ms) over the traced steps; layer −1, what lies outside the stack, is left out."""
     found = spans(frame, variant, lane, phase)
     found = found[found["layer"] >= 0]
-    return (found["end_ms"] - found["start_ms"]).groupby(found["layer"]).median()
+    steps = found.assign(ms=found["end_ms"] - found["start_ms"]).groupby(["step", "layer"])["ms"].sum()
+    return steps.groupby("layer").median()

@@ -56,6 +56,7 @@ class SlideTrainer(Trainer):
     """
 
     mode = "slide"
+    _hooks_backward = False  # it runs each layer's backward itself
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, resident: int = 0,

@@ -65,6 +65,7 @@ class Trainer(Stateful):
     """
 
     mode = ""
+    _hooks_backward = True  # traced spans of the layers' backward come from hooks of their outputs
 
     def __init__(
         self,
@@ -291,7 +292,7 @@ class Trainer(Stateful):
         again = self._in_backward
         with self.trace.span("compute", "recompute" if again else "forward", index):
             out = self._layer_forward(type(layer))(layer, hidden, **kwargs)
-        if not isinstance(self.trace, NoTrace) and not again and out.requires_grad:
+        if self._hooks_backward and not isinstance(self.trace, NoTrace) and not again and out.requires_grad:
             out.register_hook(partial(self._trace_backward, index))
         return out
 
