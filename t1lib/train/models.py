@@ -29,6 +29,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16),
     "qwen3-4b": _qwen3(36, 2560, 9728, 32),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40, tied=False),
     "llama-3.2-1b": {
         "model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 16, "hidden_size": 2048,
         "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,

@@ -93,11 +93,9 @@ class Outer:
         with lane.active(), self._trace().span("out", "gradients", -1, lane.stream):
             for name, param in self.params.items():
                 require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
-                self._grads[name].copy_(param.grad, non_blocking=True)
-                if param.grad.is_cuda:
-                    param.grad.record_stream(lane.stream)
+                self._grads[name].copy_(lane.uses(param.grad), non_blocking=True)
                 param.grad = None
-            self._numbers.copy_(both, non_blocking=True)
+            self._numbers.copy_(lane.uses(both), non_blocking=True)
         self._arrived, self._factor, self._pending = lane.mark(), factor, True
 
     def _read(self) -> tuple[float, float]:

@@ -167,7 +167,7 @@ class Pipeline:
         lane.after(self.grads.filled[slot])
         with lane.active(), self._trace().span("out", "gradients", index, lane.stream):
             self._host_grads.buffers[held].copy_(self.grads.flat[slot], non_blocking=True)
-            self._host_norms[index].copy_(self._norm, non_blocking=True)
+            self._host_norms[index].copy_(lane.uses(self._norm), non_blocking=True)
         self.grads.freed[slot] = arrived = lane.mark()
         if self.weights.holds[self.weights.of(index)] == index:
             self.weights.holds[self.weights.of(index)] = None  # out of date from here on
@@ -184,7 +184,7 @@ class Pipeline:
         both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
         lane.after(self.compute.mark())
         with lane.active():
-            host = pinned_empty(2, torch.float32, self.device).copy_(both, non_blocking=True)
+            host = pinned_empty(2, torch.float32, self.device).copy_(lane.uses(both), non_blocking=True)
         arrived = lane.mark()
         for index, held in sorted(self._waiting):
             self._submit(index, held, arrived, host[0], host[1], factor)

@@ -77,6 +77,12 @@ class Lane:
         if mark is not None:
             self.stream.wait_event(mark)
 
+    def uses(self, tensor: Tensor) -> Tensor:
+        """The tensor, whose memory goes to nobody else before the lane has come to this point, though it is let go."""
+        if tensor.is_cuda:
+            tensor.record_stream(self.stream)
+        return tensor
+
 
 class Slots:
     """`count` flat device buffers, one layer each, used in turn: layer i goes to slot i mod count."""
@@ -126,9 +132,7 @@ class HostStore:
             buffer = self._buffers[key] = pinned_empty(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
         self._out.after(self._compute.mark())
         with self._out.active():
-            buffer.copy_(tensor, non_blocking=True)
-        if tensor.is_cuda:
-            tensor.record_stream(self._out.stream)
+            buffer.copy_(self._out.uses(tensor), non_blocking=True)
         self._left[key] = self._out.mark()
 
     def bring(self, key: tuple[int, int]) -> Tensor:
@@ -138,10 +142,8 @@ class HostStore:
         with self._in.active():
             tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
             tensor.copy_(buffer, non_blocking=True)
-        if tensor.is_cuda:
-            tensor.record_stream(self._compute.stream)
         self._back[key[0]] = self._in.mark()
-        return tensor
+        return self._compute.uses(tensor)
 
     def arrived(self, group: int) -> None:
         """Let the computing wait for what was brought of this group."""
