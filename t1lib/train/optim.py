@@ -89,8 +89,9 @@ def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
 
 
 def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Euclidean norm of each gradient, on its device."""
-    return dict(zip(grads, torch._foreach_norm(list(grads.values())), strict=True)) if grads else {}
+    """Euclidean norm of each gradient in float32, on its device."""
+    found = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32) if grads else []
+    return dict(zip(grads, found, strict=True))
 
 
 class Updater:

@@ -152,7 +152,7 @@ class Pipeline:
             return {}
         slot = self.grads.of(index)
         norms = norms_of(self.grads.views[slot])
-        norm = torch.linalg.vector_norm(torch.stack(list(norms.values())).float())
+        norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         self.grads.filled[slot], self._norm = self.compute.mark(), norm
         return {f"{self.names[index]}.{n}": value for n, value in norms.items()}
 

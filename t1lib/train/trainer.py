@@ -247,7 +247,7 @@ class Trainer(Stateful):
         As `torch.nn.utils.clip_grad_norm_` has it, in the order of the model's parameters, whatever came first.
         """
         found = [norms[n] for n, _ in self.model.named_parameters() if n in norms]
-        norm = torch.linalg.vector_norm(torch.stack(found).float())
+        norm = torch.linalg.vector_norm(torch.stack(found))
         if self.max_grad_norm is None:
             return norm, 1.0
         return norm, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
