@@ -65,6 +65,18 @@ def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) ->
     return Link(alone_in, alone_out, max(b[0] for b in both), max(b[1] for b in both))
 
 
+def measure_copy(nbytes: int = 2**29, repeats: int = 7) -> float:
+    """Bytes/s that all cores copy within the host's memory, counting those read and those written."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    return 2 * nbytes / median_ms(lambda: target.copy_(source), torch.device("cpu"), repeats) * 1e3
+
+
+def measure_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a product of two (size, size) matrices of random numbers."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    return 2 * size**3 / median_ms(lambda: torch.mm(a, a), device, 7) * 1e3
+
+
 def products_ms(e: Tensor, w: Tensor, results: tuple[Tensor, Tensor, Tensor], lead: LeadIn) -> dict[str, float]:
     """Times in ms of the three products of e (N, D) and w (V, D), one after another as a head's are, behind `lead`.
 

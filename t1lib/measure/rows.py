@@ -31,6 +31,23 @@ def add_link(records: Records, variant: str, phase: str, link: dict[str, float])
             records.add(variant, f"{name}_gb_s", value / 1e9, "GB/s", phase)
 
 
+def add_floors(records: Records, variant: str, phase: str, floors: dict[str, float]) -> None:
+    """Rates and least times as a session's `floors` gives them."""
+    units = {"product": ("product_tflop_s", 1e12, "TFLOP/s"), "copy": ("copy_gb_s", 1e9, "GB/s")}
+    for name, value in floors.items():
+        metric, divisor, unit = units.get(name, (f"{name.removesuffix('_ms')}_floor_ms", 1.0, "ms"))
+        records.add(variant, metric, value / divisor, unit, phase)
+
+
+def add_choice(records: Records, variant: str, phase: str, choice: dict[str, float]) -> None:
+    """What a budget came to, as a session's `choice` gives it."""
+    for name, value in choice.items():
+        if name == "predicted_bytes":
+            records.add(variant, "predicted_gib", value / GIB, "GiB", phase)
+        else:
+            records.add(variant, name, value, "ms" if name == "predicted_ms" else "", phase)
+
+
 def add_spans(records: Records, variant: str, step: int, spans: Iterable[Span]) -> None:
     """Spans of a traced step: two rows each, in the phase `span/<lane>/<phase>/<layer>`."""
     for span in spans:

@@ -32,6 +32,7 @@ VARIANTS: dict[str, Variant] = {
     "gpu": Variant("gpu", _COLOURS[0], "o"),
     "ckpt": Variant("ckpt", _COLOURS[1], "s"),
     "slide": Variant("slide", _COLOURS[2], "^"),
+    "fsdp": Variant("fsdp", _COLOURS[3], "v"),
     "full": Variant("full", _COLOURS[0], "o"),
     "chunked": Variant("chunked, by sequence", _COLOURS[2], "^", "chunked,\nsequence"),
     "chunked-vocabulary": Variant("chunked, by vocabulary", _COLOURS[4], "D", "chunked,\nvocabulary"),

@@ -3,14 +3,14 @@
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from t1lib.measure.records import numeric
-from t1lib.report.parts import draw_grouped, draw_phases, draw_timeline
+from t1lib.report.parts import draw_grouped, draw_phases, draw_timeline, memory_unit
 from t1lib.report.select import layer_ms, median, pick, present, spans
 from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, plain_numbers, subplots
 
-MODES = ("gpu", "ckpt", "slide")
+MODES = ("gpu", "ckpt", "slide", "fsdp")
 ABLATION = {
     "slide": "all three\noverlaps",
     "no-in": "weights\nnot prefetched",
@@ -133,17 +133,18 @@ def fig8_ablation(frame: pd.DataFrame) -> Figure:
 
 
 def fig9_tokens(frame: pd.DataFrame) -> Figure:
-    """Time of a step against its tokens: where computing hides the link."""
-    figure, axes = subplots(2.8)
-    rows = numeric(frame)
-    rows = rows[(rows["metric"] == "wall_ms") & rows["phase"].str.startswith("tokens/")]
-    rows = rows.assign(tokens=rows["phase"].str.removeprefix("tokens/").astype(int))
+    """Time of a step against its tokens, and the floors: link, host's update, computing."""
+    figure, axes = subplots(2.9)
+    rows = _by_tokens(frame, "wall_ms")
     for mode in MODES:
         medians = rows[rows["variant"] == mode].groupby("tokens")["value"].median()
         if len(medians):
             style = VARIANTS[mode]
             axes.plot(medians.index, medians, color=style.colour, marker=style.marker, ms=4, lw=1.1, label=style.label)
-    axes.axhline(median(frame, "link_ms", "own", "slide"), label="link floor of slide", **FLOOR)
+    axes.axhline(median(frame, "link_ms", "own", "slide"), label="floor of the link", **FLOOR)
+    axes.axhline(median(frame, "update_floor_ms", "own", "slide"), label="of the update", **FLOOR | {"linestyle": ":"})
+    computing = _by_tokens(frame, "compute_floor_ms").groupby("tokens")["value"].median()
+    axes.plot(computing.index, computing, label="of the computing", **FLOOR | {"linestyle": "-."})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     plain_numbers(axes)
@@ -154,10 +155,40 @@ def fig9_tokens(frame: pd.DataFrame) -> Figure:
     return figure
 
 
+def _by_tokens(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Rows of a metric in the sweep over tokens, with the column `tokens`."""
+    rows = numeric(frame)
+    rows = rows[(rows["metric"] == metric) & rows["phase"].str.startswith("tokens/")]
+    return rows.assign(tokens=rows["phase"].str.removeprefix("tokens/").astype(int))
+
+
+def fig10_budget(frame: pd.DataFrame) -> Figure:
+    """A real step's time against the memory it holds: slide under one budget after another, the modes beside it."""
+    figure, axes = subplots(2.7)
+    memory = "reserved_gib" if len(pick(frame, "reserved_gib", "real")) else "allocated_gib"
+    names = list(dict.fromkeys(frame[frame["phase"] == "budget"]["variant"]))
+    points = [(median(frame, memory, "budget", n), median(frame, "wall_ms", "budget", n)) for n in names]
+    points = sorted(p for p in points if p[0] == p[0] and p[1] == p[1])
+    scale, unit = memory_unit([x for x, _ in points])
+    style = VARIANTS["slide"]
+    axes.plot([x * scale for x, _ in points], [y for _, y in points], color=style.colour, marker=style.marker, ms=4,
+              lw=1.1, label="slide, by budget")  # fmt: skip
+    for mode in present(frame, "wall_ms", "real", MODES):
+        style = VARIANTS[mode]
+        x, y = median(frame, memory, "real", mode) * scale, median(frame, "wall_ms", "real", mode)
+        axes.plot([x], [y], color=style.colour, marker=style.marker, ms=6, ls="none", mfc="none", label=style.label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(xlabel=f"{memory.removesuffix('_gib')} on the device ({unit})", ylim=(0, None))
+    axes.set(ylabel="median time of a step (ms)")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    return figure
+
+
 FIGURES = {
     f.__name__: f
     for f in (
         fig1_breakdown, fig2_peak_memory, fig3_timeline, fig4_layer_forward, fig5_layer_backward, fig6_layer_update,
-        fig7_lanes, fig8_ablation, fig9_tokens,
+        fig7_lanes, fig8_ablation, fig9_tokens, fig10_budget,
     )
 }  # fmt: skip

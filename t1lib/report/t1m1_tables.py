@@ -44,7 +44,7 @@ def table3_published(frame: pd.DataFrame) -> Table:
     rows = []
     labels = {"wall_ms": "wall (ms)", "reserved_gib": "peak reserved (GiB)", "host_gib": "peak host (GiB)"}
     for metric, label in labels.items():
-        for mode in MODES:
+        for mode in published.T1M1:
             ours, theirs = median(frame, metric, "own", mode), published.T1M1[mode][metric]
             text = format(theirs, published.digits(metric, theirs))
             rows.append({"quantity": label, "mode": mode, "published": text, "measured": ours, "ratio": ours / theirs})
@@ -125,9 +125,29 @@ def _ratios(frame: pd.DataFrame, phase: str, out: Numbers) -> None:
     out.set(f"t1m1.{phase}.tokens", median(frame, "tokens", phase, "all"), "", ".0f")
 
 
+def table5_budget(frame: pd.DataFrame) -> Table:
+    """Slide under a budget of device memory: what it keeps, what that takes and costs."""
+    rows = []
+    for name in dict.fromkeys(frame[frame["phase"] == "budget"]["variant"]):
+        found = {k: median(frame, k, "budget", name) for k in ("resident", "keep", "inputs", "outer")}
+        rows.append({
+            "budget": name,
+            "layers resident": found["resident"],
+            "activations kept": found["keep"],
+            "inputs on": {0.0: "device", 1.0: "host"}.get(found["inputs"], MISSING),
+            "outer state on": {0.0: "device", 1.0: "host"}.get(found["outer"], MISSING),
+            "predicted (GiB)": median(frame, "predicted_gib", "budget", name),
+            "allocated (GiB)": median(frame, "allocated_gib", "budget", name),
+            "reserved (GiB)": median(frame, "reserved_gib", "budget", name),
+            "median (ms)": median(frame, "wall_ms", "budget", name),
+        })  # fmt: skip
+    return make_table(rows, text_columns=2)
+
+
 TABLES = {
     "table1": table1,
     "table2_real": table2_real,
     "table3_published": table3_published,
+    "table5_budget": table5_budget,
     "table4_differences": lambda frame: differences("T1M1"),
 }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from t1lib.measure.memory import pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.narrow import Scratch
-from t1lib.train.optim import OptimizerSpec, Updater, norms_of
+from t1lib.train.optim import OptimizerSpec, Updater, norms_of, state_bytes
 from t1lib.train.streams import HostPool, Lane, Layout, Slots, UpdateWorker
 
 
@@ -168,6 +168,7 @@ class Pipeline:
         with lane.active(), self._trace().span("out", "gradients", index, lane.stream):
             self._host_grads.buffers[held].copy_(self.grads.flat[slot], non_blocking=True)
             self._host_norms[index].copy_(lane.uses(self._norm), non_blocking=True)
+        self._norm = None
         self.grads.freed[slot] = arrived = lane.mark()
         if self.weights.holds[self.weights.of(index)] == index:
             self.weights.holds[self.weights.of(index)] = None  # out of date from here on
@@ -221,6 +222,14 @@ class Pipeline:
     def bytes_a_pass(self) -> int:
         """Bytes of one pass of all streamed layers' weights."""
         return sum(flat.nbytes for flat in self.host_flat.values())
+
+    def update_bytes(self) -> int:
+        """Least that one update of all streamed layers moves in the host's memory: gradients and state read, state
+        and weights written, and weights read where they have no master."""
+        trained = [p for i in self.trained for _, p in self.trainable(i)]
+        wide = self.spec.master_weights and not self.spec.split_master
+        weights = sum(p.nbytes * (1 if wide and p.dtype != torch.float32 else 2) for p in trained)
+        return weights + sum(p.nbytes + 2 * state_bytes(p, self.spec) for p in trained)
 
     def drain(self) -> None:
         """Wait for the updates that still run."""

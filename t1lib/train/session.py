@@ -3,12 +3,13 @@
 What the notebooks measure runs in such a session in a process of its own (`t1lib.measure.isolate`).
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from t1lib.heads import linear_cross_entropy
-from t1lib.measure.floors import measure_link, three_products_ms
+from t1lib.measure.floors import measure_copy, measure_link, measure_product, three_products_ms
 from t1lib.measure.memory import (
     AllocatorTimeline,
     HostPeak,
@@ -119,6 +120,25 @@ class TrainSession:
             again = total // max(layers, 1) * (layers - kept)
             rates["ms"] = link.step_ms(forward_in=total, backward_in=again, backward_out=total)
         return rates
+
+    def floors(self) -> dict[str, float]:
+        """Here and now: rates of products (FLOP/s) and of copies within the host's memory (bytes/s), and the least time
+        (ms) that the step's products need at that rate, and slide's updates on the host."""
+        self._settle()
+        cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
+        found = {"product": measure_product(self.device, dtype, 8192 if cuda else 256)}
+        found["compute_ms"] = self.trainer.flops(self.batch["input_ids"].numel()) / found["product"] * 1e3
+        if isinstance(self.trainer, SlideTrainer):
+            found["copy"] = measure_copy(2**29 if cuda else 2**24)
+            found["update_ms"] = self.trainer.pipeline.update_bytes() / found["copy"] * 1e3
+        if cuda:
+            torch.cuda.empty_cache()
+        return found
+
+    def choice(self) -> dict[str, float]:
+        """What slide's budget came to: `t1lib.plan.Choice` in numbers (1: on the host), predicted bytes and ms."""
+        chosen = {k: float(v == "host") if isinstance(v, str) else v for k, v in asdict(self.trainer.chosen).items()}
+        return chosen | {f"predicted_{k}": v for k, v in self.trainer.predicted.items()}
 
     def _settle(self) -> None:
         """Let updates that are still on their way finish, so that a measurement begins with idle lanes."""

@@ -64,11 +64,11 @@ class SlideTrainer(Trainer):
         overlap_update: bool = True, embedding: str = "host", outer: str = "device",
         gpu_memory: str | int | None = None, plan_for: tuple[int, int] | None = None, **common: Any,
     ) -> None:  # fmt: skip
-        self.chosen = None
+        self.chosen, self.predicted = None, {}
         if gpu_memory is not None:
             own = (slots, resident, keep, inputs, outer) == (2, 0, 0, "device", "device")
             require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
-            self.chosen = _chosen(model, gpu_memory, plan_for, common)
+            self.chosen, self.predicted = _chosen(model, gpu_memory, plan_for, common)
             slots, resident, keep, inputs, outer = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
@@ -187,6 +187,7 @@ class SlideTrainer(Trainer):
         super()._embeddings_backward(embeddings)
         for rows, values in self._looked_up:
             self._outer.add_gradient(rows, values.grad)
+        self._looked_up = []
 
     def _begin(self, pieces: list[Piece]) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
         """Inputs of the first layer and arguments of all layers, by micro-batch."""
@@ -316,9 +317,10 @@ class SlideTrainer(Trainer):
 
 def _chosen(
     model: PreTrainedModel, gpu_memory: str | int, plan_for: tuple[int, int] | None, common: dict[str, Any]
-) -> Any:
-    """The `t1lib.plan.Choice` that fits into the budget, for a trainer of these other options."""
-    from t1lib.plan import choose_plan, work_of  # which imports this package
+) -> tuple[Any, dict[str, float]]:
+    """The `t1lib.plan.Choice` that fits into the budget, for a trainer of these other options; bytes on the device and
+    ms a step that it is predicted to take."""
+    from t1lib.plan import H200, choose_plan, device_bytes, step_ms, work_of  # which imports this package
 
     require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
     rows, seq = plan_for
@@ -330,4 +332,5 @@ def _chosen(
         workspace=parse_bytes(head.get("workspace", "512MiB")),
         together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
     )  # fmt: skip
-    return choose_plan(work, parse_bytes(gpu_memory))
+    choice = choose_plan(work, parse_bytes(gpu_memory))
+    return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, H200)}

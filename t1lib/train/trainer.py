@@ -303,6 +303,12 @@ class Trainer(Stateful):
 
     # -- accounting ---------------------------------------------------------------------------------------------
 
+    def flops(self, tokens: int) -> float:
+        """Of a step's products with the weights, forward and backward, nothing computed twice; attention left out."""
+        layers = sum(p.numel() for p in self.parts.layers.parameters())
+        head = self.parts.head.weight.numel() if self.loss == "cross_entropy" else 0
+        return 6.0 * tokens * (layers + head)
+
     def device_tensors(self) -> list[Tensor]:
         """Tensors held on the computing side between steps."""
         return [*self.model.parameters(), *self.model.buffers(), *self._rest.state_tensors()]
