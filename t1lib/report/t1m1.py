@@ -177,8 +177,10 @@ def fig10_budget(frame: pd.DataFrame) -> Figure:
         style = VARIANTS[mode]
         x, y = median(frame, memory, "real", mode) * scale, median(frame, "wall_ms", "real", mode)
         axes.plot([x], [y], color=style.colour, marker=style.marker, ms=6, ls="none", mfc="none", label=style.label)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    held = [median(frame, memory, "real", m) for m in present(frame, memory, "real", MODES)] + [x for x, _ in points]
+    if held and max(held) > 8 * min(held):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(xlabel=f"{memory.removesuffix('_gib')} on the device ({unit})", ylim=(0, None))
     axes.set(ylabel="median time of a step (ms)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=5)
