@@ -34,9 +34,57 @@ def table1(frame: pd.DataFrame) -> Table:
     return _summary(frame, "own")
 
 
+SETTINGS = {"real": "as it is", "compiled": "compiled", "clipped": "twice the batch, clipped", "kept": "kept"}
+
+
 def table2_real(frame: pd.DataFrame) -> Table:
-    """The same for a real loss and AdamW with float32 master weights."""
-    return _summary(frame, "real")
+    """A real loss and AdamW with float32 master weights: each setting's modes beside its first one."""
+    rows = []
+    for phase, label in SETTINGS.items():
+        status = statuses(frame[frame["phase"] == phase])
+        first = next(iter(status), None)
+        for mode in status:
+            wall, base = pick(frame, "wall_ms", phase, mode), median(frame, "wall_ms", phase, first)
+            rows.append({
+                "setting": label,
+                "mode": mode,
+                "status": status[mode],
+                "n": len(wall) or None,
+                "median [IQR] (ms)": median_iqr(wall) if len(wall) else MISSING,
+                "× the setting's first": median(frame, "wall_ms", phase, mode) / base,
+                "longest floor (ms)": _longest_floor(frame, phase, mode),
+                "allocated (GiB)": median(frame, "allocated_gib", phase, mode),
+                "reserved (GiB)": median(frame, "reserved_gib", phase, mode),
+                "host (GiB)": median(frame, "host_gib", phase, mode),
+            })  # fmt: skip
+    return make_table(rows, text_columns=3)
+
+
+def _longest_floor(frame: pd.DataFrame, phase: str, variant: str) -> float:
+    """Of link, host's update and arithmetic (ms); NaN where none was measured."""
+    names = ("link_ms", "update_floor_ms", "compute_floor_ms")
+    return float(pd.Series([median(frame, n, phase, variant) for n in names]).max())
+
+
+def table6_capacity(frame: pd.DataFrame) -> Table:
+    """Models whose state only the host holds."""
+    rows = []
+    for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
+        model, budget, moments = name.split()
+        loss = pick(frame, "loss", "capacity", name)
+        rows.append({
+            "model": model,
+            "moments": moments,
+            "budget": budget,
+            "first loss": loss.iloc[0] if len(loss) else None,
+            "last loss": loss.iloc[-1] if len(loss) else None,
+            "median (ms)": median(frame, "wall_ms", "capacity", name),
+            "longest floor (ms)": _longest_floor(frame, "capacity", name),
+            "reserved (GiB)": median(frame, "reserved_gib", "capacity", name),
+            "host (GiB)": median(frame, "host_gib", "capacity", name),
+            "layers resident": median(frame, "resident", "capacity", name),
+        })  # fmt: skip
+    return make_table(rows, text_columns=3)
 
 
 def table3_published(frame: pd.DataFrame) -> Table:
@@ -149,5 +197,6 @@ TABLES = {
     "table2_real": table2_real,
     "table3_published": table3_published,
     "table5_budget": table5_budget,
+    "table6_capacity": table6_capacity,
     "table4_differences": lambda frame: differences("T1M1"),
 }
