@@ -128,6 +128,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
             out.set(f"t1m1.{phase}.{mode}.wall_std_ms", float(wall.std(ddof=1)), "ms")
             out.set(f"t1m1.{phase}.{mode}.n", len(wall))
         _ratios(frame, phase, out)
+    _settings(frame, out)
     for mode in MODES:
         out.set(f"t1m1.own.{mode}.traced_ms", median(frame, "traced_ms", "own", mode), "ms")
     for metric in ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s"):
@@ -155,6 +156,34 @@ def published_numbers(experiment: str, values: dict[str, dict[str, float]], out:
     for key, value in published.SETTING.items():
         if "." not in key or key.startswith(experiment):
             out.set(f"{experiment}.published.{key.removeprefix(experiment + '.')}", value, "", "d")
+
+
+def _settings(frame: pd.DataFrame, out: Numbers) -> None:
+    """Slide against ckpt, gpu and fsdp where they are compared, and how near its updates come to their floor."""
+
+    def wall(phase: str, mode: str) -> float:
+        return median(frame, "wall_ms", phase, mode)
+
+    for phase, other in (("compiled", "ckpt"), ("clipped", "ckpt"), ("kept", "gpu")):
+        if len(frame[frame["phase"] == phase]):
+            out.set(f"t1m1.{phase}.slide_over_{other}", wall(phase, "slide") / wall(phase, other), "", ".2f")
+            for mode in (other, "slide"):
+                out.set(f"t1m1.{phase}.{mode}.wall_ms", wall(phase, mode), "ms")
+                out.set(f"t1m1.{phase}.{mode}.reserved_gib", median(frame, "reserved_gib", phase, mode), "GiB")
+    for phase in ("own", "real"):
+        out.set(f"t1m1.{phase}.fsdp_over_slide", wall(phase, "fsdp") / wall(phase, "slide"), "", ".2f")
+        held = [median(frame, "reserved_gib", phase, mode) for mode in ("fsdp", "slide")]
+        out.set(f"t1m1.{phase}.fsdp_memory_over_slide", held[0] / held[1], "", ".1f")
+    took, floor = (median(frame, m, "real", "slide") for m in ("update_sum_ms", "update_floor_ms"))
+    out.set("t1m1.real.update_sum_ms", took, "ms")
+    out.set("t1m1.real.update_rate_over_copy", floor / took, "", ".2f")
+    for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
+        key, loss = name.split()[0].replace(".", "-"), pick(frame, "loss", "capacity", name)
+        out.set(f"t1m1.capacity.{key}.wall_ms", median(frame, "wall_ms", "capacity", name), "ms")
+        out.set(f"t1m1.capacity.{key}.floor_ms", _longest_floor(frame, "capacity", name), "ms")
+        out.set(f"t1m1.capacity.{key}.reserved_gib", median(frame, "reserved_gib", "capacity", name), "GiB")
+        out.set(f"t1m1.capacity.{key}.host_gib", median(frame, "host_gib", "capacity", name), "GiB")
+        out.set(f"t1m1.capacity.{key}.loss_fell", float(loss.iloc[0] - loss.iloc[-1]) if len(loss) else float("nan"))
 
 
 def _ratios(frame: pd.DataFrame, phase: str, out: Numbers) -> None:

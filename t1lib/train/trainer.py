@@ -99,6 +99,7 @@ class Trainer(Stateful):
         self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.trace: Trace | NoTrace = NoTrace()
         self.steps, self.skipped, self._in_backward = 0, 0, False
+        self._scale: Tensor | float = 1.0  # of the gradients of this step
         self._norms: dict[str, Tensor] = {}  # of gradients that are not on the device any more
         # Of the class, not of each layer: like layers share what is compiled, and weights are only its inputs.
         self._layer_forward = cache(lambda kind: torch.compile(kind.forward) if compile_layers else kind.forward)
@@ -134,6 +135,7 @@ class Trainer(Stateful):
         timer = PhaseTimer(self.device)
         loss = self._backward(pieces, timer)
         norm = self._update()
+        self._scale = 1.0
         timer.mark("optimizer")
         wall_ms, phases = timer.stop()
         norm, lost = float(norm), not math.isfinite(float(norm))
