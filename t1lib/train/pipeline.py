@@ -147,14 +147,19 @@ class Pipeline:
             param.grad = self.grads.views[slot][name]
 
     def gradients_done(self, index: int) -> dict[str, Tensor]:
-        """The layer's gradients are complete: their norms by the parameter's name in the model."""
+        """The layer's gradients are complete: their norms, by the parameter's name in the model where they are to be
+        clipped, else one by the layer's name: few launches, which is what a step of few tokens is made of."""
         if index not in self.trained:
             return {}
-        slot = self.grads.of(index)
-        norms = norms_of(self.grads.views[slot])
-        norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-        self.grads.filled[slot], self._norm = self.compute.mark(), norm
-        return {f"{self.names[index]}.{n}": value for n, value in norms.items()}
+        slot, name = self.grads.of(index), self.names[index]
+        if self.together:
+            norms = {f"{name}.{n}": norm for n, norm in norms_of(self.grads.views[slot]).items()}
+            self._norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
+        else:
+            self._norm = torch.linalg.vector_norm(self.grads.flat[slot], dtype=torch.float32)
+            norms = {name: self._norm}
+        self.grads.filled[slot] = self.compute.mark()
+        return norms
 
     def send(self, index: int, factor: float) -> None:
         """Queue the copy of the gradients to the host, and the update that follows it (or `update_all`).

@@ -244,11 +244,12 @@ class Trainer(Stateful):
         return norm
 
     def _norm(self, norms: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
-        """Norm of all gradients, from those of each parameter; and by what gradients are to be scaled.
+        """Norm of all gradients, from those of each parameter or layer; and by what gradients are to be scaled.
 
         As `torch.nn.utils.clip_grad_norm_` has it, in the order of the model's parameters, whatever came first.
         """
-        found = [norms[n] for n, _ in self.model.named_parameters() if n in norms]
+        own = [n for n, _ in self.model.named_parameters() if n in norms]
+        found = [norms[n] for n in dict.fromkeys([*own, *norms])]
         norm = torch.linalg.vector_norm(torch.stack(found))
         if self.max_grad_norm is None:
             return norm, 1.0
