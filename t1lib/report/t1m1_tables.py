@@ -70,12 +70,9 @@ def table6_capacity(frame: pd.DataFrame) -> Table:
     """Models whose state only the host holds."""
     rows = []
     for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
-        model, budget, moments = name.split()
         loss = pick(frame, "loss", "capacity", name)
         rows.append({
-            "model": model,
-            "moments": moments,
-            "budget": budget,
+            "model, budget, moments": name,
             "first loss": loss.iloc[0] if len(loss) else None,
             "last loss": loss.iloc[-1] if len(loss) else None,
             "median (ms)": median(frame, "wall_ms", "capacity", name),
@@ -84,7 +81,7 @@ def table6_capacity(frame: pd.DataFrame) -> Table:
             "host (GiB)": median(frame, "host_gib", "capacity", name),
             "layers resident": median(frame, "resident", "capacity", name),
         })  # fmt: skip
-    return make_table(rows, text_columns=3)
+    return make_table(rows, text_columns=1)
 
 
 def table3_published(frame: pd.DataFrame) -> Table:
