@@ -181,7 +181,7 @@ def fig10_budget(frame: pd.DataFrame) -> Figure:
     if held and max(held) > 8 * min(held):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set(xlabel=f"{memory.removesuffix('_gib')} on the device ({unit})", ylim=(0, None))
+    axes.set(xlabel=f"{memory.removesuffix('_gib')} on the device ({unit})", ylim=(0, 1.08 * axes.get_ylim()[1]))
     axes.set(ylabel="median time of a step (ms)")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=5)
     return figure

@@ -1,5 +1,7 @@
 """T1M1's tables and numbers, from its records alone."""
 
+import math
+
 import pandas as pd
 
 from t1lib.measure.records import Numbers, statuses
@@ -34,7 +36,7 @@ def table1(frame: pd.DataFrame) -> Table:
     return _summary(frame, "own")
 
 
-SETTINGS = {"real": "as it is", "compiled": "compiled", "clipped": "twice the batch, clipped", "kept": "kept"}
+SETTINGS = {"real": "plain", "compiled": "compiled", "clipped": "clipped", "kept": "kept"}
 
 
 def table2_real(frame: pd.DataFrame) -> Table:
@@ -60,6 +62,10 @@ def table2_real(frame: pd.DataFrame) -> Table:
     return make_table(rows, text_columns=3)
 
 
+def _whole(value: float) -> int | None:
+    return None if math.isnan(value) else round(value)
+
+
 def _longest_floor(frame: pd.DataFrame, phase: str, variant: str) -> float:
     """Of link, host's update and arithmetic (ms); NaN where none was measured."""
     names = ("link_ms", "update_floor_ms", "compute_floor_ms")
@@ -79,7 +85,7 @@ def table6_capacity(frame: pd.DataFrame) -> Table:
             "longest floor (ms)": _longest_floor(frame, "capacity", name),
             "reserved (GiB)": median(frame, "reserved_gib", "capacity", name),
             "host (GiB)": median(frame, "host_gib", "capacity", name),
-            "layers resident": median(frame, "resident", "capacity", name),
+            "layers resident": _whole(median(frame, "resident", "capacity", name)),
         })  # fmt: skip
     return make_table(rows, text_columns=1)
 
@@ -162,11 +168,10 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
         return median(frame, "wall_ms", phase, mode)
 
     for phase, other in (("compiled", "ckpt"), ("clipped", "ckpt"), ("kept", "gpu")):
-        if len(frame[frame["phase"] == phase]):
-            out.set(f"t1m1.{phase}.slide_over_{other}", wall(phase, "slide") / wall(phase, other), "", ".2f")
-            for mode in (other, "slide"):
-                out.set(f"t1m1.{phase}.{mode}.wall_ms", wall(phase, mode), "ms")
-                out.set(f"t1m1.{phase}.{mode}.reserved_gib", median(frame, "reserved_gib", phase, mode), "GiB")
+        out.set(f"t1m1.{phase}.slide_over_{other}", wall(phase, "slide") / wall(phase, other), "", ".2f")
+        for mode in (other, "slide"):
+            out.set(f"t1m1.{phase}.{mode}.wall_ms", wall(phase, mode), "ms")
+            out.set(f"t1m1.{phase}.{mode}.reserved_gib", median(frame, "reserved_gib", phase, mode), "GiB")
     for phase in ("own", "real"):
         out.set(f"t1m1.{phase}.fsdp_over_slide", wall(phase, "fsdp") / wall(phase, "slide"), "", ".2f")
         held = [median(frame, "reserved_gib", phase, mode) for mode in ("fsdp", "slide")]
@@ -206,8 +211,8 @@ def table5_budget(frame: pd.DataFrame) -> Table:
         found = {k: median(frame, k, "budget", name) for k in ("resident", "keep", "inputs", "outer")}
         rows.append({
             "budget": name,
-            "layers resident": found["resident"],
-            "activations kept": found["keep"],
+            "layers resident": _whole(found["resident"]),
+            "activations kept": _whole(found["keep"]),
             "inputs on": {0.0: "device", 1.0: "host"}.get(found["inputs"], MISSING),
             "outer state on": {0.0: "device", 1.0: "host"}.get(found["outer"], MISSING),
             "predicted (GiB)": median(frame, "predicted_gib", "budget", name),
