@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t1lib.errors import choose, require
-from t1lib.heads import parse_bytes
 from t1lib.measure.memory import GIB, host_available
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train.activations import Activations, Saved
 from t1lib.train.batch import Piece
 from t1lib.train.models import layer_arguments
-from t1lib.train.optim import OptimizerSpec, Updater, state_bytes
+from t1lib.train.optim import Updater
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
+from t1lib.train.placement import choose_by_budget, host_bytes, refuse_dropout, trained_outside
 from t1lib.train.streams import HostStore
 from t1lib.train.trainer import Trainer
 
@@ -68,7 +68,7 @@ class SlideTrainer(Trainer):
         if gpu_memory is not None:
             own = (slots, resident, keep, inputs, outer) == (2, 0, 0, "device", "device")
             require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
-            self.chosen, self.predicted = _chosen(model, gpu_memory, plan_for, common)
+            self.chosen, self.predicted = choose_by_budget(model, gpu_memory, plan_for, common)
             slots, resident, keep, inputs, outer = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
@@ -89,7 +89,7 @@ class SlideTrainer(Trainer):
     # -- where things live -----------------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        self._refuse_dropout()
+        refuse_dropout(self.model)
         layers = self.parts.layers
         names = {id(layer): name for name, layer in self.model.named_modules()}
         self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
@@ -104,7 +104,7 @@ class SlideTrainer(Trainer):
         for module in layers.modules():  # of the layers, only buffers stay on the device
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
-        outer, self._outer = self._trained_outside(layers), None
+        outer, self._outer = trained_outside(self.model, layers), None
         if self._outer_place == "host" and outer:
             self._outer = Outer(outer, self.parts.embed, self.spec, self.pipeline, trace=lambda: self.trace)
         frozen = not self.parts.embed.weight.requires_grad
@@ -115,19 +115,13 @@ class SlideTrainer(Trainer):
         self._activations = Activations(len(layers), self.keep, store)
 
     def _host_bytes(self) -> int:
-        """What the host will hold beside the model as it was built, whose weights move one layer at a time."""
         layers = self.parts.layers[self.resident :]
-        trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-        state = sum(state_bytes(p, self.spec) for p in trained)
-        count = len(layers) if self._together else min(self._pipeline_options["host_grads"], len(layers))
-        grads = sum(p.nbytes for p in trained) * count // max(len(layers), 1)
-        if self._outer_place == "host":
-            outside = self._trained_outside(self.parts.layers).values()
-            state += sum(state_bytes(p, self.spec) + 2 * p.nbytes for p in outside)
-        return state + grads + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
+        waiting = len(layers) if self._together else self._pipeline_options["host_grads"]
+        outer = trained_outside(self.model, self.parts.layers) if self._outer_place == "host" else {}
+        return host_bytes(layers, self.spec, waiting, outer)
 
     def _resident_modules(self) -> list[nn.Module]:
-        """Modules outside the layers that the device needs: all but a frozen embedding or head that it never uses."""
+        """Modules that the device needs: all but streamed layers, and a frozen embedding or head that it never uses."""
         parts, spare = self.parts, set()
         if self.train == "layers" and self.loss == "mean_square":
             spare.add(parts.head)
@@ -136,21 +130,9 @@ class SlideTrainer(Trainer):
         streamed = {m for layer in parts.layers[self.resident :] for m in layer.modules()}
         return [m for m in self.model.modules() if m not in streamed | spare]
 
-    def _refuse_dropout(self) -> None:
-        for name, value in self.model.config.to_dict().items():
-            require(
-                not (name.endswith(("dropout", "pdrop")) and value),
-                f"the model's {name} is {value}: slide computes layers twice and allows only 0",
-            )
-
-    def _trained_outside(self, layers: nn.ModuleList) -> dict[str, nn.Parameter]:
-        """Trained parameters that are not of these layers."""
-        theirs = {id(p) for p in layers.parameters()}
-        return {n: p for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in theirs}
-
     def _resident_trainable(self) -> dict[str, nn.Parameter]:
         elsewhere = self._outer.params if self._outer else {}
-        found = self._trained_outside(self.parts.layers[self.resident :])
+        found = trained_outside(self.model, self.parts.layers[self.resident :])
         return {n: p for n, p in found.items() if n not in elsewhere}
 
     # -- the schedule ----------------------------------------------------------------------------------------------
@@ -313,24 +295,3 @@ class SlideTrainer(Trainer):
     def close(self) -> None:
         self.pipeline.close()
         super().close()
-
-
-def _chosen(
-    model: PreTrainedModel, gpu_memory: str | int, plan_for: tuple[int, int] | None, common: dict[str, Any]
-) -> tuple[Any, dict[str, float]]:
-    """The `t1lib.plan.Choice` that fits into the budget, for a trainer of these other options; bytes on the device and
-    ms a step that it is predicted to take."""
-    from t1lib.plan import H200, choose_plan, device_bytes, step_ms, work_of  # which imports this package
-
-    require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
-    rows, seq = plan_for
-    spec = common.get("optimizer", "sgd")
-    head = common.get("head_options") or {}
-    work = work_of(
-        model, OptimizerSpec(spec) if isinstance(spec, str) else spec, rows=rows, seq=seq,
-        micro_batch=common.get("micro_batch"),
-        workspace=parse_bytes(head.get("workspace", "512MiB")),
-        together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
-    )  # fmt: skip
-    choice = choose_plan(work, parse_bytes(gpu_memory))
-    return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, H200)}

@@ -1,0 +1,62 @@
+"""What mode `slide` asks before anything moves: what is where, what the host must hold, what a budget allows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from t1lib.errors import require
+from t1lib.heads import parse_bytes
+from t1lib.train.optim import OptimizerSpec, state_bytes
+
+
+def refuse_dropout(model: PreTrainedModel) -> None:
+    """Raise `T1Error` for a model that drops out: layers are computed twice, and would not be the same."""
+    for name, value in model.config.to_dict().items():
+        require(
+            not (name.endswith(("dropout", "pdrop")) and value),
+            f"the model's {name} is {value}: slide computes layers twice and allows only 0",
+        )
+
+
+def trained_outside(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, nn.Parameter]:
+    """Trained parameters that are not of these layers."""
+    theirs = {id(p) for p in layers.parameters()}
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in theirs}
+
+
+def host_bytes(
+    layers: Sequence[nn.Module], spec: OptimizerSpec, waiting: int, outer: dict[str, nn.Parameter]
+) -> int:
+    """What the host will hold beside the model as it was built, whose weights move one layer at a time.
+
+    waiting    layers whose gradients wait at a time
+    outer      what has its state on the host, too
+    """
+    trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    state = sum(state_bytes(p, spec) for p in trained)
+    grads = sum(p.nbytes for p in trained) * min(waiting, len(layers)) // max(len(layers), 1)
+    beside = sum(state_bytes(p, spec) + 2 * p.nbytes for p in outer.values())
+    return state + grads + beside + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
+
+
+def choose_by_budget(
+    model: PreTrainedModel, gpu_memory: str | int, plan_for: tuple[int, int] | None, common: dict[str, Any]
+) -> tuple[Any, dict[str, float]]:
+    """The `t1lib.plan.Choice` that fits into the budget, for a trainer of these other options; bytes on the device and
+    ms a step that it is predicted to take."""
+    from t1lib.plan import H200, choose_plan, device_bytes, step_ms, work_of  # which imports this package
+
+    require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
+    rows, seq = plan_for
+    spec = common.get("optimizer", "sgd")
+    head = common.get("head_options") or {}
+    work = work_of(
+        model, OptimizerSpec(spec) if isinstance(spec, str) else spec, rows=rows, seq=seq,
+        micro_batch=common.get("micro_batch"),
+        workspace=parse_bytes(head.get("workspace", "512MiB")),
+        together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
+    )  # fmt: skip
+    choice = choose_plan(work, parse_bytes(gpu_memory))
+    return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, H200)}
