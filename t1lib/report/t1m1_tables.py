@@ -72,7 +72,7 @@ def _longest_floor(frame: pd.DataFrame, phase: str, variant: str) -> float:
     return float(pd.Series([median(frame, n, phase, variant) for n in names]).max())
 
 
-def table6_capacity(frame: pd.DataFrame) -> Table:
+def table4_capacity(frame: pd.DataFrame) -> Table:
     """Models whose state only the host holds."""
     rows = []
     for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
@@ -90,7 +90,7 @@ def table6_capacity(frame: pd.DataFrame) -> Table:
     return make_table(rows, text_columns=1)
 
 
-def table3_published(frame: pd.DataFrame) -> Table:
+def table5_published(frame: pd.DataFrame) -> Table:
     """Published against measured, in the reports' own setting."""
     rows = []
     labels = {"wall_ms": "wall (ms)", "reserved_gib": "peak reserved (GiB)", "host_gib": "peak host (GiB)"}
@@ -204,7 +204,7 @@ def _ratios(frame: pd.DataFrame, phase: str, out: Numbers) -> None:
     out.set(f"t1m1.{phase}.tokens", median(frame, "tokens", phase, "all"), "", ".0f")
 
 
-def table5_budget(frame: pd.DataFrame) -> Table:
+def table3_budget(frame: pd.DataFrame) -> Table:
     """Slide under a budget of device memory: what it keeps, what that takes and costs."""
     rows = []
     for name in dict.fromkeys(frame[frame["phase"] == "budget"]["variant"]):
@@ -226,8 +226,8 @@ def table5_budget(frame: pd.DataFrame) -> Table:
 TABLES = {
     "table1": table1,
     "table2_real": table2_real,
-    "table3_published": table3_published,
-    "table5_budget": table5_budget,
-    "table6_capacity": table6_capacity,
-    "table4_differences": lambda frame: differences("T1M1"),
+    "table3_budget": table3_budget,
+    "table4_capacity": table4_capacity,
+    "table5_published": table5_published,
+    "table6_differences": lambda frame: differences("T1M1"),
 }
