@@ -5,7 +5,7 @@ the lanes: computing, the link in both directions, the host's updates.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,8 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from t1lib.errors import T1Error
+from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import OptimizerSpec, state_bytes
+from t1lib.train.placement import spare_modules
 
 SLACK = 64 * 2**20  # cuBLAS's workspaces, small tensors
 TEMPORARY = 0.6  # of a layer's saved activations: what its backward holds beside them at its peak
@@ -26,13 +28,14 @@ SPREAD = 1.04  # bytes that the allocator reserves for one that is asked for
 @dataclass(frozen=True)
 class Machine:
     """Rates of a machine: bytes/s over the link, bytes/s that the host's updates move, FLOP/s of the layers in
-    practice, and the time in ms that the host needs to launch an eager layer's forward."""
+    practice, and the times in ms that the host needs to launch an eager layer's forward, and a graph."""
 
     link_in: float = 52e9
     link_out: float = 52e9
     update: float = 150e9
     flops: float = 450e12
     launch_ms: float = 1.3
+    graph_ms: float = 0.3
 
 
 H200 = Machine()
@@ -42,7 +45,10 @@ H200 = Machine()
 class Work:
     """A step of a model: counts that memory and time follow from. Bytes unless said otherwise.
 
-    layer, outer     numbers of parameters, of one layer and of all outside
+    layer, outer     numbers of parameters, of one layer and of all trained ones outside
+    still            of those that are used outside of the layers and not trained
+    head             of the output layer that the loss takes
+    graphed          whether layers that are streamed and computed again run as CUDA graphs
     saved            what a layer's backward needs, a token, beyond its weights
     state            optimizer state of a parameter on the device, and on the host
     """
@@ -58,6 +64,9 @@ class Work:
     micro_tokens: int
     workspace: int
     together: bool
+    still: int = 0
+    head: int = 0
+    graphed: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,18 +117,30 @@ def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype, tokens: int)
 
 def work_of(
     model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
-    workspace: int = 2**29, together: bool = False,
+    workspace: int = 2**29, together: bool = False, train: str = "all", loss: str = "cross_entropy",
+    embedding: str = "host", graph_tokens: int = GRAPH_TOKENS,
 ) -> Work:  # fmt: skip
-    """Counts of a step of `rows` times `seq` tokens, `micro_batch` rows at a time."""
+    """Counts of a step of `rows` × `seq` tokens, `micro_batch` rows at a time; the rest as `SlideTrainer` has it."""
     parts, dtype = split(model), next(model.parameters()).dtype
-    layer = sum(p.numel() for p in parts.layers[0].parameters())
-    everything = sum(p.numel() for p in model.parameters())
+    in_layers = {id(p) for p in parts.layers.parameters()}
+    outside = {p for p in model.parameters() if id(p) not in in_layers}
+    trained = {p for p in outside if train == "all" or (train == "marked" and p.requires_grad)}
+    spare = spare_modules(parts, train, loss, embedding)
+    held = {p for module in model.modules() if module not in spare for p in module.parameters(recurse=False)}
+    with_head = loss == "cross_entropy"
+    micro_tokens = min(micro_batch or rows, rows) * seq
     return Work(
-        layers=len(parts.layers), layer=layer, outer=everything - layer * len(parts.layers),
+        layers=len(parts.layers), layer=_count(parts.layers[0].parameters()), outer=_count(trained),
+        still=_count((outside - trained) & held), head=_count(parts.head.parameters()) * with_head,
         hidden=model.config.hidden_size, itemsize=dtype.itemsize, saved=saved_bytes(model.config, dtype, seq),
         state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq,
-        micro_tokens=min(micro_batch or rows, rows) * seq, workspace=workspace, together=together,
+        micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
+        graphed=micro_tokens <= graph_tokens,
     )  # fmt: skip
+
+
+def _count(params: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in params)
 
 
 def device_bytes(work: Work, choice: Choice) -> int:
@@ -127,6 +148,7 @@ def device_bytes(work: Work, choice: Choice) -> int:
     weights, state = work.layer * work.itemsize, work.layer * work.state
     streamed = min(work.layers - choice.resident, 1) * (choice.slots + 2) * weights
     outer = work.outer * (2 * work.itemsize + (work.state if choice.outer == "device" else 0))
+    outer += work.still * work.itemsize
     fixed = streamed + choice.resident * (2 * weights + state) + outer + SLACK
     hidden = work.tokens * work.hidden * work.itemsize
     others = work.layers - choice.keep
@@ -134,7 +156,8 @@ def device_bytes(work: Work, choice: Choice) -> int:
     one = work.micro_tokens * work.saved
     head = work.workspace + hidden
     backward = one * (TEMPORARY if choice.keep == work.layers else 1 + TEMPORARY)
-    return int(fixed + kept + max(head, backward))
+    graphed = work.graphed and choice.keep + choice.resident < work.layers  # graphs keep their memory
+    return int(fixed + kept + (head + backward if graphed else max(head, backward)))
 
 
 def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
@@ -146,16 +169,19 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
     product = 2 * work.tokens * work.layer / machine.flops * 1e3
     pieces = -(-work.tokens // work.micro_tokens)
-    one = max(product, machine.launch_ms * pieces)
-    recomputed = work.layers - choice.keep
+    graphed = max(streamed - choice.keep, 0) * work.graphed
+    eager, recomputed = work.layers - graphed, work.layers - choice.keep
+    launch, replay = machine.launch_ms * pieces, machine.graph_ms * pieces
     forward = max(
-        work.layers * one, (weights + outer) / machine.link_in * 1e3, inputs / machine.link_out * 1e3
-    )
-    backward = max(
-        work.layers * 2 * one + recomputed * one, (again + inputs) / machine.link_in * 1e3,
-        (weights + outer) / machine.link_out * 1e3,
+        eager * max(product, launch) + graphed * max(product, replay), (weights + outer) / machine.link_in * 1e3,
+        inputs / machine.link_out * 1e3,
     )  # fmt: skip
-    head = 6 * work.tokens * work.outer / machine.flops * 1e3
+    backward = max(
+        eager * 2 * max(product, launch) + (recomputed - graphed) * max(product, launch)
+        + graphed * max(3 * product, replay),
+        (again + inputs) / machine.link_in * 1e3, (weights + outer) / machine.link_out * 1e3,
+    )  # fmt: skip
+    head = 6 * work.tokens * work.head / machine.flops * 1e3
     each = 2 * (work.state + work.itemsize)  # read and written
     update = (streamed * work.layer + work.outer * (choice.outer == "host")) * each / machine.update * 1e3
     computing = forward + head + backward

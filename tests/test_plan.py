@@ -1,5 +1,7 @@
 """The cost model: budgets are kept, more memory is never slower, activations are counted, slide takes the choice."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,6 +33,25 @@ def test_from_pure_streaming_to_fully_resident():
     slow_link = Machine(link_in=1e7, link_out=1e7)
     most = choose_plan(WORK, 2**40, slow_link)
     assert most.resident == most.keep == WORK.layers
+
+
+def test_frozen_parts_and_a_loss_without_head_take_no_room():
+    """T1M1's setting: of what is outside the layers, only the norm is on the device, and nothing has a gradient."""
+    model = build_model("tiny")
+    own = work_of(model, OptimizerSpec(), rows=1, seq=8, train="layers", loss="mean_square")
+    assert (own.outer, own.still, own.head, own.workspace) == (0, 64, 0, 0)
+    lookup = work_of(model, OptimizerSpec(), rows=1, seq=8, train="layers", loss="mean_square", embedding="device")
+    assert lookup.still == 64 + 512 * 64
+    full = work_of(model, OptimizerSpec(), rows=1, seq=8)
+    assert (full.outer, full.still, full.head) == (64 + 512 * 64, 0, 512 * 64)
+    assert device_bytes(own, Choice()) < device_bytes(lookup, Choice()) < device_bytes(full, Choice())
+
+
+def test_graphs_take_the_place_of_kept_activations_where_launches_take_the_time():
+    few = dataclasses.replace(WORK, tokens=256, micro_tokens=256, outer=0, state=0)
+    with_graphs = dataclasses.replace(few, graphed=True)
+    assert step_ms(with_graphs, Choice(), Machine()) < step_ms(few, Choice(keep=28), Machine())
+    assert device_bytes(with_graphs, Choice()) > device_bytes(few, Choice())
 
 
 def test_a_budget_too_small_says_the_least_that_works():
@@ -66,7 +87,7 @@ def test_slide_takes_the_choice_and_changes_no_bits():
     planned = make_trainer(
         build_model("tiny", dtype=torch.float32), "slide", optimizer=ADAMW, gpu_memory="1GiB", plan_for=(4, 9)
     )
-    assert planned.chosen == choose_plan(work_of(planned.model, ADAMW, rows=4, seq=9), 2**30)
+    assert planned.chosen == choose_plan(work_of(planned.model, ADAMW, rows=4, seq=9, graph_tokens=0), 2**30)
     assert planned.keep == 4
     assert [planned.step(b).loss for b in batches] == [plain.step(b).loss for b in batches]
 

@@ -101,6 +101,11 @@ class Pipeline:
         """What holds the layer's weights on the device while they are bound; None: they are always there."""
         return None if index < self.first else self.weights.flat[self.weights.of(index)]
 
+    def place(self, index: int, gradients: bool = False) -> tuple[Any, ...]:
+        """Where the layer's weights and gradients are on the device: the same for layers that take turns there."""
+        names = tuple(n for n, _ in self.trainable(index)) if gradients else ()
+        return self.weights.of(index), names, self.grads.of(index) if names else None
+
     def release(self, index: int, following: int, again: bool = False) -> None:
         """Point the parameters back at the host; let the slot's next layer come in once the device has left it."""
         if index < self.first:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.heads import parse_bytes
+from t1lib.train.models import Parts
 from t1lib.train.optim import OptimizerSpec, state_bytes
 
 
@@ -18,6 +19,16 @@ def refuse_dropout(model: PreTrainedModel) -> None:
             not (name.endswith(("dropout", "pdrop")) and value),
             f"the model's {name} is {value}: slide computes layers twice and allows only 0",
         )
+
+
+def spare_modules(parts: Parts, train: str, loss: str, embedding: str) -> set[nn.Module]:
+    """Of embedding and head, what is frozen and never used on the device (the arguments as `SlideTrainer` has them)."""
+    spare: set[nn.Module] = set()
+    if train == "layers" and loss == "mean_square":
+        spare.add(parts.head)
+    if train == "layers" and embedding == "host" and (loss == "mean_square" or not parts.tied):
+        spare.add(parts.embed)
+    return spare
 
 
 def trained_outside(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, nn.Parameter]:
@@ -57,6 +68,7 @@ def choose_by_budget(
         micro_batch=common.get("micro_batch"),
         workspace=parse_bytes(head.get("workspace", "512MiB")),
         together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
+        **{k: common[k] for k in ("train", "loss", "embedding", "graph_tokens") if k in common},
     )  # fmt: skip
     choice = choose_plan(work, parse_bytes(gpu_memory))
     return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, H200)}

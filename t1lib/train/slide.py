@@ -24,13 +24,14 @@ from t1lib.measure.memory import GIB, host_available
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train.activations import Activations, Saved
 from t1lib.train.batch import Piece
+from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
 from t1lib.train.models import layer_arguments
 from t1lib.train.optim import Updater
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
-from t1lib.train.placement import choose_by_budget, host_bytes, refuse_dropout, trained_outside
+from t1lib.train.placement import choose_by_budget, host_bytes, refuse_dropout, spare_modules, trained_outside
 from t1lib.train.streams import HostStore
-from t1lib.train.trainer import Trainer
+from t1lib.train.trainer import Trainer, default_device
 
 PLACES = ("host", "device")
 
@@ -51,6 +52,8 @@ class SlideTrainer(Trainer):
     embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
     outer            where embedding, norm and head, when they train, have their optimizer state and are updated,
                      "device" or "host"; their weights and gradients are on the device (`t1lib.train.outer`)
+    graph_tokens     micro-batches of up to so many tokens take streamed layers as CUDA graphs (`t1lib.train.graphs`): a
+                     launch a layer, and one for its recomputation with the backward; 0: never
     gpu_memory       bytes, or "2GiB": choose slots, resident, keep, inputs and outer so that steps of `plan_for`
                      (rows, tokens a row) are as fast as fit into it (`t1lib.plan`); `chosen` says what it came to
     """
@@ -62,16 +65,22 @@ class SlideTrainer(Trainer):
         self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, resident: int = 0,
         keep: int = 0, inputs: str = "device", overlap_in: bool = True, overlap_out: bool = True,
         overlap_update: bool = True, embedding: str = "host", outer: str = "device",
-        gpu_memory: str | int | None = None, plan_for: tuple[int, int] | None = None, **common: Any,
+        graph_tokens: int = GRAPH_TOKENS, gpu_memory: str | int | None = None,
+        plan_for: tuple[int, int] | None = None, **common: Any,
     ) -> None:  # fmt: skip
         self.chosen, self.predicted = None, {}
         if gpu_memory is not None:
             own = (slots, resident, keep, inputs, outer) == (2, 0, 0, "device", "device")
             require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
-            self.chosen, self.predicted = choose_by_budget(model, gpu_memory, plan_for, common)
+            tokens = graph_tokens if can_capture(default_device(common.get("device"))) else 0
+            self.chosen, self.predicted = choose_by_budget(
+                model, gpu_memory, plan_for, common | {"embedding": embedding, "graph_tokens": tokens}
+            )
             slots, resident, keep, inputs, outer = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
+        require(graph_tokens >= 0, f"graph_tokens={graph_tokens}; allowed: 0 or more")
+        self._graph_tokens = graph_tokens
         layers = model.config.num_hidden_layers
         for name, value in (("resident", resident), ("keep", keep)):
             require(0 <= value <= layers, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
@@ -113,6 +122,7 @@ class SlideTrainer(Trainer):
         lanes = self.pipeline.compute, self.pipeline.inward, self.pipeline.outward
         store = HostStore(self.device, *lanes) if self._inputs == "host" else None
         self._activations = Activations(len(layers), self.keep, store)
+        self._graphs = LayerGraphs(layers) if self._graph_tokens and can_capture(self.device) else None
 
     def _host_bytes(self) -> int:
         layers = self.parts.layers[self.resident :]
@@ -122,12 +132,8 @@ class SlideTrainer(Trainer):
 
     def _resident_modules(self) -> list[nn.Module]:
         """Modules that the device needs: all but streamed layers, and a frozen embedding or head that it never uses."""
-        parts, spare = self.parts, set()
-        if self.train == "layers" and self.loss == "mean_square":
-            spare.add(parts.head)
-        if self.train == "layers" and self._embedding == "host" and (self.loss == "mean_square" or not parts.tied):
-            spare.add(parts.embed)
-        streamed = {m for layer in parts.layers[self.resident :] for m in layer.modules()}
+        spare = spare_modules(self.parts, self.train, self.loss, self._embedding)
+        streamed = {m for layer in self.parts.layers[self.resident :] for m in layer.modules()}
         return [m for m in self.model.modules() if m not in streamed | spare]
 
     def _resident_trainable(self) -> dict[str, nn.Parameter]:
@@ -155,7 +161,16 @@ class SlideTrainer(Trainer):
         return hidden
 
     def _compute_piece(self, index: int, kwargs: list[list[dict[str, Any]]], k: int, hidden: Tensor) -> Tensor:
-        return self._compute(index, hidden, kwargs[k][index])
+        arguments = kwargs[k][index]
+        if torch.is_grad_enabled() or not self._has_graph(index, hidden):
+            return self._compute(index, hidden, arguments)
+        with self.trace.span("compute", "forward", index):
+            function = partial(self._call_layer, index)
+            return self._graphs.run(index, self.pipeline.place(index), function, hidden, arguments)
+
+    def _has_graph(self, index: int, hidden: Tensor) -> bool:
+        few = hidden.shape[:-1].numel() <= self._graph_tokens
+        return self._graphs is not None and few and index in self.pipeline.streamed
 
     def _embed(self, piece: Piece) -> Tensor:
         if self._outer is None:
@@ -235,10 +250,27 @@ class SlideTrainer(Trainer):
 
     def _piece_backward(self, index: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         x, out = saved.input, saved.output
-        if out is None:
-            with torch.enable_grad():
-                x = x.detach().requires_grad_(index > self._lowest or x.requires_grad)
-                out = self._compute(index, x, kwargs)
+        if out is not None:
+            return self._gradients(index, x, out, grad)
+        wanted = index > self._lowest or x.requires_grad
+        if self._has_graph(index, x):
+            place, function = self.pipeline.place(index, gradients=True), partial(self._again, index, wanted)
+            with self.trace.span("compute", "backward", index):
+                return self._graphs.run(index, (*place, wanted), function, x.detach(), grad, kwargs)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(wanted)
+            out = self._compute(index, x, kwargs)
+        return self._gradients(index, x, out, grad)
+
+    def _again(self, index: int, wanted: bool, x: Tensor, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The layer again, and its gradients: those of its weights add up, that of its input is returned if wanted."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(wanted)
+            out = self._call_layer(index, x, kwargs)
+        torch.autograd.backward(out, grad)
+        return x.grad
+
+    def _gradients(self, index: int, x: Tensor, out: Tensor, grad: Tensor) -> Tensor | None:
         if out.requires_grad:
             with self.trace.span("compute", "backward", index):
                 torch.autograd.backward(out, grad)

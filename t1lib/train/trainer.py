@@ -47,6 +47,11 @@ def _send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def default_device(device: torch.device | str | None) -> torch.device:
+    """What is asked for, or a GPU where there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 class Trainer(Stateful):
     """Trains a causal language model one batch at a time. Subclasses say where the layers live and how they run.
 
@@ -94,7 +99,7 @@ class Trainer(Stateful):
             "loss 'mean_square' ends before the norm and the head: with train='all' they would get no gradient; "
             "allowed: train='layers'",
         )
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = default_device(device)
         self.model, self.parts, self.head_options = model, split(model), head_options or {}
         self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.trace: Trace | NoTrace = NoTrace()
@@ -291,13 +296,16 @@ class Trainer(Stateful):
 
     def _compute(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The layer's own computation, traced: forward, or recomputation when it happens within the backward."""
-        layer = self.parts.layers[index]
         again = self._in_backward
         with self.trace.span("compute", "recompute" if again else "forward", index):
-            out = self._layer_forward(type(layer))(layer, hidden, **kwargs)
+            out = self._call_layer(index, hidden, kwargs)
         if self._hooks_backward and not isinstance(self.trace, NoTrace) and not again and out.requires_grad:
             out.register_hook(partial(self._trace_backward, index))
         return out
+
+    def _call_layer(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        layer = self.parts.layers[index]
+        return self._layer_forward(type(layer))(layer, hidden, **kwargs)
 
     def _trace_backward(self, index: int, _: Tensor) -> None:
         # Called when the gradient of this layer's output is ready: the layer above is done, this one begins.

@@ -1,0 +1,119 @@
+"""Layers as CUDA graphs: one launch where a layer of few tokens would keep the host busy with a hundred."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GRAPH_TOKENS = 1024  # up to here an eager layer takes the host longer than an H200
+LIMIT = 32  # graphs; batches of ever new shapes run eagerly
+
+
+class LayerGraphs:
+    """Runs functions of like layers that lie at the same few places in turn. What was run once is captured the second
+    time, and replayed from then on.
+
+    layers   those that may be run; which of them are alike is found out from their modules' settings
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        kinds: dict[Any, int] = {}
+        self._kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
+        self._graphs: dict[Any, _Graph | None] = {}
+
+    def run(self, index: int, place: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
+        """function(*inputs) for layer `index`.
+
+        place    says where on the device all that is which the function uses beside its inputs; and what it does
+        inputs   tensors, and dicts, tuples and lists with tensors; whatever else is in them must be hashable
+        """
+        tensors, rest = [], []
+        _take_apart(inputs, tensors, rest)
+        key = self._kinds[index], place, tuple(rest), tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+        graph = self._graphs.get(key)
+        if graph is None:
+            others = [g for g in self._graphs.values() if g is not None]
+            if key not in self._graphs or len(others) == LIMIT:
+                self._graphs[key] = None
+                return function(*inputs)
+            graph = self._graphs[key] = _Graph(function, inputs, tensors, others[0] if others else None)
+        return graph.replay(tensors)
+
+
+class _Graph:
+    """A captured call, and the tensors that it reads: inputs are copied to them unless they are there already."""
+
+    def __init__(
+        self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor], other: "_Graph | None"
+    ) -> None:
+        self._fixed = [t.detach().clone() for t in tensors]
+        self._holds: list[tuple[Tensor, int] | None] = [None] * len(tensors)
+        call = partial(function, *_put_together(inputs, iter(self._fixed)))
+        self._graph, self._made = capture(call, None if other is None else other._graph)
+
+    def replay(self, tensors: list[Tensor]) -> Tensor | None:
+        for i, (fixed, given) in enumerate(zip(self._fixed, tensors, strict=True)):
+            held = self._holds[i]
+            if held is None or held[0] is not given or held[1] != given._version:
+                fixed.copy_(given)
+                self._holds[i] = given, given._version
+        self._graph.replay()
+        return None if self._made is None else self._made.clone()
+
+
+def can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def capture(
+    function: Callable[[], Tensor | None], other: "torch.cuda.CUDAGraph | None"
+) -> tuple["torch.cuda.CUDAGraph", Tensor | None]:
+    """The function's work as a graph, and the tensor that every replay fills. Nothing is computed yet.
+
+    Threads beside this one may go on using the device. other: a graph whose memory this one may use, too.
+    """
+    graph = torch.cuda.CUDAGraph()
+    pool = None if other is None else other.pool()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        made = function()
+    return graph, made
+
+
+def _kind(layer: nn.Module, index: int) -> Any:
+    """What two layers that differ in their weights alone have in common. One with buffers is like no other."""
+    if any(True for _ in layer.buffers()):
+        return index
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (name, type(m), tuple((k, v) for k, v in vars(m).items() if isinstance(v, plain) and k != "layer_idx"))
+        for name, m in layer.named_modules()
+    )
+
+
+def _take_apart(value: Any, tensors: list[Tensor], rest: list[Any]) -> None:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        rest.append(Tensor)
+    elif isinstance(value, dict):
+        rest.append(tuple(value))
+        for each in value.values():
+            _take_apart(each, tensors, rest)
+    elif isinstance(value, tuple | list):
+        rest.append((type(value), len(value)))
+        for each in value:
+            _take_apart(each, tensors, rest)
+    else:
+        rest.append(value)
+
+
+def _put_together(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same with its tensors replaced, in the order in which they were found."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, dict):
+        return {k: _put_together(v, tensors) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_put_together(v, tensors) for v in value)
+    return value

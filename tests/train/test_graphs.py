@@ -1,0 +1,132 @@
+"""Layers as graphs, with a capture that a CPU can do: what was captured runs again on the memory that it saw."""
+
+import pytest
+import torch
+from test_parity import assert_same, batches, model, run
+
+from t1lib.errors import T1Error
+from t1lib.train import OptimizerSpec, graphs, make_trainer
+
+ADAMW = OptimizerSpec("adamw", lr=1e-2)
+
+
+class Recorder:
+    """Stands for CUDA graphs. A replay finds parameters where they were at the capture, and fills the same tensor."""
+
+    def __init__(self) -> None:
+        self.captured, self.replayed, self.params = 0, 0, []
+
+    def capture(self, function, other):
+        places = [(p, p.data, p.grad) for p in self.params]
+        before = [(grad, grad.clone()) for _, _, grad in places if grad is not None]
+        self.captured += 1
+        with _at(places):
+            made = function()
+        fixed = None if made is None else torch.full_like(made, torch.nan)
+
+        def replay() -> None:
+            self.replayed += 1
+            with _at(places):
+                made = function()
+            if fixed is not None:
+                fixed.copy_(made)
+
+        for grad, value in before:  # a capture computes nothing
+            grad.copy_(value)
+        return type("Graph", (), {"replay": staticmethod(replay)})(), fixed
+
+
+class _at:
+    def __init__(self, places) -> None:
+        self.places = places
+
+    def __enter__(self) -> None:
+        self.before = [(p, p.data, p.grad) for p, _, _ in self.places]
+        _put(self.places)
+
+    def __exit__(self, *_) -> None:
+        _put(self.before)
+
+
+def _put(places) -> None:
+    for param, data, grad in places:
+        param.data, param.grad = data, grad
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    found = Recorder()
+    monkeypatch.setattr("t1lib.train.slide.can_capture", lambda device: True)
+    monkeypatch.setattr(graphs, "capture", found.capture)
+    return found
+
+
+def slide(recorder, kind="qwen3", **options):
+    trainer = make_trainer(model(kind), "slide", optimizer=ADAMW, **options)
+    recorder.params = list(trainer.parts.layers.parameters())
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"slots": 3, "grad_slots": 1}, {"resident": 2, "keep": 1}, {"max_grad_norm": 0.1, "micro_batch": 1}],
+    ids=str,
+)  # fmt: skip
+def test_same_bits_as_without_graphs(kind, options, recorder):
+    losses, state = run(slide(recorder, kind, graph_tokens=0, **options))
+    assert recorder.captured == 0
+    graphed, other = run(slide(recorder, kind, **options))
+    assert recorder.replayed > recorder.captured > 0
+    assert graphed == losses
+    assert_same(state, other)
+
+
+def test_a_graph_serves_every_layer_of_its_place(recorder):
+    trainer = slide(recorder)
+    for batch in batches(6):
+        trainer.step(batch)
+    trainer.close()
+    # five layers in two slots: forward, and backward; the lowest layer's input wants a gradient, too
+    assert recorder.captured == 4
+    assert recorder.replayed > 6 * 5
+
+
+def test_layers_that_differ_in_more_than_weights_share_no_graph(recorder):
+    plain, gemma = model("qwen3").base_model.layers, model("gemma2").base_model.layers
+    assert len(set(graphs.LayerGraphs(plain)._kinds)) == 1
+    assert len(set(graphs.LayerGraphs(gemma)._kinds)) == 2  # full and sliding attention
+    plain[1].register_buffer("own", torch.zeros(1))
+    assert len(set(graphs.LayerGraphs(plain)._kinds)) == 2
+
+
+def test_changed_arguments_are_seen(recorder):
+    """Another batch of the same shape, and one that was changed in place."""
+    runner, seen = graphs.LayerGraphs([torch.nn.Linear(2, 2)]), []
+
+    def function(x, extra):
+        seen.append(1)
+        return x + extra["by"][0]
+
+    x, by = torch.zeros(2), torch.ones(2)
+    for change in (0.0, 1.0, 2.0):
+        by += change
+        assert runner.run(0, "a", function, x, {"by": (by, None)}).tolist() == (x + by).tolist()
+    other = torch.full((2,), 9.0)
+    assert runner.run(0, "a", function, other, {"by": (by, None)}).tolist() == (other + by).tolist()
+    assert runner.run(0, "a", function, other, {"by": (by, "else")}).tolist() == (other + by).tolist()
+
+
+def test_ever_new_shapes_run_eagerly(recorder):
+    runner = graphs.LayerGraphs([torch.nn.Linear(2, 2)])
+    for n in range(1, graphs.LIMIT + 10):
+        for _ in range(3):
+            assert runner.run(0, "a", lambda x: x + 1, torch.zeros(n)).tolist() == [1.0] * n
+    assert recorder.captured == graphs.LIMIT
+
+
+def test_more_tokens_than_asked_for_run_eagerly(recorder):
+    run(slide(recorder, graph_tokens=10))
+    assert recorder.captured == 0
+    with pytest.raises(T1Error, match="graph_tokens=-1; allowed: 0 or more"):
+        slide(recorder, graph_tokens=-1)
