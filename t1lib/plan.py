@@ -19,6 +19,7 @@ from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import OptimizerSpec, state_bytes
 from t1lib.train.placement import spare_modules
+from t1lib.train.vocabulary import PIECE_BYTES
 
 SLACK = 64 * 2**20  # cuBLAS's workspaces, small tensors
 TEMPORARY = 0.6  # of a layer's saved activations: what its backward holds beside them at its peak
@@ -147,8 +148,9 @@ def device_bytes(work: Work, choice: Choice) -> int:
     """Peak of allocated bytes on the device."""
     weights, state = work.layer * work.itemsize, work.layer * work.state
     streamed = min(work.layers - choice.resident, 1) * (choice.slots + 2) * weights
-    outer = work.outer * (2 * work.itemsize + (work.state if choice.outer == "device" else 0))
-    outer += work.still * work.itemsize
+    outer = work.still * work.itemsize + work.outer * (2 * work.itemsize + work.state * (choice.outer == "device"))
+    if choice.outer == "streamed":  # pieces of the head's weight and gradient; gradients of its input in float32
+        outer = 4 * PIECE_BYTES + 2 * work.tokens * work.hidden * (work.itemsize + 4)
     fixed = streamed + choice.resident * (2 * weights + state) + outer + SLACK
     hidden = work.tokens * work.hidden * work.itemsize
     others = work.layers - choice.keep
@@ -165,7 +167,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     streamed = work.layers - choice.resident
     weights = streamed * work.layer * work.itemsize
     again = max(streamed - choice.slots, 0) * work.layer * work.itemsize
-    outer = work.outer * work.itemsize * (choice.outer == "host")
+    outer = work.outer * work.itemsize * (choice.outer != "device")
+    twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
     product = 2 * work.tokens * work.layer / machine.flops * 1e3
     pieces = -(-work.tokens // work.micro_tokens)
@@ -181,15 +184,16 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
         + graphed * max(3 * product, replay),
         (again + inputs) / machine.link_in * 1e3, (weights + outer) / machine.link_out * 1e3,
     )  # fmt: skip
-    head = 6 * work.tokens * work.head / machine.flops * 1e3
+    products = 8 if twice else 6  # in pieces, the logits are made twice
+    head = max(products * work.tokens * work.head / machine.flops, twice / machine.link_in) * 1e3
     each = 2 * (work.state + work.itemsize)  # read and written
-    update = (streamed * work.layer + work.outer * (choice.outer == "host")) * each / machine.update * 1e3
+    update = (streamed * work.layer + work.outer * (choice.outer != "device")) * each / machine.update * 1e3
     computing = forward + head + backward
     return max(computing, backward + head + update) if work.together else max(computing, update)
 
 
 def choices(work: Work) -> Iterator[Choice]:
-    for outer in ("device", "host"):
+    for outer in ("device", "host", "streamed") if work.outer and work.head else ("device", "host"):
         for inputs in ("device", "host"):
             for slots in (2, 3):
                 for resident in range(work.layers + 1):

@@ -1,14 +1,16 @@
-"""Embedding, norm and head of mode `slide` with optimizer state on the host; on the device, weights and gradients.
+"""Embedding, norm and head of mode `slide` with optimizer state on the host; weights and gradients are on the device,
+or, of embedding and head, on the host as well.
 
 Their gradients are complete when the backward ends, and the next step begins with the embedding: it would wait for all
 of them to be updated. It needs few rows, though. Those are updated ahead, on a copy of their state; the whole follows
-on the worker's thread while the layers are computed, and is on the device before norm and head are.
+on the worker's thread while the layers are computed, and is done before norm and head are.
 """
 
 import math
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +21,41 @@ from t1lib.measure.memory import pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.optim import OptimizerSpec, Updater, norms_of
 from t1lib.train.pipeline import Pipeline
+from t1lib.train.rows import HostRows
+
+
+class LookedUp(NamedTuple):
+    """Rows of the embedding (R), on the host, none of them twice; what they hold, which gets the gradient (R, D)."""
+
+    rows: Tensor
+    values: Tensor
 
 
 class Outer:
-    """Updates `params`, which are on the device, from state on the host.
+    """Updates `params` from state on the host.
 
     embed      the model's embedding; its parameter may be frozen, and may be the head's too
+    streamed   names of those whose weights and gradients are on the host as well: the embedding's, the head's
     pipeline   whose lanes and worker are used
     """
 
     def __init__(
         self, params: dict[str, nn.Parameter], embed: nn.Embedding, spec: OptimizerSpec, pipeline: Pipeline,
-        trace: Callable[[], Trace | NoTrace],
+        trace: Callable[[], Trace | NoTrace], streamed: set[str],
     ) -> None:  # fmt: skip
         self.params, self.embed, self._pipeline, self._trace = params, embed, pipeline, trace
+        self._there = {n: p for n, p in params.items() if n not in streamed}
         device = pipeline.device
-        self._weights = {n: _pinned_like(p, device) for n, p in params.items()}
-        self._grads = {n: _pinned_like(p, device) for n, p in params.items()}
+        self.weights = {n: _pinned_like(p, device) for n, p in params.items()}
+        self.grads = {n: _pinned_like(p, device).zero_() for n, p in params.items()}
+        for name in streamed:
+            self.weights[name].copy_(params[name].data)
+            params[name].data = self.weights[name]
         self.refresh()
-        self.updater = Updater(self._weights, spec)
+        self.updater = Updater(self.weights, spec)
         self._name = next((n for n, p in params.items() if p is embed.weight), None)
+        self.rows = HostRows(self.grads[self._name], pipeline) if self._name in streamed else None
+        self._norms: dict[str, list[Tensor]] = {}  # of the streamed gradients' pieces
         self._numbers = pinned_empty(2, torch.float32, device)  # norm of all gradients, factor of these
         self._factor = 1.0
         self._arrived: torch.cuda.Event | None = None
@@ -48,42 +65,62 @@ class Outer:
 
     # -- the embedding ---------------------------------------------------------------------------------------------
 
-    def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the embedding makes of `ids`; the different ids (R); and their rows (R, D), which get the gradient."""
+    def begin(self) -> None:
+        """Before the look-ups of a step."""
+        if self.rows is not None:
+            self.rows.begin()
+
+    def look_up(self, ids: Tensor) -> tuple[Tensor, LookedUp]:
+        """What the embedding makes of `ids`, and its rows that did."""
         rows, places = torch.unique(ids.cpu(), return_inverse=True)
-        device = self._pipeline.device
+        device, weight = self._pipeline.device, self.embed.weight
         if self._pending and self._name is not None:
             values = self._ahead(rows).to(device, non_blocking=True)
         else:
             self.ready()
-            values = self.embed.weight.detach()[rows.to(device)]
-        values.requires_grad_(self.embed.weight.requires_grad and torch.is_grad_enabled())
+            values = weight.detach()[rows.to(weight.device)].to(device)
+        values.requires_grad_(weight.requires_grad and torch.is_grad_enabled())
+        if self.rows is not None:
+            self.rows.ask(rows)
         padding, self.embed.padding_idx = self.embed.padding_idx, None
         try:  # the module's own forward, over the rows alone
             self.embed.padding_idx = _place_of(padding, rows)
             embedded = functional_call(self.embed, {"weight": values}, (places.to(device),))
         finally:
             self.embed.padding_idx = padding
-        return embedded, rows.to(device), values
+        return embedded, LookedUp(rows, values)
 
     def _ahead(self, rows: Tensor) -> Tensor:
         """The embedding's rows as the update to come will leave them."""
         norm, scale = self._read()
         if not math.isfinite(norm):
-            return self._weights[self._name][rows]
-        return self.updater.peek(self._name, rows, self._grads[self._name], self._factor, scale)
+            return self.weights[self._name][rows]
+        return self.updater.peek(self._name, rows, self.grads[self._name], self._factor, scale)
 
-    def add_gradient(self, rows: Tensor, grad: Tensor) -> None:
-        """Add to the embedding's gradient that of its rows, none of them twice."""
+    def add_gradient(self, looked_up: LookedUp) -> None:
+        """Add to the embedding's gradient that of its rows."""
+        grad = looked_up.values.grad
+        if self.rows is not None:
+            self.rows.add(looked_up.rows, grad)
+            return
         weight = self.embed.weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, rows, grad)
+        weight.grad.index_add_(0, looked_up.rows.to(weight.device), grad)
 
     # -- the update ------------------------------------------------------------------------------------------------
 
+    def add_norms(self, name: str, norms: list[Tensor]) -> None:
+        """Norms of the pieces of a streamed gradient, which are on their way to the host."""
+        self._norms[name] = norms
+
     def norms(self) -> dict[str, Tensor]:
-        return norms_of({n: p.grad for n, p in self.params.items() if p.grad is not None})
+        """Of all gradients of this step."""
+        if self.rows is not None:
+            self._norms.setdefault(self._name, []).append(self.rows.norm())
+        streamed = {n: torch.linalg.vector_norm(torch.stack(found)) for n, found in self._norms.items()}
+        self._norms = {}
+        return streamed | norms_of({n: p.grad for n, p in self._there.items() if p.grad is not None})
 
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Queue the copy of the gradients to the host. The update waits for the next embedding, or for `ready`."""
@@ -91,16 +128,20 @@ class Outer:
         both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
         lane.after(self._pipeline.compute.mark())
         with lane.active(), self._trace().span("out", "gradients", -1, lane.stream):
-            for name, param in self.params.items():
+            for name, param in self._there.items():
                 require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
-                self._grads[name].copy_(lane.uses(param.grad), non_blocking=True)
+                self.grads[name].copy_(lane.uses(param.grad), non_blocking=True)
                 param.grad = None
+            if self.rows is not None:
+                self.rows.send()
             self._numbers.copy_(lane.uses(both), non_blocking=True)
         self._arrived, self._factor, self._pending = lane.mark(), factor, True
 
     def _read(self) -> tuple[float, float]:
         if self._arrived is not None:
             self._arrived.synchronize()
+        if self.rows is not None:
+            self.rows.arrived()
         return float(self._numbers[0]), float(self._numbers[1])
 
     def submit(self) -> None:
@@ -116,13 +157,15 @@ class Outer:
         norm, scale = self._read()
         if math.isfinite(norm):
             with trace.host_span("update", "update", -1):
-                self.updater.step(self._grads, self._factor, scale)
+                self.updater.step(self.grads, self._factor, scale)
+        if self.rows is not None:
+            self.rows.clear()
 
     def _copy_in(self) -> None:
         lane = self._pipeline.inward
         with lane.active():
-            for name, param in self.params.items():
-                param.data.copy_(self._weights[name], non_blocking=True)
+            for name, param in self._there.items():
+                param.data.copy_(self.weights[name], non_blocking=True)
         self._filled = lane.mark()
         self._ready.set()
 
@@ -138,8 +181,8 @@ class Outer:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the weights over from the device."""
-        for name, param in self.params.items():
-            self._weights[name].copy_(param)
+        for name, param in self._there.items():
+            self.weights[name].copy_(param)
 
 
 def _pinned_like(param: nn.Parameter, device: torch.device) -> Tensor:

@@ -38,13 +38,15 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
     "options",
     [
         {"slots": 2, "grad_slots": 1, "host_grads": 1}, {"slots": 3}, {"overlap_update": False}, {"keep": 3},
-        {"inputs": "host"}, {"outer": "host"}, {"resident": 3, "keep": 2, "inputs": "host", "outer": "host"},
+        {"inputs": "host"}, {"outer": "host"}, {"outer": "streamed"}, {"graph_tokens": 0},
+        {"resident": 3, "keep": 2, "inputs": "host", "outer": "host"},
     ],
     ids=str,
 )  # fmt: skip
 def test_schedule_is_without_races(options, shared):
     """A missed wait would show as a loss that differs from run to run, or from the schedule without any overlap."""
     off = {"overlap_in": False, "overlap_out": False, "overlap_update": False}
+    off |= {k: v for k, v in options.items() if v == "streamed"}  # whose sums go another way
     spec = OptimizerSpec("adamw", lr=1e-3)
 
     def losses(**kwargs):
@@ -55,15 +57,21 @@ def test_schedule_is_without_races(options, shared):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_grad_norm": 1.0, "outer": "host", "micro_batch": 1, "inputs": "host"}], ids=["plain", "all"]
-)
+    "options",
+    [
+        {}, {"max_grad_norm": 1.0, "outer": "host", "micro_batch": 1, "inputs": "host"},
+        {"outer": "streamed", "graph_tokens": 0},
+    ],
+    ids=["plain", "all", "streamed"],
+)  # fmt: skip
 def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
     """From the first layer on to the step's closing synchronisation, the host waits for nothing on the device.
 
     (Before the first layer, transformers itself looks once at the position ids.)
     """
     slide = trainer("slide", optimizer=OptimizerSpec("sgd", lr=0.1), **options)
-    slide.step(batch())
+    for _ in range(2):  # the second captures graphs
+        slide.step(batch())
     bind, stop = slide.pipeline.bind, PhaseTimer.stop
 
     def bind_strictly(*args, **kwargs):
@@ -82,9 +90,19 @@ def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_graphs_are_replayed_and_change_nothing():
+    spec = OptimizerSpec("adamw", lr=1e-3)
+    graphed, eager = (trainer("slide", torch.float32, optimizer=spec, graph_tokens=n) for n in (1024, 0))
+    data = [batch(), batch(100)] * 4
+    assert [graphed.step(b).loss for b in data] == [eager.step(b).loss for b in data]
+    held = [graph for graph in graphed._graphs._graphs.values() if graph is not None]
+    assert len(held) == 2 * 5  # by shape: forward and backward in two slots, and the lowest layer's backward
+
+
 def test_slide_memory_is_flat_and_small():
     slide = trainer("slide", optimizer="sgd", loss="mean_square", train="layers")
-    slide.step(batch())
+    for _ in range(2):
+        slide.step(batch())
     torch.cuda.empty_cache()
     reset_peak(CUDA)
     peaks = []

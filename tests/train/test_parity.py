@@ -201,3 +201,41 @@ def test_resume_equals_unbroken(first, second, optimizer, tmp_path):
     rest, final = run(resumed, data[2:])
     assert begun + rest == losses
     assert_same(state, final)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-untied", "gemma2"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_grad_norm": 0.1, "micro_batch": 1}, {"resident": 2, "keep": 1, "inputs": "host"}], ids=str
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_streamed_output_layer_agrees(optimizer, options, kind, monkeypatch):
+    """Its softmax is put together from pieces: not the same bits."""
+    monkeypatch.setattr("t1lib.train.vocabulary.PIECE_BYTES", 32 * 4 * 40)  # 40 rows of 97
+    shared = {k: v for k, v in options.items() if k in ("max_grad_norm", "micro_batch")}
+    spec = OPTIMIZERS[optimizer]
+    losses, state = run(make_trainer(model(kind), "gpu", optimizer=spec, **shared))
+    slide = make_trainer(model(kind), "slide", optimizer=spec, outer="streamed", head="chunked", **options)
+    streamed, other = run(slide)
+    assert streamed == pytest.approx(losses, rel=1e-5)
+    for name, weight in state["model"].items():
+        assert torch.allclose(weight, other["model"][name], rtol=1e-3, atol=1e-4), name
+
+
+def test_a_streamed_output_layer_evaluates_freezes_and_resumes():
+    spec, data = OPTIMIZERS["adamw"], batches()
+    plain = make_trainer(model("qwen3"), "gpu", optimizer=spec, train="layers")
+    frozen = make_trainer(model("qwen3"), "slide", optimizer=spec, train="layers", outer="streamed")
+    assert [frozen.step(b).loss for b in data] == pytest.approx([plain.step(b).loss for b in data], rel=1e-5)
+    assert frozen.evaluate(data[0]) == pytest.approx(plain.evaluate(data[0]), rel=1e-5)
+
+    def streamed():
+        return make_trainer(model("qwen3"), "slide", optimizer=spec, outer="streamed")
+
+    whole, first = streamed(), streamed()
+    losses = [whole.step(b).loss for b in data]
+    before = [first.step(b).loss for b in data[:2]]
+    value = first.evaluate(data[4])
+    assert first.evaluate(data[4]) == value
+    again = streamed()
+    again.load_state_dict(first.state_dict())
+    assert before + [again.step(b).loss for b in data[2:]] == losses

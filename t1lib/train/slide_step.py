@@ -1,0 +1,231 @@
+"""A step of mode `slide`.
+
+One step, for layer i (T1M1 §3.1, SlideFormer arXiv:2603.16428; here with everything overlapped):
+
+    forward   weights i come in | layer i computes, keeping only its input
+    backward  weights i come in | layer i computes again, then its gradients | gradients i leave | the CPU updates i
+
+Each column is a lane (`t1lib.train.pipeline`): while layer i computes, weights of the next layer come in, gradients of
+the last one leave, and the CPU updates the one before. Of a batch in micro-batches, all go through a layer before the
+next one comes: weights and gradients cross the link once a step.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from t1lib.measure.timing import PhaseTimer
+from t1lib.train.activations import Activations, Saved
+from t1lib.train.batch import Piece
+from t1lib.train.graphs import LayerGraphs
+from t1lib.train.models import layer_arguments
+from t1lib.train.outer import LookedUp, Outer
+from t1lib.train.pipeline import Pipeline
+from t1lib.train.trainer import Trainer
+from t1lib.train.vocabulary import StreamedHead
+
+
+class SlideStep(Trainer):
+    """The schedule of `SlideTrainer`, which sets up what it uses."""
+
+    _hooks_backward = False  # it runs each layer's backward itself
+
+    pipeline: Pipeline
+    slots: int
+    _activations: Activations
+    _graphs: LayerGraphs | None  # None: layers run eagerly
+    _graph_tokens: int
+    _outer: Outer | None  # None: nothing outside the layers is updated on the host
+    _head: StreamedHead | None  # None: the head's weight is on the device
+    _head_name: str
+    _lowest: int  # layer; none below wants a gradient
+    _together: bool  # no update before the last gradient
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, hidden: list[Tensor], kwargs: list[list[dict[str, Any]]], save: bool) -> list[Tensor]:
+        """All micro-batches through layer after layer; the slot that a layer leaves takes the one that comes next.
+
+        `kwargs` by micro-batch and layer. save: for a backward
+        """
+        self.pipeline.begin()
+        for index in range(len(self.parts.layers)):
+            self.pipeline.bind(index)
+            compute = partial(self._compute_piece, index, kwargs)
+            if save:
+                buffer = partial(self.pipeline.buffer, index)
+                hidden = self._activations.run(index, hidden, index > self._lowest, compute, buffer)
+            else:
+                hidden = [compute(k, x) for k, x in enumerate(hidden)]
+            self.pipeline.release(index, index + self.slots)
+        return hidden
+
+    def _compute_piece(self, index: int, kwargs: list[list[dict[str, Any]]], k: int, hidden: Tensor) -> Tensor:
+        arguments = kwargs[k][index]
+        if torch.is_grad_enabled() or not self._has_graph(index, hidden):
+            return self._compute(index, hidden, arguments)
+        with self.trace.span("compute", "forward", index):
+            function = partial(self._call_layer, index)
+            return self._graphs.run(index, self.pipeline.place(index), function, hidden, arguments)
+
+    def _has_graph(self, index: int, hidden: Tensor) -> bool:
+        few = hidden.shape[:-1].numel() <= self._graph_tokens
+        return self._graphs is not None and few and index in self.pipeline.streamed
+
+    def _embed(self, piece: Piece) -> Tensor:
+        if self._outer is None:
+            return super()._embed(piece)
+        embedded, looked_up = self._outer.look_up(piece.ids)
+        if looked_up.values.requires_grad:
+            self._looked_up.append(looked_up)
+        return embedded
+
+    def _embeddings_backward(self, embeddings: list[tuple[Tensor, Tensor]]) -> None:
+        super()._embeddings_backward(embeddings)
+        for looked_up in self._looked_up:
+            self._outer.add_gradient(looked_up)
+        self._looked_up = []
+
+    def _begin(self, pieces: list[Piece]) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
+        """Inputs of the first layer and arguments of all layers, by micro-batch."""
+        self._looked_up: list[LookedUp] = []
+        if self._outer is not None:
+            self._outer.begin()
+        hidden, kwargs = zip(*(layer_arguments(self.parts, self._embed(piece)) for piece in pieces), strict=True)
+        if self._outer is not None:
+            self._outer.submit()
+        return list(hidden), list(kwargs)
+
+    def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
+        outputs = self._forward(*self._begin(pieces), save=False)
+        timer.mark("forward")
+        if self._outer is not None:
+            self._outer.ready()
+        if self._head is not None:
+            yield from self._head.forward([self.parts.norm(x) for x in outputs], pieces).losses
+            return
+        for x, piece in zip(outputs, pieces, strict=True):
+            yield self._loss(self.parts.norm(x), piece, timer)
+
+    def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
+        begun, kwargs = self._begin(pieces)
+        embeddings = [(hidden, hidden.detach().requires_grad_(hidden.requires_grad)) for hidden in begun]
+        hidden = self._forward([leaf for _, leaf in embeddings], kwargs, save=True)
+        timer.mark("forward")
+        if self._outer is not None:
+            self._outer.ready()
+        run_head = self._head_backward if self._head is None else self._streamed_head_backward
+        total, grads = run_head(hidden, pieces, timer)
+        self._in_backward = True
+        try:
+            for index in reversed(range(self._lowest, len(self.parts.layers))):
+                grads = self._layer_backward(index, grads, kwargs)
+        finally:
+            self._in_backward = False
+        for (_, leaf), grad in zip(embeddings, grads, strict=True):
+            leaf.grad = grad
+        self._embeddings_backward(embeddings)
+        timer.mark("backward")
+        return total
+
+    def _head_backward(
+        self, hidden: list[Tensor], pieces: list[Piece], timer: PhaseTimer
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and the gradients of the last layer's outputs, which are forgotten here."""
+        total, grads = torch.zeros((), device=self.device), []
+        for k, piece in enumerate(pieces):
+            x = hidden[k].detach().requires_grad_()
+            hidden[k] = None
+            loss = self._loss(self.parts.norm(x), piece, timer)
+            total += loss.detach()
+            loss.backward()
+            timer.mark("head_backward")
+            grads.append(x.grad)
+        return total, grads
+
+    def _streamed_head_backward(
+        self, hidden: list[Tensor], pieces: list[Piece], timer: PhaseTimer
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same with the head in pieces; the norm is computed again for its gradients."""
+        with torch.no_grad():
+            normed = [self.parts.norm(x) for x in hidden]
+        found = self._head.forward(normed, pieces)
+        timer.mark("head_forward")
+        shared = self._outer is not None and self._outer.rows is not None and self.parts.tied
+        made, norms = self._head.gradients(found, self._outer.rows.take if shared else None)
+        if norms:
+            self._outer.add_norms(self._head_name, norms)
+        grads = []
+        for k, grad in enumerate(made):
+            x = hidden[k].detach().requires_grad_()
+            hidden[k] = None
+            out = self.parts.norm(x)
+            out.backward(grad.to(out.dtype))
+            grads.append(x.grad)
+        timer.mark("head_backward")
+        return sum(found.losses), grads
+
+    def _layer_backward(
+        self, index: int, grads: list[Tensor], kwargs: list[list[dict[str, Any]]]
+    ) -> list[Tensor | None]:
+        """Gradients of the layer's inputs, from those of its outputs; the layer's own leave for the host.
+
+        The layer is computed again where its activations were not kept.
+        """
+        pipeline = self.pipeline
+        saved = self._activations.take(index)
+        pipeline.bind(index, again=True)
+        pipeline.want_gradients(index)
+        onward = [self._piece_backward(index, s, grads[k], kwargs[k][index]) for k, s in enumerate(saved)]
+        self._norms |= pipeline.gradients_done(index)
+        following = index - self.slots
+        pipeline.release(index, following if following >= self._lowest else -1, again=True)
+        pipeline.send(index, self.schedule(self.steps))
+        return onward
+
+    def _piece_backward(self, index: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        x, out = saved.input, saved.output
+        if out is not None:
+            return self._gradients(index, x, out, grad)
+        wanted = index > self._lowest or x.requires_grad
+        if self._has_graph(index, x):
+            place, function = self.pipeline.place(index, gradients=True), partial(self._again, index, wanted)
+            with self.trace.span("compute", "backward", index):
+                return self._graphs.run(index, (*place, wanted), function, x.detach(), grad, kwargs)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(wanted)
+            out = self._compute(index, x, kwargs)
+        return self._gradients(index, x, out, grad)
+
+    def _again(self, index: int, wanted: bool, x: Tensor, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The layer again, and its gradients: those of its weights add up, that of its input is returned if wanted."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(wanted)
+            out = self._call_layer(index, x, kwargs)
+        torch.autograd.backward(out, grad)
+        return x.grad
+
+    def _gradients(self, index: int, x: Tensor, out: Tensor, grad: Tensor) -> Tensor | None:
+        if out.requires_grad:
+            with self.trace.span("compute", "backward", index):
+                torch.autograd.backward(out, grad)
+        return x.grad
+
+    def _update(self) -> Tensor:
+        """What is on the device; then what waited for the norm of all."""
+        if self._outer is not None:
+            self._norms |= self._outer.norms()
+        norm, factor = super()._update(), self.schedule(self.steps)
+        self.pipeline.update_all(norm, self._scale, factor)
+        if self._outer is not None:
+            self._outer.send(norm, self._scale, factor)
+        return norm
+
+    def _may_update(self, norm: Tensor) -> bool:
+        return super()._may_update(norm) if self._together else True  # else layers are updated already
+
+    def _spoiled(self) -> str:
+        return super()._spoiled() if self._together else "layers above are updated: go on from a checkpoint"
