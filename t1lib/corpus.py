@@ -1,42 +1,66 @@
-"""Real text for small language models: the running Python's own standard library, byte-level BPE, packed rows.
+"""Real text for small language models: texts, byte-level BPE, rows of tokens, and batches of them.
 
-    corpus = load_corpus(vocabulary=65536, seq=512)
-    corpus.train, corpus.held_out        # token ids (rows, seq)
+    corpus = load_corpus(vocabulary=65536, seq=512)      # the running Python's own standard library: no download
+    batch = corpus.train.batch(step, size=16, seed=0)    # {"input_ids": (16, 512), "labels": (16, 512)}
 
-Nothing is downloaded. The text depends on the Python version, which `Corpus.sha256` names. Folders of tests are left
-out: many distributions ship without them. The 11.5 MB that stay in Python 3.12 support about 79,000 tokens, because
-an identifier is one word here, together with the character before it; GPT-2's splitting, which cuts at every
-underscore, ends at 44,000. A pair of tokens must be seen twice to be merged, so every token is in the text.
+`Corpus.sha256` names the text, which depends on the Python version. The 11.5 MB of Python 3.12 support about 79,000
+tokens, because an identifier is one word here, together with the character before it; GPT-2's splitting, which cuts at
+every underscore, ends at 44,000. A pair of tokens must be seen twice to be merged, so every token is in the text.
 """
 
-import hashlib
 import os
-import sysconfig
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn import functional as F
 
 from t1lib.errors import T1Error, require
-from t1lib.heads import parse_bytes
+from t1lib.texts import LIBRARY, corpus_hash, read_texts, sha256
 
-END = "<|endoftext|>"  # between files; id 0
+END = "<|endoftext|>"  # after each text; id 0
+ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # of tokenizers that were not trained here
 SMALLEST = 257  # the bytes and END
 WORDS = r"[^\r\n\w]?\w+|[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _RECIPE = "1"  # part of the cache's key: to be raised with any change of the recipe
+
+
+class Rows(NamedTuple):
+    """Token ids int64 (rows, seq), and which of them are text (rows, seq); the others are padding, after it."""
+
+    ids: Tensor
+    text: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, step: int, size: int, seed: int) -> dict[str, Tensor]:
+        """The batch of step `step`, from 0 on: `size` rows, in an order of `seed` that is another one each epoch.
+
+        It depends on the arguments alone, so that a run can go on at any step. Padding has the label -100. Rows beyond
+        the last whole batch of an epoch are left out. Raises `T1Error` for more rows than there are.
+        """
+        require(1 <= size <= len(self), f"batch {size}; the corpus has {len(self)} rows of {self.ids.shape[1]} tokens")
+        epoch, place = divmod(step, len(self) // size)
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        return self.take(order[place * size : (place + 1) * size])
+
+    def take(self, rows: Tensor | slice) -> dict[str, Tensor]:
+        """A batch of these rows."""
+        ids = self.ids[rows]
+        return {"input_ids": ids, "labels": ids.masked_fill(~self.text[rows], -100)}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids int64 (rows, seq), `train` and `held_out` of different files; `sha256` is the text's."""
+    """`train` and `held_out` rows, of different texts; `sha256` is that of all texts."""
 
-    train: Tensor
-    held_out: Tensor
+    train: Rows
+    held_out: Rows
     vocabulary: int
     sha256: str
     files: int
@@ -52,59 +76,13 @@ def cache_folder() -> Path:
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"
 
 
-def standard_library(limit: int | str | None = None, root: Path | None = None) -> dict[str, str]:
-    """Sources of the running Python's standard library, without tests: name relative to it → text.
-
-    `limit` (bytes, or "2MB") keeps whole files up to it, in an order by the hash of their names, which mixes the
-    packages and does not depend on the machine. What cannot be read as UTF-8 is left out, as are generated files that
-    hold the build machine's paths. Raises `T1Error` when nothing is left.
-    """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
-    left = None if limit is None else parse_bytes(limit)
-    texts: dict[str, str] = {}
-    for name, path in sorted(_sources(root), key=lambda entry: _sha256(entry[0])):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        size = len(text.encode())
-        if left is not None:
-            if size > left:
-                continue
-            left -= size
-        if text.strip():
-            texts[name] = text
-    within = "" if limit is None else f" within {limit}"
-    require(bool(texts), f"the corpus is empty: no sources of the standard library{within}; some Pythons ship none")
-    return texts
-
-
-def _sources(root: Path) -> Iterator[tuple[str, Path]]:
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if _SKIPPED.isdisjoint(relative.parts[:-1]) and not path.name.startswith("_sysconfigdata"):
-            yield relative.as_posix(), path
-
-
-def _sha256(*texts: str) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def corpus_hash(texts: dict[str, str]) -> str:
-    """Hash of names and texts, whatever their order."""
-    return _sha256(*(part for name in sorted(texts) for part in (name, texts[name])))
-
-
 def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
     """A byte-level BPE tokenizer of exactly `vocabulary` tokens, trained on the texts or taken from `cache_folder()`.
 
     Raises `T1Error` for a vocabulary that the texts do not support, saying what they reach.
     """
     require(vocabulary >= SMALLEST, f"vocabulary {vocabulary}; allowed: {SMALLEST} (256 bytes and {END}) or more")
-    kept = cache_folder() / f"bpe-{vocabulary}-{_sha256(_RECIPE, WORDS, corpus_hash(texts))[:32]}.json"
+    kept = cache_folder() / f"bpe-{vocabulary}-{sha256(_RECIPE, WORDS, corpus_hash(texts))[:32]}.json"
     try:
         return Tokenizer.from_str(kept.read_text(encoding="utf-8"))
     except Exception:  # not there, or not whole: the library raises a bare Exception
@@ -144,39 +122,80 @@ def _keep(tokenizer: Tokenizer, path: Path) -> None:
             temporary.unlink()
 
 
-def split_files(texts: dict[str, str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
-    """Names of (training, held-out) files in an order drawn from `seed`; the latter hold the share `held_out`."""
+def split_texts(texts: dict[str, str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
+    """(training, held-out) texts in an order drawn from `seed`; the latter hold the share `held_out`. A single text is
+    cut in two, at the end of a line where it has any."""
     require(0 < held_out < 1, f"held_out {held_out}; allowed: a share between 0 and 1")
-    order = sorted(texts, key=lambda name: _sha256(str(seed), name))
     wanted = held_out * sum(len(text) for text in texts.values())
+    if len(texts) == 1:
+        (text,) = texts.values()
+        cut = text.rfind("\n", 0, len(text) - int(wanted)) + 1 or len(text) - int(wanted)
+        return [text[:cut]], [text[cut:]]
+    order = sorted(texts, key=lambda name: sha256(str(seed), name))
     taken, count = 0, 0
     while taken < wanted:
         taken += len(texts[order[count]])
         count += 1
-    return order[count:], order[:count]
+    return [texts[name] for name in order[count:]], [texts[name] for name in order[:count]]
 
 
 def load_corpus(
-    vocabulary: int, seq: int, *, limit: int | str | None = None, held_out: float = 0.05, seed: int = 0
-) -> Corpus:
-    """The standard library as rows of `seq` tokens, files joined by `END`, split by file.
+    vocabulary: int | None, seq: int, *, source: str | Path = LIBRARY, limit: int | str | None = None,
+    held_out: float = 0.05, seed: int = 0, packed: bool = True, tokenizer: str | Path | None = None,
+) -> Corpus:  # fmt: skip
+    """Texts as rows of `seq` tokens, split by text.
 
-    The tokenizer is trained on both parts. Raises `T1Error` for an empty corpus, a vocabulary that it does not
-    support, and a split that leaves a part without a row.
+    source, limit   as `t1lib.texts.read_texts` has them
+    packed          texts joined by their end token and cut into whole rows; else each begins a row of its own, and its
+                    last one is padded with end tokens
+    tokenizer       a tokenizer.json; without it one of `vocabulary` tokens is trained, on both parts
+
+    Raises `T1Error` for an empty corpus, a vocabulary that it does not support, and a split that leaves a part without
+    a row.
     """
     require(seq >= 2, f"seq {seq}; allowed: 2 or more")
-    texts = standard_library(limit)
-    tokenizer = byte_pairs(texts, vocabulary)
+    texts = read_texts(source, limit)
+    trained = byte_pairs(texts, vocabulary) if tokenizer is None else _read_tokenizer(Path(tokenizer))
     parts = []
-    for what, names in zip(("training", "held-out"), split_files(texts, held_out, seed), strict=True):
-        parts.append(_pack(tokenizer, [texts[name] for name in names], seq))
+    for what, part in zip(("training", "held-out"), split_texts(texts, held_out, seed), strict=True):
+        parts.append((_pack if packed else _pad)(_encode(trained, part), seq))
         require(len(parts[-1]) > 0, f"the {what} part has less than one row of {seq} tokens; take more bytes")
     size = sum(len(text.encode()) for text in texts.values())
-    return Corpus(*parts, vocabulary=vocabulary, sha256=corpus_hash(texts), files=len(texts), bytes=size)
+    return Corpus(*parts, trained.get_vocab_size(), sha256=corpus_hash(texts), files=len(texts), bytes=size)
 
 
-def _pack(tokenizer: Tokenizer, texts: list[str], seq: int) -> Tensor:
-    """Token ids of all texts, `END` after each, cut into whole rows of `seq`."""
-    end = [tokenizer.token_to_id(END)]
-    ids = [i for encoding in tokenizer.encode_batch(texts) for i in encoding.ids + end]
-    return torch.tensor(ids, dtype=torch.int64)[: len(ids) // seq * seq].reshape(-1, seq)
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception
+        raise T1Error(f"cannot read tokenizer {path}: {error}") from None
+    _end_of(tokenizer)
+    return tokenizer
+
+
+def _end_of(tokenizer: Tokenizer) -> int:
+    found = (tokenizer.token_to_id(end) for end in ENDS)
+    end = next((number for number in found if number is not None), None)
+    require(end is not None, f"the tokenizer has no end token; known: {', '.join(ENDS)}")
+    return end
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
+    """Token ids of each text, with an end token."""
+    end = [_end_of(tokenizer)]
+    return [torch.tensor(encoding.ids + end) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def _pack(texts: list[Tensor], seq: int) -> Rows:
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *texts])
+    ids = ids[: len(ids) // seq * seq].reshape(-1, seq)
+    return Rows(ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+def _pad(texts: list[Tensor], seq: int) -> Rows:
+    rows = [piece for ids in texts for piece in ids.split(seq)]
+    full = torch.stack([F.pad(row, (0, seq - len(row)), value=int(row[-1])) for row in rows]) if rows else None
+    if full is None:
+        full = torch.empty(0, seq, dtype=torch.int64)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return Rows(full, torch.arange(seq) < lengths[:, None])

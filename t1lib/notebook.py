@@ -108,6 +108,12 @@ class Run:
         run.outdir.mkdir(parents=True, exist_ok=True)
         return run
 
+    def used(self, name: str, sha256: str) -> None:
+        """Note the hash of what the run read beside its parameters, such as a corpus: it goes into the manifest."""
+        path = self.outdir / manifest.INPUTS
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        path.write_text(json.dumps(known | {name: sha256}, indent=1) + "\n", encoding="utf-8", newline="\n")
+
     def draw(self, name: str) -> "Figure":
         """Draw a figure of `t1lib.report.FIGURES` from the records so far, save it, and return it for display."""
         return _draw(self.outdir, self.experiment, name, self.records.frame())

@@ -5,6 +5,7 @@ import torch
 
 from t1lib import corpus
 from t1lib.errors import T1Error
+from t1lib.texts import LIBRARY, read_texts
 
 LIMIT = "400KB"
 
@@ -13,30 +14,6 @@ LIMIT = "400KB"
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("T1_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def test_the_library_is_read_without_tests_within_its_limit():
-    texts = corpus.standard_library(LIMIT)
-    assert 0 < sum(len(text.encode()) for text in texts.values()) <= 400_000
-    folders = {part for name in texts for part in name.split("/")[:-1]}
-    assert folders.isdisjoint({"test", "tests", "site-packages"})
-    assert list(texts) == list(corpus.standard_library(LIMIT))
-
-
-def test_files_that_are_no_text_are_left_out(tmp_path):
-    (tmp_path / "a.py").write_text("a = 1\n")
-    (tmp_path / "b.py").write_bytes(b"# \xff\xfe\n")
-    (tmp_path / "_sysconfigdata__linux.py").write_text("x = 1\n")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "c.py").write_text("c = 1\n")
-    assert corpus.standard_library(root=tmp_path) == {"a.py": "a = 1\n"}
-
-
-def test_an_empty_corpus_says_so(tmp_path):
-    with pytest.raises(T1Error, match="corpus is empty"):
-        corpus.standard_library(root=tmp_path)
-    with pytest.raises(T1Error, match=r"corpus is empty.*within 1;"):
-        corpus.standard_library(limit=1)
 
 
 def test_a_vocabulary_beyond_the_corpus_says_what_it_reaches():
@@ -50,7 +27,7 @@ def test_a_vocabulary_beyond_the_corpus_says_what_it_reaches():
 
 
 def test_text_comes_back_from_its_tokens():
-    texts = corpus.standard_library(LIMIT)
+    texts = read_texts(LIBRARY, LIMIT)
     tokenizer = corpus.byte_pairs(texts, 512)
     sample = "def f(self, x_1):\n\treturn 'ä€😀'  # 12\r\n"
     pieces = tokenizer.encode(sample).tokens
@@ -68,21 +45,22 @@ def _byte_alphabet():
 
 def test_the_same_seed_gives_the_same_rows_and_another_seed_another_split():
     one, two = (corpus.load_corpus(600, 32, limit=LIMIT) for _ in range(2))  # the second from the cache
-    assert torch.equal(one.train, two.train) and torch.equal(one.held_out, two.held_out)
+    assert torch.equal(one.train.ids, two.train.ids) and torch.equal(one.held_out.ids, two.held_out.ids)
     assert one.sha256 == two.sha256 and one.files == two.files
     other = corpus.load_corpus(600, 32, limit=LIMIT, seed=1)
     assert other.sha256 == one.sha256
-    assert other.held_out.shape != one.held_out.shape or not torch.equal(other.held_out, one.held_out)
+    assert not torch.equal(other.held_out.ids[0], one.held_out.ids[0])
 
 
 def test_rows_hold_tokens_of_the_vocabulary_and_the_split_is_by_file():
     found = corpus.load_corpus(600, 32, limit=LIMIT, held_out=0.2)
-    assert found.train.dtype == torch.int64 and found.train.shape[1] == found.held_out.shape[1] == 32
-    assert int(found.train.min()) >= 0 and int(found.train.max()) < 600
-    texts = corpus.standard_library(LIMIT)
-    train, held = corpus.split_files(texts, 0.2, 0)
-    assert not set(train) & set(held) and set(train) | set(held) == set(texts)
-    share = found.held_out.numel() / (found.held_out.numel() + found.train.numel())
+    ids = found.train.ids
+    assert ids.dtype == torch.int64 and ids.shape[1] == found.held_out.ids.shape[1] == 32
+    assert int(ids.min()) >= 0 and int(ids.max()) < 600 and found.train.text.all()
+    texts = read_texts(LIBRARY, LIMIT)
+    train, held = corpus.split_texts(texts, 0.2, 0)
+    assert not set(train) & set(held) and sorted(train + held) == sorted(texts.values())
+    share = len(found.held_out) / (len(found.held_out) + len(found.train))
     assert 0.1 < share < 0.5
 
 
@@ -90,7 +68,7 @@ def test_a_damaged_cache_is_made_again(cache):
     first = corpus.load_corpus(600, 32, limit=LIMIT)
     (kept,) = cache.glob("bpe-600-*.json")
     kept.write_text("{")
-    assert torch.equal(corpus.load_corpus(600, 32, limit=LIMIT).train, first.train)
+    assert torch.equal(corpus.load_corpus(600, 32, limit=LIMIT).train.ids, first.train.ids)
     assert kept.stat().st_size > 1000
 
 
@@ -113,3 +91,47 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(T1Error, match=message):
         corpus.load_corpus(**{"vocabulary": 600, "seq": 32, "limit": LIMIT} | arguments)
+
+
+def test_texts_apart_are_padded_at_the_end_and_padding_has_no_label(tmp_path):
+    for name, text in {"a": "one two", "b": "three four five six seven eight nine ten", "c": "x", "d": "y y"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    found = corpus.load_corpus(257, 8, source=tmp_path, packed=False, held_out=0.01)
+    batch = found.train.take(slice(None))
+    ids, labels = batch["input_ids"], batch["labels"]
+    assert bool((found.train.text[:, 0]).all()) and not bool(found.train.text.all())
+    assert torch.equal(labels == -100, ~found.train.text)
+    assert torch.equal(ids[found.train.text], labels[found.train.text])
+    for row, text in zip(ids, found.train.text, strict=True):
+        assert text.tolist() == sorted(text.tolist(), reverse=True)  # text, then padding
+        assert text.all() or (row[text.sum() - 1 :] == 0).all()  # which is end tokens
+
+
+def test_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_row_once():
+    rows = corpus.load_corpus(600, 32, limit=LIMIT).train
+    size = len(rows) // 3
+    epoch = [rows.batch(step, size, seed=5)["input_ids"] for step in range(3)]
+    assert torch.equal(rows.batch(1, size, seed=5)["input_ids"], epoch[1])
+    assert len(torch.unique(torch.cat(epoch), dim=0)) == len(torch.unique(rows.ids, dim=0)) or len(rows) % 3
+    assert not torch.equal(rows.batch(3, size, seed=5)["input_ids"], epoch[0])
+    assert not torch.equal(rows.batch(0, size, seed=6)["input_ids"], epoch[0])
+    with pytest.raises(T1Error, match=rf"batch {len(rows) + 1}; the corpus has {len(rows)} rows"):
+        rows.batch(0, len(rows) + 1, 0)
+
+
+def test_a_tokenizer_of_the_users_own(tmp_path):
+    texts = read_texts(LIBRARY, LIMIT)
+    corpus.byte_pairs(texts, 700).save(str(tmp_path / "tokenizer.json"))
+    own = corpus.load_corpus(None, 32, limit=LIMIT, tokenizer=tmp_path / "tokenizer.json")
+    assert own.vocabulary == 700
+    assert torch.equal(own.train.ids, corpus.load_corpus(700, 32, limit=LIMIT).train.ids)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(T1Error, match="cannot read tokenizer"):
+        corpus.load_corpus(None, 32, limit=LIMIT, tokenizer=tmp_path / "broken.json")
+
+
+def test_a_single_text_is_cut_in_two(tmp_path):
+    (tmp_path / "one.txt").write_text("".join(f"line {i}\n" for i in range(200)))
+    train, held = corpus.split_texts(read_texts(tmp_path / "one.txt"), 0.1, 0)
+    assert held[0].startswith("line ") and train[0].endswith("\n")
+    assert (train[0] + held[0]).count("\n") == 200 and 15 <= held[0].count("\n") <= 25

@@ -50,6 +50,7 @@ def test_manifest_tells_all_and_matches(checkout):
     assert content["started"].endswith("+00:00")
     assert content["files"]["executed.ipynb"]["bytes"] == 2
     assert {"commit", "dirty", "environment", "fingerprint"} <= set(content)
+    assert content["inputs"] == {}
     assert not (folder / "manifest.json.tmp").exists()
 
 

@@ -20,6 +20,7 @@ from t1lib.errors import T1Error, require
 from t1lib.measure.environment import device_name, environment, git_state
 
 NAME = "manifest.json"
+INPUTS = "inputs.json"  # sha256 by name of what a run read beside its parameters
 
 
 def _digest(data: bytes) -> str:
@@ -76,6 +77,11 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _inputs(folder: Path) -> dict[str, str]:
+    path = folder / INPUTS
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
     temporary = folder / (NAME + ".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", newline="\n")
@@ -103,6 +109,7 @@ def write(
         "parameters": dict(parameters),
         "fingerprint": fingerprint_of(made_of),
         "made_of": dict(made_of),
+        "inputs": _inputs(folder),
         **git_state(),
         "environment": environment(),
         "started": started,

@@ -214,7 +214,7 @@ def table3_budget(frame: pd.DataFrame) -> Table:
             "layers resident": _whole(found["resident"]),
             "activations kept": _whole(found["keep"]),
             "inputs on": {0.0: "device", 1.0: "host"}.get(found["inputs"], MISSING),
-            "outer state on": {0.0: "device", 1.0: "host"}.get(found["outer"], MISSING),
+            "outer state on": {0.0: "device", 1.0: "host", 2.0: "host, weights too"}.get(found["outer"], MISSING),
             "predicted (GiB)": median(frame, "predicted_gib", "budget", name),
             "allocated (GiB)": median(frame, "allocated_gib", "budget", name),
             "reserved (GiB)": median(frame, "reserved_gib", "budget", name),

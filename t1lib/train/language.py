@@ -1,6 +1,6 @@
-"""A small language model on real text: trained by the kit's own trainer, then asked for its hidden states."""
+"""A language model in training on real text, in any mode and with any head; and its hidden states afterwards."""
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,64 +10,84 @@ from t1lib.corpus import load_corpus
 from t1lib.errors import require
 from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.measure.head_data import save_operands
-from t1lib.train import OptimizerSpec, build_model, make_trainer
+from t1lib.texts import LIBRARY
+from t1lib.train import StepRecord
+from t1lib.train.models import PRESETS
+from t1lib.train.session import TrainSession
 
 
-class LanguageSession:
-    """A decoder in training on the corpus, in mode `gpu`, with AdamW.
+class LanguageSession(TrainSession):
+    """A `TrainSession` on the corpus: each step takes the batch of its number.
 
-    model          a preset; `layers` and `vocabulary` replace the preset's
-    seq, batch     tokens a row, rows a step; rows are drawn in an order of `seed`, epoch after epoch
-    limit          bytes of text, or "" for all (`t1lib.corpus`)
-    head           output layer; `head_options` go with it
-    16-bit weights have float32 masters. Raises `T1Error` as `load_corpus`, `build_model` and the trainer do.
+    model          a preset, whose vocabulary the corpus's replaces, or a checkpoint directory with its tokenizer
+    data, limit    source of the text, and its bytes ("" for all), as `t1lib.texts.read_texts` has them
+    vocabulary     of the tokenizer that is trained on the text (a checkpoint brings its own)
+    packed         as `t1lib.corpus.load_corpus` has it
+    data_seed      of the split and the order of the rows; by default `seed`, which is that of the weights
+    options        further arguments of `TrainSession`
+
+    Raises `T1Error` as `load_corpus`, `build_model` and the trainer do.
     """
 
     def __init__(
-        self, *, model: str, layers: int, vocabulary: int, seq: int, batch: int, limit: str, lr: float, dtype: str,
-        device: str, head: str, seed: int = 0, head_options: dict[str, Any] | None = None,
+        self, *, model: str, seq: int, batch: int, vocabulary: int | None = None, data: str = LIBRARY, limit: str = "",
+        packed: bool = True, seed: int = 0, data_seed: int | None = None, changes: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
-        self.corpus = load_corpus(vocabulary, seq, limit=limit or None, seed=seed)
-        rows = len(self.corpus.train)
-        require(rows >= batch, f"batch {batch}; the corpus has {rows} rows of {seq} tokens")
-        changes = {"num_hidden_layers": layers, "vocab_size": vocabulary}
-        built = build_model(model, dtype=getattr(torch, dtype), device=device, seed=seed, **changes)
-        spec = OptimizerSpec("adamw", lr=lr, betas=(0.9, 0.95), master_weights=dtype != "float32")
-        self.trainer = make_trainer(
-            built, "gpu", device=device, optimizer=spec, head=head, head_options=head_options or {}
+        own = None if model in PRESETS else Path(model) / "tokenizer.json"
+        require(own is None or own.is_file(), f"model {model!r} is neither a preset nor a folder with a tokenizer.json")
+        self.data_seed, self._size = seed if data_seed is None else data_seed, batch
+        self.corpus = load_corpus(
+            vocabulary, seq, source=data, limit=limit or None, seed=self.data_seed, packed=packed, tokenizer=own
         )
-        self.device = torch.device(device)
-        self._batches = self._draw(batch, seed)
-
-    def _draw(self, batch: int, seed: int) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(len(self.corpus.train), generator=generator)
-            yield from (self.corpus.train[rows] for rows in order.split(batch) if len(rows) == batch)
+        self.corpus.train.batch(0, batch, self.data_seed)  # refused before a model is built
+        if own is None:
+            changes = {"vocab_size": self.corpus.vocabulary, **(changes or {})}
+        super().__init__(model=model, seq=seq, batch=batch, seed=seed, changes=changes, **options)
+        held = self.trainer.parts.embed.num_embeddings
+        known = self.corpus.vocabulary
+        require(known <= held, f"the tokenizer has {known} tokens, the model's vocabulary {held}")
+        positions = self.trainer.model.config.max_position_embeddings
+        require(seq <= positions, f"seq {seq}; the model has {positions} positions")
+        self.batch = self.corpus.train.batch(0, batch, self.data_seed)
 
     def about(self) -> dict[str, int | str]:
         """Facts of corpus and model: the text's sha256, files, bytes, tokens, and the sizes of the model."""
         corpus, head = self.corpus, self.trainer.parts.head
         return {
             "sha256": corpus.sha256, "files": corpus.files, "bytes": corpus.bytes,
-            "train_tokens": corpus.train.numel(), "held_out_tokens": corpus.held_out.numel(),
+            "train_tokens": corpus.train.ids.numel(), "held_out_tokens": corpus.held_out.ids.numel(),
             "vocabulary": corpus.vocabulary, "hidden": head.weight.shape[1],
             "params": sum(p.numel() for p in self.trainer.model.parameters()),
         }  # fmt: skip
 
-    def train(self, steps: int) -> list[float]:
-        """Train; returns each step's loss."""
-        return [self.trainer.step({"input_ids": next(self._batches)}).loss for _ in range(steps)]
+    def step(self) -> StepRecord:
+        self.batch = self.corpus.train.batch(self.trainer.steps, self._size, self.data_seed)
+        return super().step()
+
+    def train(self, steps: int) -> list[StepRecord]:
+        """Train; returns each step's record."""
+        return [self.step() for _ in range(steps)]
+
+    def evaluate(self, rows: int) -> float:
+        """Mean loss of the first `rows` held-out rows, or of all if there are fewer."""
+        total, count = 0.0, 0
+        for start in range(0, min(rows, len(self.corpus.held_out)), self._size):
+            batch = self.corpus.held_out.take(slice(start, min(start + self._size, rows)))
+            tokens = int((next_token_targets(batch["labels"]) != -100).sum())
+            total, count = total + self.trainer.evaluate(batch) * tokens if tokens else total, count + tokens
+        return total / max(count, 1)
 
     @torch.no_grad()
     def hidden_states(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """What enters the head on held-out text: hidden states after the norm (N, D), weight (V, D), targets (N).
 
         N is `tokens`, or fewer where the held-out text is shorter; a row's last position has no target and is left out.
+        For models that are on the device as a whole (modes `gpu`, `ckpt`).
         """
-        parts, seq = self.trainer.parts, self.corpus.held_out.shape[1]
+        parts, rows = self.trainer.parts, self.corpus.held_out.ids
         states, targets = [], []
-        for ids in self.corpus.held_out[: -(-tokens // (seq - 1))].split(8):
+        for ids in rows[: -(-tokens // (rows.shape[1] - 1))].split(8):
             embedded = parts.embed(ids.to(self.device))
             states.append(parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1))
             targets.append(next_token_targets(ids)[:, :-1].flatten())

@@ -20,8 +20,9 @@ from t1lib.measure.memory import (
     unpinned_bytes,
 )
 from t1lib.measure.timing import NoTrace, PhaseTimer, Span, Trace, synchronize
-from t1lib.train import OptimizerSpec, SlideTrainer, StepRecord, build_model, make_trainer
+from t1lib.train import OptimizerSpec, Schedule, SlideTrainer, StepRecord, build_model, make_trainer
 
+PLACES = ("device", "host", "streamed")
 Timeline = list[tuple[float, int, int | None]]
 
 
@@ -43,7 +44,7 @@ class TrainSession:
 
     model      a preset or checkpoint, as `build_model` takes it; `changes` to a preset's configuration
     optimizer  fields of `OptimizerSpec`
-    options    further arguments of `make_trainer`
+    options    further arguments of `make_trainer`; `schedule` also as a dict of `Schedule`'s fields
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class TrainSession:
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
         spec = OptimizerSpec(**optimizer)
+        if isinstance(options.get("schedule"), dict):
+            options["schedule"] = Schedule(**options["schedule"])
         self.trainer = make_trainer(built, mode, device=device, optimizer=spec, **options)
         self.set_tokens(batch=batch, seq=seq)
         if self.device.type == "cuda":
@@ -136,8 +139,8 @@ class TrainSession:
         return found
 
     def choice(self) -> dict[str, float]:
-        """What slide's budget came to: `t1lib.plan.Choice` in numbers (1: on the host), predicted bytes and ms."""
-        chosen = {k: float(v == "host") if isinstance(v, str) else v for k, v in asdict(self.trainer.chosen).items()}
+        """What slide's budget came to: `t1lib.plan.Choice` in numbers (places by `PLACES`), predicted bytes and ms."""
+        chosen = {k: PLACES.index(v) if isinstance(v, str) else v for k, v in asdict(self.trainer.chosen).items()}
         return chosen | {f"predicted_{k}": v for k, v in self.trainer.predicted.items()}
 
     def _settle(self) -> None:

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
+from t1lib.corpus import byte_pairs
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.head_cases import Shape
 from t1lib.measure.head_data import operands
+from t1lib.texts import read_texts
 from t1lib.train.language import LanguageSession
 
 SETTINGS = dict(
-    model="tiny", layers=1, vocabulary=300, seq=16, batch=4, limit="300KB", lr=3e-3, dtype="float32", device="cpu",
-    head="chunked",
+    model="tiny", mode="gpu", changes={"num_hidden_layers": 1}, vocabulary=300, seq=16, batch=4, limit="300KB",
+    optimizer={"name": "adamw", "lr": 3e-3}, dtype="float32", device="cpu", head="chunked",
 )  # fmt: skip
 
 
@@ -21,10 +23,12 @@ def session():
 
 
 def test_it_learns_and_says_what_from(session, tmp_path):
-    losses = session.train(20)
+    before = session.evaluate(16)
+    losses = [record.loss for record in session.train(20)]
     assert len(losses) == 20 and losses[-1] < losses[0]
     about = session.about()
     assert len(about["sha256"]) == 64 and about["vocabulary"] == 300 and about["bytes"] <= 300_000
+    assert session.evaluate(16) < before
     found = session.held_out(50, str(tmp_path / "states.pt"))
     assert found["tokens"] == 50 and 0 < found["loss"] < losses[0]
     e, w, y = operands("real", Shape("M", 50, 300, 64), torch.float32, torch.device("cpu"), path=tmp_path / "states.pt")
@@ -34,20 +38,41 @@ def test_it_learns_and_says_what_from(session, tmp_path):
 
 def test_its_loss_on_hidden_states_is_the_models_own(session):
     e, w, y = session.hidden_states(10**9)
-    rows = session.corpus.held_out
+    rows = session.corpus.held_out.ids
     assert len(e) == len(y) == rows.shape[0] * (rows.shape[1] - 1) and int(y.min()) >= 0
     model = session.trainer.model
     with torch.no_grad():
         wanted = torch.stack([model(input_ids=ids, labels=ids).loss for ids in rows[:4].split(1)]).mean()
     count = 4 * (rows.shape[1] - 1)
     torch.testing.assert_close(linear_cross_entropy(e[:count], w, y[:count], head="full"), wanted)
+    assert session.evaluate(4) == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_the_same_seed_gives_the_same_losses():
-    one, two = (LanguageSession(**SETTINGS).train(3) for _ in range(2))
-    assert one == two
+    def losses(**other):
+        return [record.loss for record in LanguageSession(**SETTINGS | other).train(3)]
+
+    assert losses() == losses() == losses(mode="slide")
+    assert losses(data_seed=1) != losses() != losses(seed=1, data_seed=0)
 
 
 def test_a_batch_larger_than_the_corpus_is_refused():
     with pytest.raises(T1Error, match="batch 100000; the corpus has"):
         LanguageSession(**SETTINGS | {"batch": 100_000})
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(T1Error, match=r"neither a preset nor a folder with a tokenizer\.json"):
+        LanguageSession(**SETTINGS | {"model": str(tmp_path)})
+
+
+def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
+    session.trainer.model.config.save_pretrained(tmp_path)
+    session.trainer.model.save_pretrained(tmp_path)
+    byte_pairs(read_texts(limit="300KB"), 290).save(str(tmp_path / "tokenizer.json"))
+    settings = {k: v for k, v in SETTINGS.items() if k not in ("changes", "vocabulary")}
+    own = LanguageSession(**settings | {"model": str(tmp_path)})
+    assert own.about()["vocabulary"] == 290 and own.step().loss > 0
+    byte_pairs(read_texts(limit="300KB"), 310).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(T1Error, match="the tokenizer has 310 tokens, the model's vocabulary 300"):
+        LanguageSession(**settings | {"model": str(tmp_path)})

@@ -1,0 +1,123 @@
+"""Texts by name: the running Python's own standard library, or files and folders of the user's."""
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from t1lib.errors import T1Error, UnavailableError, require
+from t1lib.heads import parse_bytes
+
+LIBRARY = "stdlib"
+FIELDS = ("text", "content")  # of a record of a dataset, the first that is there
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_SHARDS = {".jsonl", ".parquet"}
+
+
+def sha256(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
+    """Name → text of `source`: "stdlib", a file, or a folder with all that is below it.
+
+    A file is UTF-8 text, or a dataset's shard with a text a record, in the field "text" or "content": `.jsonl`, or
+    `.parquet` where pyarrow is installed. In a folder, files that are no text (bytes that are not UTF-8, or NULs) and
+    hidden ones are left out. `limit` (bytes, or "2MB") keeps whole texts up to it, in an order by the hash of their
+    names, which does not depend on the machine. Raises `T1Error` for a source that is not there, a file that is no
+    text, and when nothing is left.
+    """
+    if source == LIBRARY:
+        return _within(_library(Path(sysconfig.get_paths()["stdlib"])), limit, "the standard library's sources")
+    path = Path(source)
+    require(path.exists(), f"no corpus at {path}; allowed: a file, a folder, or {LIBRARY!r}")
+    if path.is_file():
+        found = _records(path, path.name)
+        require(found is not None, f"{path} is not UTF-8 text, nor a .jsonl or .parquet shard of a dataset")
+        return _within(found, limit, str(path))
+    return _within(_folder(path), limit, f"text in {path}")
+
+
+def corpus_hash(texts: dict[str, str]) -> str:
+    """Hash of names and texts, whatever their order."""
+    return sha256(*(part for name in sorted(texts) for part in (name, texts[name])))
+
+
+def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str) -> dict[str, str]:
+    left = None if limit is None else parse_bytes(limit)
+    kept: dict[str, str] = {}
+    for name, text in sorted(texts, key=lambda entry: sha256(entry[0])):
+        size = len(text.encode())
+        if not text.strip() or (left is not None and size > left):
+            continue
+        left = None if left is None else left - size
+        kept[name] = text
+    within = "" if limit is None else f" within {limit}"
+    require(bool(kept), f"the corpus is empty: {what} holds no text{within}")
+    return kept
+
+
+def _library(root: Path) -> Iterator[tuple[str, str]]:
+    """Sources without tests, which many distributions lack, and without the build machine's paths."""
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        if _SKIPPED.isdisjoint(relative.parts[:-1]) and not path.name.startswith("_sysconfigdata"):
+            text = _text(path)
+            if text is not None:
+                yield relative.as_posix(), text
+
+
+def _folder(root: Path) -> Iterator[tuple[str, str]]:
+    for path in root.rglob("*"):
+        relative = path.relative_to(root)
+        if path.is_file() and not any(part.startswith(".") for part in relative.parts):
+            yield from _records(path, relative.as_posix()) or ()
+
+
+def _records(path: Path, name: str) -> list[tuple[str, str]] | None:
+    """(name, text) of all that a file holds; None if it is no text."""
+    if path.suffix not in _SHARDS:
+        text = _text(path)
+        return None if text is None else [(name, text)]
+    rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+    return [(f"{name}#{number}", _field(row, f"{path}, record {number}")) for number, row in enumerate(rows)]
+
+
+def _text(path: Path) -> str | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if "\0" in text else text
+
+
+def _json_lines(path: Path) -> list[Any]:
+    text = _text(path)
+    require(text is not None, f"{path} is not UTF-8 text")
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise T1Error(f"{path}, line {number}: not JSON ({error})") from None
+    return rows
+
+
+def _parquet(path: Path) -> list[Any]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise UnavailableError(f"{path}: reading .parquet needs pyarrow, which is not installed") from None
+    return parquet.read_table(path).to_pylist()
+
+
+def _field(row: Any, where: str) -> str:
+    held = row if isinstance(row, dict) else {}
+    text = next((held[field] for field in FIELDS if isinstance(held.get(field), str)), None)
+    require(text is not None, f"{where}: no text; allowed: an object with a string in {' or '.join(map(repr, FIELDS))}")
+    return text

@@ -1,0 +1,127 @@
+"""`python -m t1lib train`: train a model on text in any mode, with metrics, checkpoints and a plot."""
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+from t1lib.errors import T1Error, choose, require
+
+VOCABULARY = 16384  # of a preset, unless asked for: what a few megabytes of text support
+EXIT_OK, EXIT_INTERRUPTED = 0, 130
+
+
+def add_parser(commands: Any) -> None:
+    """The command's arguments. Nothing is imported for them that takes long."""
+    parser = commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot")
+    add = parser.add_argument
+    add("--model", required=True, help="a preset, such as qwen3-0.6b, or a checkpoint folder with its tokenizer")
+    add("--change", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of a preset's shape")
+    add("--data", default="stdlib", help="a file, a folder of text or of a dataset's shards, or stdlib (default)")
+    add("--limit", default="", help="most bytes of it, such as 20MB (default: all)")
+    add("--vocabulary", type=int, help=f"tokens, trained on the text (default: the preset's, at most {VOCABULARY})")
+    add("--unpacked", action="store_true", help="every text in rows of its own, padded")
+    add("--seq", type=int, default=512, help="tokens a row (default: 512)")
+    add("--batch", type=int, default=16, help="rows a step (default: 16)")
+    add("--micro-batch", type=int, help="rows computed at a time (default: all)")
+    add("--mode", default="gpu", help="gpu, ckpt, slide or fsdp (default: gpu)")
+    add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
+    add("--workspace", help="of the head, such as 256MiB")
+    add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
+    add("--steps", type=int, default=1000, help="in all, also of a run that goes on (default: 1000)")
+    add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
+    add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
+    add("--weight-decay", type=float, default=0.0, help="(default: 0)")
+    add("--schedule", default="cosine", help="constant, linear or cosine (default: cosine)")
+    add("--warmup", type=int, help="steps (default: a twentieth of all)")
+    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to it; 0: do not (default: 1)")
+    add("--dtype", help="of weights: float32, bfloat16 (default: bfloat16 on a GPU, with float32 masters)")
+    add("--device", help="cuda or cpu (default: a GPU where there is one)")
+    add("--compile", action="store_true", help="compile the decoder layers")
+    add("--seed", type=int, default=0, help="of weights, split and order (default: 0)")
+    add("--out", help="folder of the run (default: runs/MODEL-MODE-HEAD)")
+    add("--resume", action="store_true", help="go on from the folder's last checkpoint")
+    add("--checkpoint-every", type=int, default=500, help="steps; 0: at the end alone (default: 500)")
+    add("--eval-every", type=int, default=100, help="steps; 0: never (default: 100)")
+    add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
+    add("--report-every", type=int, default=10, help="steps (default: 10)")
+    parser.set_defaults(command=train)
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Run the command; returns 0, or 130 when it was interrupted."""
+    from t1lib.train.run import TrainRun
+
+    for name in ("steps", "batch", "seq"):
+        value = getattr(arguments, name)
+        require(value >= 1, f"--{name} {value}; allowed: 1 or more")
+    for name in ("checkpoint_every", "eval_every", "eval_rows", "report_every"):
+        value = getattr(arguments, name)
+        require(value >= 0, f"--{name.replace('_', '-')} {value}; allowed: 0 or more")
+    folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
+    run = TrainRun(folder, settings_of(arguments), arguments.resume)
+    about = run.about
+    text = f"{about['train_tokens']:,} tokens of {about['files']} texts (sha256 {about['sha256'][:12]})"
+    print(f"{arguments.model}: {about['params']:,} parameters; {text}, {about['held_out_tokens']:,} held out; {folder}")
+    try:
+        whole = run.train(
+            checkpoint_every=arguments.checkpoint_every, evaluate_every=arguments.eval_every,
+            evaluate_rows=arguments.eval_rows, report_every=arguments.report_every, out=sys.stdout,
+        )  # fmt: skip
+        print(f"plot {run.plot()}")
+    finally:
+        run.close()
+    if not whole:
+        print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
+    return EXIT_OK if whole else EXIT_INTERRUPTED
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `t1lib.train.run.TrainRun` takes."""
+    import torch
+
+    from t1lib.heads import HEADS
+    from t1lib.train import MODES, OPTIMIZERS, PRESETS
+    from t1lib.train.optim import SCHEDULES
+
+    known = {"mode": MODES, "head": HEADS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+    for name, allowed in known.items():
+        choose(name, getattr(arguments, name), allowed)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = arguments.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    choose("dtype", dtype, ("float32", "bfloat16"))
+    preset = PRESETS.get(arguments.model)
+    warmup = arguments.steps // 20 if arguments.warmup is None else arguments.warmup
+    settings = {
+        "model": arguments.model, "mode": arguments.mode, "head": arguments.head, "data": arguments.data,
+        "limit": arguments.limit, "packed": not arguments.unpacked, "seq": arguments.seq, "batch": arguments.batch,
+        "micro_batch": arguments.micro_batch, "dtype": dtype, "device": device, "seed": arguments.seed,
+        "steps": arguments.steps, "max_grad_norm": arguments.max_grad_norm or None, "compile_layers": arguments.compile,
+        "optimizer": {
+            "name": arguments.optimizer, "lr": arguments.lr, "weight_decay": arguments.weight_decay,
+            "betas": [0.9, 0.95], "master_weights": dtype != "float32",
+        },
+        "schedule": {"name": arguments.schedule, "warmup": warmup, "total": arguments.steps},
+    }  # fmt: skip
+    if preset is not None:
+        settings["vocabulary"] = arguments.vocabulary or min(VOCABULARY, int(preset["vocab_size"]))
+        settings["changes"] = {field: _value(text) for field, text in arguments.change}
+    else:
+        choose("model", arguments.model, [*PRESETS, *([arguments.model] if Path(arguments.model).is_dir() else [])])
+        plain = not arguments.change and not arguments.vocabulary
+        require(plain, "--change and --vocabulary are of presets: a checkpoint has its own shape and tokenizer")
+    if arguments.workspace:
+        settings["head_options"] = {"workspace": arguments.workspace}
+    if arguments.gpu_memory:
+        if arguments.mode != "slide":
+            raise T1Error(f"--gpu-memory is of mode slide, the mode is {arguments.mode}")
+        settings |= {"gpu_memory": arguments.gpu_memory, "plan_for": [arguments.batch, arguments.seq]}
+    return settings
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

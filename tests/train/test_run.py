@@ -1,0 +1,129 @@
+"""The training command: what it leaves, how it goes on, how it stops, and what it refuses."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t1lib.__main__ import main
+from t1lib.train import checkpoint
+
+SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--limit", "300KB", "--vocabulary", "300",
+         "--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked"]  # fmt: skip
+
+
+def train(folder, *more):
+    return main([*SMALL, "--out", str(folder), *more])
+
+
+def metrics(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(folder):
+    return [float(row["loss"]) for row in metrics(folder)]
+
+
+def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "12", "--eval-every", "5", "--report-every", "4") == 0
+    rows = metrics(tmp_path / "a")
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    assert losses(tmp_path / "a")[-1] < losses(tmp_path / "a")[0]
+    assert [int(row["step"]) for row in rows if row["held_out_loss"]] == [5, 10, 12]
+    assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
+    assert float(rows[0]["lr"]) > float(rows[-1]["lr"]) > 0
+    assert (tmp_path / "a" / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-00000012"]
+    out = capsys.readouterr().out
+    assert "step  4/12  loss" in out and "tokens/s" in out and "held out" in out and "parameters" in out
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, mode):
+    often = ["--mode", mode, "--schedule", "constant", "--warmup", "2", "--eval-every", "0"]
+    assert train(tmp_path / "whole", *often, "--steps", "9") == 0
+    assert train(tmp_path / "parts", *often, "--steps", "4") == 0
+    with (tmp_path / "parts" / "metrics.csv").open("a") as file:
+        file.write("5" + ",1.0" * 8 + ",\n")  # of a step after the checkpoint, when the power went
+    before = (tmp_path / "parts" / "run.json").read_text()
+    settings = json.loads(before)
+    settings["settings"]["schedule"]["total"] = 9
+    (tmp_path / "parts" / "run.json").write_text(json.dumps(settings))
+    assert train(tmp_path / "parts", *often, "--steps", "9", "--resume") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_interrupted_it_keeps_what_it_has(tmp_path):
+    """Ctrl-C in the middle: a checkpoint of the last step, all metrics, exit code 130; and it goes on."""
+    command = [sys.executable, "-m", "t1lib", *SMALL, "--out", str(tmp_path / "a"), "--steps", "100000"]
+    command += ["--checkpoint-every", "0", "--eval-every", "0"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not ((tmp_path / "a" / "metrics.csv").is_file() and metrics(tmp_path / "a")):
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=120)
+    assert run.returncode == 130, out
+    done = len(metrics(tmp_path / "a"))
+    assert f"interrupted after step {done}" in out and "Traceback" not in out
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == [f"step-{done:08d}"]
+    assert (tmp_path / "a" / "metrics.png").is_file()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys):
+    write, calls = checkpoint._write, []
+
+    def full(path, content):
+        calls.append(path)
+        if "00000004" in str(path):
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    assert train(tmp_path / "a", "--steps", "6", "--checkpoint-every", "2", "--schedule", "constant") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-00000002"]
+    monkeypatch.setattr(checkpoint, "_write", write)
+    assert train(tmp_path / "a", "--steps", "6", "--checkpoint-every", "2", "--schedule", "constant", "--resume") == 0
+    assert [int(row["step"]) for row in metrics(tmp_path / "a")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--steps", "0"], "--steps 0; allowed: 1 or more"),
+        (["--eval-rows", "-1"], "--eval-rows -1; allowed: 0 or more"),
+        (["--mode", "slid"], "unknown mode 'slid'"),
+        (["--head", "best"], "unknown head 'best'"),
+        (["--data", "/nowhere"], "no corpus at /nowhere"),
+        (["--vocabulary", "100000"], "is more than this corpus supports"),
+        (["--seq", "4096"], "seq 4096; the model has 2048 positions"),
+        (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
+        (["--mode", "slide", "--gpu-memory", "1MiB"], "the least that works"),
+        (["--change", "layers", "3"], "layers"),
+        (["--model", "qwen3-06b"], "unknown model 'qwen3-06b'"),
+        (["--batch", "100000"], "batch 100000; the corpus has"),
+        (["--resume"], "holds no run to go on with"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_left(tmp_path, capsys, more, message):
+    assert train(tmp_path / "a", *more) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_is_not_overwritten_and_goes_on_with_its_own_settings_alone(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "2") == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
+    assert train(tmp_path / "a", "--steps", "2") == 2
+    assert "holds a run; --resume goes on with it" in capsys.readouterr().err
+    assert train(tmp_path / "a", "--steps", "2", "--resume", "--batch", "8") == 2
+    assert "batch is 8; the run in" in capsys.readouterr().err
+    assert before == {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
