@@ -143,6 +143,19 @@ def test_all_modes_have_the_same_losses(smoke_outputs):
     assert ablation and all(len(found) == 5 and len(set(found.values())) == 1 for found in ablation)
 
 
+def test_the_same_arithmetic_trains_the_same(smoke_outputs):
+    """convergence on a CPU in float32: with one head, both modes have the same losses and norms to the last bit."""
+    with (smoke_outputs / "outputs" / "smoke" / "convergence" / "samples.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] in ("loss", "grad_norm", "held_out_loss")]
+    curves: dict[str, list[tuple[str, ...]]] = {}
+    for row in rows:
+        curves.setdefault(row["variant"], []).append((row["metric"], row["step"], row["value"]))
+    for head in ("full", "chunked", "fused"):
+        assert len(curves[f"{head}-gpu"]) > 60 and curves[f"{head}-gpu"] == curves[f"{head}-slide"]
+    assert curves["filter-gpu"] != curves["fused-gpu"] != curves["order"]
+    assert manifest.read(smoke_outputs / "outputs" / "smoke" / "convergence")["inputs"].keys() == {"corpus"}
+
+
 def test_plain_papermill_runs_a_notebook(tmp_path):
     for folder in ("notebooks", "params"):
         shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))

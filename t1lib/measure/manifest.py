@@ -20,7 +20,7 @@ from t1lib.errors import T1Error, require
 from t1lib.measure.environment import device_name, environment, git_state
 
 NAME = "manifest.json"
-INPUTS = "inputs.json"  # sha256 by name of what a run read beside its parameters
+INPUTS = "inputs.json"  # while a run goes on: sha256 by name of what it read beside its parameters
 
 
 def _digest(data: bytes) -> str:
@@ -77,9 +77,11 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _inputs(folder: Path) -> dict[str, str]:
+def _take_inputs(folder: Path) -> dict[str, str]:
     path = folder / INPUTS
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.unlink(missing_ok=True)
+    return found
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
@@ -109,7 +111,7 @@ def write(
         "parameters": dict(parameters),
         "fingerprint": fingerprint_of(made_of),
         "made_of": dict(made_of),
-        "inputs": _inputs(folder),
+        "inputs": _take_inputs(folder),
         **git_state(),
         "environment": environment(),
         "started": started,

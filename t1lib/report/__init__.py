@@ -1,17 +1,36 @@
 """Figures, tables and numbers: functions of the records alone, by experiment."""
 
-from t1lib.report import cce, cce_numbers, cce_tables, chunks, chunks_tables, t1m1, t1m1_tables, t1m3, t1m3_tables
+from t1lib.report import (
+    cce,
+    cce_numbers,
+    cce_tables,
+    chunks,
+    chunks_tables,
+    convergence,
+    t1m1,
+    t1m1_tables,
+    t1m3,
+    t1m3_tables,
+)
 
-FIGURES = {"cce": cce.FIGURES, "chunks": chunks.FIGURES, "t1m1": t1m1.FIGURES, "t1m3": t1m3.FIGURES}
+FIGURES = {
+    "cce": cce.FIGURES,
+    "chunks": chunks.FIGURES,
+    "convergence": convergence.FIGURES,
+    "t1m1": t1m1.FIGURES,
+    "t1m3": t1m3.FIGURES,
+}
 TABLES = {
     "cce": cce_tables.TABLES,
     "chunks": chunks_tables.TABLES,
+    "convergence": convergence.TABLES,
     "t1m1": t1m1_tables.TABLES,
     "t1m3": t1m3_tables.TABLES,
 }
 NUMBERS = {
     "cce": cce_numbers.numbers,
     "chunks": chunks_tables.numbers,
+    "convergence": convergence.numbers,
     "t1m1": t1m1_tables.numbers,
     "t1m3": t1m3_tables.numbers,
 }

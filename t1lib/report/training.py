@@ -22,7 +22,7 @@ def draw_metrics(frame: pd.DataFrame, path: Path) -> Path:
         where = "device_gib" if frame["device_gib"].notna().any() else "host_gib"
         label = f"memory of the {where.removesuffix('_gib')}"
         memory.plot(frame["step"], frame[where], color=colours[1], lw=1.2, label=label)
-        memory.set(ylabel=f"{label} (GiB)", ylim=(0, None))
+        memory.set(ylabel=f"{label} (GiB)", ylim=(0, 1.2 * frame[where].max()))
         memory.grid(False)
         memory.spines["right"].set_visible(True)
         handles = [*rate.get_lines(), *memory.get_lines()]

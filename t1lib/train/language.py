@@ -23,7 +23,7 @@ class LanguageSession(TrainSession):
     data, limit    source of the text, and its bytes ("" for all), as `t1lib.texts.read_texts` has them
     vocabulary     of the tokenizer that is trained on the text (a checkpoint brings its own)
     packed         as `t1lib.corpus.load_corpus` has it
-    data_seed      of the split and the order of the rows; by default `seed`, which is that of the weights
+    data_seed      of the order of the rows; by default `seed`, which is that of the weights and of the split
     options        further arguments of `TrainSession`
 
     Raises `T1Error` as `load_corpus`, `build_model` and the trainer do.
@@ -38,7 +38,7 @@ class LanguageSession(TrainSession):
         require(own is None or own.is_file(), f"model {model!r} is neither a preset nor a folder with a tokenizer.json")
         self.data_seed, self._size = seed if data_seed is None else data_seed, batch
         self.corpus = load_corpus(
-            vocabulary, seq, source=data, limit=limit or None, seed=self.data_seed, packed=packed, tokenizer=own
+            vocabulary, seq, source=data, limit=limit or None, seed=seed, packed=packed, tokenizer=own
         )
         self.corpus.train.batch(0, batch, self.data_seed)  # refused before a model is built
         if own is None:

@@ -1,0 +1,139 @@
+"""Figures, tables and numbers of `convergence`: the same training by every head and in every mode."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from t1lib.measure.records import Numbers, numeric
+from t1lib.report.select import median, pick
+from t1lib.report.style import FLOOR, VARIANTS, subplots
+from t1lib.report.tables import Table, make_table
+
+REFERENCE, ORDER = "full-gpu", "order"
+STYLES = {"gpu": "-", "slide": "--"}
+LABELS = {"filter-gpu": "fused, filtered; gpu", ORDER: "another order of the text"}
+
+
+def curves(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """A metric's values by step, a column a variant, in the order in which they were trained."""
+    rows = numeric(frame)
+    rows = rows[(rows["metric"] == metric) & (rows["phase"] == "train")]
+    table = rows.pivot_table(index="step", columns="variant", values="value")
+    return table[list(dict.fromkeys(rows["variant"]))]
+
+
+def exact(names: list[str]) -> list[str]:
+    """The variants that claim to compute what the reference does."""
+    return [n for n in names if n not in (REFERENCE, ORDER, "filter-gpu")]
+
+
+def label(name: str) -> str:
+    if name in LABELS:
+        return LABELS[name]
+    head, mode = name.rsplit("-", 1)
+    return f"{VARIANTS[head].label}; {mode}"
+
+
+def _look(name: str) -> dict[str, object]:
+    if name == ORDER:
+        return {"color": "0.6", "linestyle": ":"}
+    if name == "filter-gpu":
+        return {"color": VARIANTS["fsdp"].colour, "linestyle": "-"}
+    head, mode = name.rsplit("-", 1)
+    return {"color": VARIANTS[head].colour, "linestyle": STYLES[mode]}
+
+
+def smooth(values: pd.DataFrame) -> pd.DataFrame:
+    return values.rolling(max(len(values) // 50, 1), center=True, min_periods=1).mean()
+
+
+def _draw(frame: pd.DataFrame, metric: str, what: str) -> Figure:
+    """Curves, and their distances from the reference, which is 0 where the arithmetic is the same."""
+    figure, (left, right) = subplots(2.8, 2)
+    values = curves(frame, metric)
+    for name, column in smooth(values).items():
+        left.plot(column.index, column, lw=1.0, label=label(name), **_look(name))
+    left.set(xlabel="step", ylabel=what)
+    _distances(right, values, what)
+    handles = [*left.get_lines(), *(line for line in right.get_lines() if not line.get_label().startswith("_"))]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3)
+    return figure
+
+
+def _distances(axes: Axes, values: pd.DataFrame, what: str) -> None:
+    window = max(len(values) // 50, 1)
+    found = values.sub(values[REFERENCE], axis=0).abs().drop(columns=REFERENCE)
+    for name, column in found.rolling(window, center=True, min_periods=1).max().items():
+        if column.max() > 0:
+            axes.plot(column.index, column.where(column > 0), lw=1.0, marker=".", ms=2, **_look(name))
+    if ORDER in found:
+        axes.axhline(found[ORDER].max() / 10, label="another order's largest / 10", **FLOOR)
+    axes.set(xlabel="step", ylabel=f"distance of {what}", yscale="log")
+
+
+def fig1_loss(frame: pd.DataFrame) -> Figure:
+    """Losses over steps, and how far they are from the reference's."""
+    return _draw(frame, "loss", "loss")
+
+
+def fig2_grad_norm(frame: pd.DataFrame) -> Figure:
+    """The same of the norm of all gradients."""
+    return _draw(frame, "grad_norm", "gradient norm")
+
+
+def differences(frame: pd.DataFrame, metric: str) -> pd.Series:
+    """Each variant's largest distance from the reference, over all steps."""
+    values = curves(frame, metric)
+    return values.sub(values[REFERENCE], axis=0).abs().max()
+
+
+def _facts(frame: pd.DataFrame, name: str) -> dict[str, float]:
+    losses = curves(frame, "loss")[name]
+    held_out = pick(frame, "held_out_loss", "train", name)
+    norms = curves(frame, "grad_norm")
+    relative = (norms[name] / norms[REFERENCE] - 1).abs().max()
+    return {
+        "final_loss": float(losses.tail(max(len(losses) // 20, 1)).mean()),
+        "held_out_loss": float(held_out.iloc[-1]) if len(held_out) else np.nan,
+        "largest_difference": float(differences(frame, "loss")[name]),
+        "final_difference": float(abs(smooth(curves(frame, "loss"))[[name, REFERENCE]].diff(axis=1).iloc[-1, -1])),
+        "norm_difference": float(relative),
+        "wall_ms": median(frame, "wall_ms", "train", name),
+    }
+
+
+def table1(frame: pd.DataFrame) -> Table:
+    """One row a variant: where it ends, and how far it was from the reference at most."""
+    rows = []
+    for name in curves(frame, "loss").columns:
+        facts = _facts(frame, name)
+        rows.append({
+            "head; mode": label(name),
+            "loss, last twentieth": facts["final_loss"],
+            "held-out loss": facts["held_out_loss"],
+            "largest difference of loss": facts["largest_difference"],
+            "of the mean at the end": facts["final_difference"],
+            "of the norm, relative": facts["norm_difference"],
+            "step (ms)": facts["wall_ms"],
+        })  # fmt: skip
+    return make_table(rows)
+
+
+def numbers(frame: pd.DataFrame, out: Numbers) -> None:
+    """`convergence.<variant>.<fact>`, and the largest difference of the exact variants over that of another order."""
+    names = list(curves(frame, "loss").columns)
+    for name in names:
+        for fact, value in _facts(frame, name).items():
+            out.set(f"convergence.{name}.{fact}", value, "ms" if fact == "wall_ms" else "")
+    largest = differences(frame, "loss")
+    worst = float(largest[exact(names)].max())
+    out.set("convergence.exact.largest_difference", worst)
+    out.set("convergence.exact.over_order", worst / float(largest[ORDER]), "", ".3f")
+    out.set("convergence.order.tenth", float(largest[ORDER]) / 10)
+    for fact in ("steps", "tokens", "params", "vocabulary", "train_tokens", "held_out_tokens", "bytes"):
+        out.set(f"convergence.{fact}", median(frame, fact, "facts", "all"), "", ",.0f")
+
+
+FIGURES = {f.__name__: f for f in (fig1_loss, fig2_grad_norm)}
+TABLES = {"table1": table1}
