@@ -1,11 +1,11 @@
-"""The command line: `python -m t1lib run | list | report | train`."""
+"""The command line: `python -m t1lib run | list | report | plan | train`."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from t1lib import driver, params, paths, training
+from t1lib import driver, params, paths, planning, training
 from t1lib.errors import T1Error, UnavailableError, choose, require
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile
@@ -67,7 +67,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "Run and report the experiments of the kit; train models."
+    what = "Run and report the experiments of the kit; plan and train models."
     parser = argparse.ArgumentParser(prog="python -m t1lib", description=what)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
     report.set_defaults(command=_report)
+    planning.add_parser(commands)
     training.add_parser(commands)
     return parser
 

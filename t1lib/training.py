@@ -106,7 +106,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     if preset is not None:
         settings["vocabulary"] = arguments.vocabulary or min(VOCABULARY, int(preset["vocab_size"]))
-        settings["changes"] = {field: _value(text) for field, text in arguments.change}
+        settings["changes"] = {field: value_of(text) for field, text in arguments.change}
     else:
         choose("model", arguments.model, [*PRESETS, *([arguments.model] if Path(arguments.model).is_dir() else [])])
         plain = not arguments.change and not arguments.vocabulary
@@ -120,7 +120,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """A number, list, … as Python writes it; else the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

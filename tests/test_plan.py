@@ -7,9 +7,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from t1lib.errors import T1Error
-from t1lib.plan import SPREAD, Choice, Machine, Work, choose_plan, device_bytes, saved_bytes, step_ms, work_of
+from t1lib.machine import Machine
+from t1lib.plan import SPREAD, Choice, choose_plan, device_bytes, step_ms
 from t1lib.train import OptimizerSpec, build_model, make_trainer
 from t1lib.train.models import layer_arguments, split
+from t1lib.work import Work, saved_bytes, work_of
 
 WORK = Work(
     layers=28, layer=50_000_000, outer=311_000_000, hidden=2048, itemsize=2, saved=113_000, state=12, tokens=16384,

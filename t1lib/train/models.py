@@ -184,8 +184,8 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[s
     return first, [kwargs for _, kwargs in seen]
 
 
-def sizes(name: str, **changes: object) -> dict[str, int]:
-    """Counts of a preset or local checkpoint, without building it: layers, layer_params, params, vocabulary, hidden."""
+def shape_only(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
+    """The model of a preset or checkpoint on PyTorch's device "meta": shapes without numbers."""
     if name in PRESETS:
         config = _preset_config(name, changes)
     else:
@@ -193,8 +193,15 @@ def sizes(name: str, **changes: object) -> dict[str, int]:
         with _loading(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layers = split(model).layers
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def sizes(name: str, **changes: object) -> dict[str, int]:
+    """Counts of a preset or local checkpoint, without building it: layers, layer_params, params, vocabulary, hidden."""
+    model = shape_only(name, **changes)
+    layers, config = split(model).layers, model.config
     return {
         "layers": len(layers),
         "layer_params": sum(p.numel() for p in layers[0].parameters()),

@@ -57,7 +57,9 @@ def choose_by_budget(
 ) -> tuple[Any, dict[str, float]]:
     """The `t1lib.plan.Choice` that fits into the budget, for a trainer of these other options; bytes on the device and
     ms a step that it is predicted to take."""
-    from t1lib.plan import H200, choose_plan, device_bytes, step_ms, work_of  # which imports this package
+    from t1lib.machine import this_machine  # these import this package
+    from t1lib.plan import choose_plan, device_bytes, step_ms
+    from t1lib.work import work_of
 
     require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
     rows, seq = plan_for
@@ -70,5 +72,6 @@ def choose_by_budget(
         together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
         **{k: common[k] for k in ("train", "loss", "embedding", "graph_tokens") if k in common},
     )  # fmt: skip
-    choice = choose_plan(work, parse_bytes(gpu_memory))
-    return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, H200)}
+    machine = this_machine()
+    choice = choose_plan(work, parse_bytes(gpu_memory), machine)
+    return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, machine)}

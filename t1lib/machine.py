@@ -1,0 +1,88 @@
+"""A machine's rates, by which times are predicted: those of an H200, or measured here in under a minute."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from t1lib.corpus import cache_folder
+from t1lib.errors import T1Error
+from t1lib.measure.environment import device_name
+from t1lib.measure.floors import measure_link, measure_product
+from t1lib.measure.timing import median_ms
+from t1lib.train.optim import OptimizerSpec, Updater
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a machine: bytes/s over the link each way, bytes/s that the host's updates move, operations/s of
+    products and of attention in practice, bytes/s of the device's own updates, and the times in ms that the host needs
+    to launch an eager layer's forward, and a graph."""
+
+    name: str = "H200"
+
+    link_in: float = 52e9
+    link_out: float = 52e9
+    update: float = 150e9
+    flops: float = 450e12
+    attention: float = 300e12
+    memory: float = 2.5e12
+    launch_ms: float = 1.3
+    graph_ms: float = 0.3
+
+
+H200 = Machine()
+
+
+def machine_file() -> Path:
+    return cache_folder() / "machine.json"
+
+
+def this_machine() -> Machine:
+    """What `calibrate` found on this device, else an H200's rates."""
+    try:
+        found = Machine(**json.loads(machine_file().read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return H200
+    return found if found.name == device_name() else H200
+
+
+def calibrate(device: torch.device) -> Machine:
+    """Measure this machine and keep its rates for `this_machine`. Raises `T1Error` where they cannot be written."""
+    found, path = measure_machine(device), machine_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise T1Error(f"cannot write {path}: {error.strerror or error}") from None
+    return found
+
+
+PRACTICE = 0.65  # of what a single large product or copy reaches, a training step's do
+
+
+def measure_machine(device: torch.device) -> Machine:
+    """The rates of this machine, measured in a few seconds; on a CPU, "the device" is the CPU, too."""
+    cuda = device.type == "cuda"
+    dtype, size = (torch.bfloat16, 8192) if cuda else (torch.float32, 512)
+    link = measure_link(device, nbytes=2**26 if cuda else 2**22)
+    weight = torch.zeros(2**24, dtype=torch.bfloat16)
+    updater = Updater({"w": weight}, OptimizerSpec("adamw", master_weights=True))
+    update = median_ms(partial(updater.step, {"w": torch.zeros_like(weight)}), torch.device("cpu"), 5)
+    big = torch.empty(2**28 if cuda else 2**22, device=device)
+    add = median_ms(lambda: big.add_(1), device, 5)
+    return Machine(
+        name=device_name(), link_in=link.both_in, link_out=link.both_out, update=28 * weight.numel() / update * 1e3,
+        flops=PRACTICE * measure_product(device, dtype, size), attention=PRACTICE * _attention_rate(device, dtype),
+        memory=PRACTICE * 2 * big.nbytes / add * 1e3,
+    )  # fmt: skip
+
+
+def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations/s of causal attention."""
+    heads, tokens, width = (16, 8192, 128) if device.type == "cuda" else (4, 256, 16)
+    q = torch.randn(1, heads, tokens, width, device=device, dtype=dtype)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+    return 2 * heads * tokens**2 * width / median_ms(attend, device, 5) * 1e3

@@ -1,0 +1,162 @@
+"""Will it fit, and how long will it take? Predicted memory and time of a step, for every mode and head.
+
+Memory is counted from what each phase of a step holds alive, beginning with shapes. Time comes from a few rates of the
+machine (`t1lib.machine`). Nothing is trained and no weight is made.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from t1lib.errors import T1Error, require
+from t1lib.machine import Machine
+from t1lib.measure.memory import GIB
+from t1lib.plan import SLACK, SPREAD, TEMPORARY, choose_plan, device_bytes, head_ms, layer_ms, step_ms
+from t1lib.train.models import shape_only
+from t1lib.train.optim import OptimizerSpec
+from t1lib.work import Work, work_of
+
+MODES = ("gpu", "ckpt", "slide")
+HEADS = {"full": 1.7, "chunked": 1.45, "fused": 1.1}  # time over the three products, about (notebook cce)
+PROCESS = int(1.6 * GIB)  # of the host, by Python, torch and CUDA
+CHUNKS = 8  # of head `chunked`, by default
+HOST_GRADS = 4  # layers whose gradients wait on the host in mode slide, by default
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is to be trained: `rows` × `seq` tokens a step, `micro_batch` rows at a time, all parameters.
+
+    changes      to a preset's configuration
+    optimizer    with float32 master weights, unless dtype is float32
+    workspace    of head `fused`, bytes
+    """
+
+    model: str
+    rows: int
+    seq: int
+    micro_batch: int | None = None
+    dtype: str = "bfloat16"
+    optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("adamw", master_weights=True))
+    workspace: int = 2**28
+    max_grad_norm: float | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one mode with one head: peak bytes on the device, allocated and reserved by the allocator, and on the host;
+    ms a step; what mode slide keeps where; and why it does not fit, if it does not."""
+
+    mode: str
+    head: str
+    allocated: int
+    reserved: int
+    host: int
+    ms: float
+    choice: str = ""
+    why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.why
+
+
+def head_bytes(head: str, work: Work) -> int:
+    """Most bytes that a head holds beyond its inputs and gradients.
+
+    full: of each logit the log-probability, its gradient, and the one before the softmax, in float32. chunked: of a
+    chunk's, the logit in 16 bits and in 32, and its gradient.
+    """
+    logits = work.micro_tokens * work.vocabulary
+    if head == "full":
+        return 12 * logits
+    return 8 * logits // CHUNKS if head == "chunked" else work.workspace
+
+
+def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
+    """Every mode with every head, on a device of `vram` bytes beside `host` bytes (None: enough).
+
+    Raises `T1Error` for a setting that no mode can train: positions, sizes.
+    """
+    for name in ("rows", "seq"):
+        require(getattr(setting, name) >= 1, f"{name}={getattr(setting, name)}; allowed: 1 or more")
+    require(setting.micro_batch is None or setting.micro_batch >= 1, f"micro_batch={setting.micro_batch}; allowed: ≥ 1")
+    dtype = getattr(torch, setting.dtype)
+    model = shape_only(setting.model, dtype, **setting.changes)
+    positions = model.config.max_position_embeddings
+    require(setting.seq <= positions, f"seq {setting.seq}; {setting.model} has {positions} positions")
+    spec = setting.optimizer if dtype != torch.float32 else replace(setting.optimizer, master_weights=False)
+    work = work_of(
+        model, spec, rows=setting.rows, seq=setting.seq, micro_batch=setting.micro_batch, workspace=setting.workspace,
+        together=setting.max_grad_norm is not None,
+    )  # fmt: skip
+    found = []
+    for mode in MODES:
+        for head, cost in HEADS.items():
+            one = replace(work, workspace=head_bytes(head, work), head_cost=cost)
+            found.append(_slide(one, head, vram, machine) if mode == "slide" else _resident(one, mode, head, machine))
+    return [_judged(p, vram, host) for p in found]
+
+
+def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
+    """Modes gpu and ckpt: the most of the head's phase, the first layer's backward, and the update."""
+    weights, state = work.params * work.itemsize, work.params * work.state
+    wide = 4 * work.largest * (work.state > 2 * work.itemsize)  # one gradient widened for the update
+    base = weights + state + wide + SLACK + (weights if work.pieces > 1 else 0)
+    hidden = work.micro_tokens * work.hidden * work.itemsize
+    one = work.micro_tokens * work.saved
+    kept = work.layers * (one if mode == "gpu" else hidden) + 6 * hidden
+    outer = work.head * work.itemsize * (work.pieces == 1)  # of the gradients, what is there when the layers' begin
+    backward = one * (TEMPORARY if mode == "gpu" else 1 + TEMPORARY)
+    peak = base + max(kept + work.workspace, kept + outer + backward, weights * (work.pieces == 1))
+    forward, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
+    launch = machine.launch_ms * work.pieces
+    again = max(forward, launch) if mode == "ckpt" else 0.0
+    layers = work.layers * (max(forward, launch) + max(back, 2 * launch) + again)
+    update = work.params * 2 * (work.state + work.itemsize) / machine.memory * 1e3
+    ms = layers + head_ms(work, machine) + update
+    return Prediction(mode, head, int(peak), int(peak * SPREAD), PROCESS, ms)
+
+
+def _slide(work: Work, head: str, vram: int, machine: Machine) -> Prediction:
+    state = work.state + work.itemsize
+    waiting = work.layers if work.together else min(HOST_GRADS, work.layers)
+    try:
+        choice = choose_plan(work, vram, machine)
+    except T1Error:
+        choice = choose_plan(work, 2**62, Machine(link_in=1e30, link_out=1e30))  # only to say what is the least
+        choice = replace(choice, slots=2, resident=0, keep=0, inputs="host", outer="streamed")
+    streamed = work.layers - choice.resident
+    host = streamed * work.layer * state + min(waiting, streamed) * work.layer * work.itemsize
+    if choice.outer != "device":
+        host += work.outer * (state + 2 * work.itemsize)
+    if choice.inputs == "host":
+        host += work.layers * work.tokens * work.hidden * work.itemsize
+    peak = device_bytes(work, choice)
+    places = ", ".join(f"{k} {v}" for k, v in asdict(choice).items())
+    return Prediction("slide", head, peak, int(peak * SPREAD), PROCESS + host, step_ms(work, choice, machine), places)
+
+
+def _judged(p: Prediction, vram: int, host: int | None) -> Prediction:
+    if p.reserved > vram:
+        return replace(p, why=f"needs {p.reserved / GIB:.1f} of {vram / GIB:.1f} GiB on the device")
+    if host is not None and p.host > host:
+        return replace(p, why=f"needs {p.host / GIB:.1f} of {host / GIB:.1f} GiB on the host")
+    return p
+
+
+def recommended(predictions: Iterable[Prediction]) -> Prediction:
+    """The fastest that fits; of equally fast ones the one with the fastest head, then the smallest.
+
+    `T1Error` says what would fit if nothing does.
+    """
+    everything = list(predictions)
+    fitting = [p for p in everything if p.fits]
+    if not fitting:
+        least = min(everything, key=lambda p: p.reserved)
+        need = f"{least.reserved / GIB:.1f} GiB on the device and {least.host / GIB:.1f} GiB on the host"
+        raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
+    return min(fitting, key=lambda p: (round(p.ms), HEADS[p.head], p.reserved))

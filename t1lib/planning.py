@@ -1,0 +1,91 @@
+"""`python -m t1lib plan`: will it fit, and how long will a step take?"""
+
+import argparse
+from typing import Any
+
+from t1lib.errors import choose, require
+
+GIB = 2**30
+
+
+def add_parser(commands: Any) -> None:
+    """The command's arguments. Nothing is imported for them that takes long."""
+    parser = commands.add_parser("plan", help="predict memory and time of a step for every mode and head")
+    add = parser.add_argument
+    add("--model", help="a preset, such as qwen3-8b, a checkpoint folder, or a hub name")
+    add("--change", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of a preset's shape")
+    add("--seq", type=int, default=1024, help="tokens a row (default: 1024)")
+    add("--batch", type=int, default=1, help="rows a step (default: 1)")
+    add("--micro-batch", type=int, help="rows computed at a time (default: all)")
+    add("--vram", help="of the GPU, such as 16GiB (default: this GPU's)")
+    add("--host", help="memory of the host, such as 64GiB (default: enough)")
+    add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
+    add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
+    add("--max-grad-norm", type=float, default=0.0, help="clip gradients: updates wait for the last one")
+    add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
+    add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
+    parser.set_defaults(command=plan)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Run the command; returns 0, or raises `T1Error` when nothing fits, after the table."""
+    import torch
+
+    from t1lib.heads import parse_bytes
+    from t1lib.machine import calibrate, machine_file, this_machine
+    from t1lib.planner import predict, recommended
+
+    if arguments.calibrate:
+        found = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        print(f"{found.name}: link {found.link_in / 1e9:.1f} GB/s in, {found.link_out / 1e9:.1f} GB/s out; updates on "
+              f"the host {found.update / 1e9:.0f} GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in "
+              f"{machine_file()}")  # fmt: skip
+        if arguments.model is None:
+            return 0
+    require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
+    if arguments.vram is None:
+        require(torch.cuda.is_available(), "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
+    vram = parse_bytes(arguments.vram) if arguments.vram else torch.cuda.get_device_properties(0).total_memory
+    host = parse_bytes(arguments.host) if arguments.host else None
+    machine, setting = this_machine(), setting_of(arguments)
+    predictions = predict(setting, vram, host, machine)
+    print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens a step, {arguments.optimizer}; "
+          f"{vram / GIB:.1f} GiB of GPU memory; times by the rates of: {machine.name}\n")  # fmt: skip
+    print(f"{'mode':<6} {'head':<8} {'allocated':>10} {'reserved':>10} {'host':>10} {'step':>10} {'tokens/s':>10}")
+    tokens = arguments.batch * arguments.seq
+    for p in predictions:
+        sizes = " ".join(f"{value / GIB:>6.1f} GiB" for value in (p.allocated, p.reserved, p.host))
+        print(f"{p.mode:<6} {p.head:<8} {sizes} {p.ms / 1e3:>8.2f} s {tokens / p.ms * 1e3:>10,.0f}  {p.why or 'fits'}")
+    best = recommended(predictions)
+    print(f"\nrecommended: mode {best.mode}, head {best.head}" + (f" ({best.choice})" if best.choice else ""))
+    print(f"  {command_of(arguments, best)}")
+    return 0
+
+
+def setting_of(arguments: argparse.Namespace) -> Any:
+    """The `t1lib.planner.Setting` that is asked for."""
+    from t1lib.heads import parse_bytes
+    from t1lib.planner import Setting
+    from t1lib.train import OPTIMIZERS, OptimizerSpec
+    from t1lib.training import value_of
+
+    choose("optimizer", arguments.optimizer, OPTIMIZERS)
+    choose("dtype", arguments.dtype, ("bfloat16", "float32"))
+    return Setting(
+        arguments.model, arguments.batch, arguments.seq, arguments.micro_batch, arguments.dtype,
+        OptimizerSpec(arguments.optimizer, master_weights=arguments.dtype != "float32"),
+        parse_bytes(arguments.workspace), arguments.max_grad_norm or None,
+        {name: value_of(text) for name, text in arguments.change},
+    )  # fmt: skip
+
+
+def command_of(arguments: argparse.Namespace, best: Any) -> str:
+    """The training command that does what was recommended."""
+    parts = ["python -m t1lib train --model", arguments.model, "--mode", best.mode, "--head", best.head]
+    parts += ["--seq", arguments.seq, "--batch", arguments.batch, "--optimizer", arguments.optimizer]
+    parts += ["--dtype", arguments.dtype, "--max-grad-norm", f"{arguments.max_grad_norm:g}"]
+    parts += ["--micro-batch", arguments.micro_batch] if arguments.micro_batch else []
+    parts += ["--workspace", arguments.workspace] if best.head == "fused" else []
+    parts += ["--gpu-memory", arguments.vram] if best.mode == "slide" and arguments.vram else []
+    parts += [part for name, text in arguments.change for part in ("--change", name, text)]
+    return " ".join(map(str, parts))

@@ -1,0 +1,130 @@
+"""What a training step of a model asks for: counts of parameters, bytes and operations, found without training it."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from t1lib.train.graphs import GRAPH_TOKENS
+from t1lib.train.models import layer_arguments, split
+from t1lib.train.optim import OptimizerSpec, state_bytes
+from t1lib.train.placement import spare_modules
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of a model: counts that memory and time follow from. Bytes unless said otherwise.
+
+    layer, outer     numbers of parameters, of one layer and of all trained ones outside
+    still            of those that are used outside of the layers and not trained
+    head             of the output layer that the loss takes
+    largest          of the largest one
+    vocabulary       rows of the output layer
+    attention        operations of a layer's forward, a token, beside those with its weights
+    head_cost        time of loss and gradients over that of the three products
+    graphed          whether layers that are streamed and computed again run as CUDA graphs
+    saved            what a layer's backward needs, a token, beyond its weights
+    state            optimizer state of a parameter on the device, and on the host
+    """
+
+    layers: int
+    layer: int
+    outer: int
+    hidden: int
+    itemsize: int
+    saved: int
+    state: int
+    tokens: int
+    micro_tokens: int
+    workspace: int
+    together: bool
+    still: int = 0
+    head: int = 0
+    largest: int = 0
+    vocabulary: int = 0
+    attention: int = 0
+    head_cost: float = 1.0
+    graphed: bool = False
+
+    @property
+    def params(self) -> int:
+        return self.layers * self.layer + self.outer + self.still
+
+    @property
+    def pieces(self) -> int:
+        """Micro-batches of a step."""
+        return -(-self.tokens // self.micro_tokens)
+
+
+def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
+    """Bytes a token that a decoder layer saves for its backward, weights not counted, in rows of `seq` tokens.
+
+    Found by running one on a few tokens, twice: what grows with the row is an attention that keeps its matrix.
+    """
+    few, more = (_saved_by_running(config, dtype, tokens) for tokens in (16, 32))
+    return round(few + (more - few) / 16 * (seq - 16))
+
+
+def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> float:
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.vocab_size = 1, 8
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:1]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small, dtype=dtype)
+    parts = split(model.to_empty(device="cpu"))  # whatever the weights are
+    layer = parts.layers[0]
+    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        start = tensor.untyped_storage().data_ptr()
+        if start not in weights:
+            found[start] = tensor  # held, so that no other gets its address
+        return tensor
+
+    hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+    hidden, arguments = layer_arguments(parts, hidden)
+    with saved_tensors_hooks(pack, lambda t: t):
+        out = type(layer).forward(layer, hidden, **arguments[0])
+    del out
+    return sum(t.untyped_storage().nbytes() for t in found.values()) / tokens
+
+
+def work_of(
+    model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
+    workspace: int = 2**29, together: bool = False, train: str = "all", loss: str = "cross_entropy",
+    embedding: str = "host", graph_tokens: int = GRAPH_TOKENS,
+) -> Work:  # fmt: skip
+    """Counts of a step of `rows` × `seq` tokens, `micro_batch` rows at a time; the rest as `SlideTrainer` has it."""
+    parts, dtype = split(model), next(model.parameters()).dtype
+    in_layers = {id(p) for p in parts.layers.parameters()}
+    outside = {p for p in model.parameters() if id(p) not in in_layers}
+    trained = {p for p in outside if train == "all" or (train == "marked" and p.requires_grad)}
+    spare = spare_modules(parts, train, loss, embedding)
+    held = {p for module in model.modules() if module not in spare for p in module.parameters(recurse=False)}
+    with_head = loss == "cross_entropy"
+    micro_tokens = min(micro_batch or rows, rows) * seq
+    return Work(
+        layers=len(parts.layers), layer=_count(parts.layers[0].parameters()), outer=_count(trained),
+        still=_count((outside - trained) & held), head=_count(parts.head.parameters()) * with_head,
+        hidden=model.config.hidden_size, itemsize=dtype.itemsize, saved=saved_bytes(model.config, dtype, seq),
+        state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq,
+        micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
+        largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
+        attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
+    )  # fmt: skip
+
+
+def _attention(config: PreTrainedConfig, seq: int) -> int:
+    """Operations a token of causal attention's two products, half of whose entries count; windows are not looked at."""
+    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    return 2 * seq * width
+
+
+def _count(params: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in params)

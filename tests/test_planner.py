@@ -1,0 +1,135 @@
+"""The planner: what it counts, what it recommends, and what it says when nothing fits."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from t1lib import machine, planner
+from t1lib.__main__ import main
+from t1lib.errors import T1Error
+from t1lib.machine import H200, Machine
+from t1lib.measure.memory import GIB
+from t1lib.planner import Setting, head_bytes, predict, recommended
+from t1lib.train import build_model, make_trainer
+from t1lib.train.models import shape_only
+from t1lib.train.optim import OptimizerSpec
+from t1lib.work import work_of
+
+SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("T1_CACHE", str(tmp_path / "cache"))
+
+
+def by_name(predictions):
+    return {(p.mode, p.head): p for p in predictions}
+
+
+def test_what_an_h200_measured_before_is_about_what_is_predicted():
+    """T1M1's real setting: gpu 74.6 GiB reserved and ckpt 32.4 GiB, with head chunked (README of commit b988d01)."""
+    found = by_name(predict(SETTING, 141 * GIB, None, H200))
+    assert found["gpu", "chunked"].reserved == pytest.approx(74.6 * GIB, rel=0.1)
+    assert found["ckpt", "chunked"].reserved == pytest.approx(32.4 * GIB, rel=0.1)
+
+
+def test_heads_workspaces_are_those_that_were_measured():
+    """Notebook cce, shapes G and Q: full 22839 and 13619 MiB, chunked 2018 and 1203 MiB (without the gradients)."""
+    model = shape_only("qwen3-1.7b", torch.bfloat16)
+    work = work_of(model, OptimizerSpec("adamw", master_weights=True), rows=8, seq=1024)
+    gradients = (8192 + 151936) * 2048 * 2
+    assert (head_bytes("full", work) - gradients) / 2**20 == pytest.approx(13619, rel=0.01)
+    assert head_bytes("chunked", work) / 2**20 == pytest.approx(1203, rel=0.02)
+    assert head_bytes("fused", work) == work.workspace
+
+
+def test_without_a_limit_everything_fits_and_less_memory_takes_longer():
+    plenty = predict(SETTING, 1000 * GIB, None, H200)
+    assert len(plenty) == 9 and all(p.fits for p in plenty)
+    times = [recommended(predict(SETTING, size * GIB, None, H200)).ms for size in (6, 16, 40, 141)]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+
+
+def test_why_the_others_fail_and_what_would_fit():
+    found = by_name(predict(SETTING, 16 * GIB, 64 * GIB, H200))
+    assert found["gpu", "fused"].why.endswith("of 16.0 GiB on the device")
+    assert recommended(found.values()) == found["slide", "fused"]
+    cramped = predict(SETTING, 16 * GIB, 8 * GIB, H200)
+    assert by_name(cramped)["slide", "fused"].why.endswith("of 8.0 GiB on the host")
+    with pytest.raises(T1Error, match=r"nothing fits; the least is mode slide .* GiB on the device and .*host"):
+        recommended(cramped)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"seq": 50000}, "seq 50000; qwen3-1.7b has 40960 positions"),
+        ({"rows": 0}, "rows=0; allowed: 1 or more"),
+        ({"micro_batch": 0}, "micro_batch=0"),
+        ({"model": "qwen3-17b"}, "unknown model 'qwen3-17b'"),
+    ],
+)
+def test_bad_settings_are_named(other, message):
+    with pytest.raises(T1Error, match=message):
+        predict(replace(SETTING, **other), GIB, None, H200)
+
+
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+def test_on_a_cpu_tensors_held_between_steps_are_within_the_prediction(mode):
+    spec = OptimizerSpec("adamw")
+    setting = Setting("tiny", rows=2, seq=64, dtype="float32", optimizer=spec)
+    trainer = make_trainer(build_model("tiny", dtype=torch.float32), mode, optimizer=spec)
+    trainer.step({"input_ids": torch.zeros(2, 64, dtype=torch.int64)})
+    held = sum(t.nbytes for t in trainer.device_tensors())
+    assert held < by_name(predict(setting, 10 * GIB, None, H200))[mode, "full"].allocated
+
+
+def test_the_command_prints_the_table_and_a_command_to_train(capsys):
+    assert main(["plan", "--model", "qwen3-8b", "--seq", "4096", "--vram", "16GiB", "--host", "128GiB"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("GiB on the device") == 6 and "recommended: mode slide, head fused" in out
+    assert "python -m t1lib train --model qwen3-8b --mode slide --head fused --seq 4096" in out
+    assert "--gpu-memory 16GiB" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "qwen3-8b", "--vram", "1GiB"], "nothing fits; the least is"),
+        (["--vram", "16GiB"], "--model is missing"),
+        (["--model", "tiny", "--vram", "lots"], "lots"),
+        (["--model", "tiny", "--vram", "1GiB", "--optimizer", "adam"], "unknown optimizer 'adam'"),
+    ],
+)
+def test_bad_commands_are_named(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
+def test_without_a_gpu_its_memory_must_be_given(capsys):
+    assert main(["plan", "--model", "tiny"]) == 2
+    assert "--vram is missing, and there is no GPU here" in capsys.readouterr().err
+
+
+def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(capsys, monkeypatch):
+    assert machine.this_machine() == H200
+    assert main(["plan", "--calibrate"]) == 0
+    assert "GB/s" in capsys.readouterr().out
+    found = machine.this_machine()
+    assert found != H200 and min(v for v in asdict(found).values() if not isinstance(v, str)) > 0
+    assert Machine(**json.loads(machine.machine_file().read_text())) == found
+    monkeypatch.setattr(machine, "device_name", lambda: "another")
+    assert machine.this_machine() == H200
+    machine.machine_file().write_text("{")
+    assert machine.this_machine() == H200
+
+
+def test_modes_and_heads_are_known_elsewhere():
+    from t1lib.heads import HEADS
+    from t1lib.train import MODES
+
+    assert set(planner.MODES) <= set(MODES) and set(planner.HEADS) <= set(HEADS)
