@@ -12,7 +12,6 @@ from t1lib.machine import H200, Machine
 from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
 
-SLACK = 64 * 2**20  # cuBLAS's workspaces, small tensors
 TEMPORARY = 0.6  # of a layer's saved activations: what its backward holds beside them at its peak
 SPREAD = 1.04  # bytes that the allocator reserves for one that is asked for
 
@@ -47,7 +46,7 @@ def device_bytes(work: Work, choice: Choice) -> int:
     outer = work.still * work.itemsize + work.outer * (2 * work.itemsize + work.state * (choice.outer == "device"))
     if choice.outer == "streamed":  # pieces of the head's weight and gradient; gradients of its input in float32
         outer = 4 * PIECE_BYTES + 2 * work.tokens * work.hidden * (work.itemsize + 4)
-    fixed = streamed + choice.resident * (2 * weights + state) + outer + SLACK
+    fixed = streamed + choice.resident * (2 * weights + state) + outer + work.slack
     hidden = work.tokens * work.hidden * work.itemsize
     others = work.layers - choice.keep
     kept = choice.keep * work.tokens * work.saved + others * hidden * (choice.inputs == "device") + 2 * hidden

@@ -13,10 +13,10 @@ import torch
 from t1lib.errors import T1Error, require
 from t1lib.machine import Machine
 from t1lib.measure.memory import GIB
-from t1lib.plan import SLACK, SPREAD, TEMPORARY, choose_plan, device_bytes, head_ms, layer_ms, step_ms
+from t1lib.plan import SPREAD, TEMPORARY, Choice, choose_plan, device_bytes, head_ms, layer_ms, step_ms
 from t1lib.train.models import shape_only
 from t1lib.train.optim import OptimizerSpec
-from t1lib.work import Work, work_of
+from t1lib.work import SLACK, Work, work_of
 
 MODES = ("gpu", "ckpt", "slide")
 HEADS = {"full": 1.7, "chunked": 1.45, "fused": 1.1}  # time over the three products, about (notebook cce)
@@ -32,6 +32,7 @@ class Setting:
     changes      to a preset's configuration
     optimizer    with float32 master weights, unless dtype is float32
     workspace    of head `fused`, bytes
+    slack        bytes that any step holds beside; on a CPU there are none
     """
 
     model: str
@@ -43,6 +44,7 @@ class Setting:
     workspace: int = 2**28
     max_grad_norm: float | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
+    slack: int = SLACK
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,17 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
 
     Raises `T1Error` for a setting that no mode can train: positions, sizes.
     """
+    work = _work(setting)
+    found = [predict_one(work, mode, head, machine, vram) for mode in MODES for head in HEADS]
+    return [_judged(p, vram, host) for p in found]
+
+
+def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choice: Choice | None = None) -> Prediction:
+    """One mode with one head; slide with the options of `choice`. Whether it fits is not asked."""
+    return predict_one(_work(setting), mode, head, machine, 2**62, choice)
+
+
+def _work(setting: Setting) -> Work:
     for name in ("rows", "seq"):
         require(getattr(setting, name) >= 1, f"{name}={getattr(setting, name)}; allowed: 1 or more")
     require(setting.micro_batch is None or setting.micro_batch >= 1, f"micro_batch={setting.micro_batch}; allowed: ≥ 1")
@@ -93,19 +106,24 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
         model, spec, rows=setting.rows, seq=setting.seq, micro_batch=setting.micro_batch, workspace=setting.workspace,
         together=setting.max_grad_norm is not None,
     )  # fmt: skip
-    found = []
-    for mode in MODES:
-        for head, cost in HEADS.items():
-            one = replace(work, workspace=head_bytes(head, work), head_cost=cost)
-            found.append(_slide(one, head, vram, machine) if mode == "slide" else _resident(one, mode, head, machine))
-    return [_judged(p, vram, host) for p in found]
+    return replace(work, slack=setting.slack)
+
+
+def predict_one(
+    work: Work, mode: str, head: str, machine: Machine, vram: int, choice: Choice | None = None
+) -> Prediction:
+    """One mode with one head; what slide keeps is chosen for `vram` bytes unless it is given."""
+    one = replace(work, workspace=head_bytes(head, work), head_cost=HEADS[head])
+    if mode == "slide":
+        return _slide(one, head, choice or _chosen(one, vram, machine), machine)
+    return _resident(one, mode, head, machine)
 
 
 def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
     """Modes gpu and ckpt: the most of the head's phase, the first layer's backward, and the update."""
     weights, state = work.params * work.itemsize, work.params * work.state
     wide = 4 * work.largest * (work.state > 2 * work.itemsize)  # one gradient widened for the update
-    base = weights + state + wide + SLACK + (weights if work.pieces > 1 else 0)
+    base = weights + state + wide + work.slack + (weights if work.pieces > 1 else 0)
     hidden = work.micro_tokens * work.hidden * work.itemsize
     one = work.micro_tokens * work.saved
     kept = work.layers * (one if mode == "gpu" else hidden) + 6 * hidden
@@ -121,14 +139,16 @@ def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
     return Prediction(mode, head, int(peak), int(peak * SPREAD), PROCESS, ms)
 
 
-def _slide(work: Work, head: str, vram: int, machine: Machine) -> Prediction:
+def _chosen(work: Work, vram: int, machine: Machine) -> Choice:
+    try:
+        return choose_plan(work, vram, machine)
+    except T1Error:
+        return Choice(slots=2, inputs="host", outer="streamed")  # does not fit either, and is the least
+
+
+def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Prediction:
     state = work.state + work.itemsize
     waiting = work.layers if work.together else min(HOST_GRADS, work.layers)
-    try:
-        choice = choose_plan(work, vram, machine)
-    except T1Error:
-        choice = choose_plan(work, 2**62, Machine(link_in=1e30, link_out=1e30))  # only to say what is the least
-        choice = replace(choice, slots=2, resident=0, keep=0, inputs="host", outer="streamed")
     streamed = work.layers - choice.resident
     host = streamed * work.layer * state + min(waiting, streamed) * work.layer * work.itemsize
     if choice.outer != "device":

@@ -14,6 +14,8 @@ from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import OptimizerSpec, state_bytes
 from t1lib.train.placement import spare_modules
 
+SLACK = 64 * 2**20  # on a GPU: cuBLAS's workspaces, small tensors
+
 
 @dataclass(frozen=True)
 class Work:
@@ -26,6 +28,7 @@ class Work:
     vocabulary       rows of the output layer
     attention        operations of a layer's forward, a token, beside those with its weights
     head_cost        time of loss and gradients over that of the three products
+    slack            bytes that any step holds beside all this
     graphed          whether layers that are streamed and computed again run as CUDA graphs
     saved            what a layer's backward needs, a token, beyond its weights
     state            optimizer state of a parameter on the device, and on the host
@@ -48,6 +51,7 @@ class Work:
     vocabulary: int = 0
     attention: int = 0
     head_cost: float = 1.0
+    slack: int = SLACK
     graphed: bool = False
 
     @property

@@ -7,6 +7,7 @@ from t1lib.report import (
     chunks,
     chunks_tables,
     convergence,
+    frontier,
     t1m1,
     t1m1_tables,
     t1m3,
@@ -17,6 +18,7 @@ FIGURES = {
     "cce": cce.FIGURES,
     "chunks": chunks.FIGURES,
     "convergence": convergence.FIGURES,
+    "frontier": frontier.FIGURES,
     "t1m1": t1m1.FIGURES,
     "t1m3": t1m3.FIGURES,
 }
@@ -24,6 +26,7 @@ TABLES = {
     "cce": cce_tables.TABLES,
     "chunks": chunks_tables.TABLES,
     "convergence": convergence.TABLES,
+    "frontier": frontier.TABLES,
     "t1m1": t1m1_tables.TABLES,
     "t1m3": t1m3_tables.TABLES,
 }
@@ -31,6 +34,7 @@ NUMBERS = {
     "cce": cce_numbers.numbers,
     "chunks": chunks_tables.numbers,
     "convergence": convergence.numbers,
+    "frontier": frontier.numbers,
     "t1m1": t1m1_tables.numbers,
     "t1m3": t1m3_tables.numbers,
 }

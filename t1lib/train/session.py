@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from t1lib.heads import linear_cross_entropy
+from t1lib.errors import choose
+from t1lib.heads import HEADS, linear_cross_entropy
 from t1lib.measure.floors import measure_copy, measure_link, measure_product, three_products_ms
 from t1lib.measure.memory import (
     AllocatorTimeline,
@@ -68,6 +69,13 @@ class TrainSession:
         vocabulary = self.trainer.parts.embed.num_embeddings
         generator = torch.Generator().manual_seed(self.seed + 1)
         self.batch = {"input_ids": torch.randint(vocabulary, (batch, seq), generator=generator)}
+
+    def set_point(self, batch: int, seq: int, head: str, head_options: dict[str, Any]) -> None:
+        """From now on, another number of tokens and another head; memory that nothing uses is given back."""
+        self.trainer.head, self.trainer.head_options = choose("head", head, HEADS), head_options
+        self.set_tokens(batch, seq)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def warm_up(self, steps: int) -> list[float]:
         """Train without measuring, then start new peaks of memory. Returns the losses."""

@@ -1,0 +1,130 @@
+"""Time and memory of a training step over models, modes, heads and lengths, each beside its prediction."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from t1lib.machine import Machine
+from t1lib.measure.isolate import Isolated, VariantOutOfMemory
+from t1lib.measure.memory import GIB
+from t1lib.measure.records import Records
+from t1lib.measure.rows import add_memory
+from t1lib.plan import Choice
+from t1lib.planner import Prediction, Setting, predict_point
+from t1lib.train.session import TrainSession
+from t1lib.work import SLACK
+
+LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide at its smallest; longer rows change nothing in it
+POSITIONS = "max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What is measured: every model in every mode with every head, a row of each length (ascending) a step.
+
+    session    settings that all share: dtype, device, seed, optimizer (fields)
+    workspace  of head `fused`
+    vram       bytes of the device; what is predicted to need more than `beyond` times as much is skipped
+    host       bytes of the host
+    longest    seconds that a step may be predicted to take; a longer one is skipped
+    """
+
+    models: list[str]
+    modes: list[str]
+    heads: list[str]
+    lengths: list[int]
+    session: dict[str, Any]
+    workspace: str
+    vram: int
+    host: int
+    longest: float
+    steps: int
+    warmup: int
+    beyond: float = 1.2
+
+    def predict(self, model: str, mode: str, head: str, seq: int, machine: Machine) -> Prediction:
+        from t1lib.heads import parse_bytes
+        from t1lib.train import OptimizerSpec
+
+        spec = OptimizerSpec(**self.session["optimizer"])
+        changes = {POSITIONS: max(self.lengths)}
+        setting = Setting(model, 1, seq, None, self.session["dtype"], spec, parse_bytes(self.workspace), None, changes)
+        setting = replace(setting, slack=SLACK if self.session["device"] == "cuda" else 0)
+        return predict_point(setting, mode, head, machine, Choice(**LEAN) if mode == "slide" else None)
+
+
+def measure_frontier(records: Records, frontier: Frontier, machine: Machine) -> None:
+    """File each point's status, prediction, and, where it runs, its times and peaks; variant `model/mode/head`, phase
+    `seq/<length>`.
+
+    A process for a model in a mode; after it ran out of memory a new one. Of a head, lengths beyond the first that did
+    not fit are skipped.
+    """
+    for model in frontier.models:
+        for mode in frontier.modes:
+            worker = None
+            for head in frontier.heads:
+                worker = _lengths(records, frontier, machine, (model, mode, head), worker)
+            if worker is not None:
+                worker.close()
+
+
+def _lengths(
+    records: Records, frontier: Frontier, machine: Machine, names: tuple[str, str, str], worker: Isolated | None
+) -> Isolated | None:
+    """All lengths of one head; returns the process that is still good."""
+    variant, full = "/".join(names), False
+    for seq in frontier.lengths:
+        phase, predicted = f"seq/{seq}", frontier.predict(*names, seq, machine)
+        _file_prediction(records, variant, phase, predicted)
+        why = "a shorter row did not fit" if full else _skipped(frontier, predicted)
+        if why:
+            records.status(variant, "skipped", phase)
+            print(f"{variant} {seq}: skipped, {why}")
+            continue
+        try:
+            worker = worker or Isolated(TrainSession, _settings(frontier, *names[:2]))
+            for step, row in enumerate(_measure(frontier, worker, names[2], seq, records, variant, phase)):
+                records.add(variant, "wall_ms", row, "ms", phase, step)
+            records.status(variant, "ok", phase)
+        except VariantOutOfMemory:
+            records.status(variant, "oom", phase)
+            print(f"{variant} {seq}: out of memory")
+            full = True
+            if worker is not None:
+                worker.close()
+            worker = None
+    return worker
+
+
+def _measure(
+    frontier: Frontier, worker: Isolated, head: str, seq: int, records: Records, variant: str, phase: str
+) -> Iterator[float]:
+    options = {"workspace": frontier.workspace} if head == "fused" else {}
+    worker.call("set_point", batch=1, seq=seq, head=head, head_options=options)
+    worker.call("warm_up", steps=frontier.warmup)
+    times = [worker.call("step").wall_ms for _ in range(frontier.steps)]
+    peaks = worker.call("memory")
+    add_memory(records, variant, phase, {k: v for k, v in peaks.items() if k in ("allocated", "reserved", "host")})
+    print(f"{variant} {seq}: {min(times):,.0f} ms, {peaks['allocated'] / GIB:.2f} GiB")
+    yield from times
+
+
+def _settings(frontier: Frontier, model: str, mode: str) -> dict[str, Any]:
+    own = LEAN if mode == "slide" else {}
+    changes = {POSITIONS: max(frontier.lengths)}
+    return frontier.session | dict(model=model, mode=mode, batch=1, seq=frontier.lengths[0], changes=changes) | own
+
+
+def _file_prediction(records: Records, variant: str, phase: str, p: Prediction) -> None:
+    for name in ("allocated", "reserved", "host"):
+        records.add(variant, f"predicted_{name}_gib", getattr(p, name) / GIB, "GiB", phase)
+    records.add(variant, "predicted_ms", p.ms, "ms", phase)
+
+
+def _skipped(frontier: Frontier, p: Prediction) -> str:
+    if p.allocated > frontier.beyond * frontier.vram:
+        return f"{p.allocated / GIB:.0f} GiB predicted on the device"
+    if p.host > frontier.host:
+        return f"{p.host / GIB:.0f} GiB predicted on the host"
+    return f"{p.ms / 1e3:.0f} s predicted" if p.ms > 1e3 * frontier.longest else ""

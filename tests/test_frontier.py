@@ -1,0 +1,86 @@
+"""Measuring the frontier: what is skipped, what happens after memory runs out."""
+
+import pytest
+
+from t1lib.machine import H200
+from t1lib.measure import frontier
+from t1lib.measure.frontier import Frontier, measure_frontier
+from t1lib.measure.isolate import VariantOutOfMemory
+from t1lib.measure.records import Records
+
+SESSION = {"dtype": "float32", "device": "cpu", "seed": 0, "optimizer": {"name": "adamw"}}
+
+
+class Worker:
+    """Stands for a session's process; rows of more than 100 tokens with head full run out of memory."""
+
+    started = 0
+
+    def __init__(self, factory, settings) -> None:
+        Worker.started += 1
+        self.settings, self.closed = settings, False
+
+    def call(self, method, **kwargs):
+        assert not self.closed
+        if method == "set_point":
+            self.seq, self.head = kwargs["seq"], kwargs["head"]
+        elif self.head == "full" and self.seq > 100:
+            raise VariantOutOfMemory("full")
+        elif method == "step":
+            return type("Record", (), {"wall_ms": float(self.seq)})()
+        elif method == "memory":
+            return {"allocated": 2**20, "reserved": 2**21, "host": 2**30, "pinned": 0}
+        return []
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def measured(monkeypatch, **other):
+    monkeypatch.setattr(frontier, "Isolated", Worker)
+    Worker.started = 0
+    settings = dict(models=["tiny"], modes=["gpu", "slide"], heads=["full", "fused"], lengths=[64, 128, 256])
+    settings |= dict(session=SESSION, workspace="4MiB", vram=2**30, host=2**33, longest=60.0, steps=2, warmup=1)
+    records = Records()
+    measure_frontier(records, Frontier(**settings | other), H200)
+    return records
+
+
+def states(records):
+    return {(r["variant"], r["phase"]): r["value"] for r in records.rows if r["metric"] == "status"}
+
+
+def test_after_the_first_row_that_does_not_fit_longer_ones_are_skipped_and_a_new_process_goes_on(monkeypatch):
+    found = states(measured(monkeypatch))
+    assert [found["tiny/gpu/full", f"seq/{n}"] for n in (64, 128, 256)] == ["ok", "oom", "skipped"]
+    assert [found["tiny/gpu/fused", f"seq/{n}"] for n in (64, 128, 256)] == ["ok"] * 3
+    assert len(found) == 12 and Worker.started == 4
+
+
+def test_each_point_has_its_prediction_and_what_ran_its_times_and_peaks(monkeypatch):
+    records = measured(monkeypatch)
+    rows = [r for r in records.rows if r["variant"] == "tiny/slide/fused" and r["phase"] == "seq/128"]
+    assert [r["value"] for r in rows if r["metric"] == "wall_ms"] == [128.0, 128.0]
+    metrics = {r["metric"] for r in rows}
+    assert {"allocated_gib", "reserved_gib", "host_gib", "predicted_ms", "predicted_allocated_gib"} <= metrics
+    full = [r["metric"] for r in records.rows if r["variant"] == "tiny/gpu/full" and r["phase"] == "seq/128"]
+    assert "predicted_ms" in full and "wall_ms" not in full
+
+
+@pytest.mark.parametrize(
+    ("limit", "why"), [({"vram": 2**10}, "on the device"), ({"host": 2**20}, "on the host"), ({"longest": 1e-6}, "0 s")]
+)
+def test_what_is_predicted_to_be_too_much_is_skipped(monkeypatch, capsys, limit, why):
+    assert set(states(measured(monkeypatch, **limit)).values()) == {"skipped"}
+    assert Worker.started == 0 and why in capsys.readouterr().out
+
+
+def test_the_real_thing_measures_tiny_rows():
+    records = Records()
+    few = Frontier(["tiny"], ["slide"], ["chunked"], [16, 32], SESSION, "4MiB", 2**30, 2**34, 60.0, 1, 0)
+    measure_frontier(records, few, H200)
+    assert set(states(records).values()) == {"ok"}
+    values = {(r["phase"], r["metric"]): r["value"] for r in records.rows}
+    assert 0 < values["seq/16", "allocated_gib"] < values["seq/32", "allocated_gib"]
+    ratio = values["seq/32", "predicted_allocated_gib"] / values["seq/32", "allocated_gib"]
+    assert 0.5 < ratio < 2
