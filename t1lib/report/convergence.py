@@ -54,7 +54,7 @@ def _draw(frame: pd.DataFrame, metric: str, what: str) -> Figure:
     values = curves(frame, metric)
     for name, column in smooth(values).items():
         left.plot(column.index, column, lw=1.0, label=label(name), **_look(name))
-    left.set(xlabel="step", ylabel=what)
+    left.set(xlabel="training step", ylabel=what)
     _distances(right, values, what)
     handles = [*left.get_lines(), *(line for line in right.get_lines() if not line.get_label().startswith("_"))]
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
@@ -69,12 +69,12 @@ def _distances(axes: Axes, values: pd.DataFrame, what: str) -> None:
             axes.plot(column.index, column.where(column > 0), lw=1.0, marker=".", ms=2, **_look(name))
     if ORDER in found:
         axes.axhline(found[ORDER].max() / 10, label="another order's largest / 10", **FLOOR)
-    axes.set(xlabel="step", ylabel=f"distance of {what}", yscale="log")
+    axes.set(xlabel="training step", ylabel=f"distance: {what}", yscale="log")
 
 
 def fig1_loss(frame: pd.DataFrame) -> Figure:
     """Losses over steps, and how far they are from the reference's."""
-    return _draw(frame, "loss", "loss")
+    return _draw(frame, "loss", "loss (nats a token)")
 
 
 def fig2_grad_norm(frame: pd.DataFrame) -> Figure:
