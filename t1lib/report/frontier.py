@@ -119,7 +119,7 @@ def fig3_pareto(frame: pd.DataFrame) -> Figure:
     table = table[table["status"] == "ok"]
     lengths = sorted(table["seq"].unique())
     chosen = lengths[:: max(len(lengths) - 1, 1)]
-    figure, panels = subplots(2.7, len(chosen), sharey=True, squeeze=False)
+    figure, panels = subplots(2.7, len(chosen), sharex=True, sharey=True, squeeze=False)
     for axes, seq in zip(panels[0], chosen, strict=True):
         for number, model in enumerate(_models(table)):
             own, colour = table[(table["model"] == model) & (table["seq"] == seq)], SHADES[number % len(SHADES)]
