@@ -20,7 +20,7 @@ OPTIMIZERS = ("sgd", "adamw")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATE = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # what is kept of a parameter
 SCHEDULES = ("constant", "linear", "cosine")
-PIECE = 1 << 18  # numbers that a core of the host updates at a time: their float32 state stays in its caches
+PIECE = 1 << 17  # numbers that a core of the host updates at a time: their float32 state stays in its caches
 
 
 @dataclass(frozen=True)
