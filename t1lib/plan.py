@@ -53,8 +53,9 @@ def device_bytes(work: Work, choice: Choice) -> int:
     one = work.micro_tokens * work.saved
     head = work.workspace + hidden
     backward = one * (TEMPORARY if choice.keep == work.layers else 1 + TEMPORARY)
-    graphed = work.graphed and choice.keep + choice.resident < work.layers  # graphs keep their memory
-    return int(fixed + kept + (head + backward if graphed else max(head, backward)))
+    if work.graphed and choice.keep + choice.resident < work.layers:  # graphs keep their memory, and cuBLAS's own
+        return int(fixed + kept + head + backward + work.slack)
+    return int(fixed + kept + max(head, backward))
 
 
 def step_ms(work: Work, choice: Choice, machine: Machine) -> float:

@@ -1,13 +1,16 @@
 """Layers as CUDA graphs: one launch where a layer of few tokens would keep the host busy with a hundred."""
 
+import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 GRAPH_TOKENS = 1024  # up to here an eager layer takes the host longer than an H200
+SMALL = 2**20  # bytes
 LIMIT = 32  # graphs; batches of ever new shapes run eagerly
 
 
@@ -21,24 +24,33 @@ class LayerGraphs:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         kinds: dict[Any, int] = {}
         self._kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
-        self._graphs: dict[Any, _Graph | None] = {}
+        self._graphs: dict[Any, _Graph] = {}
+        self._seen: set[Any] = set()
+        self._refused = False  # a capture failed: none is tried again
 
     def run(self, index: int, place: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
         """function(*inputs) for layer `index`.
 
         place    says where on the device all that is which the function uses beside its inputs; and what it does
         inputs   tensors, and dicts, tuples and lists with tensors; whatever else is in them must be hashable
+
+        What cannot be captured, because it waits for the device, runs as it is; a warning says so.
         """
         tensors, rest = [], []
         _take_apart(inputs, tensors, rest)
         key = self._kinds[index], place, tuple(rest), tuple((t.shape, t.stride(), t.dtype) for t in tensors)
-        graph = self._graphs.get(key)
-        if graph is None:
-            others = [g for g in self._graphs.values() if g is not None]
-            if key not in self._graphs or len(others) == LIMIT:
-                self._graphs[key] = None
-                return function(*inputs)
-            graph = self._graphs[key] = _Graph(function, inputs, tensors, others[0] if others else None)
+        if key in self._graphs:
+            return self._graphs[key].replay(tensors)
+        if self._refused or key not in self._seen or len(self._graphs) == LIMIT:
+            self._seen.add(key)
+            return function(*inputs)
+        try:
+            graph = _Graph(function, inputs, tensors, next(iter(self._graphs.values()), None))
+        except RuntimeError as error:
+            warnings.warn(f"layers run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
+            self._refused = True
+            return function(*inputs)
+        self._graphs[key] = graph
         return graph.replay(tensors)
 
 
@@ -58,7 +70,8 @@ class _Graph:
             held = self._holds[i]
             if held is None or held[0] is not given or held[1] != given._version:
                 fixed.copy_(given)
-                self._holds[i] = given, given._version
+                small = given.nbytes <= SMALL  # larger ones differ each time, and are not to be kept alive
+                self._holds[i] = (given, given._version) if small else None
         self._graph.replay()
         return None if self._made is None else self._made.clone()
 
@@ -76,9 +89,25 @@ def capture(
     """
     graph = torch.cuda.CUDAGraph()
     pool = None if other is None else other.pool()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        made = function()
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # what a collection may free in between (graphs, pinned memory) a capture must not see
+    try:
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),  # which a capture that fails does not put back
+            torch.cuda.graph(graph, pool=pool, stream=_capturing(), capture_error_mode="thread_local"),
+        ):
+            made = function()
+    finally:
+        if collecting:
+            gc.enable()
     return graph, made
+
+
+@cache
+def _capturing() -> "torch.cuda.Stream":
+    """One stream for all captures: of high priority, because PyTorch deals out the others in turn, to lanes as well."""
+    return torch.cuda.Stream(priority=-1)
 
 
 def _kind(layer: nn.Module, index: int) -> Any:

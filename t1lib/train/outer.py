@@ -22,6 +22,7 @@ from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.optim import OptimizerSpec, Updater, norms_of
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.rows import HostRows
+from t1lib.train.streams import send
 
 
 class LookedUp(NamedTuple):
@@ -106,7 +107,7 @@ class Outer:
         weight = self.embed.weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, looked_up.rows.to(weight.device), grad)
+        weight.grad.index_add_(0, send(looked_up.rows, weight.device), grad)
 
     # -- the update ------------------------------------------------------------------------------------------------
 

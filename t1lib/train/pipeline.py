@@ -79,6 +79,11 @@ class Pipeline:
 
     def begin(self) -> None:
         """Before a forward: let the first layers come in."""
+        if self._coming:  # a step was given up: its layers must not come in later, over those of this one
+            for queued in self._coming.values():
+                queued.wait()
+            self._coming = {}
+            self.forget()
         for index in self.streamed[: len(self.weights.flat)]:
             if self.overlap_in and self.weights.holds[self.weights.of(index)] != index:
                 self.fetch(index)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from t1lib.measure.memory import pinned_empty
 from t1lib.train.pipeline import Pipeline
+from t1lib.train.streams import send
 
 
 class HostRows:
@@ -42,18 +43,14 @@ class HostRows:
         rows = self._all()
         low, high = torch.searchsorted(rows, torch.tensor([start, stop])).tolist()
         if high > low:
-            own = self._to_device(rows[low:high] - start)
+            own = send(rows[low:high] - start, self._pipeline.device)
             self._here[low:high] = grad[own]
             grad.index_fill_(0, own, 0)
 
     def add(self, rows: Tensor, grad: Tensor) -> None:
         """Add what the embedding's rows get, none of them twice."""
         places = torch.searchsorted(self._all(), rows)
-        self._here.index_add_(0, self._to_device(places), grad)
-
-    def _to_device(self, places: Tensor) -> Tensor:
-        device = self._pipeline.device
-        return (places.pin_memory() if device.type == "cuda" else places).to(device, non_blocking=True)
+        self._here.index_add_(0, send(places, self._pipeline.device), grad)
 
     def norm(self) -> Tensor:
         self._all()

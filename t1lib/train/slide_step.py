@@ -69,7 +69,8 @@ class SlideStep(Trainer):
             return self._compute(index, hidden, arguments)
         with self.trace.span("compute", "forward", index):
             function = partial(self._call_layer, index)
-            return self._graphs.run(index, self.pipeline.place(index), function, hidden, arguments)
+            x = hidden.detach()  # as a capture's input is: `torch.compile` must not tell them apart
+            return self._graphs.run(index, self.pipeline.place(index), function, x, arguments)
 
     def _has_graph(self, index: int, hidden: Tensor) -> bool:
         few = hidden.shape[:-1].numel() <= self._graph_tokens

@@ -17,6 +17,13 @@ from t1lib.measure.memory import pinned_empty
 ALIGN = 128  # elements; every parameter in a flat buffer begins at a multiple, as the device's loads like it
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; on its way to a GPU from pinned memory, so that the host does not wait for the copy."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class Layout:
     """Where each parameter of a layer lies in one flat buffer. Layers must be alike in names, shapes and dtype.
 

@@ -17,6 +17,7 @@ from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.models import split
 from t1lib.train.optim import OptimizerSpec, Schedule, Updater, norms_of
 from t1lib.train.state import Stateful
+from t1lib.train.streams import send
 
 LOSSES = ("cross_entropy", "mean_square")
 TRAINABLE = ("all", "layers", "marked")
@@ -38,13 +39,6 @@ class StepRecord:
     phases: dict[str, float]
     grad_norm: float = math.nan
     skipped: bool = False
-
-
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; on its way to a GPU from pinned memory, so that the host does not wait for the copy."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -205,7 +199,7 @@ class Trainer(Stateful):
 
     def _embed(self, piece: Piece) -> Tensor:
         embed = self.parts.embed
-        return _send(embed(_send(piece.ids, embed.weight.device)), self.device)
+        return send(embed(send(piece.ids, embed.weight.device)), self.device)
 
     def _hidden(self, embedded: Tensor) -> Tensor:
         """What comes out of the model before the head: the last layer's output, through the norm."""
@@ -220,7 +214,7 @@ class Trainer(Stateful):
         else:
             head = self.parts.head
             loss = linear_cross_entropy(
-                hidden, head.weight, _send(piece.targets, self.device), head=self.head, linear_bias=head.bias,
+                hidden, head.weight, send(piece.targets, self.device), head=self.head, linear_bias=head.bias,
                 softcap=self.parts.softcap, reduction=reduction, **self.head_options,
             )  # fmt: skip
         timer.mark("head_forward")

@@ -22,6 +22,7 @@ from t1lib.heads import linear_cross_entropy
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.batch import Piece
 from t1lib.train.pipeline import Pipeline
+from t1lib.train.streams import send
 
 PIECE_BYTES = 64 * 2**20  # of a piece's weight
 NEVER = -1e4  # bias of the row of zeros
@@ -174,7 +175,7 @@ class StreamedHead:
         found = []
         for x, piece in zip(hidden, pieces, strict=True):
             x = x.detach().reshape(-1, x.shape[-1])
-            target = piece.targets.reshape(-1).to(x.device, non_blocking=True)
+            target = send(piece.targets.reshape(-1), x.device)
             valid = target != IGNORED
             total = valid.sum() if piece.total is None else piece.total or math.nan
             zeros = torch.zeros(len(x), dtype=_wide(x.dtype), device=x.device)

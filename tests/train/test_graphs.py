@@ -125,6 +125,18 @@ def test_ever_new_shapes_run_eagerly(recorder):
     assert recorder.captured == graphs.LIMIT
 
 
+def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(recorder, monkeypatch):
+    def fail(function, other):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graphs, "capture", fail)
+    runner = graphs.LayerGraphs([torch.nn.Linear(2, 2)])
+    with pytest.warns(UserWarning, match="layers run without CUDA graphs: operation not permitted") as warned:
+        for n in (1, 1, 1, 2, 2):
+            assert runner.run(0, "a", lambda x: x + 1, torch.zeros(n)).tolist() == [1.0] * n
+    assert len(warned) == 1
+
+
 def test_more_tokens_than_asked_for_run_eagerly(recorder):
     run(slide(recorder, graph_tokens=10))
     assert recorder.captured == 0
