@@ -91,8 +91,8 @@ def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
     if reached < vocabulary:
         size = sum(len(text.encode()) for text in texts.values()) / 1e6
         raise T1Error(
-            f"vocabulary {vocabulary} is more than this corpus supports: {size:.1f} MB reach {reached} tokens; "
-            "take a smaller one, or more bytes"
+            f"vocabulary {vocabulary} is more than this corpus supports: {size:.3g} MB reach {reached} tokens; "
+            f"allowed: {SMALLEST} to {reached}, or take more text"
         )
     _keep(tokenizer, kept)
     return tokenizer

@@ -16,12 +16,11 @@ from t1lib.measure.memory import GIB
 from t1lib.plan import SPREAD, TEMPORARY, Choice, choose_plan, device_bytes, head_ms, layer_ms, step_ms
 from t1lib.train.models import shape_only
 from t1lib.train.optim import OptimizerSpec
-from t1lib.work import SLACK, Work, work_of
+from t1lib.work import SLACK, Work, head_bytes, work_of
 
 MODES = ("gpu", "ckpt", "slide")
 HEADS = {"full": 1.7, "chunked": 1.45, "fused": 1.1}  # time over the three products, about (notebook cce)
 PROCESS = int(1.6 * GIB)  # of the host, by Python, torch and CUDA
-CHUNKS = 8  # of head `chunked`, by default
 HOST_GRADS = 4  # layers whose gradients wait on the host in mode slide, by default
 
 
@@ -64,18 +63,6 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return not self.why
-
-
-def head_bytes(head: str, work: Work) -> int:
-    """Most bytes that a head holds beyond its inputs and gradients.
-
-    full: of each logit the log-probability, its gradient, and the one before the softmax, in float32. chunked: of a
-    chunk's, the logit in 16 bits and in 32, and its gradient.
-    """
-    logits = work.micro_tokens * work.vocabulary
-    if head == "full":
-        return 12 * logits
-    return 8 * logits // CHUNKS if head == "chunked" else work.workspace
 
 
 def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
@@ -176,7 +163,8 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
     everything = list(predictions)
     fitting = [p for p in everything if p.fits]
     if not fitting:
-        least = min(everything, key=lambda p: p.reserved)
+        on_device = [p for p in everything if p.why.endswith("on the host")]
+        least = min(on_device, key=lambda p: p.host) if on_device else min(everything, key=lambda p: p.reserved)
         need = f"{least.reserved / GIB:.1f} GiB on the device and {least.host / GIB:.1f} GiB on the host"
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
     return min(fitting, key=lambda p: (round(p.ms), HEADS[p.head], p.reserved))

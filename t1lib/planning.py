@@ -34,6 +34,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from t1lib.heads import parse_bytes
     from t1lib.machine import calibrate, machine_file, this_machine
     from t1lib.planner import predict, recommended
+    from t1lib.train import PRESETS
 
     if arguments.calibrate:
         found = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -42,6 +43,7 @@ def plan(arguments: argparse.Namespace) -> int:
               f"{machine_file()}")  # fmt: skip
         if arguments.model is None:
             return 0
+    require(arguments.max_grad_norm >= 0, f"--max-grad-norm {arguments.max_grad_norm}; allowed: 0 or more")
     require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
     if arguments.vram is None:
         require(torch.cuda.is_available(), "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
@@ -59,6 +61,8 @@ def plan(arguments: argparse.Namespace) -> int:
     best = recommended(predictions)
     print(f"\nrecommended: mode {best.mode}, head {best.head}" + (f" ({best.choice})" if best.choice else ""))
     print(f"  {command_of(arguments, best)}")
+    if arguments.model in PRESETS:
+        print("  (predicted for the preset's vocabulary; train makes one of its text: --vocabulary)")
     return 0
 
 

@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     add("--checkpoint-every", type=int, default=500, help="steps; 0: at the end alone (default: 500)")
     add("--eval-every", type=int, default=100, help="steps; 0: never (default: 100)")
     add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
-    add("--report-every", type=int, default=10, help="steps (default: 10)")
+    add("--report-every", type=int, default=10, help="steps; 0: never (default: 10)")
     parser.set_defaults(command=train)
 
 
@@ -59,6 +59,8 @@ def train(arguments: argparse.Namespace) -> int:
     for name in ("checkpoint_every", "eval_every", "eval_rows", "report_every"):
         value = getattr(arguments, name)
         require(value >= 0, f"--{name.replace('_', '-')} {value}; allowed: 0 or more")
+    rows = arguments.eval_rows or not arguments.eval_every
+    require(bool(rows), "--eval-rows 0; allowed: 1 or more, or --eval-every 0")
     folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
     run = TrainRun(folder, settings_of(arguments), arguments.resume)
     about = run.about
@@ -90,6 +92,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         choose(name, getattr(arguments, name), allowed)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = arguments.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    known = device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available())
+    require(known, f"--device {device}; allowed here: cpu{', cuda' * torch.cuda.is_available()}")
     choose("dtype", dtype, ("float32", "bfloat16"))
     preset = PRESETS.get(arguments.model)
     warmup = arguments.steps // 20 if arguments.warmup is None else arguments.warmup

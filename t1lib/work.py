@@ -14,6 +14,7 @@ from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import OptimizerSpec, state_bytes
 from t1lib.train.placement import spare_modules
 
+CHUNKS = 8  # of head `chunked`, by default
 SLACK = 64 * 2**20  # on a GPU: cuBLAS's workspaces, small tensors
 
 
@@ -132,3 +133,15 @@ def _attention(config: PreTrainedConfig, seq: int) -> int:
 
 def _count(params: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in params)
+
+
+def head_bytes(head: str, work: Work) -> int:
+    """Most bytes that a head holds beyond its inputs and gradients.
+
+    full: of each logit the log-probability, its gradient, and the one before the softmax, in float32. chunked: of a
+    chunk's, the logit in 16 bits and in 32, and its gradient.
+    """
+    logits = work.micro_tokens * work.vocabulary
+    if head == "full":
+        return 12 * logits
+    return 8 * logits // CHUNKS if head == "chunked" else work.workspace

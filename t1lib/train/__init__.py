@@ -35,7 +35,7 @@ def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> T
 def _options_of(trainer: type[Trainer]) -> list[str]:
     """Keyword arguments of a trainer's class: its own, and those that all have."""
     accepted = [p for c in (trainer, Trainer) for p in inspect.signature(c.__init__).parameters.values()]
-    return [p.name for p in accepted if p.kind is p.KEYWORD_ONLY]
+    return list(dict.fromkeys(p.name for p in accepted if p.kind is p.KEYWORD_ONLY))
 
 
 __all__ = [

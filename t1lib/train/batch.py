@@ -36,7 +36,9 @@ def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Te
     if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= vocabulary):
         bad = int(valid.min()) if int(valid.min()) < 0 else int(valid.max())
         raise T1Error(f"labels hold {bad}; allowed: 0 to {vocabulary - 1}, or -100 for a token to ignore")
-    return ids, next_token_targets(labels)
+    targets = next_token_targets(labels)
+    require(bool((targets != -100).any()), "no label counts: all that a token is to predict are -100")
+    return ids, targets
 
 
 def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, width: int | None = None) -> list[Piece]:

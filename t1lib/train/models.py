@@ -87,7 +87,12 @@ def _loading(name: str) -> Iterator[None]:
 
 def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
     fields = {**PRESETS[name], **changes}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    layers = fields["num_hidden_layers"]
+    require(isinstance(layers, int) and layers >= 1, f"num_hidden_layers={layers!r}; allowed: 1 or more")
+    try:
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:  # of validators of many kinds
+        raise T1Error(f"{name} cannot be changed so: {str(error).strip().splitlines()[-1].strip()}") from None
     plain = AutoConfig.for_model(config.model_type)  # a field that it does not know would be kept and mean nothing
     for field in changes.keys() - {"model_type"}:
         choose(f"field of {config.model_type}'s configuration", field, plain.to_dict())

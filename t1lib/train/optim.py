@@ -46,6 +46,9 @@ class OptimizerSpec:
     def __post_init__(self) -> None:
         choose("optimizer", self.name, OPTIMIZERS)
         choose("moments", self.moments, MOMENTS)
+        for name in ("weight_decay", "momentum", "eps"):
+            require(getattr(self, name) >= 0, f"{name} {getattr(self, name)} is negative; allowed: 0 or more")
+        require(all(0 <= beta < 1 for beta in self.betas), f"betas {self.betas}; allowed: each from 0 to below 1")
         require(self.lr >= 0, f"lr {self.lr} is negative; allowed: lr >= 0")
         needs = self.split_master or self.moments != "float32"
         require(

@@ -1,13 +1,14 @@
 """What mode `slide` asks before anything moves: what is where, what the host must hold, what a budget allows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from t1lib.errors import require
-from t1lib.heads import parse_bytes
+from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.train.models import Parts
 from t1lib.train.optim import OptimizerSpec, state_bytes
 
@@ -59,7 +60,7 @@ def choose_by_budget(
     ms a step that it is predicted to take."""
     from t1lib.machine import this_machine  # these import this package
     from t1lib.plan import choose_plan, device_bytes, step_ms
-    from t1lib.work import work_of
+    from t1lib.work import head_bytes, work_of
 
     require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
     rows, seq = plan_for
@@ -72,6 +73,7 @@ def choose_by_budget(
         together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
         **{k: common[k] for k in ("train", "loss", "embedding", "graph_tokens") if k in common},
     )  # fmt: skip
+    work = replace(work, workspace=head_bytes(common.get("head", DEFAULT_HEAD), work))
     machine = this_machine()
     choice = choose_plan(work, parse_bytes(gpu_memory), machine)
     return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, machine)}

@@ -49,7 +49,8 @@ class TrainRun:
         if before is not None:
             same = before["corpus"] == self.about["sha256"]
             require(same, f"the text is not the one that the run in {folder} was begun with")
-            load_checkpoint(self.session.trainer, folder / "checkpoints")
+            if (folder / "checkpoints").is_dir():  # else it ended before the first one
+                load_checkpoint(self.session.trainer, folder / "checkpoints")
         self._write_settings()
 
     @property
@@ -67,7 +68,7 @@ class TrainRun:
 
     def _compare(self, before: dict[str, Any]) -> None:
         for name in sorted((self.settings.keys() | before.keys()) - FREE):
-            was, now = before.get(name), self.settings.get(name)
+            was, now = (_without_length(settings.get(name)) for settings in (before, self.settings))
             require(was == now, f"{name} is {now!r}; the run in {self.folder} has {was!r} and goes on with that alone")
 
     def _write_settings(self) -> None:
@@ -161,6 +162,13 @@ class _Metrics:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _without_length(setting: Any) -> Any:
+    """A setting without what follows from the number of steps, which may grow."""
+    if not isinstance(setting, dict):
+        return setting
+    return {k: v for k, v in setting.items() if k not in ("warmup", "total")}
 
 
 def _line(row: dict[str, Any], last: int) -> str:

@@ -185,5 +185,6 @@ class SlideTrainer(SlideStep):
         return [*super()._named_updaters(), *outer, *((name + ".", updater) for name, updater in layers)]
 
     def close(self) -> None:
-        self.pipeline.close()
+        if not self.closed:
+            self.pipeline.close()
         super().close()

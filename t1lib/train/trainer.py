@@ -97,7 +97,7 @@ class Trainer(Stateful):
         self.model, self.parts, self.head_options = model, split(model), head_options or {}
         self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.trace: Trace | NoTrace = NoTrace()
-        self.steps, self.skipped, self._in_backward = 0, 0, False
+        self.steps, self.skipped, self._in_backward, self.closed = 0, 0, False, False
         self._scale: Tensor | float = 1.0  # of the gradients of this step
         self._norms: dict[str, Tensor] = {}  # of gradients that are not on the device any more
         # Of the class, not of each layer: like layers share what is compiled, and weights are only its inputs.
@@ -151,6 +151,7 @@ class Trainer(Stateful):
         return float(sum(self._losses(self._pieces(batch), timer)))
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
+        require(not self.closed, "the trainer was closed: make another one")
         vocabulary, positions = self.parts.embed.num_embeddings, self.model.config.max_position_embeddings
         width = self.model.config.hidden_size if self.loss == "mean_square" else None
         return pieces_of(*check(batch, vocabulary, positions), self.micro_batch, width)
@@ -285,6 +286,7 @@ class Trainer(Stateful):
 
     def close(self) -> None:
         """Give the model back: its layers run as before. Weights stay where they are."""
+        self.closed = True
         for module in (*self.parts.layers, self.parts.norm):
             module.__dict__.pop("forward", None)
 

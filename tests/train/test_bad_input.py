@@ -229,3 +229,21 @@ def test_checkpoint_directory_without_a_usable_configuration(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     refused(lambda: build_model(str(tmp_path)), "cannot load")
     refused(lambda: sizes(str(tmp_path)), "cannot load")
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_a_closed_trainer_trains_no_more_and_may_be_closed_again(mode):
+    trainer = make_trainer(build_model("tiny", dtype=torch.float32), mode)
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64)}
+    trainer.step(batch)
+    trainer.close()
+    trainer.close()
+    with pytest.raises(T1Error, match="the trainer was closed"):
+        trainer.step(batch)
+
+
+def test_a_batch_without_a_label_that_counts_is_refused():
+    trainer = make_trainer(build_model("tiny", dtype=torch.float32), "gpu")
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(T1Error, match="no label counts"):
+        trainer.step({"input_ids": ids, "labels": torch.full_like(ids, -100)})

@@ -1,8 +1,8 @@
 """The training command: what it leaves, how it goes on, how it stops, and what it refuses."""
 
 import csv
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,10 +51,6 @@ def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, mode):
     assert train(tmp_path / "parts", *often, "--steps", "4") == 0
     with (tmp_path / "parts" / "metrics.csv").open("a") as file:
         file.write("5" + ",1.0" * 8 + ",\n")  # of a step after the checkpoint, when the power went
-    before = (tmp_path / "parts" / "run.json").read_text()
-    settings = json.loads(before)
-    settings["settings"]["schedule"]["total"] = 9
-    (tmp_path / "parts" / "run.json").write_text(json.dumps(settings))
     assert train(tmp_path / "parts", *often, "--steps", "9", "--resume") == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
@@ -100,6 +96,12 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys)
     [
         (["--steps", "0"], "--steps 0; allowed: 1 or more"),
         (["--eval-rows", "-1"], "--eval-rows -1; allowed: 0 or more"),
+        (["--eval-rows", "0"], "--eval-rows 0; allowed: 1 or more, or --eval-every 0"),
+        (["--device", "tpu"], "--device tpu; allowed here: cpu"),
+        (["--change", "num_hidden_layers", "0"], "num_hidden_layers=0; allowed: 1 or more"),
+        (["--change", "num_hidden_layers", "x"], "num_hidden_layers='x'; allowed: 1 or more"),
+        (["--change", "hidden_size", "x"], "tiny cannot be changed so"),
+        (["--weight-decay", "-1"], "weight_decay -1.0 is negative"),
         (["--mode", "slid"], "unknown mode 'slid'"),
         (["--head", "best"], "unknown head 'best'"),
         (["--data", "/nowhere"], "no corpus at /nowhere"),
@@ -117,6 +119,14 @@ def test_bad_input_is_named_and_nothing_is_left(tmp_path, capsys, more, message)
     assert train(tmp_path / "a", *more) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path):
+    assert train(tmp_path / "a", "--steps", "3") == 0
+    before = losses(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    assert train(tmp_path / "a", "--steps", "3", "--resume") == 0
+    assert losses(tmp_path / "a") == before
 
 
 def test_a_run_is_not_overwritten_and_goes_on_with_its_own_settings_alone(tmp_path, capsys):
