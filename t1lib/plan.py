@@ -82,7 +82,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     in_pieces = 4 / 3 if twice else 1  # the logits are made twice
     head = max(head_ms(work, machine) * in_pieces, twice / machine.link_in * 1e3)
     each = 2 * (work.state + work.itemsize)  # read and written
-    update = (streamed * work.layer + work.outer * (choice.outer != "device")) * each / machine.update * 1e3
+    layers = streamed * work.layer * (not work.on_device)
+    update = (layers + work.outer * (choice.outer != "device")) * each / machine.update * 1e3
     computing = forward + head + backward
     return max(computing, backward + head + update) if work.together else max(computing, update)
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
-from t1lib.train.optim import OptimizerSpec, state_bytes
+from t1lib.train.optim import OptimizerSpec, has_no_state, state_bytes
 from t1lib.train.placement import spare_modules
 
 CHUNKS = 8  # of head `chunked`, by default
@@ -31,6 +31,7 @@ class Work:
     head_cost        time of loss and gradients over that of the three products
     slack            bytes that any step holds beside all this
     graphed          whether layers that are streamed and computed again run as CUDA graphs
+    on_device        whether slide updates its layers there, as an optimizer without state can be
     saved            what a layer's backward needs, a token, beyond its weights
     state            optimizer state of a parameter on the device, and on the host
     """
@@ -54,6 +55,7 @@ class Work:
     head_cost: float = 1.0
     slack: int = SLACK
     graphed: bool = False
+    on_device: bool = False
 
     @property
     def params(self) -> int:
@@ -103,7 +105,7 @@ def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype, tokens: int)
 def work_of(
     model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = False, train: str = "all", loss: str = "cross_entropy",
-    embedding: str = "host", graph_tokens: int = GRAPH_TOKENS,
+    embedding: str = "host", graph_tokens: int = GRAPH_TOKENS, update: str = "auto",
 ) -> Work:  # fmt: skip
     """Counts of a step of `rows` × `seq` tokens, `micro_batch` rows at a time; the rest as `SlideTrainer` has it."""
     parts, dtype = split(model), next(model.parameters()).dtype
@@ -122,6 +124,7 @@ def work_of(
         micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
         attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
+        on_device=has_no_state(spec) and not together and train != "marked" and update != "host",
     )  # fmt: skip
 
 

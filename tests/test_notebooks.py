@@ -140,7 +140,7 @@ def test_all_modes_have_the_same_losses(smoke_outputs):
         assert set(found) == two.get(at[0], whole), at
         assert len(set(found.values())) == 1, (at, found)
     ablation = [found for (phase, _), found in losses.items() if phase == "ablation"]
-    assert ablation and all(len(found) == 5 and len(set(found.values())) == 1 for found in ablation)
+    assert ablation and all(len(found) == 6 and len(set(found.values())) == 1 for found in ablation)
 
 
 def test_the_same_arithmetic_trains_the_same(smoke_outputs):

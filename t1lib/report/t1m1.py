@@ -11,12 +11,14 @@ from t1lib.report.select import layer_ms, median, pick, present, spans
 from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, plain_numbers, subplots
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")
+OWN = (*MODES, "slide-device")  # in the report's own setting
 ABLATION = {
     "slide": "all three\noverlaps",
     "no-in": "weights\nnot prefetched",
     "no-out": "gradients\nnot overlapped",
     "no-update": "update\nnot overlapped",
     "none": "no\noverlap",
+    "device": "all, device\nupdates",
 }
 LANES = {"in": "weights in", "compute": "compute", "out": "gradients out", "update": "CPU update"}
 
@@ -119,7 +121,7 @@ def fig7_lanes(frame: pd.DataFrame) -> Figure:
 
 
 def fig8_ablation(frame: pd.DataFrame) -> Figure:
-    """What each overlap is worth: slide's step with one of them switched off."""
+    """What each overlap is worth: slide's step with one of them switched off; and without updates on the host."""
     figure, axes = subplots(2.5)
     names = present(frame, "wall_ms", "ablation", ABLATION)
     values = [median(frame, "wall_ms", "ablation", n) for n in names]

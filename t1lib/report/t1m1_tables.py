@@ -6,15 +6,15 @@ import pandas as pd
 
 from t1lib.measure.records import Numbers, statuses
 from t1lib.report import published
-from t1lib.report.select import layer_ms, median, pick, present
-from t1lib.report.t1m1 import ABLATION, MODES
+from t1lib.report.select import layer_ms, median, pick
+from t1lib.report.t1m1 import ABLATION, MODES, OWN
 from t1lib.report.tables import MISSING, Table, make_table, mean_std, median_iqr
 
 
 def _summary(frame: pd.DataFrame, phase: str) -> Table:
-    status, floor = statuses(frame[frame["phase"] == phase]), median(frame, "link_ms", phase, "slide")
+    status = statuses(frame[frame["phase"] == phase])
     rows = []
-    for mode in MODES:
+    for mode in OWN:
         wall = pick(frame, "wall_ms", phase, mode)
         measured = len(wall) > 0
         rows.append({
@@ -23,12 +23,16 @@ def _summary(frame: pd.DataFrame, phase: str) -> Table:
             "n": len(wall) or None,
             "wall, mean ± std (ms)": mean_std(wall) if measured else MISSING,
             "median [IQR] (ms)": median_iqr(wall) if measured else MISSING,
-            "× link floor": median(frame, "wall_ms", phase, mode) / floor if mode == "slide" else None,
+            "× link floor": _over_link(frame, phase, mode) if mode.startswith("slide") else None,
             "allocated (GiB)": median(frame, "allocated_gib", phase, mode),
             "reserved (GiB)": median(frame, "reserved_gib", phase, mode),
             "host (GiB)": median(frame, "host_gib", phase, mode),
         })  # fmt: skip
     return make_table(rows, text_columns=2)
+
+
+def _over_link(frame: pd.DataFrame, phase: str, mode: str) -> float:
+    return median(frame, "wall_ms", phase, mode) / median(frame, "link_ms", phase, mode)
 
 
 def table1(frame: pd.DataFrame) -> Table:
@@ -124,7 +128,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
     units = {"wall_ms": "ms", "allocated_gib": "GiB", "reserved_gib": "GiB", "host_gib": "GiB", "host_setup_gib": "GiB"}
     units |= {"pinned_gib": "GiB"}
     for phase in ("own", "real"):
-        for mode in MODES:
+        for mode in OWN if phase == "own" else MODES:
             for metric, unit in units.items():
                 out.set(f"t1m1.{phase}.{mode}.{metric}", median(frame, metric, phase, mode), unit)
             wall = pick(frame, "wall_ms", phase, mode)
@@ -132,11 +136,14 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
             out.set(f"t1m1.{phase}.{mode}.n", len(wall))
         _ratios(frame, phase, out)
     _settings(frame, out)
+    out.set("t1m1.own.device_over_floor", _over_link(frame, "own", "slide-device"), "", ".2f")
+    device, gpu = (median(frame, "wall_ms", "own", mode) for mode in ("slide-device", "gpu"))
+    out.set("t1m1.own.device_over_gpu", device / gpu, "", ".2f")
     for mode in MODES:
         out.set(f"t1m1.own.{mode}.traced_ms", median(frame, "traced_ms", "own", mode), "ms")
     for metric in ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s"):
         out.set(f"t1m1.link.{metric}", median(frame, metric, "own", "slide"), "GB/s")
-    for name in present(frame, "wall_ms", "ablation", ABLATION):
+    for name in ABLATION:
         out.set(f"t1m1.ablation.{name}.wall_ms", median(frame, "wall_ms", "ablation", name), "ms")
         cost = median(frame, "wall_ms", "ablation", name) / median(frame, "wall_ms", "ablation", "slide")
         out.set(f"t1m1.ablation.{name}.ratio", cost, "", ".2f")

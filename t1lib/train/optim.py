@@ -91,6 +91,11 @@ def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
     return param.numel() * (count * moment + (2 if spec.split_master else 4) * wide)
 
 
+def has_no_state(spec: OptimizerSpec) -> bool:
+    """Whether an update asks for nothing but weights and gradients."""
+    return spec.name == "sgd" and not spec.momentum and not spec.master_weights
+
+
 def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     """Euclidean norm of each gradient in float32, on its device."""
     found = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32) if grads else []

@@ -16,64 +16,45 @@ from torch import Tensor, nn
 
 from t1lib.measure.memory import pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
-from t1lib.train.narrow import Scratch
-from t1lib.train.optim import OptimizerSpec, Updater, norms_of, state_bytes
-from t1lib.train.streams import HostPool, Lane, Layout, Slots, UpdateWorker
+from t1lib.train.host_layers import HostLayers
+from t1lib.train.optim import OptimizerSpec, Updater, norms_of
+from t1lib.train.streams import HostPool, Lane, Slots, UpdateWorker
 
 
-class Pipeline:
-    """Takes over the parameters of `layers` from the `first` on, which must be alike: flat pinned buffers on the host
-    hold them. The layers below stay where they are, and nothing is to be done for them.
+class Pipeline(HostLayers):
+    """Lets the layers that the host holds come to the device, and their gradients or new weights leave it. For layers
+    below the `first` nothing is to be done.
 
-    names        of the layers in the model
     slots        device buffers for weights; grad_slots: for gradients
     host_grads   pinned host buffers for gradients that wait for their update
     together     no layer is updated before the gradients of all are known (`update_all`)
+    on_device    layers are updated on the device as soon as their gradients are there, and their weights leave in place
+                 of the gradients: for updates without state
     overlap_*    whether weights come in, gradients leave and updates run while the device computes
     trace        what spans of work are reported to
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec, *,
-        slots: int, grad_slots: int, host_grads: int, together: bool, overlap_in: bool, overlap_out: bool,
-        overlap_update: bool, trace: Callable[[], Trace | NoTrace],
+        slots: int, grad_slots: int, host_grads: int, together: bool, on_device: bool, overlap_in: bool,
+        overlap_out: bool, overlap_update: bool, trace: Callable[[], Trace | NoTrace],
     ) -> None:  # fmt: skip
-        self.layers, self.first, self.names, self.device, self.spec = layers, first, names, device, spec
-        self.together, self.overlap_in, self.overlap_update = together, overlap_in, overlap_update
+        super().__init__(layers, first, names, device, spec)
+        self.together, self.on_device = together, on_device
+        self.overlap_in, self.overlap_update = overlap_in, overlap_update
         self._trace = trace
-        self.streamed = range(first, len(layers))
-        self.trained = [i for i in self.streamed if self.trainable(i)]
-        self.layout = Layout([layers[i] for i in self.streamed])
-        self.grad_layout = Layout([layers[i] for i in self.trained], trained_only=True)
-        self._take_over()
         self.weights = Slots(slots, self.layout, device)
         self.grads = Slots(grad_slots, self.grad_layout, device)
-        waiting = len(self.trained) if together else min(host_grads, len(self.trained))
+        waiting = len(self.trained) if together else min(host_grads, len(self.trained)) * (not on_device)
         self._host_grads = HostPool(waiting, self.grad_layout, device)
         self._host_norms = pinned_empty(len(layers), torch.float32, device)
         self.compute = Lane(device, own_stream=False)
         self.inward, self.outward = Lane(device, own_stream=overlap_in), Lane(device, own_stream=overlap_out)
         self.worker = UpdateWorker()
         self._coming: dict[int, threading.Event] = {}
+        self._left: dict[int, torch.cuda.Event | None] = {}  # marks when a layer's new weights are back on the host
         self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
-        scratch = Scratch()  # updates run one after the other
-        views = {i: {n: self.host_views[i][n] for n, _ in self.trainable(i)} for i in self.streamed}
-        self.updaters = {i: Updater(v, spec, scratch) for i, v in views.items()}
-
-    def _take_over(self) -> None:
-        self.host_flat: dict[int, Tensor] = {}
-        self.host_views: dict[int, dict[str, Tensor]] = {}
-        for index in self.streamed:
-            layer = self.layers[index]
-            flat = pinned_empty(self.layout.numel, self.layout.dtype, self.device).zero_()
-            views = self.layout.views(flat)
-            for name, param in layer.named_parameters():
-                views[name].copy_(param.data)
-                param.data = views[name]
-            self.host_flat[index], self.host_views[index] = flat, views
-
-    def trainable(self, index: int) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.layers[index].named_parameters() if p.requires_grad]
+        self._slot_updaters = [Updater(v, spec) for v in self.weights.views] if on_device else []
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -135,6 +116,7 @@ class Pipeline:
     def _copy_in(self, index: int, phase: str, queued: threading.Event, trace: Trace | NoTrace) -> None:
         slot, lane = self.weights.of(index), self.inward
         lane.after(self.weights.freed[slot])
+        lane.after(self._left.get(index))
         with lane.active(), trace.span("in", phase, index, lane.stream):
             self.weights.flat[slot].copy_(self.host_flat[index], non_blocking=True)
         self.weights.filled[slot] = lane.mark()
@@ -156,9 +138,12 @@ class Pipeline:
         for name, param in self.trainable(index):
             param.grad = self.grads.views[slot][name]
 
-    def gradients_done(self, index: int) -> dict[str, Tensor]:
+    def gradients_done(self, index: int, factor: float) -> dict[str, Tensor]:
         """The layer's gradients are complete: their norms, by the parameter's name in the model where they are to be
-        clipped, else one by the layer's name: few launches, which is what a step of few tokens is made of."""
+        clipped, else one by the layer's name: few launches, which is what a step of few tokens is made of.
+
+        factor: of the learning rate
+        """
         if index not in self.trained:
             return {}
         slot, name = self.grads.of(index), self.names[index]
@@ -168,15 +153,29 @@ class Pipeline:
         else:
             self._norm = torch.linalg.vector_norm(self.grads.flat[slot], dtype=torch.float32)
             norms = {name: self._norm}
+        if self.on_device:
+            self._descend(index, factor)
         self.grads.filled[slot] = self.compute.mark()
         return norms
 
+    def _descend(self, index: int, factor: float) -> None:
+        """Update the weights in their slot, if the gradients are finite, and put them where the gradients were."""
+        slot, held = self.grads.of(index), self.weights.of(index)
+        with self._trace().span("compute", "update", index):
+            self.grads.flat[slot].masked_fill_(self._norm.isfinite().logical_not(), 0)
+            self._slot_updaters[held].step(self.grads.views[slot], factor)
+            self.grads.flat[slot].copy_(self.weights.flat[held])
+
     def send(self, index: int, factor: float) -> None:
-        """Queue the copy of the gradients to the host, and the update that follows it (or `update_all`).
+        """Queue the copy of the gradients to the host, and the update that follows it (or `update_all`); or that of the
+        weights, where they are updated on the device.
 
         factor: of the learning rate
         """
         if index not in self.trained:
+            return
+        if self.on_device:
+            self._send_weights(index)
             return
         held, lane, slot = self._host_grads.take(), self.outward, self.grads.of(index)
         lane.after(self.grads.filled[slot])
@@ -191,6 +190,14 @@ class Pipeline:
             self._waiting.append((index, held))
         else:
             self._submit(index, held, arrived, self._host_norms[index], None, factor)
+
+    def _send_weights(self, index: int) -> None:
+        lane, slot = self.outward, self.grads.of(index)
+        lane.after(self.grads.filled[slot])
+        with lane.active(), self._trace().span("out", "weights", index, lane.stream):
+            self.host_flat[index].copy_(self.grads.flat[slot], non_blocking=True)
+        self._norm = None
+        self.grads.freed[slot] = self._left[index] = lane.mark()
 
     def update_all(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Queue the updates that waited, in the order of the next forward: gradients times `scale`, if finite."""
@@ -234,21 +241,14 @@ class Pipeline:
     def device_tensors(self) -> list[Tensor]:
         return [*self.weights.flat, *self.grads.flat]
 
-    def bytes_a_pass(self) -> int:
-        """Bytes of one pass of all streamed layers' weights."""
-        return sum(flat.nbytes for flat in self.host_flat.values())
-
     def update_bytes(self) -> int:
-        """Least that one update of all streamed layers moves in the host's memory: gradients and state read, state
-        and weights written, and weights read where they have no master."""
-        trained = [p for i in self.trained for _, p in self.trainable(i)]
-        wide = self.spec.master_weights and not self.spec.split_master
-        weights = sum(p.nbytes * (1 if wide and p.dtype != torch.float32 else 2) for p in trained)
-        return weights + sum(p.nbytes + 2 * state_bytes(p, self.spec) for p in trained)
+        return 0 if self.on_device else super().update_bytes()
 
     def drain(self) -> None:
-        """Wait for the updates that still run."""
+        """Wait for the updates that still run, and for weights on their way."""
         self.worker.drain()
+        for mark in filter(None, self._left.values()):
+            mark.synchronize()
 
     def close(self) -> None:
         self.drain()

@@ -129,7 +129,8 @@ class TrainSession:
             total, layers = self.trainer.streamed_bytes(), len(self.trainer.pipeline.streamed)
             kept = min(self.trainer.slots, layers)  # still on the device at the turn from forward to backward
             again = total // max(layers, 1) * (layers - kept)
-            rates["ms"] = link.step_ms(forward_in=total, backward_in=again, backward_out=total)
+            first = again if self.trainer.pipeline.on_device else total  # what was updated there is up to date
+            rates["ms"] = link.step_ms(forward_in=first, backward_in=again, backward_out=total)
         return rates
 
     def floors(self) -> dict[str, float]:
@@ -139,7 +140,7 @@ class TrainSession:
         cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
         found = {"product": measure_product(self.device, dtype, 8192 if cuda else 256)}
         found["compute_ms"] = self.trainer.flops(self.batch["input_ids"].numel()) / found["product"] * 1e3
-        if isinstance(self.trainer, SlideTrainer):
+        if isinstance(self.trainer, SlideTrainer) and self.trainer.pipeline.update_bytes():
             found["copy"] = measure_copy(2**29 if cuda else 2**24)
             found["update_ms"] = self.trainer.pipeline.update_bytes() / found["copy"] * 1e3
         if cuda:

@@ -13,7 +13,7 @@ from t1lib.errors import choose, require
 from t1lib.measure.memory import GIB, host_available, pinned_empty
 from t1lib.train.activations import Activations
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
-from t1lib.train.optim import Updater
+from t1lib.train.optim import Updater, has_no_state
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.placement import choose_by_budget, host_bytes, refuse_dropout, spare_modules, trained_outside
@@ -38,6 +38,9 @@ class SlideTrainer(SlideStep):
     overlap_in       weights of the next layer come in while this one computes (else just before it)
     overlap_out      gradients leave while the next layer computes (else before it does)
     overlap_update   the CPU updates a layer while the device goes on (else the step waits for it)
+    update           where streamed layers are updated: "host"; "device", from where the new weights leave in place of
+                     the gradients, for an optimizer without state, all of the layers trained, and nothing that waits
+                     for the last gradient; "auto": there if that can be, unless overlap_update is off
     embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
     outer            where embedding, norm and head, when they train, have their optimizer state and are updated,
                      "device" or "host"; their weights and gradients are on the device (`t1lib.train.outer`). Or
@@ -54,7 +57,7 @@ class SlideTrainer(SlideStep):
     def __init__(
         self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, resident: int = 0,
         keep: int = 0, inputs: str = "device", overlap_in: bool = True, overlap_out: bool = True,
-        overlap_update: bool = True, embedding: str = "host", outer: str = "device",
+        overlap_update: bool = True, update: str = "auto", embedding: str = "host", outer: str = "device",
         graph_tokens: int = GRAPH_TOKENS, gpu_memory: str | int | None = None,
         plan_for: tuple[int, int] | None = None, **common: Any,
     ) -> None:  # fmt: skip
@@ -64,7 +67,7 @@ class SlideTrainer(SlideStep):
             require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
             tokens = graph_tokens if can_capture(default_device(common.get("device"))) else 0
             self.chosen, self.predicted = choose_by_budget(
-                model, gpu_memory, plan_for, common | {"embedding": embedding, "graph_tokens": tokens}
+                model, gpu_memory, plan_for, common | {"embedding": embedding, "graph_tokens": tokens, "update": update}
             )
             slots, resident, keep, inputs, outer = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
@@ -74,6 +77,7 @@ class SlideTrainer(SlideStep):
         layers = model.config.num_hidden_layers
         for name, value in (("resident", resident), ("keep", keep)):
             require(0 <= value <= layers, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
+        self._update_place = choose("update", update, ("auto", *PLACES))
         self._embedding, self._inputs = choose("embedding", embedding, PLACES), choose("inputs", inputs, PLACES)
         self._outer_place = choose("outer", outer, (*PLACES, "streamed"))
         if outer == "streamed":
@@ -96,11 +100,12 @@ class SlideTrainer(SlideStep):
         layers = self.parts.layers
         names = {id(layer): name for name, layer in self.model.named_modules()}
         self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
+        self._on_device = self._updates_on_device()
         need, free = self._host_bytes(), host_available()
         require(need <= free, f"the host has {free / GIB:.1f} GiB to give; slide needs {need / GIB:.1f} GiB of it more")
         self.pipeline = Pipeline(
             layers, self.resident, [names[id(layer)] for layer in layers], self.device, self.spec,
-            together=self._together, trace=lambda: self.trace, **self._pipeline_options,
+            together=self._together, on_device=self._on_device, trace=lambda: self.trace, **self._pipeline_options,
         )  # fmt: skip
         for module in self._resident_modules():
             module._apply(lambda t: t.to(self.device), recurse=False)
@@ -120,6 +125,17 @@ class SlideTrainer(SlideStep):
         self._activations = Activations(len(layers), self.keep, store)
         self._graphs = LayerGraphs(layers) if self._graph_tokens and can_capture(self.device) else None
 
+    def _updates_on_device(self) -> bool:
+        trained = all(p.requires_grad for layer in self.parts.layers[self.resident :] for p in layer.parameters())
+        possible = has_no_state(self.spec) and trained and not self._together
+        require(
+            possible or self._update_place != "device",
+            "update='device' is for SGD without momentum and master weights, with all of the layers trained, without "
+            "max_grad_norm and nonfinite='skip'; allowed here: 'host' or 'auto'",
+        )
+        overlapped = self._pipeline_options["overlap_update"]
+        return self._update_place == "device" or (possible and overlapped and self._update_place == "auto")
+
     def _streamed(self, param: Tensor) -> bool:
         return self._outer_place == "streamed" and (param is self.parts.embed.weight or param is self.parts.head.weight)
 
@@ -135,7 +151,7 @@ class SlideTrainer(SlideStep):
 
     def _host_bytes(self) -> int:
         layers = self.parts.layers[self.resident :]
-        waiting = len(layers) if self._together else self._pipeline_options["host_grads"]
+        waiting = len(layers) if self._together else self._pipeline_options["host_grads"] * (not self._on_device)
         outer = trained_outside(self.model, self.parts.layers) if self._outer_place != "device" else {}
         return host_bytes(layers, self.spec, waiting, outer)
 

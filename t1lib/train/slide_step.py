@@ -181,10 +181,11 @@ class SlideStep(Trainer):
         pipeline.bind(index, again=True)
         pipeline.want_gradients(index)
         onward = [self._piece_backward(index, s, grads[k], kwargs[k][index]) for k, s in enumerate(saved)]
-        self._norms |= pipeline.gradients_done(index)
+        factor = self.schedule(self.steps)
+        self._norms |= pipeline.gradients_done(index, factor)
         following = index - self.slots
         pipeline.release(index, following if following >= self._lowest else -1, again=True)
-        pipeline.send(index, self.schedule(self.steps))
+        pipeline.send(index, factor)
         return onward
 
     def _piece_backward(self, index: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:

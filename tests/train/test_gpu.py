@@ -56,6 +56,17 @@ def test_schedule_is_without_races(options, shared):
     assert losses(**options) == losses(**options) == losses(**off)
 
 
+@pytest.mark.parametrize("options", [{"slots": 2, "grad_slots": 1}, {"slots": 3, "graph_tokens": 0}], ids=str)
+def test_updates_on_the_device_are_without_races(options):
+    off = {"overlap_in": False, "overlap_out": False, "update": "device"}
+
+    def losses(**kwargs):
+        slide = trainer("slide", torch.float32, optimizer=OptimizerSpec("sgd", lr=0.1), **kwargs)
+        return [slide.step(batch()).loss for _ in range(30)]
+
+    assert losses(**options) == losses(**options) == losses(**off)
+
+
 @pytest.mark.parametrize(
     "options",
     [

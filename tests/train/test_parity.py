@@ -5,6 +5,7 @@ import torch
 
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train import OptimizerSpec, build_model, make_trainer
+from t1lib.train.optim import Schedule
 
 STEPS = 5
 SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97}
@@ -103,6 +104,39 @@ def test_schedule_changes_no_bits(options, shared):
     other_losses, other = run(make_trainer(model("qwen3"), "slide", **shared, **options))
     assert other_losses == losses
     assert_same(state, other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"update": "device", "overlap_in": False}, {"update": "device", "overlap_update": False, "slots": 3},
+        {"update": "host"}, {"slots": 5, "grad_slots": 1}, {"keep": 2, "outer": "host"}, {"resident": 2},
+        {"micro_batch": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sgd_on_host_or_device_changes_no_bits(options):
+    shared = {"optimizer": OptimizerSpec("sgd", lr=0.1, weight_decay=0.1), "schedule": Schedule("linear", total=9)}
+    shared |= {"micro_batch": options.pop("micro_batch", None)}
+    losses, state = run(make_trainer(model("qwen3"), "gpu", **shared))
+    trainer, others = make_trainer(model("qwen3"), "slide", **shared, **options), []
+    for batch in batches():
+        others.append(trainer.step(batch).loss)
+        trainer.evaluate(batch)
+    assert others == losses
+    assert_same(state, trainer.state_dict())
+    on_host = options.get("update") == "host"
+    assert bool(trainer.pipeline.update_bytes()) == on_host
+
+
+def test_weights_that_were_updated_on_the_device_are_not_sent_again():
+    trainer = make_trainer(model("qwen3"), "slide", optimizer=OPTIMIZERS["sgd"])
+    fetched, fetch = [], trainer.pipeline.fetch
+    trainer.pipeline.fetch = lambda index, *rest: (fetched.append(index), fetch(index, *rest))
+    for expected in ([0, 1, 2, 3, 4, 2, 1, 0], [2, 3, 4, 2, 1, 0]):
+        trainer.step(batches(1)[0])
+        assert fetched == expected
+        fetched.clear()
 
 
 @pytest.mark.parametrize("kind", ["qwen3-untied", "gemma2"])
