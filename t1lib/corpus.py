@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast
 
 from t1lib.errors import T1Error, require
 from t1lib.texts import LIBRARY, corpus_hash, read_texts, sha256
@@ -26,7 +27,7 @@ END = "<|endoftext|>"  # after each text; id 0
 ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # of tokenizers that were not trained here
 SMALLEST = 257  # the bytes and END
 WORDS = r"[^\r\n\w]?\w+|[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_RECIPE = "1"  # part of the cache's key: to be raised with any change of the recipe
+_RECIPE = "2"  # part of the cache's key: to be raised with any change of the recipe
 
 
 class Rows(NamedTuple):
@@ -65,6 +66,7 @@ class Corpus:
     sha256: str
     files: int
     bytes: int
+    tokenizer: Tokenizer
 
 
 def cache_folder() -> Path:
@@ -100,6 +102,7 @@ def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
 
 def _train(texts: dict[str, str], vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
@@ -161,7 +164,8 @@ def load_corpus(
         parts.append((_pack if packed else _pad)(_encode(trained, part), seq))
         require(len(parts[-1]) > 0, f"the {what} part has less than one row of {seq} tokens; take more bytes")
     size = sum(len(text.encode()) for text in texts.values())
-    return Corpus(*parts, trained.get_vocab_size(), sha256=corpus_hash(texts), files=len(texts), bytes=size)
+    facts = {"sha256": corpus_hash(texts), "files": len(texts), "bytes": size}
+    return Corpus(*parts, trained.get_vocab_size(), **facts, tokenizer=trained)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
@@ -171,6 +175,12 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         raise T1Error(f"cannot read tokenizer {path}: {error}") from None
     _end_of(tokenizer)
     return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write it as Hugging Face's `AutoTokenizer` reads it, with its end token."""
+    end = tokenizer.id_to_token(_end_of(tokenizer))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
 
 
 def _end_of(tokenizer: Tokenizer) -> int:

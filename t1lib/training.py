@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> None:
     """The command's arguments. Nothing is imported for them that takes long."""
     parser = commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot")
     add = parser.add_argument
-    add("--model", required=True, help="a preset, such as qwen3-0.6b, or a checkpoint folder with its tokenizer")
+    add("--model", help="a preset, such as qwen3-0.6b, or a checkpoint folder with its tokenizer")
     add("--change", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of a preset's shape")
     add("--data", default="stdlib", help="a file, a folder of text or of a dataset's shards, or stdlib (default)")
     add("--limit", default="", help="most bytes of it, such as 20MB (default: all)")
@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
-    add("--steps", type=int, default=1000, help="in all, also of a run that goes on (default: 1000)")
+    add("--steps", type=int, help="in all, also of a run that goes on (default: 1000, or what that run has)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
     add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
     add("--weight-decay", type=float, default=0.0, help="(default: 0)")
@@ -41,7 +41,8 @@ def add_parser(commands: Any) -> None:
     add("--compile", action="store_true", help="compile the decoder layers")
     add("--seed", type=int, default=0, help="of weights, split and order (default: 0)")
     add("--out", help="folder of the run (default: runs/MODEL-MODE-HEAD)")
-    add("--resume", action="store_true", help="go on from the folder's last checkpoint")
+    add("--resume", action="store_true", help="go on from the folder's last checkpoint; --out and --steps are enough")
+    add("--export", action="store_true", help="at the end, write the model with its tokenizer to the folder's model/")
     add("--checkpoint-every", type=int, default=500, help="steps; 0: at the end alone (default: 500)")
     add("--eval-every", type=int, default=100, help="steps; 0: never (default: 100)")
     add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
@@ -53,25 +54,32 @@ def train(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0, or 130 when it was interrupted."""
     from t1lib.train.run import TrainRun
 
-    for name in ("steps", "batch", "seq"):
+    for name in ("steps", "batch", "seq", "micro_batch"):
         value = getattr(arguments, name)
-        require(value >= 1, f"--{name} {value}; allowed: 1 or more")
+        require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
     for name in ("checkpoint_every", "eval_every", "eval_rows", "report_every"):
         value = getattr(arguments, name)
         require(value >= 0, f"--{name.replace('_', '-')} {value}; allowed: 0 or more")
     rows = arguments.eval_rows or not arguments.eval_every
     require(bool(rows), "--eval-rows 0; allowed: 1 or more, or --eval-every 0")
+    goes_on = arguments.resume and arguments.model is None
+    require(goes_on or arguments.model is not None, "--model is missing; --resume with --out goes on without it")
+    require(not goes_on or arguments.out is not None, "--resume without --model needs --out, the folder of the run")
     folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
-    run = TrainRun(folder, settings_of(arguments), arguments.resume)
+    settings = goes_on_with(folder, arguments.steps) if goes_on else settings_of(arguments)
+    run = TrainRun(folder, settings, arguments.resume)
     about = run.about
     text = f"{about['train_tokens']:,} tokens of {about['files']} texts (sha256 {about['sha256'][:12]})"
-    print(f"{arguments.model}: {about['params']:,} parameters; {text}, {about['held_out_tokens']:,} held out; {folder}")
+    text = f"{text}, {about['held_out_tokens']:,} held out"
+    print(f"{settings['model']}: {about['params']:,} parameters; {text}; {folder}")
     try:
         whole = run.train(
             checkpoint_every=arguments.checkpoint_every, evaluate_every=arguments.eval_every,
             evaluate_rows=arguments.eval_rows, report_every=arguments.report_every, out=sys.stdout,
         )  # fmt: skip
         print(f"plot {run.plot()}")
+        if arguments.export:
+            print(f"model {run.export()}")
     finally:
         run.close()
     if not whole:
@@ -79,13 +87,25 @@ def train(arguments: argparse.Namespace) -> int:
     return EXIT_OK if whole else EXIT_INTERRUPTED
 
 
+def goes_on_with(folder: Path, steps: int | None) -> dict[str, Any]:
+    """The settings of the run in `folder`, up to `steps` if they are given."""
+    from t1lib.train.run import read_settings
+
+    found = read_settings(folder)
+    require(found is not None, f"{folder} holds no run to go on with")
+    settings = found["settings"]
+    if steps is not None:
+        settings |= {"steps": steps, "schedule": settings["schedule"] | {"total": steps}}
+    return settings
+
+
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `t1lib.train.run.TrainRun` takes."""
     import torch
 
-    from t1lib.heads import HEADS
+    from t1lib.heads import HEADS, parse_bytes
     from t1lib.train import MODES, OPTIMIZERS, PRESETS
-    from t1lib.train.optim import SCHEDULES
+    from t1lib.train.optim import SCHEDULES, OptimizerSpec, Schedule
 
     known = {"mode": MODES, "head": HEADS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
     for name, allowed in known.items():
@@ -96,18 +116,23 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     require(known, f"--device {device}; allowed here: cpu{', cuda' * torch.cuda.is_available()}")
     choose("dtype", dtype, ("float32", "bfloat16"))
     preset = PRESETS.get(arguments.model)
-    warmup = arguments.steps // 20 if arguments.warmup is None else arguments.warmup
+    steps = arguments.steps or 1000
+    warmup = steps // 20 if arguments.warmup is None else arguments.warmup
     settings = {
         "model": arguments.model, "mode": arguments.mode, "head": arguments.head, "data": arguments.data,
         "limit": arguments.limit, "packed": not arguments.unpacked, "seq": arguments.seq, "batch": arguments.batch,
         "micro_batch": arguments.micro_batch, "dtype": dtype, "device": device, "seed": arguments.seed,
-        "steps": arguments.steps, "max_grad_norm": arguments.max_grad_norm or None, "compile_layers": arguments.compile,
+        "steps": steps, "max_grad_norm": arguments.max_grad_norm or None, "compile_layers": arguments.compile,
         "optimizer": {
             "name": arguments.optimizer, "lr": arguments.lr, "weight_decay": arguments.weight_decay,
             "betas": [0.9, 0.95], "master_weights": dtype != "float32",
         },
-        "schedule": {"name": arguments.schedule, "warmup": warmup, "total": arguments.steps},
+        "schedule": {"name": arguments.schedule, "warmup": warmup, "total": steps},
     }  # fmt: skip
+    OptimizerSpec(**settings["optimizer"])  # what is wrong is said before a tokenizer is trained
+    Schedule(**settings["schedule"])
+    for size in filter(None, (arguments.workspace, arguments.gpu_memory)):
+        parse_bytes(size)
     if preset is not None:
         settings["vocabulary"] = arguments.vocabulary or min(VOCABULARY, int(preset["vocab_size"]))
         settings["changes"] = {field: value_of(text) for field, text in arguments.change}

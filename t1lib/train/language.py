@@ -1,13 +1,15 @@
 """A language model in training on real text, in any mode and with any head; and its hidden states afterwards."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from t1lib.corpus import load_corpus
-from t1lib.errors import require
+from t1lib.corpus import load_corpus, save_tokenizer
+from t1lib.errors import T1Error, require
 from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.measure.head_data import save_operands
 from t1lib.texts import LIBRARY
@@ -92,6 +94,25 @@ class LanguageSession(TrainSession):
             states.append(parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1))
             targets.append(next_token_targets(ids)[:, :-1].flatten())
         return torch.cat(states)[:tokens], parts.head.weight.detach(), torch.cat(targets)[:tokens].to(self.device)
+
+    def export(self, folder: Path) -> Path:
+        """Write weights, configuration and tokenizer as `from_pretrained` reads them. The folder is whole or not there.
+
+        Raises `T1Error` if it cannot be written.
+        """
+        partial, weights = folder.with_name(f".{folder.name}.partial"), {}
+        for part in self.trainer.state_parts():
+            weights |= self.trainer.state_part(part)["model"]
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            self.trainer.model.save_pretrained(partial, state_dict=weights)
+            save_tokenizer(self.corpus.tokenizer, partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(partial, folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise T1Error(f"cannot write {folder}: {error.strerror or error}") from error
+        return folder
 
     def held_out(self, tokens: int, path: str) -> dict[str, float]:
         """Write `hidden_states` to `path` (`t1lib.measure.head_data`), and return their mean loss and count."""

@@ -20,7 +20,7 @@ from t1lib.train.checkpoint import load_checkpoint, save_checkpoint
 from t1lib.train.language import LanguageSession
 from t1lib.train.trainer import StepRecord
 
-SETTINGS, METRICS, PLOT = "run.json", "metrics.csv", "metrics.png"
+SETTINGS, METRICS, PLOT, MODEL = "run.json", "metrics.csv", "metrics.png", "model"
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "wall_ms", "device_gib", "host_gib", "held_out_loss",
 )  # fmt: skip
@@ -28,7 +28,7 @@ FREE = {"steps", "device"}  # settings that may differ when a run goes on
 
 
 class TrainRun:
-    """A run in `folder`: run.json (its settings, the text's hash), metrics.csv, checkpoints/ and metrics.png.
+    """A run in `folder`: run.json (its settings, the text's hash), metrics.csv, checkpoints/, metrics.png and model/.
 
     settings   of `LanguageSession`, and `steps`
     resume     go on from the folder's last checkpoint; else the folder must not hold a run
@@ -38,7 +38,7 @@ class TrainRun:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
         self.folder, self.settings = folder, json.loads(json.dumps(dict(settings)))
-        before = self._before()
+        before = read_settings(folder)
         require(resume or before is None, f"{folder} holds a run; --resume goes on with it, or take another --out")
         require(not resume or before is not None, f"{folder} holds no run to go on with")
         if before is not None:
@@ -57,14 +57,6 @@ class TrainRun:
     def steps(self) -> int:
         """Steps done, over all sittings."""
         return self.session.trainer.steps
-
-    def _before(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.folder / SETTINGS).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise T1Error(f"{self.folder / SETTINGS} is broken: {error}") from None
 
     def _compare(self, before: dict[str, Any]) -> None:
         for name in sorted((self.settings.keys() | before.keys()) - FREE):
@@ -133,8 +125,22 @@ class TrainRun:
 
         return draw_metrics(pd.read_csv(self.folder / METRICS), self.folder / PLOT)
 
+    def export(self) -> Path:
+        """Write the model and its tokenizer to model/, as Hugging Face's `from_pretrained` and --model read them."""
+        return self.session.export(self.folder / MODEL)
+
     def close(self) -> None:
         self.session.trainer.close()
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """What a run's folder says of it, None where none is. Raises `T1Error` for a file that is broken."""
+    try:
+        return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise T1Error(f"{folder / SETTINGS} is broken: {error}") from None
 
 
 class _Metrics:

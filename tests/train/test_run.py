@@ -9,8 +9,10 @@ import sys
 import time
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib.__main__ import main
+from t1lib.corpus import load_corpus
 from t1lib.train import checkpoint
 
 SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--limit", "300KB", "--vocabulary", "300",
@@ -113,12 +115,39 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys)
         (["--model", "qwen3-06b"], "unknown model 'qwen3-06b'"),
         (["--batch", "100000"], "batch 100000; the corpus has"),
         (["--resume"], "holds no run to go on with"),
+        (["--micro-batch", "0"], "--micro-batch 0; allowed: 1 or more"),
+        (["--lr", "-1"], "lr -1.0 is negative"),
+        (["--workspace", "much"], "bad size 'much'"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_left(tmp_path, capsys, more, message):
     assert train(tmp_path / "a", *more) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_it_goes_on_with_nothing_but_its_folder(tmp_path, capsys):
+    assert train(tmp_path / "whole", "--steps", "6", "--schedule", "constant") == 0
+    assert train(tmp_path / "parts", "--steps", "3", "--schedule", "constant") == 0
+    assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--steps", "6"]) == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert main(["train", "--resume"]) == 2 and "needs --out" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(tmp_path / "none")]) == 2
+    assert "holds no run to go on with" in capsys.readouterr().err
+    assert main(["train", "--out", str(tmp_path / "none")]) == 2 and "--model is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["gpu", "slide", "fsdp"])
+def test_what_it_exports_is_the_model_that_was_trained(tmp_path, mode):
+    assert train(tmp_path / "a", "--steps", "4", "--mode", mode, "--export", "--eval-rows", "8") == 0
+    exported = tmp_path / "a" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.decode(tokenizer("def f(x):\n    return x")["input_ids"]) == "def f(x):\n    return x"
+    rows = load_corpus(None, 16, limit="300KB", tokenizer=exported / "tokenizer.json").held_out.take(slice(0, 8))
+    loss = model(input_ids=rows["input_ids"], labels=rows["labels"]).loss.item()
+    assert loss == pytest.approx(float(metrics(tmp_path / "a")[-1]["held_out_loss"]), rel=1e-5)
+    more = ["train", "--model", str(exported), "--limit", "300KB", "--seq", "16", "--batch", "4", "--device", "cpu"]
+    assert main([*more, "--head", "chunked", "--steps", "1", "--out", str(tmp_path / "b")]) == 0
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path):
