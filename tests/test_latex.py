@@ -159,7 +159,7 @@ def typed_numbers(source: str) -> list[str]:
     return re.findall(r".*\d.*", source)
 
 
-@pytest.mark.parametrize("report", latex.REPORTS)
+@pytest.mark.parametrize("report", [*latex.REPORTS, "training"])
 def test_no_number_is_typed_by_hand(report):
     assert typed_numbers((REPORT / f"{report}.tex").read_text(encoding="utf-8")) == []
 
@@ -178,3 +178,22 @@ def test_every_figure_and_table_is_there_in_order_and_referred_to(report):
     assert re.findall(r"\\outputtable(?:\[.*?\])?\{(\w+)\}", source) == list(TABLES[report])
     for label in re.findall(r"\\label\{((?:fig|tab):\w+)\}", source):
         assert rf"\ref{{{label}}}" in source
+
+
+def test_what_both_reports_quote_is_there_and_referred_to():
+    from t1lib.report import FIGURES, TABLES
+
+    source = (REPORT / "training.tex").read_text(encoding="utf-8")
+    for command, known in (("figure", FIGURES), ("table", TABLES)):
+        for experiment, name in re.findall(rf"\\output{command}\{{(\w+)-(\w+)\}}", source):
+            assert experiment in latex.BOTH and name in known[experiment]
+    for label in re.findall(r"\\label\{((?:fig|tab):[\w-]+)\}", source):
+        assert rf"\ref{{{label}}}" in source
+
+
+@needs_tex
+def test_a_report_is_built_without_the_experiments_that_both_quote(outputs):
+    assert "Training on real text" in text_of(latex.build("smoke")[0])
+    for name in latex.BOTH:
+        shutil.rmtree(outputs / name)
+    assert "Training on real text" not in text_of(latex.build("smoke")[0])

@@ -129,7 +129,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
     largest = differences(frame, "loss")
     worst = float(largest[exact(names)].max())
     out.set("convergence.exact.largest_difference", worst)
-    out.set("convergence.exact.over_order", worst / float(largest[ORDER]), "", ".3f")
+    out.set("convergence.exact.over_order", worst / float(largest[ORDER]))
     out.set("convergence.order.tenth", float(largest[ORDER]) / 10)
     for fact in ("steps", "tokens", "params", "vocabulary", "train_tokens", "held_out_tokens", "bytes"):
         out.set(f"convergence.{fact}", median(frame, fact, "facts", "all"), "", ",.0f")

@@ -223,10 +223,23 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         fitting = table[(table["status"] == "ok") & (table["reserved_gib"] <= parse_bytes(budget) / GIB)]
         for (model, mode, head), own in fitting.groupby(["model", "mode", "head"]):
             out.set(f"frontier.longest.{budget}.{model}.{mode}.{head}", int(own["seq"].max()), "tokens")
+        _reach(fitting, f"frontier.within.{budgets(frame).index(budget) + 1}", budget, out)
     for state, count in table["status"].value_counts().items():
         out.set(f"frontier.points.{state}", int(count))
     for name, value in _facts(frame):
         out.set(f"frontier.{name}", value)
+
+
+def _reach(fitting: pd.DataFrame, key: str, budget: str, out: Numbers) -> None:
+    """The largest model, and the longest row of the smallest one, that plain ways and slide with fused train within a
+    budget, which may be nothing."""
+    digits = budget.rstrip("KMGTiB")
+    out.set(f"{key}.budget", f"{digits} {budget[len(digits):]}")
+    for mode, head in (("gpu", "full"), ("ckpt", "full"), ("slide", "fused")):
+        own = fitting[(fitting["mode"] == mode) & (fitting["head"] == head)]
+        first = own[own["model"] == own["model"].iloc[0]] if len(own) else own
+        out.set(f"{key}.{mode}-{head}.largest", own["model"].iloc[-1] if len(own) else "none")
+        out.set(f"{key}.{mode}-{head}.longest", int(first["seq"].max()) if len(own) else "none")
 
 
 def _facts(frame: pd.DataFrame) -> Iterable[tuple[str, float]]:

@@ -19,6 +19,7 @@ from t1lib.measure import manifest
 from t1lib.measure.records import Numbers, escape_latex
 
 REPORTS = ("t1m1", "t1m3")
+BOTH = ("convergence", "frontier")  # experiments that both reports quote where their runs are finished
 
 _MISSING_TEX = """the PDF files need TeX, and {missing} was not found here; all else is in {folder} already.
 Debian/Ubuntu: apt-get install latexmk texlive-latex-recommended lmodern; macOS: brew install --cask mactex-no-gui; \
@@ -61,19 +62,30 @@ def _build_one(outputs: Path) -> Path:
 
 
 def _gather(outputs: Path, folder: Path) -> None:
-    """Copy the report's sources and the run's tables, figures and numbers: one layout, whatever the real paths hold."""
+    """Copy the report's sources and the run's tables, figures and numbers: one layout, whatever the real paths hold.
+
+    Those of `BOTH` have the experiment's name before theirs.
+    """
     sources = paths.root() / "report"
     require((sources / f"{outputs.name}.tex").is_file(), f"{paths.shown(sources)}/{outputs.name}.tex is missing")
     for path in sources.iterdir():
         if path.suffix in (".tex", ".sty", ".bib"):
             shutil.copyfile(path, folder / path.name)
+    for kind in ("tables", "figures"):
+        (folder / kind).mkdir()
+    _copy_run(outputs, folder, "")
+    for other in (outputs.with_name(name) for name in BOTH):
+        if manifest.read(other):
+            _copy_run(other, folder, f"{other.name}-")
+
+
+def _copy_run(outputs: Path, folder: Path, before: str) -> None:
     numbers = outputs / "numbers.tex"
     require(numbers.is_file(), f"{paths.shown(numbers)} is missing; `python -m t1lib report` makes it again")
-    shutil.copyfile(numbers, folder / numbers.name)
+    shutil.copyfile(numbers, folder / f"{before}{numbers.name}")
     for kind, suffix in (("tables", "tex"), ("figures", "pdf")):
-        (folder / kind).mkdir()
         for path in (outputs / kind).glob(f"*.{suffix}"):
-            shutil.copyfile(path, folder / kind / path.name)
+            shutil.copyfile(path, folder / kind / f"{before}{path.name}")
 
 
 def write_context(content: Mapping[str, Any], path: Path) -> None:
