@@ -46,7 +46,8 @@ def device_bytes(work: Work, choice: Choice) -> int:
     outer = work.still * work.itemsize + work.outer * (2 * work.itemsize + work.state * (choice.outer == "device"))
     if choice.outer == "streamed":  # pieces of the head's weight and gradient; gradients of its input in float32
         outer = 4 * PIECE_BYTES + 2 * work.tokens * work.hidden * (work.itemsize + 4)
-    fixed = streamed + choice.resident * (2 * weights + state) + outer + work.slack
+    there = choice.resident > 0 or (choice.outer == "device" and work.outer > 0)
+    fixed = streamed + choice.resident * (2 * weights + state) + outer + work.widened * there + work.slack
     hidden = work.tokens * work.hidden * work.itemsize
     others = work.layers - choice.keep
     kept = choice.keep * work.tokens * work.saved + others * hidden * (choice.inputs == "device") + 2 * hidden

@@ -107,16 +107,17 @@ def predict_one(
 
 
 def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
-    """Modes gpu and ckpt: the most of the head's phase, the first layer's backward, and the update."""
+    """Modes gpu and ckpt: the most of the head's phase, the backward's begin and end, and the update."""
     weights, state = work.params * work.itemsize, work.params * work.state
-    wide = 4 * work.largest * (work.state > 2 * work.itemsize)  # one gradient widened for the update
-    base = weights + state + wide + work.slack + (weights if work.pieces > 1 else 0)
+    base = weights + state + work.widened + work.slack + (weights if work.pieces > 1 else 0)
     hidden = work.micro_tokens * work.hidden * work.itemsize
     one = work.micro_tokens * work.saved
     kept = work.layers * (one if mode == "gpu" else hidden) + 6 * hidden
-    outer = work.head * work.itemsize * (work.pieces == 1)  # of the gradients, what is there when the layers' begin
+    first = work.head * work.itemsize  # the head's gradient; in head full it comes when logits have gone
+    grads = weights * (work.pieces == 1)
     backward = one * (TEMPORARY if mode == "gpu" else 1 + TEMPORARY)
-    peak = base + max(kept + work.workspace, kept + outer + backward, weights * (work.pieces == 1))
+    begin = kept + first * (work.pieces == 1) + backward
+    peak = base + max(kept + work.workspace + first * (head != "full"), begin, grads + backward + 2 * hidden)
     forward, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
     launch = machine.launch_ms * work.pieces
     again = max(forward, launch) if mode == "ckpt" else 0.0

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
-from t1lib.train.optim import OptimizerSpec, has_no_state, state_bytes
+from t1lib.train.optim import DEVICE_PIECE, OptimizerSpec, has_no_state, state_bytes
 from t1lib.train.placement import spare_modules
 
 CHUNKS = 8  # of head `chunked`, by default
@@ -60,6 +60,11 @@ class Work:
     @property
     def params(self) -> int:
         return self.layers * self.layer + self.outer + self.still
+
+    @property
+    def widened(self) -> int:
+        """Bytes that an update on the device takes: gradients of 16 bits are widened a piece at a time."""
+        return 4 * min(self.largest, DEVICE_PIECE) * (self.state > 2 * self.itemsize)
 
     @property
     def pieces(self) -> int:

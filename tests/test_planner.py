@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from t1lib.__main__ import main
 from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
 from t1lib.measure.memory import GIB
-from t1lib.planner import Setting, head_bytes, predict, recommended
+from t1lib.planner import Setting, head_bytes, predict, predict_point, recommended
 from t1lib.train import build_model, make_trainer
 from t1lib.train.models import shape_only
 from t1lib.train.optim import OptimizerSpec
@@ -30,7 +31,8 @@ def by_name(predictions):
 
 
 def test_what_an_h200_measured_before_is_about_what_is_predicted():
-    """T1M1's real setting: gpu 74.6 GiB reserved and ckpt 32.4 GiB, with head chunked (README of commit b988d01)."""
+    """T1M1's real setting: gpu 74.6 GiB reserved and ckpt 32.4 GiB, with head chunked (README of commit b988d01), whose
+    updates widened all gradients at once."""
     found = by_name(predict(SETTING, 141 * GIB, None, H200))
     assert found["gpu", "chunked"].reserved == pytest.approx(74.6 * GIB, rel=0.1)
     assert found["ckpt", "chunked"].reserved == pytest.approx(32.4 * GIB, rel=0.1)
@@ -133,3 +135,15 @@ def test_modes_and_heads_are_known_elsewhere():
     from t1lib.train import MODES
 
     assert set(planner.MODES) <= set(MODES) and set(planner.HEADS) <= set(HEADS)
+
+
+@pytest.mark.parametrize("head", ["full", "chunked", "fused"])
+def test_memory_is_what_an_h200_measured(head):
+    """T1M3's committed steps: SGD, all on the device."""
+    folder = Path(__file__).resolve().parent.parent / "outputs" / "h200" / "t1m3"
+    measured = json.loads((folder / "numbers.json").read_text(encoding="utf-8"))
+    asked = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["parameters"]
+    setting = Setting(asked["model"], asked["batch"], asked["seq"], optimizer=OptimizerSpec("sgd"), workspace=300 << 20)
+    found = predict_point(setting, "gpu", head, H200)
+    assert found.allocated / GIB == pytest.approx(measured[f"t1m3.step.{head}.allocated_gib"]["value"], rel=0.02)
+    assert found.reserved / GIB == pytest.approx(measured[f"t1m3.step.{head}.reserved_gib"]["value"], rel=0.10)

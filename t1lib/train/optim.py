@@ -20,6 +20,7 @@ OPTIMIZERS = ("sgd", "adamw")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATE = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # what is kept of a parameter
 SCHEDULES = ("constant", "linear", "cosine")
+DEVICE_PIECE = 1 << 25  # numbers that a device updates at a time: enough to keep it busy, little to widen
 PIECE = 1 << 17  # numbers that a core of the host updates at a time: their float32 state stays in its caches
 
 
@@ -163,7 +164,7 @@ class Updater:
         weight, state, scratch = self.tensors[name].view(-1), self.state[name], self._scratch
         flat = {k: v.view(-1) for k, v in state.items() if k != "step"}
         step = {k: v for k, v in state.items() if k == "step"}
-        size = PIECE * torch.get_num_threads() if weight.device.type == "cpu" else weight.numel()
+        size = PIECE * torch.get_num_threads() if weight.device.type == "cpu" else DEVICE_PIECE
         for start in range(0, weight.numel(), size):
             piece = slice(start, start + size)
             part = {k: v[piece] for k, v in flat.items()}
