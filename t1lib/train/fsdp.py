@@ -72,13 +72,7 @@ class FsdpTrainer(CkptTrainer):
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
         total = torch.zeros((), device=self.device)
         for piece in pieces:
-            loss = self.model(piece, timer)
-            total += loss.detach()
-            self._in_backward = True
-            try:
-                loss.backward()
-            finally:
-                self._in_backward = False
+            total += self._back(self.model(piece, timer))
             timer.mark("backward")
         self.trace.end("compute", "backward", 0)
         return total

@@ -177,17 +177,21 @@ class Trainer(Stateful):
             timer.mark("forward")
             hidden.register_hook(lambda _: timer.mark("head_backward"))
             loss = self._loss(hidden, piece, timer)
-            total += loss.detach()
-            self._in_backward = True
-            try:
-                loss.backward()
-            finally:
-                self._in_backward = False
+            total += self._back(loss)
             self.trace.end("compute", "backward", 0)
             timer.mark("backward")
         self._embeddings_backward(embeddings)
         timer.mark("backward")
         return total
+
+    def _back(self, loss: Tensor) -> Tensor:
+        """Run the backward of a piece's loss, and return what it is."""
+        self._in_backward = True
+        try:
+            loss.backward()
+        finally:
+            self._in_backward = False
+        return loss.detach()
 
     def _embeddings_backward(self, embeddings: list[tuple[Tensor, Tensor]]) -> None:
         for embedded, leaf in embeddings:

@@ -106,6 +106,15 @@ def test_schedule_changes_no_bits(options, shared):
     assert_same(state, other)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_ten_clipped_steps_of_micro_batches_change_no_bits(optimizer):
+    shared = {"optimizer": OPTIMIZERS[optimizer], "micro_batch": 1, "max_grad_norm": 0.5}
+    losses, state = run(make_trainer(model("qwen3-untied"), "gpu", **shared), batches(10))
+    other_losses, other = run(make_trainer(model("qwen3-untied"), "slide", **shared), batches(10))
+    assert other_losses == losses
+    assert_same(state, other)
+
+
 @pytest.mark.parametrize(
     "options",
     [
