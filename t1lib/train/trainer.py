@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from t1lib.errors import T1Error, choose, require
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
 from t1lib.measure.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
+from t1lib.train.layers import Layered
 from t1lib.train.models import split
 from t1lib.train.optim import OptimizerSpec, Schedule, Updater, norms_of
 from t1lib.train.state import Stateful
@@ -46,7 +47,7 @@ def default_device(device: torch.device | str | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-class Trainer(Stateful):
+class Trainer(Layered, Stateful):
     """Trains a causal language model one batch at a time. Subclasses say where the layers live and how they run.
 
     model      from `build_model`; the trainer places it and owns it until `close`
@@ -64,7 +65,6 @@ class Trainer(Stateful):
     """
 
     mode = ""
-    _hooks_backward = True  # traced spans of the layers' backward come from hooks of their outputs
 
     def __init__(
         self,
@@ -112,10 +112,6 @@ class Trainer(Stateful):
     def _place(self) -> None:
         """Move what must be on the device there."""
         raise TypeError(f"{type(self).__name__} does not say where the model lives")
-
-    def _run_layer(self, index: int, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Run decoder layer `index`; by default, as the model itself would."""
-        return self._compute(index, hidden, kwargs)
 
     def _resident_trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that are updated where they lie, by name."""
@@ -271,46 +267,11 @@ class Trainer(Stateful):
             groups.setdefault(layer_of.get(id(param), -1), []).append(name)
         return groups
 
-    # -- the layers ------------------------------------------------------------------------------------------------
-
-    def _mark_trainable(self) -> None:
-        if self.train == "marked":
-            require(any(p.requires_grad for p in self.model.parameters()), "no parameter of the model is marked")
-            return
-        in_layers = {id(p) for p in self.parts.layers.parameters()}
-        for param in self.model.parameters():
-            param.requires_grad_(self.train == "all" or id(param) in in_layers)
-
-    def _intercept(self) -> None:
-        """Let the model's own forward run its layers through `_run_layer`: masks, rotations, scalings stay its own."""
-        for index, layer in enumerate(self.parts.layers):
-            layer.forward = partial(self._run_layer, index)
-        if self.loss == "mean_square":
-            self.parts.norm.forward = lambda hidden: hidden
-
     def close(self) -> None:
         """Give the model back: its layers run as before. Weights stay where they are."""
         self.closed = True
         for module in (*self.parts.layers, self.parts.norm):
             module.__dict__.pop("forward", None)
-
-    def _compute(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The layer's own computation, traced: forward, or recomputation when it happens within the backward."""
-        again = self._in_backward
-        with self.trace.span("compute", "recompute" if again else "forward", index):
-            out = self._call_layer(index, hidden, kwargs)
-        if self._hooks_backward and not isinstance(self.trace, NoTrace) and not again and out.requires_grad:
-            out.register_hook(partial(self._trace_backward, index))
-        return out
-
-    def _call_layer(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        layer = self.parts.layers[index]
-        return self._layer_forward(type(layer))(layer, hidden, **kwargs)
-
-    def _trace_backward(self, index: int, _: Tensor) -> None:
-        # Called when the gradient of this layer's output is ready: the layer above is done, this one begins.
-        self.trace.end("compute", "backward", index + 1)
-        self.trace.begin("compute", "backward", index)
 
     # -- accounting ---------------------------------------------------------------------------------------------
 
