@@ -49,10 +49,12 @@ def plan(arguments: argparse.Namespace) -> int:
         require(torch.cuda.is_available(), "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
     vram = parse_bytes(arguments.vram) if arguments.vram else torch.cuda.get_device_properties(0).total_memory
     host = parse_bytes(arguments.host) if arguments.host else None
+    for name, size in (("vram", vram), ("host", host)):
+        require(size is None or size >= 2**20, f"--{name} {getattr(arguments, name)} is less than 1MiB; such as 16GiB")
     machine, setting = this_machine(), setting_of(arguments)
     predictions = predict(setting, vram, host, machine)
     print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens a step, {arguments.optimizer}; "
-          f"{vram / GIB:.1f} GiB of GPU memory; times by the rates of: {machine.name}\n")  # fmt: skip
+          f"{vram / GIB:.1f} GiB of GPU memory; times are estimates by the rates of: {machine.name}\n")  # fmt: skip
     print(f"{'mode':<6} {'head':<8} {'allocated':>10} {'reserved':>10} {'host':>10} {'step':>10} {'tokens/s':>10}")
     tokens = arguments.batch * arguments.seq
     for p in predictions:

@@ -10,6 +10,9 @@ from t1lib.errors import T1Error, choose, require
 
 VOCABULARY = 16384  # of a preset, unless asked for: what a few megabytes of text support
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
+SITTING = {  # what is asked anew each time that a run goes on
+    "out", "resume", "export", "steps", "checkpoint_every", "eval_every", "eval_rows", "report_every",
+}  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
@@ -29,7 +32,7 @@ def add_parser(commands: Any) -> None:
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
-    add("--steps", type=int, help="in all, also of a run that goes on (default: 1000, or what that run has)")
+    add("--steps", type=int, help="in all, to which the schedule stretches (default: 1000, or what a run has)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
     add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
     add("--weight-decay", type=float, default=0.0, help="(default: 0)")
@@ -47,7 +50,7 @@ def add_parser(commands: Any) -> None:
     add("--eval-every", type=int, default=100, help="steps; 0: never (default: 100)")
     add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
     add("--report-every", type=int, default=10, help="steps; 0: never (default: 10)")
-    parser.set_defaults(command=train)
+    parser.set_defaults(command=train, defaults=vars(parser.parse_args([])))
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -65,6 +68,10 @@ def train(arguments: argparse.Namespace) -> int:
     goes_on = arguments.resume and arguments.model is None
     require(goes_on or arguments.model is not None, "--model is missing; --resume with --out goes on without it")
     require(not goes_on or arguments.out is not None, "--resume without --model needs --out, the folder of the run")
+    if goes_on:
+        given = [name for name, usual in arguments.defaults.items() if getattr(arguments, name) != usual]
+        own = sorted("--" + name.replace("_", "-") for name in set(given) - SITTING)
+        require(not own, f"--resume without --model goes on with the run's own settings; leave out {', '.join(own)}")
     folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
     settings = goes_on_with(folder, arguments.steps) if goes_on else settings_of(arguments)
     run = TrainRun(folder, settings, arguments.resume)
@@ -72,6 +79,8 @@ def train(arguments: argparse.Namespace) -> int:
     text = f"{about['train_tokens']:,} tokens of {about['files']} texts (sha256 {about['sha256'][:12]})"
     text = f"{text}, {about['held_out_tokens']:,} held out"
     print(f"{settings['model']}: {about['params']:,} parameters; {text}; {folder}")
+    if run.steps >= settings["steps"]:
+        print(f"{folder} is at step {run.steps} of {settings['steps']}: nothing to train")
     try:
         whole = run.train(
             checkpoint_every=arguments.checkpoint_every, evaluate_every=arguments.eval_every,
@@ -80,6 +89,9 @@ def train(arguments: argparse.Namespace) -> int:
         print(f"plot {run.plot()}")
         if arguments.export:
             print(f"model {run.export()}")
+    except KeyboardInterrupt:
+        print(f"interrupted at once; --resume goes on from the last checkpoint in {folder}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     finally:
         run.close()
     if not whole:

@@ -39,14 +39,15 @@ class TrainRun:
     def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
         self.folder, self.settings = folder, json.loads(json.dumps(dict(settings)))
         before = read_settings(folder)
-        require(resume or before is None, f"{folder} holds a run; --resume goes on with it, or take another --out")
+        held = before is not None and (resume or self._begun())
+        require(resume or not held, f"{folder} holds a run; --resume goes on with it, or take another --out")
         require(not resume or before is not None, f"{folder} holds no run to go on with")
-        if before is not None:
+        if held:
             self._compare(before["settings"])
         session = {k: v for k, v in self.settings.items() if k != "steps"}
         self.session = LanguageSession(**session)
         self.about = self.session.about()
-        if before is not None:
+        if held:
             same = before["corpus"] == self.about["sha256"]
             require(same, f"the text is not the one that the run in {folder} was begun with")
             if (folder / "checkpoints").is_dir():  # else it ended before the first one
@@ -57,6 +58,12 @@ class TrainRun:
     def steps(self) -> int:
         """Steps done, over all sittings."""
         return self.session.trainer.steps
+
+    def _begun(self) -> bool:
+        """Whether the folder's run came to a step: one that failed before may be begun anew."""
+        metrics = self.folder / METRICS
+        rows = len(metrics.read_text(encoding="utf-8").splitlines()) > 1 if metrics.is_file() else False
+        return rows or (self.folder / "checkpoints").is_dir()
 
     def _compare(self, before: dict[str, Any]) -> None:
         for name in sorted((self.settings.keys() | before.keys()) - FREE):

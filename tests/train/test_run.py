@@ -137,6 +137,20 @@ def test_it_goes_on_with_nothing_but_its_folder(tmp_path, capsys):
     assert main(["train", "--out", str(tmp_path / "none")]) == 2 and "--model is missing" in capsys.readouterr().err
 
 
+def test_what_is_the_runs_own_is_not_given_again(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "2") == 0
+    assert main(["train", "--out", str(tmp_path / "a"), "--resume", "--lr", "1", "--batch", "8"]) == 2
+    assert "leave out --batch, --lr" in capsys.readouterr().err
+    assert main(["train", "--out", str(tmp_path / "a"), "--resume"]) == 0
+    assert "is at step 2 of 2: nothing to train" in capsys.readouterr().out
+
+
+def test_a_start_that_failed_does_not_lock_its_folder(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "2", "--workspace", "1") == 2
+    assert "too small" in capsys.readouterr().err
+    assert train(tmp_path / "a", "--steps", "2") == 0
+
+
 @pytest.mark.parametrize("mode", ["gpu", "slide", "fsdp"])
 def test_what_it_exports_is_the_model_that_was_trained(tmp_path, mode):
     assert train(tmp_path / "a", "--steps", "4", "--mode", mode, "--export", "--eval-rows", "8") == 0
