@@ -11,7 +11,9 @@ from t1lib.report.t1m1 import ABLATION, MODES, OWN
 from t1lib.report.tables import MISSING, Table, make_table, mean_std, median_iqr
 
 
-def _summary(frame: pd.DataFrame, phase: str) -> Table:
+def table1(frame: pd.DataFrame) -> Table:
+    """T1M1's Table 1: the reports' own setting."""
+    phase = "own"
     status = statuses(frame[frame["phase"] == phase])
     rows = []
     for mode in OWN:
@@ -33,11 +35,6 @@ def _summary(frame: pd.DataFrame, phase: str) -> Table:
 
 def _over_link(frame: pd.DataFrame, phase: str, mode: str) -> float:
     return median(frame, "wall_ms", phase, mode) / median(frame, "link_ms", phase, mode)
-
-
-def table1(frame: pd.DataFrame) -> Table:
-    """T1M1's Table 1: the reports' own setting."""
-    return _summary(frame, "own")
 
 
 SETTINGS = {"real": "plain", "compiled": "compiled", "clipped": "clipped", "kept": "kept"}

@@ -1,5 +1,6 @@
 """What a run needs to go on: weights and optimizer state by parameter name, in one format for all modes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,8 @@ class Stateful:
     parts: Parts
     steps: int
     skipped: int
-
-    def _named_updaters(self) -> list[tuple[str, Updater]]:
-        """All updaters, each with what its tensors' names lack of the parameters' names."""
-        raise NotImplementedError
+    # all updaters, each with what its tensors' names lack of the parameters' names
+    _named_updaters: Callable[[], list[tuple[str, Updater]]]
 
     def _local(self, tensor: Tensor) -> Tensor:
         """The tensor that this process holds of a parameter or gradient."""
