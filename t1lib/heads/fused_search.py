@@ -17,6 +17,7 @@ REREAD = 1e-4  # of a late chunk's time a row block: larger chunks read more aga
 LAUNCHES = 60  # of a chunk's small kernels, in such steps
 TYPICAL = 8192  # tokens for which `early_from` compares: what decides may not depend on a text's length
 MOVED = 1.5e6  # bytes copied within the memory in the time of such a step
+LENDING = 300  # of a chunk that lends, in such steps, beside what it moves (measured, docs/log.md)
 
 
 @cache
@@ -71,7 +72,7 @@ class _Costs(NamedTuple):
         panels = -(-self.shape.vocab // plan.width)
         moved = plan.capacity * self.shape.vocab * self.shape.compute.itemsize / MOVED
         products = self.products(blocks, plan.width, plan.work.parts) + LAUNCHES
-        return self.logits(blocks, plan.work.splits) + panels * products + moved
+        return self.logits(blocks, plan.work.splits) + panels * products + moved + LENDING
 
     def late(self, plan: Late) -> float:
         blocks, passes = plan.capacity // self.tiles.m, -(-self.shape.vocab // plan.columns)

@@ -187,7 +187,7 @@ class StreamedHead:
         inside = (t.target >= start) & (t.target < stop)
         target = torch.where(inside, t.target - start, stop - start)
         bias = torch.zeros(stop - start + 1, dtype=weight.dtype, device=weight.device)
-        bias[-1] = NEVER
+        bias[-1:].fill_(NEVER)  # an assignment by index would wait for the device
         x, grad = t.hidden.detach(), torch.is_grad_enabled()
         x.requires_grad_(grad)
         weight.requires_grad_(grad and self.grad is not None)

@@ -30,7 +30,8 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
     trainers = {m: trainer(m, optimizer=optimizer, **own) for m in ("gpu", mode)}
     losses = {m: [t.step(batch()).loss for _ in range(20)] for m, t in trainers.items()}
     assert losses["gpu"][-1] < losses["gpu"][0] - 0.1
-    assert losses[mode] == pytest.approx(losses["gpu"], rel=5e-3)
+    # losses fall from 6.3 to 5.2; two orders of rounding part by up to 0.04 on the way
+    assert losses[mode] == pytest.approx(losses["gpu"], rel=1e-2)
 
 
 @pytest.mark.parametrize("shared", [{}, {"micro_batch": 1, "max_grad_norm": 1.0}], ids=["plain", "clipped"])
