@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
+from t1lib.train.travel import PIECE, SLOTS
 from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
 
@@ -47,6 +48,8 @@ def device_bytes(work: Work, choice: Choice) -> int:
     if choice.outer == "streamed":  # pieces of the head's weight and gradient; gradients of its input in float32
         outer = 4 * PIECE_BYTES + 2 * work.tokens * work.hidden * (work.itemsize + 4)
     there = choice.resident > 0 or (choice.outer == "device" and work.outer > 0)
+    if work.travelling:  # pieces of it, with weights and gradients; and a gradient, widened
+        streamed += min(PIECE, work.layer) * (SLOTS * (work.travelling + 2 * work.itemsize) + 4)
     fixed = streamed + choice.resident * (2 * weights + state) + outer + work.widened * there + work.slack
     hidden = work.tokens * work.hidden * work.itemsize
     others = work.layers - choice.keep
@@ -64,6 +67,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     streamed = work.layers - choice.resident
     weights = streamed * work.layer * work.itemsize
     again = max(streamed - choice.slots, 0) * work.layer * work.itemsize
+    state = streamed * work.layer * work.travelling * work.on_device  # each way
     outer = work.outer * work.itemsize * (choice.outer != "device")
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
@@ -78,12 +82,12 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     backward = max(
         eager * max(back, 2 * launch) + (recomputed - graphed) * max(product, launch)
         + graphed * max(product + back, replay),
-        (again + inputs) / machine.link_in * 1e3, (weights + outer) / machine.link_out * 1e3,
+        (again + inputs + state) / machine.link_in * 1e3, (weights + outer + state) / machine.link_out * 1e3,
     )  # fmt: skip
     in_pieces = 4 / 3 if twice else 1  # the logits are made twice
     head = max(head_ms(work, machine) * in_pieces, twice / machine.link_in * 1e3)
     each = 2 * (work.state + work.itemsize)  # read and written
-    layers = streamed * work.layer * (not work.on_device)
+    layers = streamed * work.layer * (1 - work.on_device)
     update = (layers + work.outer * (choice.outer != "device")) * each / machine.update * 1e3
     computing = forward + head + backward
     return max(computing, backward + head + update) if work.together else max(computing, update)

@@ -136,7 +136,7 @@ def _chosen(work: Work, vram: int, machine: Machine) -> Choice:
 
 def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Prediction:
     state = work.state + work.itemsize
-    waiting = work.layers if work.together else min(HOST_GRADS, work.layers) * (not work.on_device)
+    waiting = work.layers if work.together else min(HOST_GRADS, work.layers) * (work.on_device < 1)
     streamed = work.layers - choice.resident
     host = streamed * work.layer * state + min(waiting, streamed) * work.layer * work.itemsize
     if choice.outer != "device":

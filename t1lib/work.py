@@ -31,7 +31,7 @@ class Work:
     head_cost        time of loss and gradients over that of the three products
     slack            bytes that any step holds beside all this
     graphed          whether layers that are streamed and computed again run as CUDA graphs
-    on_device        whether slide updates its layers there, as an optimizer without state can be
+    on_device        share of slide's layers that are updated there; their optimizer state, if any, travels
     saved            what a layer's backward needs, a token, beyond its weights
     state            optimizer state of a parameter on the device, and on the host
     """
@@ -55,7 +55,7 @@ class Work:
     head_cost: float = 1.0
     slack: int = SLACK
     graphed: bool = False
-    on_device: bool = False
+    on_device: float = 0.0
 
     @property
     def params(self) -> int:
@@ -65,6 +65,11 @@ class Work:
     def widened(self) -> int:
         """Bytes that an update on the device takes: gradients of 16 bits are widened a piece at a time."""
         return 4 * min(self.largest, DEVICE_PIECE) * (self.state > 2 * self.itemsize)
+
+    @property
+    def travelling(self) -> int:
+        """Bytes of optimizer state of a parameter that cross the link, if its layer is updated on the device."""
+        return self.state if self.on_device else 0
 
     @property
     def pieces(self) -> int:
@@ -129,8 +134,12 @@ def work_of(
         micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
         attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
-        on_device=has_no_state(spec) and not together and train != "marked" and update != "host",
+        on_device=_share_on_device(update, has_no_state(spec) and not together and train != "marked"),
     )  # fmt: skip
+
+
+def _share_on_device(update: str, stateless: bool) -> float:
+    return {"host": 0.0, "device": 1.0, "both": 2 / 3, "auto": float(stateless)}[update]
 
 
 def _attention(config: PreTrainedConfig, seq: int) -> int:

@@ -104,6 +104,7 @@ def fig7_lanes(frame: pd.DataFrame) -> Figure:
     """One traced step of slide: what each lane does when."""
     figure, axes = subplots(2.4)
     host = {"weights": "0.35", "weights again": "0.55", "gradients": "0.45", "update": "0.75"}
+    host |= {"state": "0.6", "device update": "0.6"}
     for row, lane in enumerate(LANES):
         found = spans(frame, "slide", lane)
         found = found[found["step"] == found["step"].min()]

@@ -1,6 +1,6 @@
 """Like layers in flat pinned buffers on the host, and what updates them there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,10 @@ class HostLayers:
         """Bytes of one pass of all streamed layers' weights."""
         return sum(flat.nbytes for flat in self.host_flat.values())
 
-    def update_bytes(self) -> int:
-        """Least that one update of all streamed layers moves in the host's memory: gradients and state read, state
-        and weights written, and weights read where they have no master."""
-        trained = [p for i in self.trained for _, p in self.trainable(i)]
+    def bytes_to_update(self, layers: Iterable[int]) -> int:
+        """Least that one update of these moves in the host's memory: gradients and state read, state and weights
+        written, and weights read where they have no master."""
+        trained = [p for i in layers for _, p in self.trainable(i)]
         wide = self.spec.master_weights and not self.spec.split_master
         weights = sum(p.nbytes * (1 if wide and p.dtype != torch.float32 else 2) for p in trained)
         return weights + sum(p.nbytes + 2 * state_bytes(p, self.spec) for p in trained)

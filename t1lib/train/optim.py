@@ -107,12 +107,18 @@ class Updater:
     """Updates named tensors in place from their gradients.
 
     The tensors may be parameters or plain views; several updaters over parts of a model do bit for bit what one does
-    over the whole. `scratch` is memory that updaters run in turn may share.
+    over the whole.
+
+    scratch    memory that updaters run in turn may share
+    state      what there is already, by the tensors' names; count: after so many updates
     """
 
-    def __init__(self, tensors: dict[str, Tensor], spec: OptimizerSpec, scratch: Scratch | None = None) -> None:
-        self.tensors, self.spec = tensors, spec
-        self.state: dict[str, dict[str, Tensor]] = {n: self._new_state(t) for n, t in tensors.items()}
+    def __init__(
+        self, tensors: dict[str, Tensor], spec: OptimizerSpec, scratch: Scratch | None = None,
+        state: dict[str, dict[str, Tensor]] | None = None, count: int | None = None,
+    ) -> None:  # fmt: skip
+        self.tensors, self.spec, self._count = tensors, spec, count
+        self.state = {n: self._new_state(t) for n, t in tensors.items()} if state is None else state
         self._wide = {n for n, t in tensors.items() if spec.master_weights and t.dtype != torch.float32}
         self._scratch = scratch or Scratch()
 
@@ -132,10 +138,14 @@ class Updater:
         return state
 
     @torch.no_grad()
-    def step(self, grads: dict[str, Tensor | None], factor: float = 1.0, scale: Tensor | float = 1.0) -> None:
+    def step(
+        self, grads: dict[str, Tensor | None], factor: float = 1.0, scale: Tensor | float = 1.0,
+        lost: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """One update with the learning rate times `factor` and gradients times `scale`.
 
         Tensors without a gradient (None or missing) stay as they are. Gradients may be overwritten.
+        lost: () float32, on a GPU; if not 0, all tensors stay as they are, and the host need not know
         """
         lr = self.spec.lr * factor
         found = {n: g for n, g in grads.items() if g is not None and n in self.tensors}
@@ -147,19 +157,21 @@ class Updater:
             if isinstance(scale, Tensor) or scale != 1.0:
                 torch._foreach_mul_([found[n] for n in plain], scale)
             states = [self.state[n] for n in plain]
-            self._update([self.tensors[n] for n in plain], [found[n] for n in plain], states, lr)
+            self._update([self.tensors[n] for n in plain], [found[n] for n in plain], states, lr, lost)
         for name in found.keys() & self._wide:
-            self._step_wide(name, found[name], lr, scale)
+            self._step_wide(name, found[name], lr, scale, lost)
 
     @torch.no_grad()
     def peek(self, name: str, rows: Tensor, grad: Tensor, factor: float = 1.0, scale: float = 1.0) -> Tensor:
         """The rows of a tensor as `step` would leave them. Nothing is changed."""
-        other = Updater({name: self.tensors[name][rows]}, self.spec)
-        other.state[name] = {k: v.clone() if k == "step" else v[rows] for k, v in self.state[name].items()}
+        state = {k: v.clone() if k == "step" else v[rows] for k, v in self.state[name].items()}
+        other = Updater({name: self.tensors[name][rows]}, self.spec, state={name: state})
         other.step({name: grad[rows]}, factor, scale)
         return other.tensors[name]
 
-    def _step_wide(self, name: str, grad: Tensor, lr: float, scale: Tensor | float) -> None:
+    def _step_wide(
+        self, name: str, grad: Tensor, lr: float, scale: Tensor | float, lost: Tensor | None
+    ) -> None:
         """A 16-bit tensor with a master, a piece after the other."""
         weight, state, scratch = self.tensors[name].view(-1), self.state[name], self._scratch
         flat = {k: v.view(-1) for k, v in state.items() if k != "step"}
@@ -174,22 +186,27 @@ class Updater:
             low = part.pop("low", None)
             master = part.pop("master", None) if low is None else scratch.join(weight[piece], low)
             wide = {k: v if v.dtype == torch.float32 else scratch.widen(k, v) for k, v in part.items()}
-            self._update([master], [g], [wide | step], lr)
+            self._update([master], [g], [wide | step], lr, lost)
             for key, value in part.items():
                 if value is not wide[key]:
-                    scratch.round_by_chance(wide[key], value, int(step["step"]) if step else 0)
+                    done = int(step["step"]) if self._count is None else self._count + 1
+                    scratch.round_by_chance(wide[key], value, done)
             if low is None:
                 weight[piece].copy_(master)
             else:
                 split(master, weight[piece], low)
 
-    def _update(self, tensors: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], lr: float) -> None:
+    def _update(
+        self, tensors: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], lr: float,
+        lost: Tensor | None,
+    ) -> None:  # fmt: skip
         spec = self.spec
         if spec.name == "adamw":
             moments = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq"))
             torch._fused_adamw_(
                 tensors, grads, *moments, [], [s["step"] for s in states], lr=lr, beta1=spec.betas[0],
                 beta2=spec.betas[1], weight_decay=spec.weight_decay, eps=spec.eps, amsgrad=False, maximize=False,
+                found_inf=lost,
             )  # fmt: skip
             return
         # PyTorch's fused SGD on the CPU (2.11, 2.13) leaves 16-bit tensors of 32 elements and more unchanged. Its
@@ -200,7 +217,7 @@ class Updater:
         sgd(
             tensors, grads, [s.get("momentum_buffer") for s in states], fused=fused, foreach=False,
             weight_decay=spec.weight_decay, momentum=spec.momentum, lr=lr, dampening=0.0, nesterov=False,
-            maximize=False,
+            maximize=False, found_inf=lost,
         )  # fmt: skip
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

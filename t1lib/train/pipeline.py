@@ -7,7 +7,7 @@ weight is ever read.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from t1lib.measure.memory import pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.host_layers import HostLayers
-from t1lib.train.optim import OptimizerSpec, Updater, norms_of
-from t1lib.train.streams import HostPool, Lane, Slots, UpdateWorker
+from t1lib.train.optim import OptimizerSpec, Updater, has_no_state, norms_of
+from t1lib.train.streams import HostPool, Lane, Mark, Slots, UpdateWorker
+from t1lib.train.travel import Travel
 
 
 class Pipeline(HostLayers):
@@ -28,15 +29,15 @@ class Pipeline(HostLayers):
     slots        device buffers for weights; grad_slots: for gradients
     host_grads   pinned host buffers for gradients that wait for their update
     together     no layer is updated before the gradients of all are known (`update_all`)
-    on_device    layers are updated on the device as soon as their gradients are there, and their weights leave in place
-                 of the gradients: for updates without state
+    on_device    layers that are updated on the device. Without state, and not together: as soon as their gradients are
+                 there, and their weights leave in place of the gradients. Else their state travels (`travel`)
     overlap_*    whether weights come in, gradients leave and updates run while the device computes
     trace        what spans of work are reported to
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec, *,
-        slots: int, grad_slots: int, host_grads: int, together: bool, on_device: bool, overlap_in: bool,
+        slots: int, grad_slots: int, host_grads: int, together: bool, on_device: Collection[int], overlap_in: bool,
         overlap_out: bool, overlap_update: bool, trace: Callable[[], Trace | NoTrace],
     ) -> None:  # fmt: skip
         super().__init__(layers, first, names, device, spec)
@@ -45,16 +46,20 @@ class Pipeline(HostLayers):
         self._trace = trace
         self.weights = Slots(slots, self.layout, device)
         self.grads = Slots(grad_slots, self.grad_layout, device)
-        waiting = len(self.trained) if together else min(host_grads, len(self.trained)) * (not on_device)
+        on_host = set(self.trained) - set(on_device)
+        waiting = len(self.trained) if together else min(host_grads, len(on_host))
         self._host_grads = HostPool(waiting, self.grad_layout, device)
         self._host_norms = pinned_empty(len(layers), torch.float32, device)
         self.compute = Lane(device, own_stream=False)
         self.inward, self.outward = Lane(device, own_stream=overlap_in), Lane(device, own_stream=overlap_out)
         self.worker = UpdateWorker()
         self._coming: dict[int, threading.Event] = {}
-        self._left: dict[int, torch.cuda.Event | None] = {}  # marks when a layer's new weights are back on the host
+        self._left: dict[int, Mark] = {}  # marks when a layer's new weights are back on the host
         self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
-        self._slot_updaters = [Updater(v, spec) for v in self.weights.views] if on_device else []
+        self._read: dict[int, Mark] = {}  # marks when a host buffer's gradients have gone to the device
+        stays = has_no_state(spec) and not together
+        self._slot_updaters = [Updater(v, spec) for v in self.weights.views] if stays and on_device else []
+        self.travel = Travel(self, () if stays else on_device, together, trace)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -65,6 +70,7 @@ class Pipeline(HostLayers):
                 queued.wait()
             self._coming = {}
             self.forget()
+        self.travel.settle(lost=False)
         for index in self.streamed[: len(self.weights.flat)]:
             if self.overlap_in and self.weights.holds[self.weights.of(index)] != index:
                 self.fetch(index)
@@ -153,7 +159,7 @@ class Pipeline(HostLayers):
         else:
             self._norm = torch.linalg.vector_norm(self.grads.flat[slot], dtype=torch.float32)
             norms = {name: self._norm}
-        if self.on_device:
+        if index in self.on_device and self._slot_updaters:
             self._descend(index, factor)
         self.grads.filled[slot] = self.compute.mark()
         return norms
@@ -174,17 +180,25 @@ class Pipeline(HostLayers):
         """
         if index not in self.trained:
             return
-        if self.on_device:
+        there = index in self.on_device
+        if there and self._slot_updaters:
             self._send_weights(index)
             return
-        held, lane, slot = self._host_grads.take(), self.outward, self.grads.of(index)
+        slot = self.grads.of(index)
+        if there and not self.together:
+            lost = self._norm.isfinite().logical_not().float()
+            marks = self._travel(index, self.grads.flat[slot], self.compute.mark(), factor, 1.0, lost)
+            self._norm, self.grads.freed[slot] = None, marks[0]
+            return
+        held, lane = self._host_grads.take(), self.outward
         lane.after(self.grads.filled[slot])
+        lane.after(self._read.pop(held, None))
         with lane.active(), self._trace().span("out", "gradients", index, lane.stream):
             self._host_grads.buffers[held].copy_(self.grads.flat[slot], non_blocking=True)
             self._host_norms[index].copy_(lane.uses(self._norm), non_blocking=True)
         self._norm = None
         self.grads.freed[slot] = arrived = lane.mark()
-        if self.weights.holds[self.weights.of(index)] == index:
+        if self.weights.holds[self.weights.of(index)] == index and not there:
             self.weights.holds[self.weights.of(index)] = None  # out of date from here on
         if self.together:
             self._waiting.append((index, held))
@@ -199,6 +213,25 @@ class Pipeline(HostLayers):
         self._norm = None
         self.grads.freed[slot] = self._left[index] = lane.mark()
 
+    def _travel(
+        self, index: int, grads: Tensor, known: Mark, factor: float, scale: Tensor | float, lost: Tensor
+    ) -> tuple[Mark, Mark, Mark]:
+        """Update the layer on the device, and its weights in their slot if they are still there.
+
+        known: mark before which gradients and factors are not there. Returns what `Travel.update` does.
+        """
+        held = self.weights.of(index)
+        stays = self.weights.holds[held] == index
+        onto, freed = (self.weights.flat[held], self.weights.freed[held]) if stays else (None, None)
+        left = self._left.get(index)
+        marks = self.travel.update(index, grads, (known, freed), factor, scale, lost, left, onto)
+        _, updated, self._left[index] = marks
+        if stays:
+            self.weights.filled[held] = updated
+        if not self.overlap_update:
+            self.compute.after(self._left[index])
+        return marks
+
     def update_all(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Queue the updates that waited, in the order of the next forward: gradients times `scale`, if finite."""
         if not self._waiting:
@@ -208,9 +241,16 @@ class Pipeline(HostLayers):
         lane.after(self.compute.mark())
         with lane.active():
             host = pinned_empty(2, torch.float32, self.device).copy_(lane.uses(both), non_blocking=True)
-        arrived = lane.mark()
+        arrived, lost = lane.mark(), norm.isfinite().logical_not().float()
+        known = self.compute.mark()
         for index, held in sorted(self._waiting):
-            self._submit(index, held, arrived, host[0], host[1], factor)
+            if index in self.on_device:
+                self.travel.lanes[0].after(arrived)
+                grads = self._host_grads.buffers[held]
+                self._read[held], _, _ = self._travel(index, grads, known, factor, scale, lost)
+                self._host_grads.give(held)
+            else:
+                self._submit(index, held, arrived, host[0], host[1], factor)
         self._waiting = []
 
     def _submit(self, index: int, held: int, *arguments: Any) -> None:
@@ -219,7 +259,7 @@ class Pipeline(HostLayers):
             self.worker.wait(index)
 
     def _update(
-        self, index: int, held: int, arrived: "torch.cuda.Event | None", norm: Tensor, scale: Tensor | None,
+        self, index: int, held: int, arrived: Mark, norm: Tensor, scale: Tensor | None,
         factor: float, trace: Trace | NoTrace,
     ) -> None:  # fmt: skip
         """On the worker's thread: wait for the gradients, update the layer on the host, give the buffer back.
@@ -239,10 +279,19 @@ class Pipeline(HostLayers):
     # -- accounting ------------------------------------------------------------------------------------------------
 
     def device_tensors(self) -> list[Tensor]:
-        return [*self.weights.flat, *self.grads.flat]
+        return [*self.weights.flat, *self.grads.flat, *self.travel.device_tensors()]
 
     def update_bytes(self) -> int:
-        return 0 if self.on_device else super().update_bytes()
+        """Least that an update moves in the host's memory (`bytes_to_update`), of the layers that it updates."""
+        return self.bytes_to_update(set(self.trained) - set(self.on_device))
+
+    def link_bytes(self) -> tuple[int, int, int]:
+        """Least that a step sends: in during the forward, in during the backward, out."""
+        total, layers = self.bytes_a_pass(), max(len(self.streamed), 1)
+        again = total // layers * max(layers - len(self.weights.flat), 0)  # at the turn the last layers are still there
+        current = len(self.on_device) == len(self.streamed) > 0  # and at the end the first ones, up to date
+        state = self.travel.bytes_a_step()
+        return again if current else total, again + state, total + state
 
     def drain(self) -> None:
         """Wait for the updates that still run, and for weights on their way."""

@@ -126,11 +126,7 @@ class TrainSession:
         rates = {"h2d": link.host_to_device, "d2h": link.device_to_host}
         rates |= {"both_in": link.both_in, "both_out": link.both_out}
         if isinstance(self.trainer, SlideTrainer):
-            total, layers = self.trainer.streamed_bytes(), len(self.trainer.pipeline.streamed)
-            kept = min(self.trainer.slots, layers)  # still on the device at the turn from forward to backward
-            again = total // max(layers, 1) * (layers - kept)
-            first = again if self.trainer.pipeline.on_device else total  # what was updated there is up to date
-            rates["ms"] = link.step_ms(forward_in=first, backward_in=again, backward_out=total)
+            rates["ms"] = link.step_ms(*self.trainer.pipeline.link_bytes())
         return rates
 
     def floors(self) -> dict[str, float]:

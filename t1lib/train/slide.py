@@ -23,6 +23,7 @@ from t1lib.train.trainer import default_device
 from t1lib.train.vocabulary import StreamedHead
 
 PLACES = ("host", "device")
+UPDATES = ("auto", *PLACES, "both")
 
 
 class SlideTrainer(SlideStep):
@@ -38,9 +39,10 @@ class SlideTrainer(SlideStep):
     overlap_in       weights of the next layer come in while this one computes (else just before it)
     overlap_out      gradients leave while the next layer computes (else before it does)
     overlap_update   the CPU updates a layer while the device goes on (else the step waits for it)
-    update           where streamed layers are updated: "host"; "device", from where the new weights leave in place of
-                     the gradients, for an optimizer without state, all of the layers trained, and nothing that waits
-                     for the last gradient; "auto": there if that can be, unless overlap_update is off
+    update           where streamed layers, all of them trained, are updated: "host"; "device", whereto their optimizer
+                     state travels (`t1lib.train.travel`), if there is any; "both": of three layers, one on the host;
+                     "auto": on the device without state and without a wait for the last gradient, else on the host,
+                     and there too if overlap_update is off
     embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
     outer            where embedding, norm and head, when they train, have their optimizer state and are updated,
                      "device" or "host"; their weights and gradients are on the device (`t1lib.train.outer`). Or
@@ -77,7 +79,7 @@ class SlideTrainer(SlideStep):
         layers = model.config.num_hidden_layers
         for name, value in (("resident", resident), ("keep", keep)):
             require(0 <= value <= layers, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
-        self._update_place = choose("update", update, ("auto", *PLACES))
+        self._update_place = choose("update", update, UPDATES)
         self._embedding, self._inputs = choose("embedding", embedding, PLACES), choose("inputs", inputs, PLACES)
         self._outer_place = choose("outer", outer, (*PLACES, "streamed"))
         if outer == "streamed":
@@ -100,7 +102,7 @@ class SlideTrainer(SlideStep):
         layers = self.parts.layers
         names = {id(layer): name for name, layer in self.model.named_modules()}
         self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
-        self._on_device = self._updates_on_device()
+        self._on_device = self._updated_there()
         need, free = self._host_bytes(), host_available()
         require(need <= free, f"the host has {free / GIB:.1f} GiB to give; slide needs {need / GIB:.1f} GiB of it more")
         self.pipeline = Pipeline(
@@ -125,16 +127,15 @@ class SlideTrainer(SlideStep):
         self._activations = Activations(len(layers), self.keep, store)
         self._graphs = LayerGraphs(layers) if self._graph_tokens and can_capture(self.device) else None
 
-    def _updates_on_device(self) -> bool:
-        trained = all(p.requires_grad for layer in self.parts.layers[self.resident :] for p in layer.parameters())
-        possible = has_no_state(self.spec) and trained and not self._together
-        require(
-            possible or self._update_place != "device",
-            "update='device' is for SGD without momentum and master weights, with all of the layers trained, without "
-            "max_grad_norm and nonfinite='skip'; allowed here: 'host' or 'auto'",
-        )
-        overlapped = self._pipeline_options["overlap_update"]
-        return self._update_place == "device" or (possible and overlapped and self._update_place == "auto")
+    def _updated_there(self) -> list[int]:
+        """Streamed layers that are updated on the device."""
+        streamed, place = range(self.resident, len(self.parts.layers)), self._update_place
+        trained = all(p.requires_grad for i in streamed for p in self.parts.layers[i].parameters())
+        if place == "auto":
+            stateless = has_no_state(self.spec) and trained and not self._together
+            place = "device" if stateless and self._pipeline_options["overlap_update"] else "host"
+        require(trained or place == "host", f"update={place!r} is for layers that are trained as a whole; take 'host'")
+        return [i for i in streamed if place == "device" or (place == "both" and i % 3 != 2)]
 
     def _streamed(self, param: Tensor) -> bool:
         return self._outer_place == "streamed" and (param is self.parts.embed.weight or param is self.parts.head.weight)
@@ -151,7 +152,8 @@ class SlideTrainer(SlideStep):
 
     def _host_bytes(self) -> int:
         layers = self.parts.layers[self.resident :]
-        waiting = len(layers) if self._together else self._pipeline_options["host_grads"] * (not self._on_device)
+        on_host = len(layers) - len(self._on_device)
+        waiting = len(layers) if self._together else min(self._pipeline_options["host_grads"], on_host)
         outer = trained_outside(self.model, self.parts.layers) if self._outer_place != "device" else {}
         return host_bytes(layers, self.spec, waiting, outer)
 
@@ -173,10 +175,6 @@ class SlideTrainer(SlideStep):
         rest = [t for m in self._resident_modules() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
         head = [] if self._head is None else self._head.device_tensors()
         return [*rest, *head, *self.pipeline.device_tensors(), *self._rest.state_tensors()]
-
-    def streamed_bytes(self) -> int:
-        """Bytes of one pass of all layers' weights, which is also that of all their gradients."""
-        return self.pipeline.bytes_a_pass()
 
     def drain(self) -> None:
         """Wait for the updates that still run; a step itself does not."""

@@ -229,5 +229,8 @@ class SlideStep(Trainer):
     def _may_update(self, norm: Tensor) -> bool:
         return super()._may_update(norm) if self._together else True  # else layers are updated already
 
+    def _settle(self, lost: bool) -> None:
+        self.pipeline.travel.settle(lost)
+
     def _spoiled(self) -> str:
         return super()._spoiled() if self._together else "layers above are updated: go on from a checkpoint"

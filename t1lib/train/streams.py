@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from t1lib.errors import T1Error
 from t1lib.measure.memory import pinned_empty
 
+Mark = torch.cuda.Event | None  # of a point that a lane comes to; None: there is nothing to wait for
 ALIGN = 128  # elements; every parameter in a flat buffer begins at a multiple, as the device's loads like it
 
 
@@ -73,14 +74,14 @@ class Lane:
     def active(self) -> AbstractContextManager:
         return torch.cuda.stream(self.own) if self.own is not None else nullcontext()
 
-    def mark(self) -> "torch.cuda.Event | None":
+    def mark(self) -> Mark:
         if not self.cuda:
             return None
         event = torch.cuda.Event()
         event.record(self.stream)
         return event
 
-    def after(self, mark: "torch.cuda.Event | None") -> None:
+    def after(self, mark: Mark) -> None:
         if mark is not None:
             self.stream.wait_event(mark)
 
@@ -98,8 +99,8 @@ class Slots:
         self.flat = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
         self.views = [layout.views(flat) for flat in self.flat]
         self.holds: list[int | None] = [None] * count  # which layer's content
-        self.filled: list[torch.cuda.Event | None] = [None] * count  # marks when the content is complete
-        self.freed: list[torch.cuda.Event | None] = [None] * count  # marks when the content is no longer needed
+        self.filled: list[Mark] = [None] * count  # marks when the content is complete
+        self.freed: list[Mark] = [None] * count  # marks when the content is no longer needed
 
     def of(self, layer: int) -> int:
         return layer % len(self.flat)
@@ -129,8 +130,8 @@ class HostStore:
     def __init__(self, device: torch.device, compute: Lane, inward: Lane, outward: Lane) -> None:
         self.device, self._compute, self._in, self._out = device, compute, inward, outward
         self._buffers: dict[tuple[int, int], Tensor] = {}
-        self._left: dict[tuple[int, int], torch.cuda.Event | None] = {}
-        self._back: dict[int, torch.cuda.Event | None] = {}
+        self._left: dict[tuple[int, int], Mark] = {}
+        self._back: dict[int, Mark] = {}
 
     def put(self, key: tuple[int, int], tensor: Tensor) -> None:
         """Queue the copy to the host; the caller may let go of the tensor."""

@@ -134,6 +134,7 @@ class Trainer(Layered, Stateful):
         timer.mark("optimizer")
         wall_ms, phases = timer.stop()
         norm, lost = float(norm), not math.isfinite(float(norm))
+        self._settle(lost)
         if lost and self.nonfinite == "raise":
             raise T1Error(f"step {self.steps + 1}: a gradient is not finite (norm {norm}); {self._spoiled()}")
         self.steps, self.skipped = self.steps + 1, self.skipped + lost
@@ -193,6 +194,9 @@ class Trainer(Layered, Stateful):
         for embedded, leaf in embeddings:
             if embedded.requires_grad:
                 embedded.backward(leaf.grad)
+
+    def _settle(self, lost: bool) -> None:
+        """What is to be done when the host knows whether the gradients were finite, or the step is lost."""
 
     def _spoiled(self) -> str:
         """What a step has changed when it fails for a gradient that is not finite."""

@@ -40,6 +40,7 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
     [
         {"slots": 2, "grad_slots": 1, "host_grads": 1}, {"slots": 3}, {"overlap_update": False}, {"keep": 3},
         {"inputs": "host"}, {"outer": "host"}, {"outer": "streamed"}, {"graph_tokens": 0},
+        {"update": "device"}, {"update": "both", "slots": 3, "grad_slots": 1},
         {"resident": 3, "keep": 2, "inputs": "host", "outer": "host"},
     ],
     ids=str,
@@ -47,7 +48,8 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
 def test_schedule_is_without_races(options, shared):
     """A missed wait would show as a loss that differs from run to run, or from the schedule without any overlap."""
     off = {"overlap_in": False, "overlap_out": False, "overlap_update": False}
-    off |= {k: v for k, v in options.items() if k in ("outer", "resident")}  # CPU and GPU update in other last bits
+    where = ("outer", "resident", "update")  # CPU and GPU update in other last bits
+    off |= {k: v for k, v in options.items() if k in where}
     spec = OptimizerSpec("adamw", lr=1e-3)
 
     def losses(**kwargs):
@@ -72,16 +74,17 @@ def test_updates_on_the_device_are_without_races(options):
     "options",
     [
         {}, {"max_grad_norm": 1.0, "outer": "host", "micro_batch": 1, "inputs": "host"},
-        {"outer": "streamed", "graph_tokens": 0},
+        {"outer": "streamed", "graph_tokens": 0}, {"update": "device"}, {"update": "both", "max_grad_norm": 1.0},
     ],
-    ids=["plain", "all", "streamed"],
+    ids=["plain", "all", "streamed", "there", "both"],
 )  # fmt: skip
 def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
     """From the first layer on to the step's closing synchronisation, the host waits for nothing on the device.
 
     (Before the first layer, transformers itself looks once at the position ids.)
     """
-    slide = trainer("slide", optimizer=OptimizerSpec("sgd", lr=0.1), **options)
+    adamw = OptimizerSpec("adamw", lr=1e-3, master_weights=True)
+    slide = trainer("slide", optimizer=adamw if "update" in options else OptimizerSpec("sgd", lr=0.1), **options)
     for _ in range(2):  # the second captures graphs
         slide.step(batch())
     bind, stop = slide.pipeline.bind, PhaseTimer.stop
@@ -100,6 +103,23 @@ def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
         slide.step(batch())
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_a_lost_step_changes_nothing(update):
+    slide = trainer("slide", optimizer=OptimizerSpec("adamw", master_weights=True), nonfinite="skip", update=update)
+    slide.step(batch())
+    before, weight = slide.state_dict(), slide.parts.norm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0] = torch.inf
+    assert slide.step(batch()).skipped
+    with torch.no_grad():
+        weight.copy_(kept)
+    after = slide.state_dict()
+    for name, state in before["optimizer"].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after["optimizer"][name][key])), (name, key)
 
 
 def test_graphs_are_replayed_and_change_nothing():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.measure.timing import PhaseTimer
-from t1lib.train import OptimizerSpec, build_model, make_trainer
+from t1lib.train import OptimizerSpec, build_model, make_trainer, travel
 from t1lib.train.optim import Schedule
 
 STEPS = 5
@@ -136,6 +136,43 @@ def test_sgd_on_host_or_device_changes_no_bits(options):
     assert_same(state, trainer.state_dict())
     on_host = options.get("update") == "host"
     assert bool(trainer.pipeline.update_bytes()) == on_host
+
+
+TRAVELLERS = {
+    "momentum": (OPTIMIZERS["momentum"], torch.float32),
+    "adamw": (OPTIMIZERS["adamw"], torch.float32),
+    "masters": (OptimizerSpec("adamw", lr=1e-2, master_weights=True), torch.bfloat16),
+    "split": (
+        OptimizerSpec("adamw", lr=1e-2, master_weights=True, moments="bfloat16", split_master=True), torch.bfloat16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [{}, {"micro_batch": 1, "max_grad_norm": 0.5}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    "options",
+    [{"update": "device"}, {"update": "both", "slots": 5}, {"update": "device", "resident": 2, "outer": "host"}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", TRAVELLERS)
+def test_state_that_travels_changes_no_bits(kind, options, shared, monkeypatch):
+    """Whatever the pieces, the last of which is shorter. Moments in 16 bits are rounded by noise, piece by piece: there
+    the whole layer is one piece on both sides, as it is one parameter after the other in mode gpu."""
+    monkeypatch.setattr(travel, "PIECE", 1000)
+    spec, dtype = TRAVELLERS[kind]
+    shared = {"optimizer": spec, "schedule": Schedule("linear", total=9), **shared}
+    losses, state = run(make_trainer(model("qwen3", dtype), "gpu", **shared))
+    trainer, others = make_trainer(model("qwen3", dtype), "slide", **shared, **options), []
+    for batch in batches():
+        others.append(trainer.step(batch).loss)
+        trainer.evaluate(batch)
+    assert bool(trainer.pipeline.update_bytes()) == (options["update"] == "both")
+    assert trainer.pipeline.travel.bytes_a_step() > 0
+    if kind == "split":
+        assert others == pytest.approx(losses, rel=1e-3)
+        return
+    assert others == losses
+    assert_same(state, trainer.state_dict())
 
 
 def test_weights_that_were_updated_on_the_device_are_not_sent_again():

@@ -82,9 +82,13 @@ def test_a_gradient_that_is_no_number_is_raised(mode, options):
     assert trainer.steps == 1
 
 
-@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide", "fsdp"])
-def test_a_gradient_that_is_no_number_is_skipped_and_counted(mode):
-    trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, nonfinite="skip")
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("gpu", {}), ("ckpt", {}), ("slide", {}), ("fsdp", {}), ("slide", {"update": "device"})],
+    ids=str,
+)
+def test_a_gradient_that_is_no_number_is_skipped_and_counted(mode, options):
+    trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, nonfinite="skip", **options)
     first, second = batches(2)
     trainer.step(first)
     before = trainer.state_dict()
@@ -131,6 +135,8 @@ def test_frozen_parameters(which):
         return found
 
     losses, state = run(make_trainer(marked(), "gpu", optimizer=SPEC, train="marked"))
+    with pytest.raises(T1Error, match="update='device' is for layers that are trained as a whole; take 'host'"):
+        make_trainer(marked(), "slide", optimizer=SPEC, train="marked", update="device")
     trainer = make_trainer(marked(), "slide", optimizer=SPEC, train="marked")
     sent = sum(s.numel() for s in trainer.pipeline.grad_layout.shapes.values())
     assert sent < trainer.pipeline.layout.numel or which[0] != "mlp"
@@ -154,13 +160,17 @@ def test_evaluation_changes_nothing(mode, options):
     assert trainer.step(batch).loss == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("first, second", [("slide", "slide"), ("gpu", "slide"), ("slide", "gpu")])
+@pytest.mark.parametrize("first, second", [("slide", "slide"), ("gpu", "slide"), ("slide", "gpu"), ("there", "there")])
 def test_resume_with_everything_on(first, second, tmp_path):
+    def trainer(kind: str):
+        there = {"update": "both"} if kind == "there" else {}
+        return make_trainer(model("qwen3"), "slide" if there else kind, optimizer=SPEC, **EVERYTHING, **there)
+
     data = ragged()
     losses, state = run(make_trainer(model("qwen3"), "slide", optimizer=SPEC, **EVERYTHING), data)
-    begun, saved = run(make_trainer(model("qwen3"), first, optimizer=SPEC, **EVERYTHING), data[:4])
+    begun, saved = run(trainer(first), data[:4])
     torch.save(saved, tmp_path / "checkpoint.pt")
-    resumed = make_trainer(model("qwen3"), second, optimizer=SPEC, **EVERYTHING)
+    resumed = trainer(second)
     resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
     rest, final = run(resumed, data[4:])
     assert begun + rest == losses
