@@ -139,7 +139,8 @@ class Frequent:
         key, self.sums = tokens.key, sums.zero_()
         length = tokens.segment_end - torch.arange(len(key), dtype=torch.int32, device=key.device)
         length[1:].masked_fill_(key[1:] == key[:-1], 0)  # a run counts where it begins
-        count, at = length.masked_fill_(key == vocab, 0).topk(self.sums.shape[0])
+        most = length.masked_fill_(key == vocab, 0).sort(descending=True, stable=True)  # half the time of `topk`
+        count, at = (x[: self.sums.shape[0]] for x in most)
         repeated = count > 1
         self.number = repeated.sum(dtype=torch.int32)
         self.target = key[at]

@@ -14,6 +14,7 @@ DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more t
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
 OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
 REREAD = 1e-4  # of a late chunk's time a row block: larger chunks read more again (measured, docs/log.md)
+UNEVEN = 0.06  # of dE's last wave of several, as far as it leaves processors idle, dW does not make up for (measured)
 LAUNCHES = 60  # of a chunk's small kernels, in such steps
 TYPICAL = 8192  # tokens for which `early_from` compares: what decides may not depend on a text's length
 MOVED = 1.5e6  # bytes copied within the memory in the time of such a step
@@ -65,7 +66,8 @@ class _Costs(NamedTuple):
         dw = -(-columns // tiles.m) * across * (inner + OVERHEAD) * shape.dw
         even = max((count * unit + dw) / units, 1.0)
         hidden = min(longest / even, 1)  # units of dE hide dW's traffic
-        return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts)
+        idle = UNEVEN * (longest - count * unit / units) * (count > units)
+        return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts) + idle
 
     def lent(self, plan: Lent) -> float:
         blocks = plan.capacity // self.tiles.m

@@ -99,18 +99,26 @@ def _bias_ahead(bias, column, vocab, N: gl.constexpr, BIAS: gl.constexpr):
 
 
 @gluon.jit
+def _reciprocal(x):
+    """Of numbers from 1 to infinity, to the last bit but one: a plain division also looks at how large they are."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _finish_logits(acc, ahead, softcap, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
-    """As `tiles.finish_logits`."""
+    """As `tiles.finish_logits`, the logits in `_unit`s: all have the same, so what it multiplies can wait."""
     if BIAS:
         acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, acc.type.layout)).to(gl.float32), 0)
     if SOFTCAP:
-        t = 1.0 - 2.0 / (gl.exp2(acc * (2.0 * LOG2E / softcap)) + 1.0)
-        slope = 1.0 - t * t
-        z2 = t * (softcap * LOG2E)
+        t = 1.0 - 2.0 * _reciprocal(gl.exp2(acc * (2.0 * LOG2E / softcap)) + 1.0)
+        return t, 1.0 - t * t
     else:
-        slope = acc
-        z2 = acc * LOG2E
-    return z2, slope
+        return acc, acc
+
+
+@gluon.jit
+def _unit(softcap, SOFTCAP: gl.constexpr):
+    return softcap * LOG2E if SOFTCAP else 1.0 * LOG2E
 
 
 # -- exponentials -----------------------------------------------------------------------------------------------------
@@ -142,15 +150,16 @@ def _make_exponentials(
     sums = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
     pulls = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
     tops = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+    unit = _unit(softcap, SOFTCAP)
     it = 0
     for tile in range(begin, end):
         ahead = _bias_ahead(bias, tile * N, vocab, N, BIAS)
         acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         columns = tile * N + gl.arange(0, N, gl.SliceLayout(0, layout))
         inside = gl.expand_dims(columns < vocab, 0)
-        z2, slope = _finish_logits(acc, ahead, softcap, BIAS, SOFTCAP)
+        logits, slope = _finish_logits(acc, ahead, softcap, BIAS, SOFTCAP)
         if PULL:
-            pulled = z2
+            pulled = logits
             if WEIGHTED:
                 weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
                 pulled = pulled * gl.expand_dims(weight, 0)
@@ -158,18 +167,19 @@ def _make_exponentials(
                 pulled = gl.where(inside, pulled, 0.0)
             pulls += gl.sum(pulled, 1)
         if RAGGED:
-            z2 = gl.where(inside, z2, -float("inf"))
-        tops = gl.maximum(tops, gl.max(z2, 1))
-        p = gl.exp2(z2 - gl.expand_dims(shift, 1))
+            logits = gl.where(inside, logits, -float("inf"))
+        tops = gl.maximum(tops, gl.max(logits, 1))
+        p = gl.exp2(logits * unit - gl.expand_dims(shift, 1))
         sums += gl.sum(p, 1)
         if STORE:
             if SOFTCAP:
                 p *= slope
             _put_tile(z, tile * N // z_columns * room + row, tile * N % z_columns, buffers, p)
+    tops *= unit
     gl.store(total + at + rows, sums)
     gl.store(top + at + rows, tops)
     if PULL:
-        gl.store(pull + at + rows, pulls)
+        gl.store(pull + at + rows, pulls * unit)
     if not REDO:
         over = gl.max((tops - shift > HEADROOM).to(gl.int32), 0)
         if over > 0:
@@ -249,9 +259,10 @@ def _make_gradients(
         acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
         columns = first + column + gl.arange(0, N, gl.SliceLayout(0, layout))
-        z2, slope = _finish_logits(acc, ahead, softcap, BIAS, SOFTCAP)
+        logits, slope = _finish_logits(acc, ahead, softcap, BIAS, SOFTCAP)
         hit = gl.expand_dims(columns, 0) == gl.expand_dims(gl.load(target + rows), 1)
         shift = gl.load(offset + rows, mask=rows < live, other=NEVER)
+        z2 = logits * _unit(softcap, SOFTCAP)
         p = gl.exp2((z2 - gl.expand_dims(shift, 1)) - gl.expand_dims(gl.load(log_total + rows), 1))
         p = gl.where(hit, p - 1.0, p)
         by_p = gl.load(softmax_factor + rows)
