@@ -67,7 +67,7 @@ class Options:
         """The most rows of the weight that a process holds: what all of them plan their chunks for."""
         return self.vocab if self.shards is None else max(self.shards.rows)
 
-    @property
+    @cached_property
     def local_target(self) -> Tensor:
         """(N): the target as a row of the weight here; outside [0, vocab) where another process holds it."""
         return self.target if self.shards is None else self.target - self.shards.first

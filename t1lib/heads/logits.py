@@ -148,6 +148,7 @@ class Coefficients(NamedTuple):
     target: Tensor
     even: Tensor
 
+
 def coefficients(lse: Tensor, gradient: Tensor, target_weight: Tensor | None, opts: Options) -> Coefficients:
     """From lse (N, 1) and r (N), `gradient` with respect to the token's loss, 0 at ignored tokens."""
     r = gradient[:, None]

@@ -44,8 +44,12 @@ class Shards:
     def gather(self, mine: Tensor) -> Tensor:
         """(size · n, …) from (n, …) of each process."""
         every = mine.new_empty(self.size * len(mine), *mine.shape[1:])
-        all_gather(every, mine.contiguous(), group=self.group)
+        self.gather_into(every, mine.contiguous())
         return every
+
+    def gather_into(self, every: Tensor, mine: Tensor) -> None:
+        """The same into given memory; both are contiguous."""
+        all_gather(every, mine, group=self.group)
 
     def tokens(self, mine: Tensor) -> Tensor:
         """(N, …): all tokens' values, from those of this process's tokens where they are dealt."""

@@ -23,7 +23,7 @@ STATS = ("lse", "logprob", "correct")
 
 
 def cases(size: int) -> Cases:
-    return {**exact(size), **sequence(size)}
+    return {**kernels(size)}
 
 
 def exact(size: int) -> Cases:
@@ -48,6 +48,20 @@ def sequence(size: int) -> Cases:
             found[f"tokens dealt, {head}, {reduction}"] = partial(
                 agrees, p, DEALT[size], 1e-11, sequence_parallel=True, **kwargs
             )
+    return found
+
+
+def kernels(size: int) -> Cases:
+    """Head `fused` by Triton's interpreter."""
+    def case(tolerance: float = 3e-6, rows: tuple[int, ...] = (70, 60, 20)[:size], **kwargs: Any) -> Callable[[], None]:
+        return partial(agrees, kwargs.pop("problem", p), rows, tolerance, head="fused", **kwargs)
+
+    p = problem(36, sum((70, 60, 20)[:size]), 24, dtype=torch.float32)
+    found = {f"fused, {n}": case(**options(n, p)) for n in OPTION_SETS}
+    found |= {f"fused, none, {n}": case(reduction="none", **options(n, p)) for n in ("plain", "all")}
+    found["fused, sum, two chunks"] = case(reduction="sum", chunks=2)
+    found["fused, tokens dealt"] = case(sequence_parallel=True, chunks=2, **options("token_weight", p))
+    found["fused, tokens dealt, none"] = case(sequence_parallel=True, reduction="none", **options("all", p))
     return found
 
 
