@@ -83,6 +83,7 @@ def linear_cross_entropy(
     for name, value in tensors.items():
         require(not isinstance(value, DTensor), f"{name} must be a plain tensor, got a DTensor; pass its local part")
     checks.tensors(input=e, linear_weight=w, target=y, linear_bias=b, weight=weight, token_weight=token_weight)
+    require(min(rows) > 0, f"every rank must hold at least one row of linear_weight; they hold {rows}")
     checks.operands(e, w, b, same_dtype=False)
     _check_rows(rows, {
         "vocabulary is": vocabulary,
@@ -153,7 +154,6 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 def _check_rows(rows: tuple[int, ...], sizes: dict[str, int | None]) -> None:
     """The shards make up the vocabulary, as far as its size is known."""
-    require(min(rows) > 0, f"every rank must hold at least one row of linear_weight; they hold {rows}")
     total = f"{' + '.join(map(str, rows))} = {sum(rows)}"
     for what, size in sizes.items():
         fits = size is None or size == sum(rows)

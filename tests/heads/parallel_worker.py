@@ -1,4 +1,4 @@
-"""One process of the group of test_heads_parallel.py: every case against one process that holds the whole weight.
+"""One process of the group of test_heads_parallel.py: every case, in the same order on all of them.
 
 Run as `parallel_worker.py RANK PROCESSES STORE RESULTS`; writes {case: traceback, or "" where it passed}.
 """
@@ -10,24 +10,27 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from parallel_cases import cases
+from parallel_cases import Cases, edges, exact, kernels
+from parallel_manners import manners
+from parallel_refusals import refusals
 
 SECONDS = 30  # a collective that waits longer fails
 
 
+def cases(size: int) -> Cases:
+    return {**exact(size), **edges(size), **kernels(size), **manners(size), **refusals(size)}
+
+
 def main(rank: int, size: int, store: str, results: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=Path(store).as_uri(), rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
-    )
-    torch.set_num_threads(1)
-    found = {name: _outcome(case) for name, case in cases(size).items()}
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=size, timeout=limit)
+    found = {name: outcome(case) for name, case in cases(size).items()}
     Path(results).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def _outcome(case: Callable[[], None]) -> str:
+def outcome(case: Callable[[], None]) -> str:
     try:
         case()
     except Exception:

@@ -3,14 +3,13 @@
 import triton
 import triton.language as tl
 
+from t1lib.heads.kernels.forward import NEVER
 from t1lib.heads.kernels.rows import LN2
 from t1lib.heads.kernels.tiles import first_row, live_rows
 
 
 @triton.jit
-def take_rows(
-    offset, log_total, correct, pull, order, info, out, chunk, capacity, BLOCK: tl.constexpr
-):  # fmt: skip
+def take_rows(offset, log_total, correct, pull, order, info, out, chunk, capacity, BLOCK: tl.constexpr):
     """Program per BLOCK rows: the statistics of the chunk's tokens over the columns here; out (4, capacity)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < live_rows(info, chunk)
@@ -37,18 +36,16 @@ def combine_rows(
     common = tl.full([BLOCK], -float("inf"), tl.float32)
     for rank in range(ranks):
         common = tl.maximum(common, tl.load(every + rank * 4 * capacity + i, mask=live, other=0.0))
-    highest = tl.full([BLOCK], -float("inf"), tl.float32)
-    for rank in range(ranks):
-        row = every + rank * 4 * capacity + i
-        mine = tl.load(row + capacity, mask=live, other=0.0) + (tl.load(row, mask=live, other=0.0) - common)
-        highest = tl.maximum(highest, mine)
+    highest = tl.full([BLOCK], -NEVER, tl.float32)  # finite: a shard far below the others sums up to 0, and to −inf
     total = tl.zeros([BLOCK], tl.float32)
     least = tl.full([BLOCK], 1.0, tl.float32)
     pulled = tl.zeros([BLOCK], tl.float32)
     for rank in range(ranks):
         row = every + rank * 4 * capacity + i
         mine = tl.load(row + capacity, mask=live, other=0.0) + (tl.load(row, mask=live, other=0.0) - common)
-        total += tl.exp2(mine - highest)
+        higher = tl.maximum(highest, mine)
+        total = total * tl.exp2(highest - higher) + tl.exp2(mine - higher)
+        highest = higher
         least = tl.minimum(least, tl.load(row + 2 * capacity, mask=live, other=0.0))
         pulled += tl.load(row + 3 * capacity, mask=live, other=0.0)
     whole = highest + tl.log2(total)
