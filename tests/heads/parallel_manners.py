@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from t1lib.heads import fused_memory, fused_op, fused_plan, fused_search, fused_shards, shards
+from t1lib.heads import fused_memory, fused_op, fused_plan, fused_run, fused_search, fused_shards, shards
 from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.parallel import linear_cross_entropy
 from t1lib.heads.shards import Shards
@@ -38,6 +38,7 @@ def manners(size: int) -> Cases:
     found["fused, 16 bits"] = partial(sixteen_bits, size, torch.float16, tokens=20, head="fused")
     found["fused, what is exchanged"] = partial(exchanged, size, head="fused", chunks=2)
     found["fused, shards that are not equal lend nothing"] = partial(lends_nothing, size)
+    found["fused, targets elsewhere write nothing"] = partial(within_bounds, size)
     if size == 2:
         found["fused, first chunk in the memory of dW"] = lent
     return found
@@ -139,6 +140,20 @@ def noticed(mutation: tuple, *args: Any, **kwargs: Any) -> None:
     raise AssertionError("the mutation went unnoticed")
 
 
+def within_bounds(size: int) -> None:
+    """Rows before and after those of this shard's dW stay as they are."""
+    add = fused_run.add_targets
+
+    def between_guards(o: Any, tokens: Any, tau: Tensor, frequent: Any, dw: Tensor, db: Tensor | None) -> None:
+        guarded = torch.nn.functional.pad(dw, (0, 0, 1, 1), value=7.0)
+        add(o, tokens, tau, frequent, guarded[1:-1], db)
+        assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
+        dw.copy_(guarded[1:-1])
+
+    with patch.object(fused_run, "add_targets", between_guards):
+        agrees(problem(20, 100, 16, dtype=torch.float32), FEW[size], 3e-6, head="fused", bias=False)
+
+
 def lent() -> None:
     """On equal shards, three panels each; see fused_interpreted.py."""
     plan = fused_plan.Early(32, 1, 0, *2 * (fused_plan.Work(2, 1),), fused_plan.Lent(32, 64, fused_plan.Work(2, 2)))
@@ -155,6 +170,7 @@ def lends_nothing(size: int) -> None:
         opts = SimpleNamespace(widest=max(rows), shards=Shards(dist.group.WORLD, size - 1, rows, False))
         o = SimpleNamespace(e=torch.empty(8192, 2304, device="meta"), compute=torch.bfloat16, opts=opts)
         here, planned = fused_op._shapes(o, [True, True, False], w)
+        assert here.vocab == 128000 and planned.vocab == max(rows)
         plan = fused_search.plan_early(planned, budget, device, tiles, None)
         assert (plan.lent is not None) == lends
         layouts = fused_memory.early_layout(here, plan), fused_memory.lent_layout(here, plan.lent)

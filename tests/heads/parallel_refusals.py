@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from t1lib.errors import T1Error
+from t1lib.heads import agreement
+from t1lib.heads.agreement import agree
 from t1lib.heads.parallel import linear_cross_entropy
 
 P = problem(36, 257, 16, dtype=torch.float32)
@@ -57,6 +59,7 @@ def refusals(size: int) -> Cases:
     found["refused: a DTensor that is not sharded"] = partial(placed, Replicate(), "dimension 0.*Replicate")
     found["refused: a backend for CUDA alone"] = partial(backend, "cuda:nccl", "nccl for cuda; use gloo for cpu")
     found["refused: a second backward"] = second_backward
+    found["calls that agreed before are compared by the device"] = partial(agreed_before, size)
     return found
 
 
@@ -97,6 +100,24 @@ def placed(placement: Any, message: str) -> None:
 def backend(config: str, message: str) -> None:
     with patch.object(dist, "get_backend_config", lambda _: config):
         raises(lambda: linear_cross_entropy(P.e, P.w, P.target, group=dist.group.WORLD), message)
+
+
+def agreed_before(size: int) -> None:
+    """What happens on CUDA, where the integers of such a call are not read."""
+    rank = dist.get_rank()
+    call = partial(agree, dist.group.WORLD, rows=rank + 1, device=torch.device("cpu"))
+    with patch.object(agreement, "READ", ()):
+        assert call({"a": 1}) == call({"a": 1}) == tuple(range(1, size + 1))
+        assert agreement.KNOWN
+        if rank == size - 1:
+            raises(lambda: call({"a": 2}), "another rank makes a different call; every rank of the group must pass")
+            return
+        try:
+            call({"a": 1})
+        except RuntimeError as e:
+            assert "ranks of the group disagree about the call" in str(e)
+            return
+        raise AssertionError("no assertion on the device")
 
 
 def second_backward() -> None:

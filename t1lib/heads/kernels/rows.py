@@ -122,8 +122,7 @@ def scale_rows(
         t = ((logprob * LOG2E + log_total) + tl.load(out_offset + token)) / (softcap * LOG2E)
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
-    here = y >= 0  # or another shard of the vocabulary has it
-    own = tl.where(here, own, 0.0)
+    here = y >= 0  # else another shard of the vocabulary has it, and nobody takes this τ
     tl.store(entry(z, i, y, z_columns, room, z_stride), tl.zeros([], z.dtype.element_ty), mask=here)
     tl.store(row_scale + i, scale)
     tl.store(tau + position, own)
