@@ -43,13 +43,13 @@ def linear_cross_entropy(
     A function of its own, and not `group=` on the other: nobody who forgets the group takes the loss over a shard for
     the loss, and who has one process imports nothing of `torch.distributed`. Arguments and results are the other's but:
 
-    input, target       the same on every rank. sequence_parallel: each rank's own tokens, as many on each, in the
-                        order of ranks; losses per token and statistics are then those of its own tokens, "mean" and
-                        "sum" are over all
+    input, target       the same on every rank; targets are indices in the whole vocabulary
+    sequence_parallel   input, target and token_weight are each rank's own tokens, as many on each, in the order of
+                        ranks; losses per token, statistics and dE are then those of its own tokens, "mean" and "sum"
+                        are over all
     linear_weight       (rows, D): the classes that follow on those of the ranks below, in any number. Or a DTensor
                         sharded on dimension 0 of a one-dimensional mesh; its gradient is one, too
     linear_bias         (rows), or a DTensor likewise
-    target              indices in the whole vocabulary
     group               ProcessGroup or one-dimensional DeviceMesh; None: the mesh of the DTensor
     vocabulary          V, to be checked against the shards; otherwise V is what they add up to
     weight              (V) class weights of the whole vocabulary, the same on every rank: with them a target's weight
@@ -59,7 +59,7 @@ def linear_cross_entropy(
 
     Every rank returns the same loss, and must call backward with the same gradient of it. Each has the gradient of its
     own rows; dE is added up in float32 (float64) and is the same everywhere, or that of its own tokens. There is no
-    second derivative. No rank ever holds another's logits: a token costs some 16 bytes a rank and chunk, and its dE.
+    second derivative. No rank ever holds another's logits: what a token costs is some 16 bytes a rank, and its dE.
 
     Raises `T1Error` on every rank if the call differs between them, if the shards do not add up to the vocabulary, for
     a head, an option or an operand that is not allowed, for a backend that lacks the tensors' device, and without
@@ -70,28 +70,38 @@ def linear_cross_entropy(
     group = _group_of(group, linear_weight)
     e, w, b, y = input, _local(linear_weight, "linear_weight"), _local(linear_bias, "linear_bias"), target
     device = _device(group, w if isinstance(w, Tensor) else e)
-    tensors = {"input": e, "target": y, "weight": weight, "token_weight": token_weight}
-    facts = {name: _describe(value, e) for name, value in tensors.items()}
-    facts |= {"linear_weight": _describe(w, e, 1), "linear_bias": _describe(b, e, 1), **_machine(device)}
-    facts |= {"head": head, "vocabulary": vocabulary, "sequence_parallel": sequence_parallel, **options}
-    facts["linear_bias has as many rows as linear_weight"] = b is None or _rows_of(b) == _rows_of(w)
+    plain = {"input": e, "target": y, "weight": weight, "token_weight": token_weight}
+    called = {"head": head, "vocabulary": vocabulary, "sequence_parallel": sequence_parallel, **options}
+    facts = {**called, **_facts(plain, w, b), **_machine(device)}
     if not sequence_parallel and isinstance(y, Tensor) and y.device.type == "cpu" and y.numel():
         facts["the least and the largest target"] = (y.min().item(), y.max().item())
     rows = agree(group, facts, _rows_of(w), device)
 
     choose("head", head, HEADS)
-    for name, value in tensors.items():
+    for name, value in plain.items():
         require(not isinstance(value, DTensor), f"{name} must be a plain tensor, got a DTensor; pass its local part")
-    checks.tensors(input=e, linear_weight=w, target=y, linear_bias=b, weight=weight, token_weight=token_weight)
+    checks.tensors(linear_weight=w, linear_bias=b, **plain)
     require(min(rows) > 0, f"every rank must hold at least one row of linear_weight; they hold {rows}")
     checks.operands(e, w, b, same_dtype=False)
-    _check_rows(rows, {
+    sizes = {
         "vocabulary is": vocabulary,
         "the weight as a DTensor has": linear_weight.shape[0] if isinstance(linear_weight, DTensor) else None,
         "class weights are given for": None if weight is None else weight.numel(),
-    })  # fmt: skip
+    }
+    for what, size in sizes.items():
+        held = f"the ranks hold {' + '.join(map(str, rows))} = {sum(rows)} rows of linear_weight"
+        require(size is None or size == sum(rows), f"{held}, but {what} {size!r} classes")
     shards = Shards(group, dist.get_rank(group), rows, sequence_parallel)
     return HEADS[head](e, w, y, linear_bias=b, weight=weight, token_weight=token_weight, shards=shards, **options)
+
+
+def _facts(plain: dict[str, Any], w: Any, b: Any) -> dict[str, Any]:
+    """What must be the same on all ranks of the operands: those that are whole on each, and the parts w and b."""
+    e = plain["input"]
+    facts = {name: _describe(value, e) for name, value in plain.items()}
+    facts |= {"linear_weight": _describe(w, e, 1), "linear_bias": _describe(b, e, 1)}
+    facts["linear_bias has as many rows as linear_weight"] = b is None or _rows_of(b) == _rows_of(w)
+    return facts
 
 
 def _group_of(group: ProcessGroup | DeviceMesh | None, linear_weight: Tensor) -> ProcessGroup:
@@ -150,11 +160,3 @@ def _machine(device: torch.device) -> dict[str, Any]:
     """What else decides how a head computes."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return {"device": fused_plan.device_of(device), "autocast": autocast, "grad mode": torch.is_grad_enabled()}
-
-
-def _check_rows(rows: tuple[int, ...], sizes: dict[str, int | None]) -> None:
-    """The shards make up the vocabulary, as far as its size is known."""
-    total = f"{' + '.join(map(str, rows))} = {sum(rows)}"
-    for what, size in sizes.items():
-        fits = size is None or size == sum(rows)
-        require(fits, f"the ranks hold {total} rows of linear_weight, but {what} {size!r} classes")
