@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -53,8 +54,10 @@ def operands(e: Tensor, w: Tensor, b: Tensor | None, same_dtype: bool = True) ->
         require(b.shape == w.shape[:1], f"linear_bias must have shape ({w.shape[0]},), got {tuple(b.shape)}")
 
 
-def targets(target: Tensor, e: Tensor, vocab: int, ignore_index: int) -> None:
-    """Class indices of shape (…), each in [0, V) or `ignore_index`."""
+def targets(
+    target: Tensor, e: Tensor, vocab: int, ignore_index: int, flatten: Callable[[Tensor], Tensor] = torch.flatten
+) -> Tensor:
+    """Class indices of shape (…), each in [0, V) or `ignore_index`; returns them as `flatten` does, in int64."""
     lead = tuple(e.shape[:-1])
     if target.is_floating_point() and tuple(target.shape) == (*lead, vocab):
         raise T1Error("target holds class probabilities, which no head takes; give class indices of shape (…)")
@@ -66,7 +69,9 @@ def targets(target: Tensor, e: Tensor, vocab: int, ignore_index: int) -> None:
     )
     whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
     require(whole, f"ignore_index must be an int, got {ignore_index!r}")
-    _in_range(target.long(), vocab, ignore_index)
+    flat = flatten(target).long()
+    _in_range(flat, vocab, ignore_index)
+    return flat
 
 
 def _in_range(target: Tensor, vocab: int, ignore_index: int) -> None:

@@ -59,7 +59,7 @@ def chunked(
 def _chunk_size(e: Tensor, opts: Options, by: str, chunks: int | None, needs: tuple[bool, bool, bool]) -> int:
     """Tokens or columns a chunk, from `chunks`, the workspace, or the default."""
     require(chunks is None or opts.workspace is None, "give chunks or workspace, not both: each sets the chunk size")
-    length = e.shape[0] if by == "sequence" else opts.vocab
+    length = len(opts.target) if by == "sequence" else opts.vocab
     if opts.workspace is not None:
         fixed, unit = _costs(e, opts, by, needs)
         need_workspace(opts.workspace, fixed + unit, f"chunked by {by}")
@@ -73,13 +73,14 @@ def _chunk_size(e: Tensor, opts: Options, by: str, chunks: int | None, needs: tu
 
 def _costs(e: Tensor, opts: Options, by: str, needs: tuple[bool, bool, bool]) -> tuple[int, int]:
     """(fixed bytes, bytes a token or column of a chunk)."""
-    tokens, hidden = e.shape
+    tokens, hidden = len(opts.target), e.shape[1]
     wide = opts.dtype.itemsize if e.dtype != opts.dtype else 0
     fixed = TOKEN_BYTES * tokens + (3 * SLACK if e.is_cuda else 0)
     if by == "sequence":
-        unit = entry_bytes(e.dtype, opts, any(needs), blocks=sweeps.PAIR) * opts.vocab
-        fixed += 2 * opts.dtype.itemsize * opts.vocab if needs[2] else 0
-        return fixed + (e.nbytes if needs[1] else 0), unit
+        unit = entry_bytes(e.dtype, opts, any(needs), blocks=sweeps.PAIR) * opts.widest
+        fixed += 2 * opts.dtype.itemsize * opts.widest if needs[2] else 0
+        fixed += opts.dtype.itemsize * tokens * hidden if needs[0] and opts.shards is not None else 0
+        return fixed + (e.dtype.itemsize * tokens * hidden if needs[1] else 0), unit
     entry = entry_bytes(e.dtype, opts, any(needs))
     return fixed + (2 * wide * tokens * hidden if needs[0] else 0), max(1, entry * tokens)
 

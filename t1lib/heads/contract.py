@@ -9,13 +9,16 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error, require
 from t1lib.heads import checks
+
+if TYPE_CHECKING:
+    from t1lib.heads.shards import Shards
 
 
 class HeadStats(NamedTuple):
@@ -32,7 +35,11 @@ class HeadStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """One validated call, without the operands. Vectors over tokens are flat (N), over classes (V)."""
+    """One validated call, without the operands. Vectors over tokens are flat (N), over classes (V).
+
+    shards      who holds which rows of the weight (`t1lib.heads.parallel`), None where they are all here
+    vocab       rows of the weight that are here
+    """
 
     target: Tensor
     class_weight: Tensor | None
@@ -48,6 +55,37 @@ class Options:
     workspace: int | None
     filter_eps: float | None
     return_stats: bool
+    shards: "Shards | None" = None
+
+    @property
+    def classes(self) -> int:
+        """V, wherever they are."""
+        return self.vocab if self.shards is None else self.shards.vocab
+
+    @property
+    def widest(self) -> int:
+        """The most rows of the weight that a process holds: what all of them plan their chunks for."""
+        return self.vocab if self.shards is None else max(self.shards.rows)
+
+    @cached_property
+    def local_target(self) -> Tensor:
+        """(N): the target as a row of the weight here; outside [0, vocab) where another process holds it."""
+        return self.target if self.shards is None else self.target - self.shards.first
+
+    @property
+    def local_class_weight(self) -> Tensor | None:
+        """(vocab): the class weights of the rows here."""
+        if self.shards is None or self.class_weight is None:
+            return self.class_weight
+        return self.class_weight[self.shards.first : self.shards.first + self.vocab]
+
+    def tokens(self, mine: Tensor) -> Tensor:
+        """(N, …): all tokens' values, from those that this process was given."""
+        return mine if self.shards is None else self.shards.tokens(mine)
+
+    def own(self, every: Tensor) -> Tensor:
+        """Of all tokens' values, (N, …), those of the tokens that this process was given."""
+        return every if self.shards is None else self.shards.own(every)
 
     @property
     def plain(self) -> bool:
@@ -77,7 +115,7 @@ class Options:
     @cached_property
     def class_sum(self) -> Tensor | float:
         """Sum of the class weights over the vocabulary; V without class weights."""
-        return float(self.vocab) if self.class_weight is None else self.class_weight.sum()
+        return float(self.classes) if self.class_weight is None else self.class_weight.sum()
 
     @cached_property
     def denominator(self) -> Tensor:
@@ -96,18 +134,21 @@ class Options:
         """(N): dL / d(loss of the token before its token weight), given dL / d(what `reduce` returns)."""
         if self.reduction == "mean":
             upstream = upstream / self.denominator
+        elif self.reduction == "none":
+            upstream = self.tokens(upstream)
         # masked last: with every token ignored the mean's upstream gradient is infinite, the gradient is still 0
         return self.mask(upstream * torch.ones_like(self.target, dtype=self.dtype))
 
     def reduce(self, losses: Tensor) -> Tensor:
         """Masked (N) losses to what the call returns, flat: (N) under `none`, a scalar otherwise."""
         if self.reduction == "none":
-            return losses
+            return self.own(losses)
         return losses.sum() if self.reduction == "sum" else losses.sum() / self.denominator
 
     def stats(self, lse: Tensor, logprob: Tensor, correct: Tensor) -> HeadStats:
         """`HeadStats` from flat (N) values: ignored tokens cleared."""
-        return HeadStats(torch.where(self.valid, lse, 0.0), torch.where(self.valid, logprob, 0.0), correct & self.valid)
+        cleared = (torch.where(self.valid, lse, 0.0), torch.where(self.valid, logprob, 0.0), correct & self.valid)
+        return HeadStats(*map(self.own, cleared))
 
 
 Compute = Callable[..., tuple[Tensor, HeadStats | None]]
@@ -159,10 +200,12 @@ def prepare(
     workspace: int | str | None = None,
     filter_eps: float | None = None,
     return_stats: bool = False,
+    shards: "Shards | None" = None,
     cast: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Options]:
     """Check every argument of `linear_cross_entropy`; return flat operands and `Options`.
 
+    `shards`: the weight and the bias are this process's rows of them; the target is that of the tokens given.
     `cast`: apply autocast to the operands. Without it they may differ in dtype: the head casts them itself.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
@@ -172,14 +215,16 @@ def prepare(
         input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     checks.operands(input, linear_weight, linear_bias, same_dtype=cast)
     vocab = linear_weight.shape[0]
-    checks.targets(target, input, vocab, ignore_index)
-    checks.weights(weight, token_weight, vocab, target.shape)
+    classes = vocab if shards is None else shards.vocab
+    flatten = torch.flatten if shards is None else shards.flat_tokens
+    flat = checks.targets(target, input, classes, ignore_index, flatten)
+    checks.weights(weight, token_weight, classes, target.shape)
     checks.scalars(reduction, label_smoothing, softcap, z_loss, filter_eps)
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     opts = Options(
-        target=target.reshape(-1).long(),
+        target=flat,
         class_weight=None if weight is None else weight.to(dtype),
-        token_weight=None if token_weight is None else token_weight.reshape(-1).to(dtype),
+        token_weight=None if token_weight is None else flatten(token_weight).to(dtype),
         shape=target.shape,
         vocab=vocab,
         dtype=dtype,
@@ -191,6 +236,7 @@ def prepare(
         workspace=None if workspace is None else checks.parse_bytes(workspace),
         filter_eps=filter_eps,
         return_stats=return_stats,
+        shards=shards,
     )
     return input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, opts
 

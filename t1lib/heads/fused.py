@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from t1lib.heads.chunked import chunked as chunked_head
 from t1lib.heads.contract import HeadStats, reject_unknown
 from t1lib.heads.scale import triton
 
+if TYPE_CHECKING:
+    from t1lib.heads.shards import Shards
+
 OWN = ["chunks", "accumulate"]
 
 
@@ -20,7 +24,8 @@ def fused(
     weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = -100,
     label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
     token_weight: Tensor | None = None, workspace: int | str | None = None, filter_eps: float | None = None,
-    return_stats: bool = False, chunks: int | None = None, accumulate: str | None = None, **unknown: object,
+    return_stats: bool = False, chunks: int | None = None, accumulate: str | None = None,
+    shards: "Shards | None" = None, **unknown: object,
 ) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
     """Cross-entropy of a linear layer's outputs by Triton kernels; arguments as in `linear_cross_entropy`.
 
@@ -38,6 +43,7 @@ def fused(
                 autocast). In 16 bits the large product rounds once a chunk; what the targets themselves add, and all of
                 the rows of the 1024 most frequent targets, add up in float32 and are rounded once. "float32": each
                 entry is one float32 sum, by the path with four products
+    shards      for `t1lib.heads.parallel`
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, and for
     float64, head `chunked` computes instead. Raises `T1Error` for a bad argument, a workspace too small (saying the
@@ -47,7 +53,7 @@ def fused(
     shared = dict(
         linear_bias=linear_bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
         label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, token_weight=token_weight,
-        workspace=workspace, filter_eps=filter_eps, return_stats=return_stats,
+        workspace=workspace, filter_eps=filter_eps, return_stats=return_stats, shards=shards,
     )  # fmt: skip
     _check_own(chunks, accumulate, workspace)
     if not runs_on(input):
@@ -77,5 +83,3 @@ def runs_on(input: Tensor) -> bool:
         warnings.warn("head 'fused' needs Triton, which is not installed; 'chunked' computes instead", stacklevel=4)
         return False
     return True
-
-

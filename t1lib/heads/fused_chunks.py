@@ -51,17 +51,22 @@ class Order:
     """Tokens that count, in the order in which chunks take them; the ignored ones come last.
 
     by_target     whether they are sorted by target first
-    key, order    (N): targets in order, the vocabulary's size for tokens that are ignored (0 and 1 where they are not
-                  sorted); which token each is
+    key, order    (N): targets in order, as rows of the weight here, the number of these for tokens that are ignored (0
+                  and 1 where they are not sorted); which token each is. Targets that other shards of the vocabulary
+                  have are −1 or that number, too: all shards have the tokens in one order
     number        () int32: how many count
+    first         the class of the weight's first row here
     """
 
     def __init__(self, opts: Options, by_target: bool) -> None:
         if by_target:
-            key = torch.where(opts.valid, opts.target.clamp(0, opts.vocab - 1), opts.vocab).int()
+            key = torch.where(opts.valid, opts.target.clamp(0, opts.classes - 1), opts.classes).int()
         else:
             key = (~opts.valid).to(torch.uint8)  # one pass of the sort instead of four
         self.key, self.order = torch.sort(key, stable=True)
+        self.first = 0 if opts.shards is None else opts.shards.first
+        if by_target and opts.shards is not None:
+            self.key = (self.key - self.first).clamp_(-1, opts.vocab)
         self.number = opts.valid.sum(dtype=torch.int32)
 
     @cached_property
@@ -100,7 +105,7 @@ class Chunks:
         """Gather the chunk's hidden states and targets."""
         o = self.operands
         rows.pack[(self.capacity,)](
-            o.e, self.x, self.order, o.opts.target, self.target, self.flag, self.info,
+            o.e, self.x, self.order, o.opts.local_target, self.target, self.flag, self.info,
             chunk, self.capacity * self.scaled, o.hidden, o.opts.vocab, *o.e.stride(), self.x.stride(0),
             M=o.tiles.m, BLOCK=BLOCK,
         )  # fmt: skip
@@ -111,7 +116,7 @@ class Chunks:
         n, m = len(self.order), 64 if o.e.is_cuda else o.tiles.m
         at, offset = (torch.empty(n, device=o.e.device) for _ in range(2))
         forward.target_logits[(triton.cdiv(n, m),)](
-            o.e, o.w, o.b, self.order, o.opts.target, self.info, at, offset, o.hidden, o.opts.vocab,
+            o.e, o.w, o.b, self.order, o.opts.local_target, self.info, at, offset, o.hidden, o.opts.vocab,
             *o.e.stride(), o.w.stride(0), o.opts.softcap or 0.0,
             M=m, K=o.tiles.k, BIAS=o.b is not None, SOFTCAP=o.opts.softcap is not None, PRECISION=o.precision,
             num_warps=4, num_stages=3,
@@ -139,7 +144,8 @@ class Frequent:
         key, self.sums = tokens.key, sums.zero_()
         length = tokens.segment_end - torch.arange(len(key), dtype=torch.int32, device=key.device)
         length[1:].masked_fill_(key[1:] == key[:-1], 0)  # a run counts where it begins
-        most = length.masked_fill_(key == vocab, 0).sort(descending=True, stable=True)  # half the time of `topk`
+        outside = (key == vocab) | (key < 0) if tokens.first else key == vocab
+        most = length.masked_fill_(outside, 0).sort(descending=True, stable=True)  # half the time of `topk`
         count, at = (x[: self.sums.shape[0]] for x in most)
         repeated = count > 1
         self.number = repeated.sum(dtype=torch.int32)

@@ -42,7 +42,7 @@ def exponentials(
     """`forward.exponentials` of a packed chunk; parts (3, splits · capacity): its sums."""
     o, opts, t, x = chunks.operands, chunks.operands.opts, chunks.operands.tiles, chunks.hidden_states
     blocks = chunks.capacity // t.m
-    vectors = (o.b, opts.class_weight, offset, chunks.flag, *parts, chunks.info)
+    vectors = (o.b, opts.local_class_weight, offset, chunks.flag, *parts, chunks.info)
     z_rows, z_columns = (1, 1) if z is None else z.shape
     sizes = (chunk, chunks.capacity, opts.vocab, o.hidden, blocks, splits)
     flags = dict(
@@ -72,7 +72,7 @@ def products_of(
 ) -> None:  # fmt: skip
     """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, columns as w's rows from `first` on."""
     o, t, x = chunks.operands, chunks.operands.tiles, chunks.x
-    vectors = (even_sum, o.opts.class_weight, chunks.info)
+    vectors = (even_sum, o.opts.local_class_weight, chunks.info)
     sizes = (chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1])
     flags = dict(
         DE=de is not None, DW=dw is not None, ADD_DE=add_de, ADD_DW=add_dw, EVEN=even_sum is not None,
@@ -94,7 +94,7 @@ def products_of(
 def gradients(chunks: Chunks, chunk: int, z: Tensor, first: int, packed: list[Tensor]) -> None:
     """z ← dL / d(raw logits) of a packed chunk, for as many columns from `first` on as z has."""
     o, opts, t, x = chunks.operands, chunks.operands.opts, chunks.operands.tiles, chunks.hidden_states
-    vectors = (o.b, opts.class_weight, *packed, chunks.target, chunks.info)
+    vectors = (o.b, opts.local_class_weight, *packed, chunks.target, chunks.info)
     numbers = (_number(opts.softcap), _number(opts.filter_eps))
     flags = dict(
         BIAS=o.b is not None, SOFTCAP=opts.softcap is not None, EVEN=bool(opts.label_smoothing),

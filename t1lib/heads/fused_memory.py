@@ -57,7 +57,15 @@ def _rows(shape: Shape, capacity: int, splits: int, copies: int = 1) -> Layout:
         "target": Buffer(1, capacity, torch.int32),
         "flag": Buffer(1, capacity, torch.int32),
         "parts": Buffer(3 * splits, capacity, torch.float32),
-    }
+    } | _shared(shape, capacity)
+
+
+def _shared(shape: Shape, capacity: int) -> Layout:
+    """What the shards of the vocabulary exchange of a chunk: statistics, here and of all; rows of dE."""
+    if not shape.ranks:
+        return {}
+    shares = {"shares": Buffer(4 * (1 + shape.ranks), capacity, torch.float32)}
+    return shares | ({"sum": Buffer(capacity, up(shape.hidden, 4), torch.float32)} if shape.de else {})
 
 
 def _early_layout(shape: Shape, capacity: int, columns: int, splits: int, parts: int) -> Layout:

@@ -1,6 +1,6 @@
 """Head `fused` as registered operators: PyTorch's compiler sees one call with known shapes and gradients."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,12 @@ from t1lib.heads.contract import HeadStats, Options, prepare
 from t1lib.heads.fused_memory import TOKEN_BYTES
 from t1lib.heads.logits import token_losses
 from t1lib.heads.scale import scale_
+
+if TYPE_CHECKING:
+    from t1lib.heads.shards import Shards
+
+SHARDS: dict[str, "Shards"] = {}
+"""By name: an operator takes no groups."""
 
 
 def call(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, HeadStats]:
@@ -25,25 +31,34 @@ def call(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) ->
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (input, linear_weight, optional["linear_bias"])]
     index = kwargs.pop("ignore_index")
-    workspace = kwargs.pop("workspace")
+    workspace, shards = kwargs.pop("workspace"), kwargs.pop("shards")
     loss, lse, logprob, correct, *_ = forward_op(
         input, linear_weight, target, kwargs["linear_bias"], kwargs["weight"], kwargs["token_weight"],
         kwargs["reduction"], -100 if index is None else index, float(kwargs["label_smoothing"]), kwargs["softcap"],
         float(kwargs["z_loss"]), None if workspace is None else str(workspace), kwargs["filter_eps"],
-        kwargs["chunks"], kwargs["accumulate"] is not None, compute, needs,
+        kwargs["chunks"], kwargs["accumulate"] is not None, _name_of(shards), compute, needs,
     )  # fmt: skip
     return (loss, HeadStats(lse, logprob, correct)) if stats else loss
 
 
+def _name_of(shards: "Shards | None") -> str | None:
+    if shards is None:
+        return None
+    name = f"{shards.group.group_name} {shards.rank} {shards.rows} {shards.sequence}"
+    SHARDS[name] = shards
+    return name
+
+
 def _operands(
     input: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None,
-    token_weight: Tensor | None, settings: tuple, compute: torch.dtype | None,
+    token_weight: Tensor | None, settings: tuple, shards: str | None, compute: torch.dtype | None,
 ) -> fused_chunks.Operands:  # fmt: skip
     """Check everything, flatten and cast."""
     names = ("reduction", "ignore_index", "label_smoothing", "softcap", "z_loss", "workspace", "filter_eps")
     e, w, b, opts = prepare(
         input, linear_weight, target, linear_bias=bias, weight=weight, token_weight=token_weight,
-        **dict(zip(names, settings, strict=True)), cast=compute is None,
+        **dict(zip(names, settings, strict=True)), shards=None if shards is None else SHARDS[shards],
+        cast=compute is None,
     )  # fmt: skip
     compute = compute or e.dtype
     if w.dtype != compute or w.stride(1) != 1:
@@ -51,7 +66,7 @@ def _operands(
     b = None if b is None else b.detach().to(compute).contiguous()
     device = fused_plan.device_of(e.device)
     tiles = fused_plan.TILES[device.kind, compute.itemsize]
-    return fused_chunks.Operands(e.detach(), w, b, opts, compute, device, tiles)
+    return fused_chunks.Operands(opts.tokens(e.detach()), w, b, opts, compute, device, tiles)
 
 
 class _Traced(NamedTuple):
@@ -87,30 +102,45 @@ def _shape(tokens: int, compute: torch.dtype, needs: list[bool], linear_weight: 
     return fused_plan.Shape(tokens, vocab, hidden, compute, needs[0], needs[1], room)
 
 
+def _shapes(
+    o: fused_chunks.Operands, needs: list[bool], linear_weight: Tensor
+) -> tuple[fused_plan.Shape, fused_plan.Shape]:
+    """What is here, and what to plan for: shards of the vocabulary deal their tokens alike, as the largest has to.
+
+    Where they are not equal, no dW lends its memory: the room in its last panel depends on its size.
+    """
+    shape = _shape(len(o.e), o.compute, needs, linear_weight)
+    if o.opts.shards is None:
+        return shape, shape
+    shape = shape._replace(ranks=o.opts.shards.size)
+    equal = len(set(o.opts.shards.rows)) == 1
+    return shape, shape._replace(vocab=o.opts.widest, room=shape.room * equal)
+
+
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
 def forward_op(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     token_weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float, softcap: float | None,
     z_loss: float, workspace: str | None, filter_eps: float | None, chunks: int | None, exact_sum: bool,
-    compute: torch.dtype | None, needs: list[bool],
+    shards: str | None, compute: torch.dtype | None, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, lse, logprob, correct, offset, log_total, dE, dW, dBias); the gradients empty unless made here."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
-    o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
-    shape = _shape(len(o.e), o.compute, needs, linear_weight)
-    early = _is_early(o.opts, shape, o.e.device, exact_sum, needs)
+    o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, shards, compute)
+    shape, planned = _shapes(o, needs, linear_weight)
+    early = _is_early(o.opts, planned, o.e.device, exact_sum, needs)
     gradients: tuple[Tensor | None, ...] = (None,) * 3
     if early:
-        plan = fused_search.plan_early(shape, o.opts.workspace, o.device, o.tiles, chunks)
+        plan = fused_search.plan_early(planned, o.opts.workspace, o.device, o.tiles, chunks)
         found, gradients = fused_run.early(o, shape, plan, tuple(needs), linear_weight, linear_bias)
     else:
         if any(needs):  # a workspace too small for the backward is refused now
-            fused_search.plan_late(shape, o.opts.workspace, o.device, o.tiles, chunks)
-        found = fused_run.loss_only(o, shape, fused_search.plan_loss(shape, o.opts.workspace, o.device, o.tiles))
+            fused_search.plan_late(planned, o.opts.workspace, o.device, o.tiles, chunks)
+        found = fused_run.loss_only(o, shape, fused_search.plan_loss(planned, o.opts.workspace, o.device, o.tiles))
     opts, lse = o.opts, found.lse
     loss = opts.reduce(opts.mask(token_losses(lse, found.logprob, found.pull, opts)))
     loss = loss.reshape(opts.shape) if reduction == "none" else loss
-    stats = (x.reshape(opts.shape) for x in (lse, found.logprob, found.correct))
+    stats = (opts.own(x).reshape(opts.shape) for x in (lse, found.logprob, found.correct))
     made = _filled(gradients, (input, linear_weight, linear_bias))
     return loss, *stats, found.offset, found.log_total, *made
 
@@ -118,7 +148,7 @@ def forward_op(
 @forward_op.register_fake
 def _(
     input, linear_weight, target, linear_bias, weight, token_weight, reduction, ignore_index, label_smoothing, softcap,
-    z_loss, workspace, filter_eps, chunks, exact_sum, compute, needs,
+    z_loss, workspace, filter_eps, chunks, exact_sum, shards, compute, needs,
 ):  # fmt: skip
     size = None if workspace is None else checks.parse_bytes(workspace)
     opts = _Traced(reduction, filter_eps, softcap, label_smoothing, size)
@@ -142,14 +172,15 @@ def backward_op(
     upstream: Tensor, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None,
     weight: Tensor | None, token_weight: Tensor | None, offset: Tensor, log_total: Tensor, reduction: str,
     ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float, workspace: str | None,
-    filter_eps: float | None, chunks: int | None, exact_sum: bool, compute: torch.dtype | None, needs: list[bool],
+    filter_eps: float | None, chunks: int | None, exact_sum: bool, shards: str | None, compute: torch.dtype | None,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dE, dW, dBias) from the saved log-sum-exp; empty where not needed."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
-    o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, compute)
-    shape = _shape(len(o.e), o.compute, needs, linear_weight)
+    o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, shards, compute)
+    shape, planned = _shapes(o, needs, linear_weight)
     count = 1 if exact_sum else chunks
-    plan = fused_search.plan_late(shape, o.opts.workspace, o.device, o.tiles, count)
+    plan = fused_search.plan_late(planned, o.opts.workspace, o.device, o.tiles, count)
     flat = upstream.reshape(-1) if reduction == "none" else upstream
     gradients = fused_run.late(o, shape, plan, tuple(needs), offset, log_total, flat, linear_weight, linear_bias)
     return _filled(gradients, (input, linear_weight, linear_bias))
@@ -189,9 +220,9 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     require(not torch.is_grad_enabled(), 'head "fused" has no second derivative (create_graph=True); use head "full"')
-    rest = (None,) * 13
+    rest = (None,) * 14
     if upstream is None:
-        return (None,) * 17
+        return (None,) * 18
     if ctx.early:
         if ctx.spent:
             raise T1Error(

@@ -52,6 +52,7 @@ class Shape(NamedTuple):
     """Tokens N, vocabulary V, hidden size D, dtype of the products, and which of input and weight want a gradient.
 
     room: numbers in `compute` for which a row of dW has room, where dW may lend its memory.
+    ranks: processes to which the vocabulary is dealt; 0 where it is not.
     """
 
     tokens: int
@@ -61,6 +62,7 @@ class Shape(NamedTuple):
     de: bool
     dw: bool
     room: int = 0
+    ranks: int = 0
 
 
 class Work(NamedTuple):

@@ -46,15 +46,18 @@ def finish_rows(
 
 def finish_input(
     chunks: Chunks, chunk: int, de: Tensor, out: Tensor, parts: int, per_row: Tensor | None, tau: Tensor | None,
-    even_vector: Tensor | None,
+    even_vector: Tensor | None, packed: bool = False,
 ) -> None:  # fmt: skip
-    """Place a chunk's dE in the tokens' own rows of `out`; per_row (2, capacity): scale and even share."""
+    """Place a chunk's dE in the tokens' own rows of `out`; per_row (2, capacity): scale and even share.
+
+    `packed`: in the first rows of `out`, as the chunk has them.
+    """
     o = chunks.operands
     scale, even = (None,) * 2 if per_row is None else per_row
     rows.finish_input_gradient[(chunks.capacity, triton.cdiv(o.hidden, BLOCK))](
         de, out, o.w, chunks.order, chunks.info, chunks.target, scale, even, tau, even_vector,
         chunk, chunks.capacity, o.hidden, parts, de.stride(0), out.stride(0), o.w.stride(0),
-        BLOCK=BLOCK, SCALED=per_row is not None, EVEN=even_vector is not None,
+        BLOCK=BLOCK, SCALED=per_row is not None, EVEN=even_vector is not None, PACKED=packed,
     )  # fmt: skip
 
 
@@ -101,7 +104,7 @@ def add_frequent(chunks: Chunks, chunk: int, h: Frequent, even_sum: Tensor | Non
     height = h.target.shape[0]
     targets.frequent_rows[(triton.cdiv(height, m), triton.cdiv(o.hidden, n))](
         tile(columns, o.tiles.k, m, tma), tile(c.x, o.tiles.k, n, tma), h.sums, h.target, h.number, even_sum,
-        o.opts.class_weight, c.info, chunk, c.capacity, o.hidden, height, c.x.shape[0],
+        o.opts.local_class_weight, c.info, chunk, c.capacity, o.hidden, height, c.x.shape[0],
         columns.stride(0), c.x.stride(0), h.sums.stride(0),
         M=m, N=n, K=o.tiles.k, EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None, TMA=tma,
         PRECISION=o.precision, num_warps=4, num_stages=4,
@@ -115,6 +118,6 @@ def add_targets(
     sums, slot = (None, None) if frequent is None else (frequent.sums, frequent.slot)
     targets.target_rows[(len(tokens.key), 1 if dw is None else triton.cdiv(o.hidden, BLOCK))](
         dw, db, sums, o.e, tokens.order, tokens.key, tokens.segment_end, tau, slot, tokens.number,
-        o.hidden, *o.e.stride(), *(0 if m is None else m.stride(0) for m in (sums, dw)),
+        o.opts.vocab, o.hidden, *o.e.stride(), *(0 if m is None else m.stride(0) for m in (sums, dw)),
         HEIGHT=4, BLOCK=BLOCK, DW=dw is not None, DB=db is not None, num_warps=4,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from t1lib.heads import fused_launch as launch
+from t1lib.heads import fused_shards
 from t1lib.heads.contract import Options
 from t1lib.heads.fused_chunks import Chunks, Frequent, Operands, Order
 from t1lib.heads.fused_memory import allocate, early_layout, late_layout, lent_layout, lent_panels
@@ -15,11 +16,11 @@ from t1lib.heads.fused_rows import (
     Found,
     add_frequent,
     add_targets,
-    finish_input,
     finish_rows,
     scale_rows,
     sum_of_rows,
 )
+from t1lib.heads.fused_shards import InputGradient, finished, input_gradient
 from t1lib.heads.kernels import rows
 
 
@@ -36,6 +37,8 @@ class Sweep:
         self.chunks, self.found = chunks, found
         self.parts = chunks.memory["parts"].view(3, -1)
         self.at, self.offset = chunks.target_logits()
+        if chunks.operands.opts.shards is not None:
+            fused_shards.share_targets(chunks, self.at, self.offset)
 
     def run(self, chunk: int, splits: int, z: Tensor | None, room: int = 0) -> None:
         """Statistics of a packed chunk, and its exponentials in z where that is given (`tiles.place`)."""
@@ -43,6 +46,8 @@ class Sweep:
         for redo in (False, True):  # the second time, programs of rows in range end at once
             launch.exponentials(c, chunk, splits, z, room, self.offset, self.parts, redo)
         finish_rows(c, chunk, splits, self.parts, self.at, self.offset, self.found)
+        if c.operands.opts.shards is not None:
+            fused_shards.combine(c, chunk, self.at, self.found)
 
 
 def factors_of(opts: Options, upstream: Tensor | float) -> Factors:
@@ -51,7 +56,7 @@ def factors_of(opts: Options, upstream: Tensor | float) -> Factors:
     target = r * (1.0 - opts.label_smoothing)
     if opts.target_weight is not None:
         target = target * opts.target_weight
-    even = r * (opts.label_smoothing / opts.vocab)
+    even = r * (opts.label_smoothing / opts.classes)
     return Factors(target + even * opts.class_sum if opts.label_smoothing else target, target, even, r)
 
 
@@ -63,7 +68,7 @@ def sum_of_all_rows(x: Tensor, factor: Tensor) -> Tensor:
 
 def class_sums(o: Operands) -> Tensor:
     """(D) float32: Σ_v c_v w_v, the share of each weight row in label smoothing."""
-    c = o.opts.class_weight
+    c = o.opts.local_class_weight
     return sum_of_all_rows(o.w, torch.ones(o.opts.vocab, device=o.w.device) if c is None else c)
 
 
@@ -72,13 +77,13 @@ def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
     if not opts.label_smoothing:
         return db
     even = f.even.sum()
-    return db - even if opts.class_weight is None else db - even * opts.class_weight
+    return db - even if opts.class_weight is None else db - even * opts.local_class_weight
 
 
 class Made(NamedTuple):
     """Gradients in the making, None where not wanted; what belongs to label smoothing; tau as `kernels.rows` has it."""
 
-    de: Tensor | None
+    de: InputGradient | None
     dw: Tensor | None
     db: Tensor | None
     even_vector: Tensor | None
@@ -100,6 +105,8 @@ def lent(sweep: Sweep, plan: Lent, f: Factors, made: Made) -> None:
         part = held[:, : o.opts.vocab - first]
         multiply(c, 0, part, first, made, plan.work.parts, add_de=panel > 0, add_dw=False, even_sum=made.even_sum)
     finish_chunk(c, 0, made, plan.work.parts, made.even_sum)
+    if made.de is not None:
+        made.de.finish()  # the other chunks use the same memory
 
 
 def multiply(
@@ -119,8 +126,7 @@ def multiply(
 def finish_chunk(c: Chunks, chunk: int, made: Made, parts: int, even_sum: Tensor | None) -> None:
     """Once the products are there: dE to its tokens, and the frequent targets' share."""
     if made.de is not None:
-        per_row = c.memory["per_row"]
-        finish_input(c, chunk, c.memory["de"], made.de, parts, per_row, made.tau, made.even_vector)
+        made.de.add(c, chunk, parts, c.memory["per_row"], made.tau, made.even_vector)
     if made.frequent is not None:
         add_frequent(c, chunk, made.frequent, even_sum)
 
@@ -134,7 +140,7 @@ def early(
     tokens = Order(opts, by_target=needs[1] or needs[2])
     found, f, tau = nothing_found(like), factors_of(opts, 1.0), torch.empty(len(like), device=like.device)
     made = Made(
-        de=torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None,
+        de=input_gradient(o) if needs[0] else None,
         dw=torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None,
         db=torch.zeros(opts.vocab, device=like.device) if needs[2] else None,
         even_vector=class_sums(o) if opts.label_smoothing else None,
@@ -160,7 +166,7 @@ def early(
     if needs[1] or needs[2]:
         add_targets(o, tokens, tau, made.frequent, made.dw, made.db)
     db = finish_bias(made.db, f, opts).to(b_like.dtype) if needs[2] else None
-    return found, (made.de, made.dw, db)
+    return found, (finished(made.de), made.dw, db)
 
 
 def loss_only(o: Operands, shape: Shape, plan: Late) -> Found:
@@ -188,7 +194,7 @@ def late(
     if opts.z_loss:
         softmax = softmax + 2.0 * opts.z_loss * rows.LN2.value * (offset + log_total) * f.token
     per_token = torch.stack([offset, log_total, softmax, f.target, f.even])
-    out = torch.zeros_like(like, memory_format=torch.contiguous_format) if needs[0] else None
+    out = input_gradient(o) if needs[0] else None
     dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
     db = torch.zeros(opts.vocab, device=like.device) if needs[2] else None
     for chunk in range(plan.chunks):
@@ -202,5 +208,5 @@ def late(
             if needs[2]:
                 sum_of_rows(part, chunks.info, chunk, onto=db[first : first + plan.columns])
         if needs[0]:
-            finish_input(chunks, chunk, de, out, 1, None, None, None)
-    return out, dw, None if db is None else db.to(b_like.dtype)
+            out.add(chunks, chunk)
+    return finished(out), dw, None if db is None else db.to(b_like.dtype)

@@ -104,16 +104,30 @@ def pull_of(z: Tensor, class_weight: Tensor | None, opts: Options) -> Tensor:
     return z.sum(-1, keepdim=True) if class_weight is None else (z @ class_weight)[:, None]
 
 
-def softmax_rows(z: Tensor, target: Tensor, opts: Options) -> Rows:
-    """Statistics of whole rows of logits z, which become p in place.
+def softmax_rows(z: Tensor, index: Tensor, opts: Options) -> Rows:
+    """Statistics of whole rows of logits z, which become p in place; index (rows, 1): the target's column.
 
     softmax's own denominator is read back from its largest entry, p_top = 1 / total, instead of another pass.
     """
     where = z.argmax(-1, keepdim=True)
-    top, at_target = z.gather(1, where), z.gather(1, target[:, None])
-    pull = pull_of(z, opts.class_weight, opts)
+    top, at_target = z.gather(1, where), z.gather(1, index)
+    pull = pull_of(z, opts.local_class_weight, opts)
     torch.softmax(z, -1, out=z)
     return Rows(top, z.gather(1, where).reciprocal(), at_target, pull)
+
+
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in `dtype`, not rounded to 16 bits."""
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+
+
+def local_targets(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """(N, 1) each: the target's place among these columns, clamped, and whether it lies there."""
+    index = (target - columns.start)[:, None]
+    last = columns.stop - columns.start - 1
+    return index.clamp(0, last), (index >= 0) & (index <= last)
 
 
 def token_losses(lse: Tensor, logprob: Tensor, pull: Tensor, opts: Options) -> Tensor:
@@ -123,7 +137,7 @@ def token_losses(lse: Tensor, logprob: Tensor, pull: Tensor, opts: Options) -> T
     if opts.target_weight is not None:
         losses = losses * opts.target_weight
     if smooth:
-        losses = losses + smooth / opts.vocab * (opts.class_sum * lse - pull)
+        losses = losses + smooth / opts.classes * (opts.class_sum * lse - pull)
     return losses + opts.z_loss * lse.square() if opts.z_loss else losses
 
 
@@ -134,6 +148,7 @@ class Coefficients(NamedTuple):
     target: Tensor
     even: Tensor
 
+
 def coefficients(lse: Tensor, gradient: Tensor, target_weight: Tensor | None, opts: Options) -> Coefficients:
     """From lse (N, 1) and r (N), `gradient` with respect to the token's loss, 0 at ignored tokens."""
     r = gradient[:, None]
@@ -143,13 +158,16 @@ def coefficients(lse: Tensor, gradient: Tensor, target_weight: Tensor | None, op
         target = target * target_weight[:, None]
     softmax = target
     if smooth or opts.z_loss:
-        softmax = target + r * (smooth / opts.vocab * opts.class_sum + 2.0 * opts.z_loss * lse)
-    return Coefficients(softmax, target, r * (smooth / opts.vocab))
+        softmax = target + r * (smooth / opts.classes * opts.class_sum + 2.0 * opts.z_loss * lse)
+    return Coefficients(softmax, target, r * (smooth / opts.classes))
 
 
-def unscaled_gradient(block: Buffers, target: Tensor) -> Tensor:
-    """p − one-hot of a block whose `work` holds p; written over `raw`, which is returned. Rounding is its only pass."""
-    x = block.work.scatter_add_(1, target[:, None], block.work.new_full((len(target), 1), -1.0))
+def unscaled_gradient(block: Buffers, index: Tensor, hit: Tensor) -> Tensor:
+    """p − one-hot of a block whose `work` holds p; written over `raw`, which is returned. Rounding is its only pass.
+
+    index, hit: as in `logit_gradient`.
+    """
+    x = block.work.scatter_add_(1, index, -hit)
     return x if x is block.raw else block.raw.copy_(x)
 
 

@@ -122,7 +122,8 @@ def scale_rows(
         t = ((logprob * LOG2E + log_total) + tl.load(out_offset + token)) / (softcap * LOG2E)
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
-    tl.store(entry(z, i, y, z_columns, room, z_stride), tl.zeros([], z.dtype.element_ty))
+    here = y >= 0  # else another shard of the vocabulary has it, and nobody takes this τ
+    tl.store(entry(z, i, y, z_columns, room, z_stride), tl.zeros([], z.dtype.element_ty), mask=here)
     tl.store(row_scale + i, scale)
     tl.store(tau + position, own)
     if EVEN:
@@ -146,9 +147,12 @@ def scale_rows(
 def finish_input_gradient(
     de, out, w, order, info, packed_target, row_scale, row_even, tau, even_vector,
     chunk, capacity, hidden, parts, de_stride, out_stride, w_stride,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it."""
+    """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it.
+
+    PACKED: in the chunk's row of `out` instead of the token's.
+    """
     i = tl.program_id(0)
     if i >= live_rows(info, chunk):
         return
@@ -161,11 +165,12 @@ def finish_input_gradient(
         sums += tl.load(de + (part * capacity + i).to(tl.int64) * de_stride + d, mask=inside, other=0.0)
     if SCALED:
         y = tl.load(packed_target + i)
-        row = tl.load(w + y * w_stride + d, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(w + y * w_stride + d, mask=inside & (y >= 0), other=0.0).to(tl.float32)
         sums = sums * tl.load(row_scale + i) + tl.load(tau + position) * row
         if EVEN:
             sums -= tl.load(row_even + i) * tl.load(even_vector + d, mask=inside, other=0.0)
-    tl.store(out + token * out_stride + d, sums.to(out.dtype.element_ty), mask=inside)
+    where = tl.cast(i, tl.int64) if PACKED else token
+    tl.store(out + where * out_stride + d, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

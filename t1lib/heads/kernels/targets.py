@@ -41,18 +41,21 @@ def frequent_rows(
 
 @triton.jit
 def target_rows(
-    dw, db, sums, e, order, key, segment_end, tau, slot, info, hidden, e_row, e_column, sums_stride, dw_stride,
+    dw, db, sums, e, order, key, segment_end, tau, slot, info, vocab, hidden, e_row, e_column, sums_stride, dw_stride,
     HEIGHT: tl.constexpr, BLOCK: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
 ):  # fmt: skip
     """dw[y] ← (sums[slot[y]] where that is not −1, else dw[y]) + Σ_{n: y_n = y} τ_n e_n for every target y.
     db[y] += Σ τ_n.
 
-    Program (token in order, block of columns). Tokens are sorted by target, and the first of each target writes.
+    Program (token in order, block of columns). Tokens are sorted by target, and the first of each target writes; key
+    is −1 or vocab where another shard of the vocabulary has the target.
     """
     i = tl.program_id(0)
     if i >= tl.load(info):
         return
     y = tl.load(key + i)
+    if (y < 0) | (y >= vocab):
+        return
     if tl.load(key + i - 1, mask=i > 0, other=-1) == y:
         return
     end = tl.load(segment_end + i)

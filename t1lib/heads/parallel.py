@@ -1,0 +1,162 @@
+"""The heads on a vocabulary that is dealt to the processes of a group: `linear_cross_entropy` with `group=`."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from t1lib.errors import T1Error, choose, require
+from t1lib.heads import DEFAULT_HEAD, checks, fused_plan
+from t1lib.heads.agreement import agree
+from t1lib.heads.chunked import chunked
+from t1lib.heads.contract import HeadStats
+from t1lib.heads.fused import fused
+from t1lib.heads.parallel_full import full
+from t1lib.heads.shards import Shards
+
+__all__ = ["HEADS", "linear_cross_entropy"]
+
+HEADS = {"full": full, "chunked": chunked, "fused": fused}
+"""Those of `t1lib.heads.HEADS` that work on shards of the weight."""
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    vocabulary: int | None = None,
+    sequence_parallel: bool = False,
+    head: str = DEFAULT_HEAD,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, HeadStats]:
+    """`t1lib.heads.linear_cross_entropy` where each process of `group` holds its own rows of the weight.
+
+    A function of its own, and not `group=` on the other: nobody who forgets the group takes the loss over a shard for
+    the loss, and who has one process imports nothing of `torch.distributed`. Arguments and results are the other's but:
+
+    input, target       the same on every rank; targets are indices in the whole vocabulary
+    sequence_parallel   input, target and token_weight are each rank's own tokens, as many on each, in the order of
+                        ranks; losses per token, statistics and dE are then those of its own tokens, "mean" and "sum"
+                        are over all
+    linear_weight       (rows, D): the classes that follow on those of the ranks below, in any number. Or a DTensor
+                        sharded on dimension 0 of a one-dimensional mesh; its gradient is one, too
+    linear_bias         (rows), or a DTensor likewise
+    group               ProcessGroup or one-dimensional DeviceMesh; None: the mesh of the DTensor
+    vocabulary          V, to be checked against the shards; otherwise V is what they add up to
+    weight              (V) class weights of the whole vocabulary, the same on every rank: with them a target's weight
+                        and the denominator need no collective
+    workspace           on each rank; the hidden states that sequence_parallel gathers are not counted
+    options             the other's remaining ones and the head's own
+
+    Every rank returns the same loss, and must call backward with the same gradient of it. Each has the gradient of its
+    own rows; dE is added up in float32 (float64) and is the same everywhere, or that of its own tokens. There is no
+    second derivative. No rank ever holds another's logits: what a token costs is some 16 bytes a rank, and its dE.
+
+    Raises `T1Error` on every rank if the call differs between them, if the shards do not add up to the vocabulary, for
+    a head, an option or an operand that is not allowed, for a backend that lacks the tensors' device, and without
+    `torch.distributed.init_process_group`. On CUDA a call whose like agreed before is compared by the device alone:
+    a rank that differs then ends the others by a device assertion. Source: Megatron-LM's vocabulary-parallel
+    cross-entropy (Shoeybi et al. 2019, section 3).
+    """
+    group = _group_of(group, linear_weight)
+    e, w, b, y = input, _local(linear_weight, "linear_weight"), _local(linear_bias, "linear_bias"), target
+    device = _device(group, w if isinstance(w, Tensor) else e)
+    plain = {"input": e, "target": y, "weight": weight, "token_weight": token_weight}
+    called = {"head": head, "vocabulary": vocabulary, "sequence_parallel": sequence_parallel, **options}
+    facts = {**called, **_facts(plain, w, b), **_machine(device)}
+    if not sequence_parallel and isinstance(y, Tensor) and y.device.type == "cpu" and y.numel():
+        facts["the least and the largest target"] = (y.min().item(), y.max().item())
+    rows = agree(group, facts, _rows_of(w), device)
+
+    choose("head", head, HEADS)
+    for name, value in plain.items():
+        require(not isinstance(value, DTensor), f"{name} must be a plain tensor, got a DTensor; pass its local part")
+    checks.tensors(linear_weight=w, linear_bias=b, **plain)
+    require(min(rows) > 0, f"every rank must hold at least one row of linear_weight; they hold {rows}")
+    checks.operands(e, w, b, same_dtype=False)
+    sizes = {
+        "vocabulary is": vocabulary,
+        "the weight as a DTensor has": linear_weight.shape[0] if isinstance(linear_weight, DTensor) else None,
+        "class weights are given for": None if weight is None else weight.numel(),
+    }
+    for what, size in sizes.items():
+        held = f"the ranks hold {' + '.join(map(str, rows))} = {sum(rows)} rows of linear_weight"
+        require(size is None or size == sum(rows), f"{held}, but {what} {size!r} classes")
+    shards = Shards(group, dist.get_rank(group), rows, sequence_parallel)
+    return HEADS[head](e, w, y, linear_bias=b, weight=weight, token_weight=token_weight, shards=shards, **options)
+
+
+def _facts(plain: dict[str, Any], w: Any, b: Any) -> dict[str, Any]:
+    """What must be the same on all ranks of the operands: those that are whole on each, and the parts w and b."""
+    e = plain["input"]
+    facts = {name: _describe(value, e) for name, value in plain.items()}
+    facts |= {"linear_weight": _describe(w, e, 1), "linear_bias": _describe(b, e, 1)}
+    facts["linear_bias has as many rows as linear_weight"] = b is None or _rows_of(b) == _rows_of(w)
+    return facts
+
+
+def _group_of(group: ProcessGroup | DeviceMesh | None, linear_weight: Tensor) -> ProcessGroup:
+    """The group that `group` or the DTensor's mesh stands for."""
+    ready = dist.is_available() and dist.is_initialized()
+    require(ready, "torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    mesh = None
+    if isinstance(linear_weight, DTensor):
+        mesh = linear_weight.device_mesh
+        group = mesh if group is None else group
+    if isinstance(group, DeviceMesh):
+        require(group.ndim == 1, f"group must be a one-dimensional DeviceMesh, got {group.ndim} dimensions")
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise T1Error(f"group must be a ProcessGroup or a one-dimensional DeviceMesh, got {type(group).__name__}")
+    same = mesh is None or (mesh.ndim == 1 and mesh.get_group() == group)
+    require(same, "linear_weight must be sharded on a one-dimensional mesh, and group be that mesh or its group")
+    return group
+
+
+def _local(tensor: Tensor | None, name: str) -> Tensor | None:
+    """This process's rows of a DTensor, any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = tuple(tensor.placements)
+    require(placements == (Shard(0),), f"{name} must be sharded on dimension 0, (Shard(dim=0),), got {placements}")
+    return tensor.to_local()
+
+
+def _device(group: ProcessGroup, tensor: Any) -> torch.device:
+    """Where to compare notes: the device of the operands, which must be one that the group's backend serves."""
+    device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    served = backends.get(device.type)
+    if served is None or (served == "gloo" and device.type == "cuda"):  # gloo has not all collectives there
+        use = {"cpu": "gloo", "cuda": "nccl"}.get(device.type, "one that serves it")
+        found = ", ".join(f"{b} for {d}" for d, b in backends.items())
+        raise T1Error(f"tensors are on {device.type}, but the group's backend is {found}; use {use} for {device.type}")
+    return device
+
+
+def _describe(value: Any, like: Any, skip: int = 0) -> Any:
+    """What must agree of an argument: dtype, shape (from dimension `skip` on), device, whether it wants a gradient."""
+    if not isinstance(value, Tensor):
+        return value if value is None else type(value).__name__
+    place = value.device.type if isinstance(like, Tensor) and value.device == like.device else "on another device"
+    shape = (*("rows",) * min(skip, value.dim()), *value.shape[skip:])
+    return (type(value).__name__, value.dtype, shape, place, "requires grad" if value.requires_grad else "constant")
+
+
+def _rows_of(tensor: Any) -> int:
+    return len(tensor) if isinstance(tensor, Tensor) and tensor.dim() else 0
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What else decides how a head computes."""
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return {"device": fused_plan.device_of(device), "autocast": autocast, "grad mode": torch.is_grad_enabled()}

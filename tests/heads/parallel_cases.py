@@ -1,0 +1,166 @@
+"""Cases of the vocabulary-parallel heads, by name: what each process of the group does (parallel_worker.py)."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_close, options, problem, upstream_for
+from torch import Tensor
+
+from t1lib.heads import linear_cross_entropy as in_one
+from t1lib.heads.parallel import linear_cross_entropy
+
+Cases = dict[str, Callable[[], None]]
+TORCH_HEADS = {
+    "full": {"head": "full"},
+    "by sequence": {"head": "chunked", "chunks": 3},
+    "by vocabulary": {"head": "chunked", "by": "vocabulary", "chunks": 3},
+}
+ROWS = {2: (100, 157), 3: (90, 7, 160)}  # of the weight: 257 classes
+FEW = {2: (72, 28), 3: (70, 10, 20)}  # for the interpreter; rows of 72, 28 and 20 logits need no padding
+STATS = ("lse", "logprob", "correct")
+ALL = (True, True, True)
+
+
+def exact(size: int) -> Cases:
+    """Every head made of PyTorch's operators, option and reduction, in float64; tokens the same or dealt."""
+    p, rows, found = problem(36, 257, 16), ROWS[size], {}
+    for head, own in TORCH_HEADS.items():
+        for reduction in REDUCTIONS:
+            for name in OPTION_SETS:
+                kwargs = {**options(name, p), **own, "reduction": reduction}
+                found[f"{head}, {name}, {reduction}"] = partial(agrees, p, rows, 1e-11, **kwargs)
+            for name in ("plain", "all"):
+                kwargs = {**options(name, p), **own, "reduction": reduction, "sequence_parallel": True}
+                found[f"{head}, tokens dealt, {name}, {reduction}"] = partial(agrees, p, rows, 1e-11, **kwargs)
+    return found
+
+
+def edges(size: int) -> Cases:
+    """The same heads: what is particular about operands and targets."""
+    found = {}
+    for head, own in TORCH_HEADS.items():
+        p, rows = problem(36, 257, 16), ROWS[size]
+        for grad in ((True, False, False), (False, True, False), (False, False, True), (False,) * 3):
+            found[f"{head}, gradients of {grad}"] = partial(agrees, p, rows, 1e-11, grad=grad, **own)
+        found[f"{head}, no bias"] = partial(agrees, p, rows, 1e-11, bias=False, **own)
+        found[f"{head}, filter"] = partial(agrees, p, rows, 1e-11, filter_eps=1e-3, **options("all", p), **own)
+        found[f"{head}, float32"] = partial(agrees, p.to(torch.float32), rows, 3e-6, **options("all", p), **own)
+        kwargs = {"workspace": "1MiB", **own}
+        kwargs.pop("chunks", None)
+        found[f"{head}, workspace"] = partial(agrees, p, rows, 1e-11, **kwargs)
+        for name, target in {
+            "all targets on the first rank": p.target % rows[0],
+            "all targets on the last rank": 256 - p.target % rows[-1],
+            "one token counts": p.target.index_fill(0, torch.arange(1, 36), -100),
+            "all tokens ignored": torch.full_like(p.target, -100),
+        }.items():
+            changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
+            found[f"{head}, {name}"] = partial(agrees, changed, rows, 1e-11, reduction="sum", **own)
+        far = problem(36, 257, 16)
+        far.b[50] += 2000.0  # where only the first rank has it
+        found[f"{head}, a logit far above the others"] = partial(agrees, far, rows, 1e-11, **own)
+        none = Problem(p.e[:0], p.w, p.b, p.target[:0])
+        found[f"{head}, no tokens"] = partial(agrees, none, rows, 1e-11, reduction="sum", **own)
+    return found
+
+
+def kernels(size: int) -> Cases:
+    """Head `fused` by Triton's interpreter; 36 tokens make two chunks."""
+    p, few = (problem(n, 100, 16, dtype=torch.float32) for n in (36, 20))
+    found = {
+        "two chunks": dict(p=p, chunks=2),
+        "tokens dealt, two chunks": dict(p=p, chunks=2, sequence_parallel=True, **options("token_weight", p)),
+        "tokens dealt, none": dict(p=p, reduction="none", sequence_parallel=True, **options("all", p)),
+        "weighted smoothing": dict(p=few, **options("weighted smoothing", few)),
+    }
+    if size == 2:
+        found |= {name: dict(p=few, **options(name, few)) for name in ("weight", "smoothing", "softcap", "z_loss")}
+        found |= {
+            "sum, no bias": dict(p=few, reduction="sum", bias=False),
+            "float32 sums": dict(p=few, accumulate="float32"),
+            "filter": dict(p=few, filter_eps=1e-3),
+            "weight alone": dict(p=few, grad=(False, True, False)),
+            "loss alone": dict(p=few, grad=(False,) * 3, **options("all", few)),
+        }
+        far = problem(20, 100, 16, dtype=torch.float32)
+        far.b[3] += 1000.0
+        found["a logit far above the others"] = dict(p=far, tolerance=1e-4)
+    return {
+        f"fused, {name}": partial(agrees, rows=FEW[size], **{"tolerance": 3e-6, "head": "fused"} | c)
+        for name, c in found.items()
+    }
+
+
+def agrees(
+    p: Problem, rows: tuple[int, ...], tolerance: float, *, bias: bool = True, grad: tuple[bool, ...] = ALL,
+    sequence_parallel: bool = False, **kwargs: Any,
+) -> None:  # fmt: skip
+    """Loss, gradients and statistics are those of head `full` in float64 in one process."""
+    want = expected(p, rows, bias=bias, grad=grad, sequence_parallel=sequence_parallel, **kwargs)
+    got = on_shards(p, rows, bias=bias, grad=grad, sequence_parallel=sequence_parallel, **kwargs)
+    assert got.keys() == want.keys(), (got.keys(), want.keys())
+    for name in want:
+        try:
+            if want[name].numel():
+                assert_close([got[name]], [want[name]], tolerance)
+        except AssertionError as e:
+            raise AssertionError(f"{name}: {e}") from None
+
+
+def own_rows(rows: tuple[int, ...]) -> slice:
+    rank = dist.get_rank()
+    return slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+
+
+def expected(
+    p: Problem, rows: tuple[int, ...], *, bias: bool, grad: tuple[bool, ...], sequence_parallel: bool, **kwargs: Any
+) -> dict[str, Tensor]:
+    """What this process should find, from the whole weight."""
+    of_heads = ("head", "chunks", "by", "accumulate", "workspace", "group")
+    rest = {k: v for k, v in kwargs.items() if k not in of_heads}
+    want = results(partial(in_one, head="full"), p.to(torch.float64), p.target, bias=bias, grad=grad, **rest)
+    part, rank = own_rows(rows), dist.get_rank()
+    for name in {"linear_weight", "linear_bias"} & want.keys():
+        want[name] = want[name][part]
+    if sequence_parallel:
+        by_token = {"input", *STATS} | ({"loss"} if kwargs.get("reduction") == "none" else set())
+        for name in by_token & want.keys():
+            want[name] = want[name].chunk(len(rows))[rank]
+    return want
+
+
+def on_shards(
+    p: Problem, rows: tuple[int, ...], *, bias: bool = True, grad: tuple[bool, ...] = ALL,
+    sequence_parallel: bool = False, **kwargs: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What this process finds, from its rows of the weight."""
+    part, rank, size = own_rows(rows), dist.get_rank(), len(rows)
+    share = Problem(p.e, p.w[part], None if p.b is None else p.b[part], p.target)
+    kwargs.setdefault("group", dist.group.WORLD)
+    if sequence_parallel:
+        share.e, share.target = p.e.chunk(size)[rank], p.target.chunk(size)[rank]
+        if "token_weight" in kwargs:
+            kwargs["token_weight"] = kwargs["token_weight"].chunk(size)[rank]
+    call = partial(linear_cross_entropy, sequence_parallel=sequence_parallel)
+    return results(call, share, p.target, bias=bias, grad=grad, **kwargs)
+
+
+def results(
+    call: Callable[..., Any], p: Problem, every_target: Tensor, *, bias: bool = True, grad: tuple[bool, ...] = ALL,
+    **kwargs: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What `call` returns and its gradients, by name; the upstream gradient is the same however tokens are dealt."""
+    e, w = (t.detach().clone().requires_grad_(g) for t, g in zip((p.e, p.w), grad, strict=False))
+    b = p.b.detach().clone().requires_grad_(grad[2]) if bias else None
+    loss, stats = call(e, w, p.target, linear_bias=b, return_stats=True, **kwargs)
+    found = {"loss": loss.detach(), **{n: s.double() for n, s in zip(STATS, stats, strict=True)}}
+    operands = {"input": e, "linear_weight": w, "linear_bias": b}
+    wanted = {n: t for n, t in operands.items() if t is not None and t.requires_grad}
+    if wanted:
+        every = upstream_for(loss.detach().new_empty(every_target.shape if loss.dim() else ()))
+        upstream = every if every.shape == loss.shape else every.chunk(dist.get_world_size())[dist.get_rank()]
+        found |= zip(wanted, torch.autograd.grad(loss, list(wanted.values()), upstream), strict=True)
+    return found

@@ -1,0 +1,177 @@
+"""Cases of the vocabulary-parallel heads beside their numbers: DTensors, roundings, what is exchanged, mutations."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from head_cases import options, problem
+from parallel_cases import ALL, FEW, ROWS, TORCH_HEADS, Cases, agrees, expected, on_shards, own_rows, results
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from t1lib.heads import fused_memory, fused_op, fused_plan, fused_run, fused_search, fused_shards, shards
+from t1lib.heads import linear_cross_entropy as in_one
+from t1lib.heads.parallel import linear_cross_entropy
+from t1lib.heads.shards import Shards
+
+
+def manners(size: int) -> Cases:
+    found = {"the loss and dE have the same bits everywhere": partial(same_bits, size)}
+    for head, own in TORCH_HEADS.items():
+        found[f"{head}, 16 bits"] = partial(sixteen_bits, size, torch.bfloat16, **own)
+        found[f"{head}, autocast"] = partial(autocast, size, **own)
+        found[f"{head}, what is exchanged"] = partial(exchanged, size, **own)
+        found[f"{head}, DTensor"] = partial(sharded, **own)
+    found["leading dimensions"] = partial(leading_dimensions, size)
+    found["a device mesh"] = partial(by_mesh, size)
+    combine = (Shards, "combine", lambda self, rows, hit: (rows, torch.ones_like(rows.top)))
+    found["by sequence, combination left out"] = partial(noticed, combine, problem(36, 257, 16), ROWS[size], 1e-2)
+    found["fused, combination left out"] = partial(
+        noticed, (fused_shards, "combine", lambda *_: None),
+        problem(20, 100, 16, dtype=torch.float32), FEW[size], 1e-2, head="fused",
+    )  # fmt: skip
+    found["fused, 16 bits"] = partial(sixteen_bits, size, torch.float16, tokens=20, head="fused")
+    found["fused, what is exchanged"] = partial(exchanged, size, head="fused", chunks=2)
+    found["fused, shards that are not equal lend nothing"] = partial(lends_nothing, size)
+    found["fused, targets elsewhere write nothing"] = partial(within_bounds, size)
+    if size == 2:
+        found["fused, first chunk in the memory of dW"] = lent
+    return found
+
+
+def same_bits(size: int) -> None:
+    got = on_shards(problem(36, 257, 16, dtype=torch.float32), ROWS[size], head="full")
+    for name in ("loss", "input"):
+        every = [torch.empty_like(got[name]) for _ in range(size)]
+        dist.all_gather(every, got[name].contiguous())
+        assert all(torch.equal(t, got[name]) for t in every), name
+
+
+def sixteen_bits(size: int, dtype: torch.dtype, tokens: int = 150, **own: Any) -> None:
+    """The error is that of the same head in one process: dE is not rounded on each shard."""
+    rows = FEW[size] if own["head"] == "fused" else ROWS[size]
+    p = problem(tokens, sum(rows), 64, dtype=dtype, bias=False)
+    usual = results(partial(in_one, **own), p, p.target, bias=False)
+    usual["linear_weight"] = usual["linear_weight"][own_rows(rows)]
+    exact = expected(p, rows, bias=False, grad=ALL, sequence_parallel=False)
+    got = on_shards(p, rows, bias=False, **own)
+    for name in ("input", "linear_weight"):
+        error, least = ((t[name].double() - exact[name]).norm() for t in (got, usual))
+        assert got[name].dtype == dtype and error <= 1.05 * least, f"{name}: {error / least:.3f} times its error"
+
+
+def autocast(size: int, **own: Any) -> None:
+    p = problem(36, 257, 16, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = on_shards(p, ROWS[size], **own)
+    want = expected(p, ROWS[size], bias=True, grad=ALL, sequence_parallel=False)
+    for name in ("loss", "input", "linear_weight"):
+        error = (got[name] - want[name]).abs().max() / want[name].abs().max()
+        assert 1e-5 < error < 0.05 and got[name].dtype == torch.float32, f"{name}: {error}"
+
+
+def exchanged(size: int, **own: Any) -> None:
+    """Never more than the statistics of tokens, or dE."""
+    p = problem(32 * size, 100 * size, 3, dtype=torch.float32)  # fewer dimensions than classes
+    sent: list[int] = []
+
+    def noting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Tensor, **kwargs: Any) -> Any:
+            sent.append(max(t.numel() for t in args if isinstance(t, Tensor)))
+            return collective(*args, **kwargs)
+
+        return call
+
+    with (
+        patch.object(shards, "all_gather", noting(shards.all_gather)),
+        patch.object(dist, "all_reduce", noting(dist.all_reduce)),
+    ):
+        on_shards(p, (100,) * size, **own)
+    assert 2 <= len(sent) <= 8, sent
+    assert max(sent) <= 4 * len(p.e) * size < len(p.e) * 100, sent
+
+
+def sharded(**own: Any) -> None:
+    """257 rows dealt as DTensor deals them: the gradient is a DTensor, too."""
+    p = problem(36, 257, 16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    e = p.e.clone().requires_grad_()
+    w, b = (distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (p.w, p.b))
+    loss = linear_cross_entropy(e, w, p.target, linear_bias=b, vocabulary=257, **own)
+    got = torch.autograd.grad(loss, (e, w, b))
+    leaves = [t.clone().requires_grad_() for t in (p.e, p.w, p.b)]
+    one = in_one(leaves[0], leaves[1], p.target, linear_bias=leaves[2], head="full")
+    want = torch.autograd.grad(one, leaves)
+    torch.testing.assert_close(loss, one)
+    assert isinstance(got[1], DTensor) and isinstance(got[2], DTensor) and got[1].placements == w.placements
+    for g, x in zip(got, want, strict=True):
+        torch.testing.assert_close(g.full_tensor() if isinstance(g, DTensor) else g, x)
+
+
+def leading_dimensions(size: int) -> None:
+    p, rows = problem(36, 257, 16), ROWS[size]
+    e, target = p.e.view(6, 6, 16).transpose(0, 1), p.target.view(6, 6).transpose(0, 1)
+    for own in TORCH_HEADS.values():
+        kwargs = {"reduction": "none", "return_stats": True}
+        loss, stats = linear_cross_entropy(e, p.w[own_rows(rows)], target, group=dist.group.WORLD, **kwargs, **own)
+        want, facts = in_one(e, p.w, target, head="full", **kwargs)
+        for got, x in zip((loss, *stats), (want, *facts), strict=True):
+            torch.testing.assert_close(got, x)
+
+
+def by_mesh(size: int) -> None:
+    agrees(problem(36, 257, 16), ROWS[size], 1e-11, head="full", group=init_device_mesh("cpu", (size,)))
+
+
+def noticed(mutation: tuple, *args: Any, **kwargs: Any) -> None:
+    """Without the mutation `agrees` holds; with it, it does not."""
+    kwargs.setdefault("head", "chunked")
+    agrees(*args, **kwargs)
+    try:
+        with patch.object(*mutation):
+            agrees(*args, **kwargs)
+    except AssertionError:
+        return
+    raise AssertionError("the mutation went unnoticed")
+
+
+def within_bounds(size: int) -> None:
+    """Rows before and after those of this shard's dW stay as they are."""
+    add = fused_run.add_targets
+
+    def between_guards(o: Any, tokens: Any, tau: Tensor, frequent: Any, dw: Tensor, db: Tensor | None) -> None:
+        guarded = torch.nn.functional.pad(dw, (0, 0, 1, 1), value=7.0)
+        add(o, tokens, tau, frequent, guarded[1:-1], db)
+        assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
+        dw.copy_(guarded[1:-1])
+
+    with patch.object(fused_run, "add_targets", between_guards):
+        agrees(problem(20, 100, 16, dtype=torch.float32), FEW[size], 3e-6, head="fused", bias=False)
+
+
+def lent() -> None:
+    """On equal shards, three panels each; see fused_interpreted.py."""
+    plan = fused_plan.Early(32, 1, 0, *2 * (fused_plan.Work(2, 1),), fused_plan.Lent(32, 64, fused_plan.Work(2, 2)))
+    p = problem(50, 360, 40, dtype=torch.float32)
+    with patch.object(fused_search, "plan_early", lambda *_: plan):
+        agrees(p, (180, 180), 3e-6, head="fused", **options("weighted smoothing", p))
+
+
+def lends_nothing(size: int) -> None:
+    """Plans are those of the largest shard; where the others are smaller, dW keeps its memory."""
+    w = torch.empty(128000, 2304, dtype=torch.bfloat16, device="meta")
+    device, tiles, budget = fused_plan.Device("hopper", 132), fused_plan.TILES["hopper", 2], 128 * 2**20
+    for rows, lends in (((128000,) * size, True), ((128001,) * (size - 1) + (128000,), False)):
+        opts = SimpleNamespace(widest=max(rows), shards=Shards(dist.group.WORLD, size - 1, rows, False))
+        o = SimpleNamespace(e=torch.empty(8192, 2304, device="meta"), compute=torch.bfloat16, opts=opts)
+        here, planned = fused_op._shapes(o, [True, True, False], w)
+        assert here.vocab == 128000 and planned.vocab == max(rows)
+        plan = fused_search.plan_early(planned, budget, device, tiles, None)
+        assert (plan.lent is not None) == lends
+        layouts = fused_memory.early_layout(here, plan), fused_memory.lent_layout(here, plan.lent)
+        assert fused_memory.bytes_needed(here, *layouts) <= budget
