@@ -14,7 +14,6 @@ import torch.distributed as dist
 from t1lib.measure.collectives import largest, meet
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory, add_step
-from t1lib.train.session import TrainSession
 
 PEAKS = ("allocated", "reserved", "host")
 
@@ -29,6 +28,8 @@ def measure_step(
     most        ranks that are compared: the losses are of `most` · `rows` rows, `rows` at a time
     session     further arguments of `TrainSession`
     """
+    from t1lib.train.session import TrainSession  # the notebook, which only names this function, needs no transformers
+
     session |= {"mode": mode, "device": str(device)}
     ranks = dist.get_world_size()
     train = TrainSession(batch=rows * ranks, **session)

@@ -2,6 +2,7 @@
 
 import faulthandler
 import importlib
+import io
 import json
 import os
 import sys
@@ -26,7 +27,7 @@ def main(text: str) -> None:
     call, rank = json.loads(text), int(os.environ["RANK"])
     folder = Path(call["folder"])
     if rank:
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # one voice is enough
+        sys.stdout = io.StringIO()  # one voice is enough
     threading.Thread(target=_end_with, args=((call["launcher"], os.getppid()),), daemon=True).start()
     with (folder / f"{rank}.stack").open("w", encoding="utf-8") as stack:
         faulthandler.dump_traceback_later(max(call["until"] - time.time(), 0.1), file=stack)

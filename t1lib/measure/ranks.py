@@ -24,7 +24,7 @@ from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory, raised
 from t1lib.measure.records import Records
 
 WORKER = "t1lib.measure.parallel_worker"
-PATIENCE = 3.0  # seconds beyond the limit in which ranks say where they are
+PATIENCE = 3.0  # seconds beyond the limit in which ranks say where they are, and in which they end when killed
 # How torchrun ends the others, and how a communication library ends a process that lost them.
 SURVIVORS = (-getattr(signal, "SIGTERM", 15), -getattr(signal, "SIGABRT", 6))
 _ENDED = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
@@ -105,7 +105,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Kill torchrun and all that it started."""
+    """Kill torchrun and all that it started, and wait until they are gone: a GPU's memory is free only then."""
     family = []
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
@@ -114,6 +114,15 @@ def _end(process: subprocess.Popen) -> None:
         with suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait()
+    deadline = time.monotonic() + PATIENCE
+    while any(map(_runs, family)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _exit_codes(folder: Path) -> dict[int, int]:

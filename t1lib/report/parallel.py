@@ -13,7 +13,7 @@ from t1lib.report.style import FLOOR, SHADES, VARIANTS, plain_numbers, subplots
 HEADS, MODES = ("full", "chunked", "fused"), ("fsdp", "slide")
 PRODUCTS = ("logits", "dE", "dW")
 PARTS = {
-    "weight": "rows of the weight", "dW": "their gradient", "hidden": "hidden states", "dE": "their gradient ",
+    "weight": "weight, rows", "dW": "their gradient dW", "hidden": "hidden states", "dE": "their gradient dE",
     "workspace": "workspace",
 }  # fmt: skip
 MIB = 2**20
@@ -120,11 +120,11 @@ def fig2_memory(frame: pd.DataFrame) -> Figure:
             axes.bar(places, values, 0.6, bottom=base, color=colour, label=label)
             base = base + values
         for place, (n, total) in zip(places, held.items(), strict=True):
-            axes.annotate(format_number(total), (place, total), (0, 3), textcoords="offset points", ha="center",
-                          fontsize=6.5)  # fmt: skip
             arithmetic = arithmetic_mib(frame, head, n)
-            label = "weight / ranks arithmetic" if place == 0 else None
-            axes.hlines(arithmetic, place - 0.4, place + 0.4, **FLOOR, label=label)
+            axes.hlines(arithmetic, place - 0.4, place + 0.4, **FLOOR)
+            above = {"textcoords": "offset points", "ha": "center", "fontsize": 6.5}
+            axes.annotate(format_number(total), (place, max(total, arithmetic)), (0, 3), **above)
+        axes.plot([], [], **FLOOR, label="weight / ranks arithmetic")
         axes.set_xticks(places, [str(n) for n in held.index])
         axes.set(title=VARIANTS[head].label, xlabel="ranks")
         axes.grid(axis="x", visible=False)

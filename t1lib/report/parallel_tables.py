@@ -69,6 +69,11 @@ def _points(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> Iterat
                 yield variant, ranks, state
 
 
+def _ran(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> list[tuple[str, int]]:
+    """(variant, ranks) of what ran, right or wrong."""
+    return [(v, n) for v, n, state in _points(frame, name, variants) if state in ("ok", "wrong")]
+
+
 def _sample(values: pd.Series) -> dict[str, object]:
     return {"n": len(values) or None, "median [IQR] (ms)": median_iqr(values) if len(values) else MISSING}
 
@@ -129,11 +134,11 @@ def _set(out: Numbers, key: str, facts: dict[str, float]) -> None:
 
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
     """`parallel.head.<head>.<ranks>.<fact>`, `parallel.step.<mode>.<ranks>.<fact>`, sizes `parallel.<name>`."""
-    for head, ranks, _ in _points(frame, "head", HEADS):
+    for head, ranks in _ran(frame, "head", HEADS):
         _set(out, f"parallel.head.{head}.{ranks}", head_facts(frame, head, ranks))
     for ranks, value in products_ms(frame).items():
         out.set(f"parallel.head.products.{ranks}.both_ms", value, "ms")
-    for mode, ranks, _ in _points(frame, "step", MODES):
+    for mode, ranks in _ran(frame, "step", MODES):
         _set(out, f"parallel.step.{mode}.{ranks}", step_facts(frame, mode, ranks))
     for name in ("tokens", "vocabulary", "hidden"):
         out.set(f"parallel.{name}", median(frame, name, "shape", "all"), "", ".0f")

@@ -1,51 +1,46 @@
 """What the ranks of test_ranks.py do: importable by name in their processes."""
 
 import os
-import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from t1lib.errors import T1Error
 
-
-def tell(records, device, phase, text):
-    """Every rank's number plus one adds up."""
+def add_up(records, device, phase, pids):
+    """The ranks' numbers, from 1 on."""
+    note(pids)
     total = torch.tensor([dist.get_rank() + 1.0], device=device)
     dist.all_reduce(total)
     records.add("all", "sum", total, phase=phase)
-    if dist.get_rank() == 0:
-        print(text)
+    print(f"this is rank {dist.get_rank()}")
 
 
-def end(records, device, how, phase=""):
-    """Rank 1 ends in the way that is asked for, the others wait for it in a collective."""
+def fail(records, device, how, pids):
+    """Rank 1 ends in one of `WAYS`; the others wait for it in a collective."""
+    note(pids)
     if dist.get_rank() == 1:
-        ways = {"raise": _raise, "refuse": _refuse, "memory": _memory, "exit": _exit, "kill": _kill, "sleep": _sleep}
-        ways[how]()
+        WAYS[how]()
     dist.all_reduce(torch.ones(1, device=device))
 
 
-def _raise():
-    raise ValueError("this is rank 1\nwith a second line")
+def note(pids):
+    """Leave a file named after this process, and one after its parent, which is torchrun."""
+    for pid in (os.getpid(), os.getppid()):
+        (Path(pids) / str(pid)).touch()
 
 
-def _refuse():
-    raise T1Error("this is bad input")
+def stumble():
+    raise ValueError("this is what it says\nin two lines")
 
 
-def _memory():
-    raise MemoryError("no memory on rank 1")
-
-
-def _exit():
+def leave():
     os._exit(7)
 
 
-def _kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _sleep():
+def oversleep():
     time.sleep(600)
+
+
+WAYS = {"raises": stumble, "exits": leave, "sleeps": oversleep}
