@@ -13,8 +13,8 @@ from t1lib.report.style import FLOOR, SHADES, VARIANTS, plain_numbers, subplots
 HEADS, MODES = ("full", "chunked", "fused"), ("fsdp", "slide")
 PRODUCTS = ("logits", "dE", "dW")
 PARTS = {
-    "weight": "weight, rows", "dW": "their gradient dW", "hidden": "hidden states", "dE": "their gradient dE",
-    "workspace": "workspace",
+    "weight": "own rows of the weight", "dW": "their gradient dW", "hidden": "hidden states",
+    "dE": "their gradient dE", "workspace": "workspace",
 }  # fmt: skip
 MIB = 2**20
 IDEAL = {"color": "0.55", "linestyle": ":", "linewidth": 1.2}
@@ -143,10 +143,9 @@ def fig3_step(frame: pd.DataFrame) -> Figure:
         _line(rate, values, mode, label=f"mode {mode}")
         if 1 in values:
             rate.plot(ranks, [values[1] * n for n in ranks], **IDEAL)
-        lines = ("-", "--", ":", "-.")
-        for index, (n, column) in enumerate(curves.items()):
-            label = f"{n} rank{'s' if n > 1 else ''}"
-            curve.plot(column.index + 1, column, lines[index % len(lines)], color=VARIANTS[mode].colour, label=label)
+        for (n, column), colour, width in zip(curves.items(), SHADES, (3.2, 2.4, 1.7, 1.1, 0.7), strict=False):
+            label = f"{n} rank{'s' if n > 1 else ''}"  # thinner ones over thicker ones: they are to coincide
+            curve.plot(column.index + 1, column, color=colour, lw=width, label=label)
     rate.plot([], [], **IDEAL, label="ideal: one rank × ranks")
     _over_ranks(rate, ranks, "tokens a second")
     rate.set_ylim(0, None)
