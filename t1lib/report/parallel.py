@@ -143,9 +143,9 @@ def fig3_step(frame: pd.DataFrame) -> Figure:
         _line(rate, values, mode, label=f"mode {mode}")
         if 1 in values:
             rate.plot(ranks, [values[1] * n for n in ranks], **IDEAL)
-        for (n, column), colour, width in zip(curves.items(), SHADES, (3.2, 2.4, 1.7, 1.1, 0.7), strict=False):
-            label = f"{n} rank{'s' if n > 1 else ''}"  # thinner ones over thicker ones: they are to coincide
-            curve.plot(column.index + 1, column, color=colour, lw=width, label=label)
+        for index, (n, column) in enumerate(curves.items()):  # thinner ones over thicker ones: they are to coincide
+            look = {"color": SHADES[2 * index % len(SHADES)], "lw": 3.6 / (index + 1)}
+            curve.plot(column.index + 1, column, **look, label=f"{n} rank{'s' if n > 1 else ''}")
     rate.plot([], [], **IDEAL, label="ideal: one rank × ranks")
     _over_ranks(rate, ranks, "tokens a second")
     rate.set_ylim(0, None)
