@@ -46,6 +46,9 @@ class Share(OutputLayer):
         exact = self.exact("mean")
         self.exact_share: Result | None = exact._replace(dW=exact.dW[mine].clone())
         self.w = self.w.detach()[mine].clone().requires_grad_()
+        del exact
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the reference took is free for the heads
 
     @staticmethod
     def _bounds(rows: int) -> tuple[int, int]:

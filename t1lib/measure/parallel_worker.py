@@ -20,9 +20,10 @@ from t1lib.measure.records import Records
 
 
 def main(text: str) -> None:
-    """Run the task in a process group. What goes wrong is written down for the launcher; the process then ends at once.
+    """Run the task in a process group. What goes wrong is written down for the launcher.
 
-    At once, because threads of the communication library may wait for other ranks for long.
+    The process then ends at once: threads of the communication library may wait for other ranks for long, and taking
+    an interpreter with PyTorch apart costs a second or two.
     """
     call, rank = json.loads(text), int(os.environ["RANK"])
     folder = Path(call["folder"])
@@ -39,7 +40,8 @@ def main(text: str) -> None:
             entry = {"at": at, "rank": rank, "kind": kind, "line": line, "text": message}
             (folder / f"{rank}.error.json").write_text(json.dumps(entry), encoding="utf-8")
             os._exit(1)
-        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _run(call: dict[str, Any], rank: int, folder: Path) -> None:
