@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "t1m1", "t1m3")
+EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
 
 
 @pytest.fixture(scope="session")

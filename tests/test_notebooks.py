@@ -156,6 +156,20 @@ def test_the_same_arithmetic_trains_the_same(smoke_outputs):
     assert manifest.read(smoke_outputs / "outputs" / "smoke" / "convergence")["inputs"].keys() == {"corpus"}
 
 
+def test_two_ranks_find_what_one_finds_and_hold_half_of_the_weight(smoke_outputs):
+    """parallel on a CPU in float32: processes that were really two."""
+    with (smoke_outputs / "outputs" / "smoke" / "parallel" / "samples.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found = {(row["variant"], row["phase"], row["metric"]): row["value"] for row in rows if not row["step"]}
+    for head in ("full", "chunked"):
+        assert found[head, "head/1", "status"] == found[head, "head/2", "status"] == "ok"
+        assert all(float(found[head, "head/2", f"error_{name}"]) < 1e-6 for name in ("loss", "dE", "dW"))
+        weight = [float(found[head, f"head/{n}", "weight_mib"]) for n in (1, 2)]
+        assert weight == [4099 * 64 * 4 / 2**20, 2050 * 64 * 4 / 2**20]
+        assert float(found[head, "head/2", "collectives"]) >= 4
+    assert found["fsdp", "step/1", "status"] == "ok"
+
+
 def test_plain_papermill_runs_a_notebook(tmp_path):
     for folder in ("notebooks", "params"):
         shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))

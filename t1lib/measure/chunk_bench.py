@@ -49,12 +49,13 @@ class Result(NamedTuple):
 class OutputLayer:
     """Random hidden states e (N, D), weight w (V, D), targets y (N), and an upstream gradient (N) for "none".
 
-    exact(…) computes in `reference` ("float64", or "float32" where that is too slow) by head `chunked`.
+    exact(…) computes in `reference` ("float64", or "float32" where that is too slow) by head `chunked`. Times follow
+    `lead`, by default a `LeadIn` of its own.
     """
 
     def __init__(
         self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str, seed: int = 0,
-        reference: str = "float64",
+        reference: str = "float64", lead: LeadIn | None = None,
     ) -> None:  # fmt: skip
         self.device, self.dtype = torch.device(device), getattr(torch, dtype)
         self.reference = getattr(torch, reference)
@@ -64,7 +65,7 @@ class OutputLayer:
         self.y = torch.randint(vocabulary, (tokens,), device=self.device)
         self.upstream = torch.rand(tokens, device=self.device) + 0.5
         self._results: tuple[Tensor, Tensor, Tensor] | None = None
-        self._lead = LeadIn(self.device)
+        self.lead = lead or LeadIn(self.device)
 
     def padding(self, sequences: int) -> Tensor:
         """(N) bool: the tokens that count when N are `sequences` whose first and last quarter are ignored.
@@ -97,7 +98,7 @@ class OutputLayer:
         """
         self.e.grad = self.w.grad = None
         y = self.y if target is None else target
-        settle(self.device, self._lead)
+        settle(self.device, self.lead)
         timer = PhaseTimer(self.device)
         loss = call(self.e, self.w, y)
         timer.mark("forward")
@@ -107,16 +108,20 @@ class OutputLayer:
         times = phases | {"both": sum(phases.values())}
         if alone:
             with torch.no_grad():
-                times["eval"] = time_ms(lambda: call(self.e, self.w, y), self.device, self._lead)
+                times["eval"] = time_ms(lambda: call(self.e, self.w, y), self.device, self.lead)
         return times
 
-    def floor_times(self) -> dict[str, float]:
-        """Time in ms of the three matrix products, and of a copy of w on the device (`copy`)."""
+    def product_times(self) -> dict[str, float]:
+        """Time in ms of the three matrix products."""
         e, w = self.e.detach(), self.w.detach()
         if self._results is None:
             self._results = e @ w.T, torch.empty_like(e), torch.empty_like(w)
-        times = products_ms(e, w, self._results, self._lead)
-        return times | {"copy": time_ms(lambda: self._results[2].copy_(w), self.device, self._lead)}
+        return products_ms(e, w, self._results, self.lead)
+
+    def floor_times(self) -> dict[str, float]:
+        """The same, and time in ms of a copy of w on the device (`copy`)."""
+        times = self.product_times()
+        return times | {"copy": time_ms(lambda: self._results[2].copy_(self.w.detach()), self.device, self.lead)}
 
     def memory(self, call: Call) -> dict[str, int]:
         """Bytes beyond the inputs: `workspace`, the peak without the two gradients that must exist; `kept`, what lives

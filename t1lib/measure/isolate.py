@@ -31,6 +31,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
+def told(error: BaseException) -> tuple[str, str]:
+    """(kind, text) by which an exception reaches another process, where `raised` makes one of it again."""
+    known = {T1Error: "bad", UnavailableError: "unavailable"}.get(type(error), "error")
+    kind = "oom" if is_out_of_memory(error) else known
+    return kind, "".join(traceback.format_exception(error)) if kind == "error" else str(error)
+
+
+def raised(kind: str, text: str) -> Exception:
+    """The exception that `told` has told; bad input as it was, anything else unexpected as `VariantFailed`."""
+    kinds = {"oom": VariantOutOfMemory, "unavailable": UnavailableError, "bad": T1Error, "error": VariantFailed}
+    return kinds[kind](text)
+
+
 def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
     """The process's loop: build the session, then answer calls until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
@@ -44,9 +57,7 @@ def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, An
     except EOFError:
         return
     except BaseException as error:
-        known = {T1Error: "bad", UnavailableError: "unavailable"}.get(type(error), "error")
-        kind = "oom" if is_out_of_memory(error) else known
-        pipe.send((kind, traceback.format_exc() if kind == "error" else str(error)))
+        pipe.send(told(error))
 
 
 class Isolated:
@@ -80,9 +91,8 @@ class Isolated:
             if code == -getattr(signal, "SIGKILL", 9):  # as the system does to a process when memory runs out
                 raise VariantOutOfMemory("the process was killed: host memory") from None
             raise VariantFailed(f"the process ended with exit code {code}") from None
-        raised = {"oom": VariantOutOfMemory, "unavailable": UnavailableError, "bad": T1Error, "error": VariantFailed}
-        if kind in raised:
-            raise raised[kind](value)
+        if kind != "ok":
+            raise raised(kind, value)
         return value
 
     def close(self) -> None:

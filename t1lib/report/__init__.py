@@ -8,6 +8,8 @@ from t1lib.report import (
     chunks_tables,
     convergence,
     frontier,
+    parallel,
+    parallel_tables,
     t1m1,
     t1m1_tables,
     t1m3,
@@ -19,6 +21,7 @@ FIGURES = {
     "chunks": chunks.FIGURES,
     "convergence": convergence.FIGURES,
     "frontier": frontier.FIGURES,
+    "parallel": parallel.FIGURES,
     "t1m1": t1m1.FIGURES,
     "t1m3": t1m3.FIGURES,
 }
@@ -27,6 +30,7 @@ TABLES = {
     "chunks": chunks_tables.TABLES,
     "convergence": convergence.TABLES,
     "frontier": frontier.TABLES,
+    "parallel": parallel_tables.TABLES,
     "t1m1": t1m1_tables.TABLES,
     "t1m3": t1m3_tables.TABLES,
 }
@@ -35,6 +39,7 @@ NUMBERS = {
     "chunks": chunks_tables.numbers,
     "convergence": convergence.numbers,
     "frontier": frontier.numbers,
+    "parallel": parallel_tables.numbers,
     "t1m1": t1m1_tables.numbers,
     "t1m3": t1m3_tables.numbers,
 }

@@ -1,0 +1,90 @@
+"""What ranks do in step while they measure: start together, let the slowest count, time what they exchange alone."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from t1lib.heads import agreement, shards
+from t1lib.measure.timing import LeadIn
+
+USED = ((dist, "all_reduce"), (shards, "all_gather"), (shards, "reduce_scatter"), (agreement, "all_gather"))
+"""The collectives of `t1lib.heads.parallel`, by the names under which it calls them."""
+
+
+class SharedLeadIn(LeadIn):
+    """A lead-in after which no rank's device goes on before all of them have come so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._token = torch.ones(1, device=device)
+
+    def queue(self) -> None:
+        super().queue()
+        dist.all_reduce(self._token, dist.ReduceOp.MAX)  # in the queue of the device, where there is one
+
+
+def largest(values: dict[str, float]) -> dict[str, float]:
+    """Each value's largest over the ranks, on all of them; NaN if it is NaN on any."""
+    mine = torch.tensor(list(values.values()), dtype=torch.float64)
+    every = mine.new_empty(dist.get_world_size() * len(mine))
+    shards.all_gather(every, mine)
+    return dict(zip(values, every.view(-1, len(mine)).amax(0).tolist(), strict=True))
+
+
+def meet() -> None:
+    """Wait on the host for all ranks."""
+    largest({"": 0.0})
+
+
+class Exchange:
+    """The collectives that a call of a head starts on this rank, in order, to be run again without what is between.
+
+    count   of them
+    nbytes  that this rank puts in
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Callable[..., Any], list[Any], dict[str, Any]]] = []
+        self._memory: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self.count = self.nbytes = 0
+
+    def run(self) -> None:
+        """All of them, one after the other, on memory of their own."""
+        for function, arguments, options in self._calls:
+            function(*arguments, **options)
+
+    def note(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Remember a collective by the shapes of its tensors; the last of these is what goes in."""
+        self.count += 1
+        self.nbytes += [x for x in arguments if isinstance(x, Tensor)][-1].nbytes
+        own = [self._like(x) if isinstance(x, Tensor) else x for x in arguments]
+        self._calls.append((function, own, {k: v for k, v in options.items() if k != "async_op"}))
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        key = tensor.shape, tensor.dtype
+        if key not in self._memory:
+            self._memory[key] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        return self._memory[key]
+
+
+@contextmanager
+def overheard() -> Iterator[Exchange]:
+    """Note the collectives that the vocabulary-parallel heads start meanwhile."""
+    exchange = Exchange()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            exchange.note(function, arguments, options)
+            return function(*arguments, **options)
+
+        return noted
+
+    with ExitStack() as stack:
+        for module, name in USED:
+            stack.enter_context(patch.object(module, name, noting(getattr(module, name))))
+        yield exchange

@@ -1,0 +1,143 @@
+"""An output layer dealt to ranks, measured on all of them at once: what the notebook `parallel` runs by torchrun.
+
+Phase `head/<ranks>`. Variants: the heads, and `floor`, the three products of a rank's own rows. Times are the slowest
+rank's, errors and memory the largest of any. On one rank the heads are those of one process, without a group.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from t1lib.errors import choose
+from t1lib.heads import parse_bytes
+from t1lib.heads.fused import runs_on
+from t1lib.heads.parallel import HEADS, linear_cross_entropy
+from t1lib.measure.chunk_bench import Call, OutputLayer, Result, compare
+from t1lib.measure.collectives import Exchange, SharedLeadIn, largest, overheard
+from t1lib.measure.memory import host_available
+from t1lib.measure.records import Records
+from t1lib.measure.timing import rounds, time_ms
+
+MIB = 2**20
+FULL_BYTES = 16  # a logit, of head full at its peak: more than any of its steps holds
+
+
+class ShardCall(Call):
+    """The same call where each rank holds its own rows of the weight."""
+
+    def __call__(self, e: Tensor, w: Tensor, y: Tensor, **given: Any) -> Tensor:
+        own = {"head": self.head, "reduction": self.reduction, **self.options}
+        return linear_cross_entropy(e, w, y, group=dist.group.WORLD, **own, **given)
+
+
+class Share(OutputLayer):
+    """This rank's rows of an `OutputLayer`'s weight; hidden states and targets are the same on every rank.
+
+    exact_share   loss, dE, and dW of the rows here, from the whole weight in the reference's precision
+    """
+
+    def __init__(self, *, device: torch.device, **shape: Any) -> None:
+        super().__init__(device=str(device), lead=SharedLeadIn(device), **shape)
+        mine = slice(*self._bounds(len(self.w)))
+        exact = self.exact("mean")
+        self.exact_share: Result | None = exact._replace(dW=exact.dW[mine].clone())
+        self.w = self.w.detach()[mine].clone().requires_grad_()
+        del exact
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the reference took is free for the heads
+
+    @staticmethod
+    def _bounds(rows: int) -> tuple[int, int]:
+        """As even as can be: the first ranks have one more."""
+        rank, (least, more) = dist.get_rank(), divmod(rows, dist.get_world_size())
+        first = rank * least + min(rank, more)
+        return first, first + least + (rank < more)
+
+    def exchange(self, call: Call) -> Exchange:
+        """What a call exchanges with the other ranks."""
+        with overheard() as exchange:
+            self.result(call)
+        return exchange
+
+
+def measure_head(
+    records: Records, device: torch.device, *, phase: str, heads: list[str], workspace: str, error_bound: float,
+    iters: int, warmup: int, **shape: Any,
+) -> None:  # fmt: skip
+    """Errors, memory, and times in turn with the floor, of heads on the ranks of this group.
+
+    workspace   a rank's, of the heads that keep to one: all but `full`
+    shape       tokens, vocabulary, hidden, dtype, seed and reference of the `OutputLayer`
+
+    A head beyond `error_bound` is `wrong`, one that cannot run here `unavailable`; `full` is `skipped` where its
+    logits would not fit. None of them is timed.
+    """
+    for head in heads:
+        choose("head", head, HEADS)
+    layer = Share(device=device, **shape)
+    kind = Call if dist.get_world_size() == 1 else ShardCall
+    calls = {h: kind(h, options={} if h == "full" else {"workspace": parse_bytes(workspace)}) for h in heads}
+    calls = {h: call for h, call in calls.items() if _runs(records, phase, layer, h)}
+    sound = {h: call for h, call in calls.items() if _admit(records, phase, layer, call, error_bound)}
+    layer.exact_share = None
+    for head, call in sound.items():
+        _file_memory(records, phase, layer, head, call)
+    runners: dict[tuple[str, str], Callable[[], dict[str, float]]] = {("floor", ""): layer.product_times}
+    for head, call in sound.items():
+        runners[head, ""] = partial(layer.times, call)
+        if dist.get_world_size() > 1:
+            exchange = layer.exchange(call)
+            records.add(head, "collectives", exchange.count, phase=phase)
+            records.add(head, "exchanged_mib", exchange.nbytes / MIB, "MiB", phase)
+            runners[head, "collectives"] = partial(_alone, layer, exchange)
+    for step, turns in enumerate(rounds(list(runners), warmup + iters), -warmup):
+        for variant, what in turns:
+            times = largest(runners[variant, what]())
+            if step >= 0:
+                for name, ms in times.items():
+                    records.add(variant, f"{name}_ms", ms, "ms", phase, step)
+
+
+def _alone(layer: Share, exchange: Exchange) -> dict[str, float]:
+    return {"collectives": time_ms(exchange.run, layer.device, layer.lead)}
+
+
+def _runs(records: Records, phase: str, layer: Share, head: str) -> bool:
+    """Whether to try a head, which must be the same on every rank: one that fails alone would make the others wait."""
+    if head == "fused" and not runs_on(layer.e):
+        records.status(head, "unavailable", phase)
+        print(f"{phase}: fused is unavailable: its kernels need a CUDA device and Triton")
+        return False
+    free = torch.cuda.mem_get_info(layer.device)[0] if layer.device.type == "cuda" else host_available()
+    need = len(layer.e) * len(layer.w) * FULL_BYTES
+    if head == "full" and largest({"beyond": need - free})["beyond"] > 0:
+        records.status(head, "skipped", phase)
+        print(f"{phase}: full is skipped: its logits may take {need / MIB:,.0f} MiB, {free / MIB:,.0f} are free")
+        return False
+    return True
+
+
+def _admit(records: Records, phase: str, layer: Share, call: Call, bound: float) -> bool:
+    """File the errors of loss, dE and dW; whether all are within the bound on every rank."""
+    errors = largest(compare(layer.result(call), layer.exact_share))
+    for name, value in errors.items():
+        records.add(call.head, f"error_{name}", value, "", phase)
+    sound = all(value <= bound for value in errors.values())  # false for NaN
+    records.status(call.head, "ok" if sound else "wrong", phase)
+    return sound
+
+
+def _file_memory(records: Records, phase: str, layer: Share, head: str, call: Call) -> None:
+    """Bytes a rank holds at the head's peak, by what they are; and on a GPU what is outside the allocator's view."""
+    parts = {"weight": layer.w.nbytes, "dW": layer.w.nbytes, "hidden": layer.e.nbytes, "dE": layer.e.nbytes}
+    parts["workspace"] = layer.memory(call)["workspace"]
+    parts["held"] = sum(parts.values())
+    if layer.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(layer.device)
+        parts["outside"] = total - free - torch.cuda.memory_reserved(layer.device)
+    for name, value in largest(parts).items():
+        records.add(head, f"{name}_mib", value / MIB, "MiB", phase)

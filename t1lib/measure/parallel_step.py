@@ -1,0 +1,51 @@
+"""A training step on ranks, each with its own rows of the batch: what the notebook `parallel` runs by torchrun.
+
+Phases: `step/<ranks>`, the same number of rows on each rank, for time and memory; `losses/<ranks>`, the same rows in
+all, whatever the ranks, for the losses. The variant is the mode. Times are the slowest rank's, memory the largest.
+"""
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from t1lib.measure.collectives import largest, meet
+from t1lib.measure.records import Records
+from t1lib.measure.rows import add_memory, add_step
+
+PEAKS = ("allocated", "reserved", "host")
+
+
+def measure_step(
+    records: Records, device: torch.device, *, phase: str, mode: str, rows: int, most: int, steps: int, warmup: int,
+    loss_steps: int, **session: Any,
+) -> None:  # fmt: skip
+    """Time, memory and losses of training in `mode` on the ranks of this group.
+
+    rows        of the batch for each rank
+    most        ranks that are compared: the losses are of `most` · `rows` rows, `rows` at a time
+    session     further arguments of `TrainSession`
+    """
+    from t1lib.train.session import TrainSession  # the notebook, which only names this function, needs no transformers
+
+    session |= {"mode": mode, "device": str(device)}
+    ranks = dist.get_world_size()
+    train = TrainSession(batch=rows * ranks, **session)
+    train.warm_up(warmup)
+    for step in range(steps):
+        meet()
+        record = train.step()
+        slowest = largest({"wall": record.wall_ms} | record.phases)
+        add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
+    records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
+    add_memory(records, mode, phase, largest({k: v for k, v in train.memory().items() if k in PEAKS}))
+    records.status(mode, "ok", phase)
+    train.trainer.close()
+    del train
+    gc.collect()
+    together = TrainSession(batch=rows * most, micro_batch=rows, **session)
+    for step, loss in enumerate(together.warm_up(loss_steps)):
+        records.add(mode, "loss", loss, phase=f"losses/{ranks}", step=step)
+    together.trainer.close()

@@ -1,0 +1,76 @@
+"""One rank of `t1lib.measure.ranks.run_ranks`: `torchrun … --module t1lib.measure.parallel_worker JSON`."""
+
+import faulthandler
+import importlib
+import io
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from t1lib.measure.isolate import told
+from t1lib.measure.records import Records
+
+
+def main(text: str) -> None:
+    """Run the task in a process group. What goes wrong is written down for the launcher.
+
+    The process then ends at once: threads of the communication library may wait for other ranks for long, and taking
+    an interpreter with PyTorch apart costs a second or two.
+    """
+    call, rank = json.loads(text), int(os.environ["RANK"])
+    folder = Path(call["folder"])
+    if rank:
+        sys.stdout = io.StringIO()  # one voice is enough
+    threading.Thread(target=_end_with, args=((call["launcher"], os.getppid()),), daemon=True).start()
+    with (folder / f"{rank}.stack").open("w", encoding="utf-8") as stack:
+        faulthandler.dump_traceback_later(max(call["until"] - time.time(), 0.1), file=stack)
+        try:
+            _run(call, rank, folder)
+        except BaseException as error:
+            at, (kind, message) = time.time(), told(error)
+            line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            entry = {"at": at, "rank": rank, "kind": kind, "line": line, "text": message}
+            (folder / f"{rank}.error.json").write_text(json.dumps(entry), encoding="utf-8")
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _run(call: dict[str, Any], rank: int, folder: Path) -> None:
+    module, _, name = call["task"].partition(":")
+    task, records, device = getattr(importlib.import_module(module), name), Records(), _join(call["device"])
+    task(records, device, **call["settings"])
+    if rank == 0:
+        lines = [json.dumps(row) + "\n" for row in records.rows]
+        (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _join(kind: str) -> torch.device:
+    """Enter the group of all ranks; this rank's device. On GPUs, tensors on the host are gloo's."""
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return device
+
+
+def _end_with(processes: tuple[int, ...]) -> None:
+    """End this process when one of `processes` is gone: killed outright, they cannot end it."""
+    while all(map(psutil.pid_exists, processes)):
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

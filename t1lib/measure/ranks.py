@@ -1,0 +1,168 @@
+"""A function on several processes of this host at once, started by torchrun: one GPU each, or the CPU.
+
+None of them outlives the call: a rank that ends early ends all, and so does the limit of time, each with a message
+that says which rank it was, and where.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory, raised
+from t1lib.measure.records import Records
+
+WORKER = "t1lib.measure.parallel_worker"
+PATIENCE = 3.0  # seconds beyond the limit in which ranks say where they are, and in which they end when killed
+# How torchrun ends the others, and how a communication library ends a process that lost them.
+SURVIVORS = (-getattr(signal, "SIGTERM", 15), -getattr(signal, "SIGABRT", 6))
+_ENDED = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+
+
+def measure_ranks(
+    records: Records, task: Callable[..., None], settings: dict[str, Any], counts: Sequence[int], *, name: str,
+    variants: Sequence[str], device: str, limit: float,
+) -> None:  # fmt: skip
+    """Run `task` on each number of ranks in turn, and file what it records in the phases `<name>/<ranks>`.
+
+    task       a function of a module: `task(records, device, phase, **settings)` on every rank, in a process group;
+               what rank 0 records counts. `settings` are what JSON holds
+    variants   what is `skipped` where there are fewer GPUs than ranks, and `oom` where memory ran out
+    limit      seconds that each number of ranks may take, from torchrun's start on
+
+    Raises what a rank raised, see `run_ranks`.
+    """
+    for ranks in counts:
+        phase, state = f"{name}/{ranks}", ""
+        if device == "cuda" and ranks > torch.cuda.device_count():
+            state, why = "skipped", f"{ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}"
+        else:
+            try:
+                records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit))
+            except VariantOutOfMemory as error:
+                state, why = "oom", str(error).partition("\n")[0]
+        if state:
+            print(f"{phase}: {state}, {why}")
+            for variant in variants:
+                records.status(variant, state, phase)
+
+
+def run_ranks(
+    task: Callable[..., None], settings: dict[str, Any], ranks: int, device: str, limit: float
+) -> list[dict[str, Any]]:
+    """Run `task(records, device, **settings)` on `ranks` processes; the rows that rank 0 recorded.
+
+    What rank 0 prints is printed here. Raises `T1Error` and `UnavailableError` as a rank raised them,
+    `VariantOutOfMemory` where memory ran out on one, and `VariantFailed` for any other end: of a rank by an exception
+    or without a word, or of the time. Its first line names the rank.
+    """
+    until = time.time() + limit
+    with tempfile.TemporaryDirectory(prefix="t1-ranks-") as temporary:
+        folder = Path(temporary)
+        call = {"task": f"{task.__module__}:{task.__name__}", "settings": settings, "device": device, "until": until}
+        call |= {"folder": temporary, "launcher": os.getpid()}
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            process = subprocess.Popen(
+                [*_torchrun(ranks), WORKER, json.dumps(call)], env=_environment(), stdin=subprocess.DEVNULL,
+                stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+            code = None
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(until + PATIENCE - time.time())
+            finally:
+                _end(process)
+        if code != 0:
+            raise _failure(folder, ranks, None if code is None else _exit_codes(folder), limit)
+        print((folder / "out").read_text(encoding="utf-8", errors="replace"), end="")
+        return [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _torchrun(ranks: int) -> list[str]:
+    # An address that needs no name server: a host may not know its own name.
+    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), "--module"]
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
+def _environment() -> dict[str, str]:
+    """Processes of one host talk over its loopback; and they import what this one can import."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    own = {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
+    own |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUNBUFFERED": "1"}
+    return {"OMP_NUM_THREADS": "1"} | os.environ | own  # one thread, as torchrun sets it, for one rank, too
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill torchrun and all that it started, and wait until they are gone: a GPU's memory is free only then."""
+    family = []
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        family = [parent, *parent.children(recursive=True)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    deadline = time.monotonic() + PATIENCE
+    while any(map(_runs, family)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _exit_codes(folder: Path) -> dict[int, int]:
+    """Rank → exit code, of the ranks that torchrun saw fail."""
+    summary = (folder / "err").read_text(encoding="utf-8", errors="replace")
+    return {int(rank): int(code) for rank, code in _ENDED.findall(summary)}
+
+
+def _failure(folder: Path, ranks: int, codes: dict[int, int] | None, limit: float) -> Exception:
+    """What to raise; `codes` is None where the time was over.
+
+    A rank that ends without a word makes others fail, so it goes before what they said; else the first that said
+    something counts.
+    """
+    said = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.error.json")]
+    said.sort(key=lambda entry: entry["at"])
+    if codes is None and not said:
+        return _too_long(folder, ranks, limit)
+    silent = {r: c for r, c in (codes or {}).items() if r not in {entry["rank"] for entry in said}}
+    first = [r for r, c in silent.items() if c not in SURVIVORS] or ([] if said else list(silent))
+    if first:
+        code = silent[first[0]]
+        if code == -getattr(signal, "SIGKILL", 9):  # as the system does to a process when memory runs out
+            return VariantOutOfMemory(f"rank {first[0]} of {ranks} was killed: host memory")
+        return VariantFailed(f"rank {first[0]} of {ranks} ended with exit code {code}, without a message")
+    if said:
+        entry = said[0]
+        where = f"rank {entry['rank']} of {ranks}: {entry['line']}\n" if entry["kind"] == "error" else ""
+        return raised(entry["kind"], where + entry["text"])
+    tail = (folder / "err").read_text(encoding="utf-8", errors="replace")[-2000:]
+    return VariantFailed(f"torchrun of {ranks} ranks failed before they began\n{tail}")
+
+
+def _too_long(folder: Path, ranks: int, limit: float) -> VariantFailed:
+    """Names the innermost line at which each rank was, and shows its stack."""
+    stacks = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.stack"))}
+    places = []
+    for rank, stack in stacks.items():
+        main = stack.rpartition("(most recent call first)")[2]  # of its threads the last is the main one
+        frame = _FRAME.search(main)
+        places.append(f"rank {rank} in {Path(frame[1]).name}:{frame[2]} {frame[3]}" if frame else f"rank {rank} silent")
+    text = "; ".join(places) or "none had begun"
+    return VariantFailed("\n".join([f"{ranks} ranks took longer than {limit:g} s: {text}", *stacks.values()]))

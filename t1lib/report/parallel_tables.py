@@ -1,0 +1,147 @@
+"""Tables and numbers of experiment `parallel`, from its records alone."""
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from t1lib.measure.records import Numbers, statuses
+from t1lib.report.parallel import (
+    HEADS,
+    MODES,
+    arithmetic_mib,
+    by_ranks,
+    counts,
+    losses,
+    must_mib,
+    products_ms,
+    speedup,
+    tokens_s,
+)
+from t1lib.report.select import median, pick
+from t1lib.report.tables import MISSING, Table, make_table, median_iqr
+
+ERRORS = ("error_loss", "error_dE", "error_dW")
+MEMORY = ("allocated_gib", "reserved_gib", "host_gib")
+NAN = float("nan")
+
+
+def head_facts(frame: pd.DataFrame, head: str, ranks: int) -> dict[str, float]:
+    """All that is said of a head on a number of ranks; NaN where it was not measured."""
+    times, phase = by_ranks(frame, "both_ms", "head", head), f"head/{ranks}"
+    gain, held = speedup(times).get(ranks, NAN), median(frame, "held_mib", phase, head)
+    facts = {
+        "both_ms": times.get(ranks, NAN),
+        "speedup": gain,
+        "of_ideal": gain / ranks,
+        "over_products": times.get(ranks, NAN) / products_ms(frame).get(ranks, NAN),
+        "collectives_ms": median(frame, "collectives_ms", phase, head),
+        "must_mib": must_mib(frame, ranks),
+        "held_mib": held,
+        "held_over_arithmetic": held / arithmetic_mib(frame, head, ranks),
+        "outside_mib": median(frame, "outside_mib", phase, head),
+    }
+    return facts | {name: median(frame, name, phase, head) for name in ERRORS}
+
+
+def step_facts(frame: pd.DataFrame, mode: str, ranks: int) -> dict[str, float]:
+    """All that is said of training in a mode on a number of ranks; NaN where it was not measured."""
+    rates, curves, phase = tokens_s(frame, mode), losses(frame, mode), f"step/{ranks}"
+    gain = rates.get(ranks, NAN) / rates.get(1, NAN)
+    facts = {
+        "wall_ms": median(frame, "wall_ms", phase, mode),
+        "tokens_s": rates.get(ranks, NAN),
+        "speedup": gain,
+        "of_ideal": gain / ranks,
+        "last_loss": float(curves[ranks].iloc[-1]) if ranks in curves else NAN,
+    }
+    if ranks in curves and 1 in curves:
+        facts["loss_difference"] = float((curves[ranks] / curves[1] - 1).abs().max())
+    return facts | {name: median(frame, name, phase, mode) for name in MEMORY}
+
+
+def _points(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> Iterator[tuple[str, int, str]]:
+    """(variant, ranks, status) of what was measured, or was to be."""
+    for variant in variants:
+        for ranks in counts(frame, name):
+            phase = f"{name}/{ranks}"
+            state = statuses(frame[frame["phase"] == phase]).get(variant)
+            if state:
+                yield variant, ranks, state
+
+
+def _ran(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> list[tuple[str, int]]:
+    """(variant, ranks) of what ran, right or wrong."""
+    return [(v, n) for v, n, state in _points(frame, name, variants) if state in ("ok", "wrong")]
+
+
+def _sample(values: pd.Series) -> dict[str, object]:
+    return {"n": len(values) or None, "median [IQR] (ms)": median_iqr(values) if len(values) else MISSING}
+
+
+def table1_head(frame: pd.DataFrame) -> Table:
+    """Time, memory and errors of the output layer, a row a head and number of ranks."""
+    rows = []
+    for head, ranks, state in _points(frame, "head", HEADS):
+        facts = head_facts(frame, head, ranks)
+        row = {"head": head, "ranks": str(ranks), "status": state}
+        row |= _sample(pick(frame, "both_ms", f"head/{ranks}", head))
+        rows.append(row | {
+            "speed-up": facts["speedup"],
+            "of the ideal": facts["of_ideal"],
+            "× its products": facts["over_products"],
+            "collectives (ms)": facts["collectives_ms"],
+            "must hold (MiB)": facts["must_mib"],
+            "held (MiB)": facts["held_mib"],
+            "held / arithmetic": facts["held_over_arithmetic"],
+            "beside it (MiB)": facts["outside_mib"],
+            "error loss": facts["error_loss"],
+            "error dE": facts["error_dE"],
+            "error dW": facts["error_dW"],
+        })  # fmt: skip
+    return make_table(rows, text_columns=3)
+
+
+def table2_step(frame: pd.DataFrame) -> Table:
+    """Time, tokens a second, memory and losses of training, a row a mode and number of ranks."""
+    rows = []
+    for mode, ranks, state in _points(frame, "step", MODES):
+        facts = step_facts(frame, mode, ranks)
+        row = {"mode": mode, "ranks": str(ranks), "status": state}
+        row |= _sample(pick(frame, "wall_ms", f"step/{ranks}", mode))
+        rows.append(row | {
+            "tokens a second": facts["tokens_s"],
+            "speed-up": facts["speedup"],
+            "of the ideal": facts["of_ideal"],
+            "allocated (GiB)": facts["allocated_gib"],
+            "reserved (GiB)": facts["reserved_gib"],
+            "host (GiB)": facts["host_gib"],
+            "last loss": facts["last_loss"],
+            "largest difference": facts.get("loss_difference", NAN),
+        })  # fmt: skip
+    return make_table(rows, text_columns=3)
+
+
+UNITS = {"_ms": "ms", "_mib": "MiB", "_gib": "GiB"}
+
+
+def _set(out: Numbers, key: str, facts: dict[str, float]) -> None:
+    """What was measured of a point; a CPU has no reserved memory, one rank no collectives."""
+    for name, value in facts.items():
+        if value == value:
+            unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
+            out.set(f"{key}.{name}", value, unit, ".2f" if name in ("speedup", "of_ideal") else None)
+
+
+def numbers(frame: pd.DataFrame, out: Numbers) -> None:
+    """`parallel.head.<head>.<ranks>.<fact>`, `parallel.step.<mode>.<ranks>.<fact>`, sizes `parallel.<name>`."""
+    for head, ranks in _ran(frame, "head", HEADS):
+        _set(out, f"parallel.head.{head}.{ranks}", head_facts(frame, head, ranks))
+    for ranks, value in products_ms(frame).items():
+        out.set(f"parallel.head.products.{ranks}.both_ms", value, "ms")
+    for mode, ranks in _ran(frame, "step", MODES):
+        _set(out, f"parallel.step.{mode}.{ranks}", step_facts(frame, mode, ranks))
+    for name in ("tokens", "vocabulary", "hidden"):
+        out.set(f"parallel.{name}", median(frame, name, "shape", "all"), "", ".0f")
+
+
+TABLES = {f.__name__: f for f in (table1_head, table2_step)}

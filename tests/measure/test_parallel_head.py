@@ -1,0 +1,85 @@
+"""An output layer dealt to ranks, in a group of one process; two find what one does in the smoke run."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from t1lib.measure import parallel_head
+from t1lib.measure.collectives import SharedLeadIn, largest, overheard
+from t1lib.measure.parallel_head import ShardCall, Share, measure_head
+from t1lib.measure.records import Records, statuses
+
+CPU = torch.device("cpu")
+SHAPE = dict(tokens=24, vocabulary=50, hidden=8, dtype="float32", seed=0, reference="float64")
+RULES = dict(phase="head/1", heads=["full", "chunked"], workspace="1MiB", iters=3, warmup=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def measured(**changes):
+    records = Records()
+    measure_head(records, CPU, **{"error_bound": 1e-5, **RULES, **SHAPE, **changes})
+    found = {}
+    for row in records.rows:
+        found.setdefault((row["variant"], row["metric"]), []).append(row["value"])
+    return found, statuses(records.frame())
+
+
+def test_heads_are_checked_then_their_memory_taken_then_timed_in_turn_with_the_products():
+    found, states = measured()
+    assert states == {"full": "ok", "chunked": "ok"}
+    for head in RULES["heads"]:
+        assert 0 < found[head, "error_dW"][0] < 1e-6
+        parts = [found[head, f"{part}_mib"][0] for part in ("weight", "dW", "hidden", "dE", "workspace")]
+        assert found[head, "held_mib"] == [sum(parts)]
+        assert parts[:4] == [x / 2**20 for x in (50 * 8 * 4, 50 * 8 * 4, 24 * 8 * 4, 24 * 8 * 4)]
+        assert len(found[head, "both_ms"]) == 3
+    assert len(found["floor", "dW_ms"]) == 3
+    assert ("chunked", "collectives_ms") not in found  # one rank is the ordinary head
+
+
+def test_a_wrong_head_gets_no_time():
+    found, states = measured(error_bound=1e-12)
+    assert states == {"full": "wrong", "chunked": "wrong"}
+    assert ("full", "error_dE") in found and not any("both" in metric for _, metric in found)
+
+
+def test_what_cannot_run_is_not_tried(monkeypatch, capsys):
+    monkeypatch.setattr(parallel_head, "host_available", lambda: 24 * 50 * parallel_head.FULL_BYTES - 1)
+    found, states = measured(heads=["full", "fused", "chunked"])
+    assert states == {"full": "skipped", "fused": "unavailable", "chunked": "ok"}
+    assert {variant for variant, _ in found} == {"full", "fused", "chunked", "floor"}
+    assert "full is skipped" in capsys.readouterr().out
+
+
+def test_collectives_are_noted_with_their_sizes_and_run_again_alone():
+    layer = Share(device=CPU, **SHAPE)
+    exchange = layer.exchange(ShardCall("full"))
+    # What agrees: 3 integers of 8 bytes; top: float32 a token; three sums a token; dE.
+    assert exchange.count == 4
+    assert exchange.nbytes == 3 * 8 + 24 * 4 + 3 * 24 * 4 + 24 * 8 * 4
+    with overheard() as again:
+        exchange.run()
+    assert (again.count, again.nbytes) == (0, 0)  # it calls what it noted, past those who listen
+    started = []
+    exchange.note(lambda tensor, **options: started.append((tensor.shape, options)), (layer.w,), {"async_op": True})
+    exchange.run()
+    assert started == [((50, 8), {})]
+
+
+def test_a_value_that_is_no_number_on_any_rank_is_none_on_all():
+    found = largest({"a": 2.0, "b": float("nan")})
+    assert found["a"] == 2.0 and found["b"] != found["b"]
+
+
+def test_a_sample_begins_when_all_ranks_have_come(monkeypatch):
+    lead, seen = SharedLeadIn(CPU), []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: seen.append(tensor))
+    lead.queue()
+    assert len(seen) == 1
