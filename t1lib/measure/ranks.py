@@ -165,4 +165,5 @@ def _too_long(folder: Path, ranks: int, limit: float) -> VariantFailed:
         frame = _FRAME.search(main)
         places.append(f"rank {rank} in {Path(frame[1]).name}:{frame[2]} {frame[3]}" if frame else f"rank {rank} silent")
     text = "; ".join(places) or "none had begun"
-    return VariantFailed("\n".join([f"{ranks} ranks took longer than {limit:g} s: {text}", *stacks.values()]))
+    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return VariantFailed("\n".join([f"{who} took longer than {limit:g} s: {text}", *stacks.values()]))

@@ -126,7 +126,7 @@ def fig2_memory(frame: pd.DataFrame) -> Figure:
             axes.annotate(format_number(total), (place, max(total, arithmetic)), (0, 3), **above)
         axes.plot([], [], **FLOOR, label="weight / ranks arithmetic")
         axes.set_xticks(places, [str(n) for n in held.index])
-        axes.set(title=VARIANTS[head].label, xlabel="ranks", ylabel="held by a rank at the peak (MiB)")
+        axes.set(title=VARIANTS[head].label, xlabel="ranks", ylabel="held by a rank (MiB)")
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.14)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
