@@ -67,7 +67,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     streamed = work.layers - choice.resident
     weights = streamed * work.layer * work.itemsize
     again = max(streamed - choice.slots, 0) * work.layer * work.itemsize
-    state = streamed * work.layer * work.travelling * work.on_device  # each way
+    state = streamed * work.layer * work.travelling * work.on_device  # each way, beside the next forward if together
+    then, now = (state, 0) if work.together else (0, state)
     outer = work.outer * work.itemsize * (choice.outer != "device")
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
@@ -76,13 +77,13 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     eager, recomputed = work.layers - graphed, work.layers - choice.keep
     launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
     forward = max(
-        eager * max(product, launch) + graphed * max(product, replay), (weights + outer) / machine.link_in * 1e3,
-        inputs / machine.link_out * 1e3,
+        eager * max(product, launch) + graphed * max(product, replay), (weights + outer + then) / machine.link_in * 1e3,
+        (inputs + then) / machine.link_out * 1e3,
     )  # fmt: skip
     backward = max(
         eager * max(back, 2 * launch) + (recomputed - graphed) * max(product, launch)
         + graphed * max(product + back, replay),
-        (again + inputs + state) / machine.link_in * 1e3, (weights + outer + state) / machine.link_out * 1e3,
+        (again + inputs + now) / machine.link_in * 1e3, (weights + outer + now) / machine.link_out * 1e3,
     )  # fmt: skip
     in_pieces = 4 / 3 if twice else 1  # the logits are made twice
     head = max(head_ms(work, machine) * in_pieces, twice / machine.link_in * 1e3)

@@ -10,6 +10,23 @@ START = "from t1lib.notebook import Run\nrun = Run.start({name!r}, globals())\n"
 MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step * rate, "ms", step=step)\n'
 
 
+SMOKE = ("tests/report/test_report.py", "tests/test_latex.py", "tests/test_notebooks.py")
+"""Those that look at runs of all experiments, which one process makes for them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Under `-n`, the tests of a file stay in one process, and so do those of all files in SMOKE."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "smoke" if file in SMOKE else file
+
+    return ByFile(config, log)
+
+
 class Checkout:
     """A root with notebooks/ and params/smoke/."""
 
