@@ -62,7 +62,7 @@ class FsdpTrainer(CkptTrainer):
         for layer in self.parts.layers:
             fully_shard(layer, mesh=mesh, **policy)
         fully_shard(self.model, mesh=mesh, **policy)
-        self._defers = not on_host and not self.ranks.alone
+        self._defers = not self._offload and not self.ranks.alone
         for module in self.model.modules():
             if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: the loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)
@@ -158,8 +158,8 @@ class FsdpTrainer(CkptTrainer):
 
     def _norm(self, norms: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
         if not self.ranks.alone:  # so far of the parts that are here
-            squares = torch.stack(list(norms.values())).double().square()
-            whole = self.ranks.sum(squares, self.device).sqrt().float()
+            here = torch.stack(list(norms.values()))
+            whole = self.ranks.sum(here.double().square(), self.device).sqrt().to(here.dtype)
             norms = dict(zip(norms, whole.unbind(), strict=True))
         return super()._norm(norms)
 
