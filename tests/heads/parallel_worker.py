@@ -1,5 +1,8 @@
 """One process of the group of test_heads_parallel.py: every case, in the same order on all of them."""
 
+import sys
+from pathlib import Path
+
 from parallel_cases import Cases, edges, exact, kernels
 from parallel_manners import manners
 from parallel_refusals import refusals
@@ -11,4 +14,4 @@ def cases(size: int) -> Cases:
 
 
 if __name__ == "__main__":
-    work(lambda size, folder: cases(size))
+    work(Path(sys.argv[1]), lambda size, folder: cases(size))

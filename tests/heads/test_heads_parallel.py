@@ -9,10 +9,10 @@ from t1lib.heads.parallel import linear_cross_entropy
 
 pytest.importorskip("triton")
 from parallel_worker import cases
-from processes import Outcomes
+from processes import SIZES, Outcomes
 
 WORKER = Path(__file__).parent / "parallel_worker.py"
-NAMES = [(size, name) for size in (2, 3) for name in cases(size)]
+NAMES = [(size, name) for size in SIZES for name in cases(size)]
 
 
 @pytest.fixture(scope="module")

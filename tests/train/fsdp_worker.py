@@ -1,4 +1,4 @@
-"""The processes of test_fsdp.py: every case, in the same order on all of them; at two, also how one ends the other."""
+"""The processes of test_fsdp.py: how one of two ends the other; then every case, in the same order on all of them."""
 
 import json
 import os
@@ -39,7 +39,6 @@ def _told(call: Callable[[Path], None], folder: Path, ports: list[int], rank: in
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "2":
-        for name in ENDS:
-            ended(name, Path(sys.argv[2]) / name)
-    work(cases, commands)
+    for name in ENDS:
+        ended(name, Path(sys.argv[1]) / name)
+    work(Path(sys.argv[1]), cases, commands)

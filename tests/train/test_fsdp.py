@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from fsdp_command import SMALL, commands, losses
 from fsdp_worker import ENDS, cases
-from processes import Outcomes
+from processes import SIZES, Outcomes
 
 from t1lib.__main__ import main
 from t1lib.train.ranks import EXIT_LOST
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the worker forks, and gloo listens on lo")
 WORKER = Path(__file__).parent / "fsdp_worker.py"
-NAMES = [(size, name) for size in (2, 3) for name in {**cases(size, Path()), **commands(size, Path())}]
+NAMES = [(size, name) for size in SIZES for name in {**cases(size, Path()), **commands(size, Path())}]
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +24,13 @@ def outcomes(tmp_path_factory) -> Outcomes:
 
 @pytest.mark.parametrize("size, name", NAMES, ids=str)
 def test_on_every_process(outcomes, size, name):
-    outcomes.of(2)  # whose checkpoints three go on from
     for rank, found in enumerate(outcomes.of(size)):
         assert not found[name], f"rank {rank}: {found[name]}"
 
 
 def test_a_run_in_two_processes_then_three_then_one(outcomes, tmp_path):
     """The losses of one that was never stopped, in mode gpu."""
-    outcomes.of(2), outcomes.of(3)
+    outcomes.of(3)
     run = outcomes.folder / "run"
     assert main(["train", "--resume", "--out", str(run), "--steps", "8", "--eval-every", "0"]) == 0
     assert main([*SMALL, "--steps", "8", "--eval-every", "0", "--out", str(tmp_path / "gpu")]) == 0
