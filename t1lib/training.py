@@ -4,9 +4,12 @@ import argparse
 import ast
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from t1lib.errors import T1Error, choose, require
+
+if TYPE_CHECKING:
+    from t1lib.train.ranks import Ranks
 
 VOCABULARY = 16384  # of a preset, unless asked for: what a few megabytes of text support
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
@@ -28,10 +31,12 @@ def add_parser(commands: Any) -> None:
     add("--seq", type=int, default=512, help="tokens a row (default: 512)")
     add("--batch", type=int, default=16, help="rows a step (default: 16)")
     add("--micro-batch", type=int, help="rows computed at a time (default: all)")
-    add("--mode", default="gpu", help="gpu, ckpt, slide or fsdp (default: gpu)")
+    add("--mode", default="gpu", help="gpu, ckpt, slide, or fsdp, also in many processes by torchrun (default: gpu)")
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
+    add("--no-offload", action="store_true", help="of mode fsdp: weights, gradients and state stay on the device")
+    add("--compute-dtype", help="of mode fsdp: bfloat16 computes in it what is kept in --dtype float32")
     add("--steps", type=int, help="in all, to which the schedule stretches (default: 1000, or what a run has)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
     add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
@@ -54,9 +59,23 @@ def add_parser(commands: Any) -> None:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Run the command; returns 0, or 130 when it was interrupted."""
-    from t1lib.train.run import TrainRun
+    """Run the command, on every process that torchrun started; returns 0, or 130 when it was interrupted."""
+    from t1lib.train.ranks import together
 
+    with together() as ranks:
+        check(arguments)
+        goes_on = arguments.resume and arguments.model is None
+        folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
+        settings = ranks.first(lambda: goes_on_with(folder, arguments.steps)) if goes_on else settings_of(arguments)
+        mode, rows = settings["mode"], settings["batch"]
+        one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp, or start one"
+        require(ranks.alone or mode == "fsdp", one)
+        require(rows >= ranks.size, f"--batch {rows} for {ranks.size} processes; allowed: {ranks.size} rows or more")
+        return run_in(folder, settings, arguments, ranks)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise `T1Error` for numbers that cannot be, and for what a run that goes on does not take."""
     for name in ("steps", "batch", "seq", "micro_batch"):
         value = getattr(arguments, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
@@ -72,9 +91,13 @@ def train(arguments: argparse.Namespace) -> int:
         given = [name for name, usual in arguments.defaults.items() if getattr(arguments, name) != usual]
         own = sorted("--" + name.replace("_", "-") for name in set(given) - SITTING)
         require(not own, f"--resume without --model goes on with the run's own settings; leave out {', '.join(own)}")
-    folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
-    settings = goes_on_with(folder, arguments.steps) if goes_on else settings_of(arguments)
-    run = TrainRun(folder, settings, arguments.resume)
+
+
+def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace, ranks: "Ranks") -> int:
+    """Train in `folder`, and say how it went; returns the command's exit code."""
+    from t1lib.train.run import TrainRun
+
+    run = TrainRun(folder, settings, arguments.resume, ranks)
     about = run.about
     text = f"{about['train_tokens']:,} tokens of {about['files']} texts (sha256 {about['sha256'][:12]})"
     text = f"{text}, {about['held_out_tokens']:,} held out"
@@ -158,7 +181,11 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.mode != "slide":
             raise T1Error(f"--gpu-memory is of mode slide, the mode is {arguments.mode}")
         settings |= {"gpu_memory": arguments.gpu_memory, "plan_for": [arguments.batch, arguments.seq]}
-    return settings
+    own = {"offload": False} if arguments.no_offload else {}
+    own |= {"compute_dtype": arguments.compute_dtype} if arguments.compute_dtype else {}
+    given = " and ".join("--no-offload" if name == "offload" else "--compute-dtype" for name in own)
+    require(not own or arguments.mode == "fsdp", f"{given}: of mode fsdp, the mode is {arguments.mode}")
+    return settings | own
 
 
 def value_of(text: str) -> Any:

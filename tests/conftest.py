@@ -1,6 +1,7 @@
 """A throw-away checkout with small notebooks, for the tests of parameters, manifests and the driver."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def _cell(index: int, text: str) -> dict:
     metadata = {"tags": ["parameters"]} if index == 0 else {}
     cell = {"cell_type": "code", "id": f"cell-{index}", "metadata": metadata}
     return {**cell, "source": text, "outputs": [], "execution_count": None}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left():
+    """Mode fsdp makes one, which goes with `close`; a module of tests that leaves it finds its successor without."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -51,7 +51,11 @@ def agree(group: ProcessGroup, facts: dict[str, Any], rows: int, device: torch.d
     every = _exchange(group, mine)
     digests, held, fresh = every.t().tolist()
     if len(set(digests)) > 1:
-        raise T1Error(_difference(group, facts) if all(fresh) else f"another rank makes a different call; {SAME}")
+        if not all(fresh):
+            raise T1Error(f"another rank makes a different call; {SAME}")
+        told: list[dict[str, Any]] = [{}] * len(digests)
+        dist.all_gather_object(told, facts, group=group)
+        raise T1Error(f"{difference(told)}; {SAME}")
     if device.type not in READ:
         if len(KNOWN) >= MOST:
             KNOWN.clear()
@@ -66,10 +70,19 @@ def _exchange(group: ProcessGroup, mine: Tensor) -> Tensor:
     return every.view(-1, len(mine))
 
 
-def _difference(group: ProcessGroup, facts: dict[str, Any]) -> str:
-    """The first thing about which they disagree, and what each of them has."""
-    every: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(every, facts, group=group)
-    name = next(n for n in facts if len({repr(f.get(n)) for f in every}) > 1)
+def difference(every: list[dict[str, Any]]) -> str:
+    """The first thing about which the ranks' facts, in the order of ranks, disagree, and what each of them has."""
+    names = dict.fromkeys(name for facts in every for name in facts)
+    name = next(n for n in names if len({repr(f.get(n)) for f in every}) > 1)
     values = ", ".join(f"{f.get(name)!r} on rank {rank}" for rank, f in enumerate(every))
-    return f"ranks disagree about {name}: {values}; {SAME}"
+    return f"ranks disagree about {name}: {values}"
+
+
+def require_backend(group: ProcessGroup, device: str) -> None:
+    """Raise `T1Error` unless the group's backend serves tensors on this type of device."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    served = backends.get(device)
+    if served is None or (served == "gloo" and device == "cuda"):  # gloo has not all collectives there
+        use = {"cpu": "gloo", "cuda": "nccl"}.get(device, "one that serves it")
+        found = ", ".join(f"{b} for {d}" for d, b in backends.items())
+        raise T1Error(f"tensors are on {device}, but the group's backend is {found}; use {use} for {device}")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from t1lib.errors import T1Error, choose, require
 from t1lib.heads import DEFAULT_HEAD, checks, fused_plan
-from t1lib.heads.agreement import agree
+from t1lib.heads.agreement import agree, require_backend
 from t1lib.heads.chunked import chunked
 from t1lib.heads.contract import HeadStats
 from t1lib.heads.fused import fused
@@ -134,12 +134,7 @@ def _local(tensor: Tensor | None, name: str) -> Tensor | None:
 def _device(group: ProcessGroup, tensor: Any) -> torch.device:
     """Where to compare notes: the device of the operands, which must be one that the group's backend serves."""
     device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    served = backends.get(device.type)
-    if served is None or (served == "gloo" and device.type == "cuda"):  # gloo has not all collectives there
-        use = {"cpu": "gloo", "cuda": "nccl"}.get(device.type, "one that serves it")
-        found = ", ".join(f"{b} for {d}" for d, b in backends.items())
-        raise T1Error(f"tensors are on {device.type}, but the group's backend is {found}; use {use} for {device.type}")
+    require_backend(group, device.type)
     return device
 
 

@@ -24,7 +24,7 @@ MODES: dict[str, type[Trainer]] = {
 def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
     """A trainer of `model` in one of `MODES`; `options` as its class describes them.
 
-    All modes compute the same losses, gradients and updated weights: bit for bit on a CPU in float32.
+    All modes compute the same losses, gradients and updated weights: bit for bit on a CPU in float32, in one process.
     """
     trainer = MODES[choose("mode", mode, MODES)]
     for option in options:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error, require
@@ -41,10 +42,30 @@ def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Te
     return ids, targets
 
 
-def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, width: int | None = None) -> list[Piece]:
+def pieces_of(
+    ids: Tensor, targets: Tensor, rows: int | None, width: int | None = None, total: int | None = None
+) -> list[Piece]:
     """Micro-batches of at most `rows` rows. width: numbers a token of what the loss is the mean of, if not of tokens
-    with a target."""
-    if rows is None or rows >= len(ids):
+    with a target. total: how many these are, if others have more of the batch."""
+    rows = rows or len(ids)
+    if total is None and rows >= len(ids):
         return [Piece(ids, targets)]
-    total = int((targets != -100).sum()) if width is None else ids.numel() * width
+    total = counted(targets, width) if total is None else total
     return [Piece(*part, total) for part in zip(ids.split(rows), targets.split(rows), strict=True)]
+
+
+def counted(targets: Tensor, width: int | None) -> int:
+    """Of how many numbers a batch's loss is the mean; see `pieces_of`."""
+    return int((targets != -100).sum()) if width is None else targets.numel() * width
+
+
+def dealt(ids: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """The rows of one of `size` ranks: the next ones in the batch's order, on each as many.
+
+    Where they do not come out even, the last ranks fill up with a row that has no target.
+    """
+    each = -(-len(ids) // size)
+    ids, targets = (t.tensor_split(size)[rank] for t in (ids, targets))
+    missing = each - len(ids)
+    filling = ids.new_zeros(missing, ids.shape[1]), targets.new_full((missing, ids.shape[1]), -100)
+    return torch.cat([ids, filling[0]]), torch.cat([targets, filling[1]])

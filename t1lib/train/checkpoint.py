@@ -3,7 +3,11 @@
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
@@ -17,29 +21,56 @@ def save_checkpoint(trainer: Trainer, folder: str | Path, keep: int = 1) -> Path
     """Write the trainer's state to `folder/step-<n>` and return that; of older ones only the last `keep` - 1 stay.
 
     One layer is copied at a time. The folder gets its name when all is on the disk: whenever this is interrupted, or
-    the disk is full, the checkpoint before is still whole. Raises `T1Error` if it cannot be written.
+    the disk is full, the checkpoint before is still whole. Of several processes all must call it; they gather layer
+    after layer, and rank 0 writes: the format says nothing of how many they were. Raises `T1Error`, on all of them, if
+    it cannot be written.
     """
-    folder = Path(folder)
-    whole, partial = folder / f"step-{trainer.steps:08d}", folder / f".step-{trainer.steps:08d}.partial"
     require(keep >= 1, f"keep={keep} checkpoints; allowed: 1 or more")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for part in trainer.state_parts():
-            _write(partial / f"{part}.pt", lambda file, part=part: torch.save(trainer.state_part(part), file))
-        meta = {"step": trainer.steps, "skipped": trainer.skipped, "parts": list(trainer.state_parts())}
-        _write(partial / META, lambda file: file.write(json.dumps(meta).encode()))
-        shutil.rmtree(whole, ignore_errors=True)
-        os.replace(partial, whole)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise T1Error(f"cannot write checkpoint {whole}: {error.strerror or error}") from error
-    for old in _complete(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return whole
+    files = _Files(Path(folder), trainer.steps)
+    parts = list(trainer.state_parts())
+    trainer.ranks.first(files.begin)
+    for part in parts:
+        save = partial(torch.save, trainer.state_part(part))
+        trainer.ranks.first(partial(files.add, f"{part}.pt", save))
+    meta = json.dumps({"step": trainer.steps, "skipped": trainer.skipped, "parts": parts})
+    trainer.ranks.first(lambda: files.end(meta, keep))
+    return files.whole
 
 
-def _write(path: Path, write) -> None:
+class _Files:
+    """A checkpoint that is being written. Whatever cannot be written ends it."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.whole = folder, folder / f"step-{step:08d}"
+        self._partial = folder / f".step-{step:08d}.partial"
+
+    def begin(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        with self._whole_or_not_there():
+            self._partial.mkdir(parents=True)
+
+    def add(self, name: str, write: Callable[[BinaryIO], object]) -> None:
+        with self._whole_or_not_there():
+            _write(self._partial / name, write)
+
+    def end(self, meta: str, keep: int) -> None:
+        self.add(META, lambda file: file.write(meta.encode()))
+        with self._whole_or_not_there():
+            shutil.rmtree(self.whole, ignore_errors=True)
+            os.replace(self._partial, self.whole)
+        for old in _complete(self.folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    @contextmanager
+    def _whole_or_not_there(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise T1Error(f"cannot write checkpoint {self.whole}: {error.strerror or error}") from error
+
+
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     with path.open("wb") as file:
         write(file)
         file.flush()
@@ -54,19 +85,37 @@ def _complete(folder: Path) -> list[Path]:
 def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
     """Take over the last checkpoint in `folder`, or the one that `folder` is, and return its step.
 
-    Raises `T1Error`, before anything is changed, if there is none or it is of another model.
+    Of several processes each reads its own part of every tensor. Raises `T1Error`, on all of them and before anything
+    is changed, if there is none or it is of another model.
     """
-    folder = Path(folder)
-    found = [folder] if (folder / META).is_file() else _complete(folder)
-    require(bool(found), f"no checkpoint in {folder}: neither {META} nor a folder step-*")
-    meta = json.loads((found[-1] / META).read_text())
-    parts = {part: _read(found[-1] / f"{part}.pt") for part in meta["parts"]}  # mapped, not read
-    saved = {kind: {n: v for p in parts.values() for n, v in p[kind].items()} for kind in ("model", "optimizer")}
-    trainer.check_state(saved["model"], saved["optimizer"])
+    saved: dict[str, Any] = {}
+
+    def open_and_check() -> str:
+        path = _last(Path(folder))
+        saved.update(_opened(path))
+        trainer.check_state(saved["model"], saved["optimizer"])
+        return path.name
+
+    found = trainer.ranks.share(open_and_check)
+    require(len(set(found)) == 1, f"ranks find different checkpoints in {folder}: {', '.join(found)}")
     for part in trainer.state_parts():
         trainer.load_part(part, saved)
-    trainer.steps, trainer.skipped = meta["step"], meta["skipped"]
+    trainer.steps, trainer.skipped = saved["step"], saved["skipped"]
     return trainer.steps
+
+
+def _last(folder: Path) -> Path:
+    found = [folder] if (folder / META).is_file() else _complete(folder)
+    require(bool(found), f"no checkpoint in {folder}: neither {META} nor a folder step-*")
+    return found[-1]
+
+
+def _opened(path: Path) -> dict[str, Any]:
+    """A checkpoint as `Trainer.state_dict` gives it; its tensors are mapped, not read."""
+    meta = json.loads((path / META).read_text())
+    parts = [_read(path / f"{part}.pt") for part in meta["parts"]]
+    whole = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in ("model", "optimizer")}
+    return {"step": meta["step"], "skipped": meta["skipped"], **whole}
 
 
 def _read(path: Path) -> dict:

@@ -1,59 +1,137 @@
-"""Mode `fsdp`: PyTorch's FSDP2 with CPU offload, in one process: what one would otherwise take on one GPU.
+"""Mode `fsdp`: PyTorch's FSDP2 in any number of processes, with or without CPU offload.
 
-Parameters, gradients and optimizer state lie on the host. FSDP copies a layer's weights to the device before it
-computes and drops them after, in forward and backward, and sends gradients back as they come; when all have come, the
-host updates. Layers are computed again in the backward, as in mode `ckpt`.
+Every process holds its share of parameters, gradients and optimizer state, on the host or on its device. FSDP gathers
+a layer's weights on the device before it computes and drops them after, in forward and backward, and adds up the
+gradients of all processes as they come; when all have come, each process updates its share. Layers are computed again
+in the backward, as in mode `ckpt`. In one process with offload this is what one would otherwise take on one GPU.
 """
 
-import os
-import tempfile
-from pathlib import Path
+import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from t1lib.errors import require
+from t1lib.errors import choose, require
 from t1lib.measure.timing import PhaseTimer
-from t1lib.train.batch import Piece
+from t1lib.train.batch import Piece, counted, dealt, pieces_of
+from t1lib.train.ranks import join, own_device, world
 from t1lib.train.resident import CkptTrainer
+
+COMPUTE = ("float32", "bfloat16")
+GLIMPSE = 16  # numbers of each weight that are compared over the ranks at the start
 
 
 class FsdpTrainer(CkptTrainer):
-    """FSDP2 for one process. Beyond `Trainer`'s arguments:
+    """FSDP2 over all processes of `torch.distributed`'s group, which is made if there is none: of the processes that
+    torchrun started, else of this one alone. Beyond `Trainer`'s arguments, the same on every rank:
 
-    offload    keep parameters, gradients and optimizer state on the host (else on the device)
+    offload        keep parameters, gradients and optimizer state on the host (else on the device)
+    compute_dtype  FSDP2's mixed precision: gather and compute in it what is kept and updated in the model's own dtype
+
+    The model must be the same everywhere, and so must the batch that `step` and `evaluate` get: the whole one, of which
+    each rank takes its rows in order, `micro_batch` at a time. What they return is of the whole batch and the same on
+    all ranks (wall time and phases are each rank's own). The loss is the mean over all tokens that count, wherever they
+    are. In several processes gradients of 16 bits are added up in float32; without offload only after the last
+    micro-batch, until when each device holds them whole.
     """
 
     mode = "fsdp"
 
-    def __init__(self, model: PreTrainedModel, *, offload: bool = True, **common: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, offload: bool = True, compute_dtype: str | None = None, **common: Any
+    ) -> None:
         self._offload, self._own_group = offload, not dist.is_initialized()
+        self._compute_dtype = None if compute_dtype is None else choose("compute_dtype", compute_dtype, COMPUTE)
         super().__init__(model, **common)
 
     def _place(self) -> None:
         if self._own_group:
-            _join_a_group_of_one(self.device)
-        require(dist.get_world_size() == 1, f"mode fsdp runs in one process; found {dist.get_world_size()}")
-        if not self._offload:
-            self.model.to(self.device)
-        mesh = init_device_mesh(self.device.type, (1,))
+            join(self.device.type == "cuda")
+        self.ranks, self.device = world(self.device), own_device(self.device)
+        self.ranks.agree(self._facts())
+        mesh = init_device_mesh(self.device.type, (self.ranks.size,))
         on_host = self._offload and self.device.type == "cuda"
-        policy = CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()
+        policy = {"offload_policy": CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()}
+        policy["mp_policy"] = self._precision()
         for layer in self.parts.layers:
-            fully_shard(layer, mesh=mesh, offload_policy=policy)
-        fully_shard(self.model, mesh=mesh, offload_policy=policy)
-        for module in self.model.modules():  # buffers are no parameters: FSDP leaves them where they are
-            for name, buffer in module.named_buffers(recurse=False):
+            fully_shard(layer, mesh=mesh, **policy)
+        fully_shard(self.model, mesh=mesh, **policy)
+        self._defers = not self._offload and not self.ranks.alone
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: the loss is a share of the batch's
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+            for name, buffer in module.named_buffers(recurse=False):  # no parameters: FSDP leaves them where they are
                 setattr(module, name, buffer.to(self.device))
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        compute = None if self._compute_dtype is None else getattr(torch, self._compute_dtype)
+        narrow = (compute or next(self.model.parameters()).dtype).itemsize == 2
+        adds = torch.float32 if narrow and not self.ranks.alone else None
+        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=adds)
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        facts = {name: getattr(self, name) for name in ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite")}
+        facts |= {"head": self.head, "head_options": self.head_options, "optimizer": self.spec}
+        facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype, "device": self.device.type}
+        params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in self.model.named_parameters()}
+        values = [p.detach().flatten()[:GLIMPSE].tolist() for p in self.model.parameters()]
+        return facts | {"the model's parameters": _digest(params), "the model's weights": _digest(values)}
+
+    # -- weights, gradients and state of which this process has a part ---------------------------------------------
 
     def _local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def _whole(self, param: Tensor, part: Tensor) -> Tensor:
+        if self.ranks.alone or part.dim() == 0:
+            return part
+        like = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+        dealt_out = DTensor.from_local(part.to(self.device), param.device_mesh, param.placements, **like)
+        return dealt_out.full_tensor().cpu()
+
+    def _part(self, whole: Tensor) -> Tensor:
+        if self.ranks.alone or whole.dim() == 0:
+            return whole
+        parts = whole.chunk(self.ranks.size)  # fewer where there are not enough rows
+        return parts[self.ranks.rank] if self.ranks.rank < len(parts) else whole[:0]
+
+    def device_tensors(self) -> list[Tensor]:
+        return [self._local(t) for t in super().device_tensors()]
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
+        if self.ranks.alone:
+            return super()._pieces(batch)
+        found: list[Tensor] = []
+
+        def look() -> str:
+            found.extend(self._checked(batch))
+            return _digest([(t.shape, t.cpu().numpy().tobytes()) for t in found])
+
+        same = len(set(self.ranks.share(look))) == 1
+        require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
+        rows, size = len(found[0]), self.ranks.size
+        training = torch.is_grad_enabled()  # `evaluate` may leave ranks without a row
+        require(rows >= size or not training, f"a batch of {rows} rows for {size} processes; allowed: {size} or more")
+        even = rows % size == 0 or self.loss == "cross_entropy"
+        require(even, f"a batch of {rows} rows for {size} processes; 'mean_square' allows a multiple of {size}")
+        total = counted(found[1], self._width)
+        return pieces_of(*dealt(*found, self.ranks.rank, size), self.micro_batch, total=total)
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> float:
+        mine = torch.tensor(super().evaluate(batch), dtype=torch.float64)
+        self.model.reshard()  # FSDP waits with it for a backward
+        return float(self.ranks.sum(mine, self.device))
 
     def _intercept(self) -> None:
         super()._intercept()
@@ -71,26 +149,27 @@ class FsdpTrainer(CkptTrainer):
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
         total = torch.zeros((), device=self.device)
-        for piece in pieces:
+        for number, piece in enumerate(pieces, 1):
+            self.model.set_requires_gradient_sync(number == len(pieces) or not self._defers)
             total += self._back(self.model(piece, timer))
             timer.mark("backward")
         self.trace.end("compute", "backward", 0)
-        return total
+        return self.ranks.sum(total, self.device)
 
-    def device_tensors(self) -> list[Tensor]:
-        return [self._local(t) for t in super().device_tensors()]
+    def _norm(self, norms: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
+        if not self.ranks.alone:  # so far of the parts that are here
+            here = torch.stack(list(norms.values()))
+            whole = self.ranks.sum(here.double().square(), self.device).sqrt().to(here.dtype)
+            norms = dict(zip(norms, whole.unbind(), strict=True))
+        return super()._norm(norms)
 
     def close(self) -> None:
         self.model.__dict__.pop("forward", None)
         super().close()
         if self._own_group:
             dist.destroy_process_group()
+            self._own_group = False
 
 
-def _join_a_group_of_one(device: torch.device) -> None:
-    """A process group of this process alone, by a file instead of a network."""
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = Path(tempfile.mkdtemp()) / "store"
-    dist.init_process_group(backend, init_method=store.as_uri(), rank=0, world_size=1)
+def _digest(thing: Any) -> str:
+    return hashlib.sha256(repr(thing).encode()).hexdigest()[:16]

@@ -98,11 +98,17 @@ class LanguageSession(TrainSession):
     def export(self, folder: Path) -> Path:
         """Write weights, configuration and tokenizer as `from_pretrained` reads them. The folder is whole or not there.
 
-        Raises `T1Error` if it cannot be written.
+        Of several processes all must call it; rank 0 collects and writes. Raises `T1Error` if it cannot be written.
         """
-        partial, weights = folder.with_name(f".{folder.name}.partial"), {}
+        ranks, weights = self.trainer.ranks, {}
         for part in self.trainer.state_parts():
-            weights |= self.trainer.state_part(part)["model"]
+            found = self.trainer.state_part(part)["model"]
+            weights |= found if ranks.rank == 0 else {}
+        ranks.first(lambda: self._write_model(folder, weights))
+        return folder
+
+    def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        partial = folder.with_name(f".{folder.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             self.trainer.model.save_pretrained(partial, state_dict=weights)
@@ -112,7 +118,6 @@ class LanguageSession(TrainSession):
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise T1Error(f"cannot write {folder}: {error.strerror or error}") from error
-        return folder
 
     def held_out(self, tokens: int, path: str) -> dict[str, float]:
         """Write `hidden_states` to `path` (`t1lib.measure.head_data`), and return their mean loss and count."""

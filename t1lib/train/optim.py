@@ -98,8 +98,9 @@ def has_no_state(spec: OptimizerSpec) -> bool:
 
 
 def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Euclidean norm of each gradient in float32, on its device."""
-    found = torch._foreach_norm(list(grads.values()), 2, dtype=torch.float32) if grads else []
+    """Euclidean norm of each gradient in float32 (float64 where there are such), on its device."""
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads.values()) else torch.float32
+    found = torch._foreach_norm(list(grads.values()), 2, dtype=wide) if grads else []
     return dict(zip(grads, found, strict=True))
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from t1lib.errors import T1Error, require
 from t1lib.measure.memory import GIB
 from t1lib.train.checkpoint import load_checkpoint, save_checkpoint
 from t1lib.train.language import LanguageSession
+from t1lib.train.ranks import ALONE, Ranks
 from t1lib.train.trainer import StepRecord
 
 SETTINGS, METRICS, PLOT, MODEL = "run.json", "metrics.csv", "metrics.png", "model"
@@ -32,14 +34,17 @@ class TrainRun:
 
     settings   of `LanguageSession`, and `steps`
     resume     go on from the folder's last checkpoint; else the folder must not hold a run
+    ranks      the processes that train; rank 0 looks after the folder, which the others need only to resume
 
-    Raises `T1Error` where a run is and none should be, or the other way round, and for one with other settings.
+    Raises `T1Error` where a run is and none should be, or the other way round, for one with other settings, and where
+    ranks have other settings or another text.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
-        self.folder, self.settings = folder, json.loads(json.dumps(dict(settings)))
-        before = read_settings(folder)
-        held = before is not None and (resume or self._begun())
+    def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool, ranks: Ranks = ALONE) -> None:
+        self.folder, self.settings, self.ranks = folder, json.loads(json.dumps(dict(settings))), ranks
+        ranks.agree(self.settings)
+        before, begun = ranks.first(lambda: (read_settings(folder), self._begun()))
+        held = before is not None and (resume or begun)
         require(resume or not held, f"{folder} holds a run; --resume goes on with it, or take another --out")
         require(not resume or before is not None, f"{folder} holds no run to go on with")
         if held:
@@ -47,12 +52,13 @@ class TrainRun:
         session = {k: v for k, v in self.settings.items() if k != "steps"}
         self.session = LanguageSession(**session)
         self.about = self.session.about()
+        ranks.agree({"the text (its sha256)": self.about["sha256"]})
         if held:
             same = before["corpus"] == self.about["sha256"]
             require(same, f"the text is not the one that the run in {folder} was begun with")
-            if (folder / "checkpoints").is_dir():  # else it ended before the first one
+            if ranks.first(self._has_checkpoints):  # else it ended before the first one
                 load_checkpoint(self.session.trainer, folder / "checkpoints")
-        self._write_settings()
+        ranks.first(self._write_settings)
 
     @property
     def steps(self) -> int:
@@ -63,7 +69,10 @@ class TrainRun:
         """Whether the folder's run came to a step: one that failed before may be begun anew."""
         metrics = self.folder / METRICS
         rows = len(metrics.read_text(encoding="utf-8").splitlines()) > 1 if metrics.is_file() else False
-        return rows or (self.folder / "checkpoints").is_dir()
+        return rows or self._has_checkpoints()
+
+    def _has_checkpoints(self) -> bool:
+        return (self.folder / "checkpoints").is_dir()
 
     def _compare(self, before: dict[str, Any]) -> None:
         for name in sorted((self.settings.keys() | before.keys()) - FREE):
@@ -86,12 +95,12 @@ class TrainRun:
     ) -> bool:
         """Train up to `steps` of the settings; whether it came so far.
 
-        An interrupt (Ctrl-C) ends it after the step that runs. Whatever ends it, metrics are on the disk, and after an
-        interrupt or the last step there is a checkpoint and a plot. A number of 0 switches that off.
+        An interrupt (Ctrl-C) of one process ends all after the step that runs. Whatever ends it, metrics are on the
+        disk, and after an interrupt or the last step there is a checkpoint and a plot. A number of 0 switches that off.
         """
-        last, saved = self.settings["steps"], self.steps if (self.folder / "checkpoints").is_dir() else -1
+        last, saved = self.settings["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
         with self._metrics() as rows, _interruptible() as interrupted:
-            while self.steps < last and not interrupted():
+            while self.steps < last and not self.ranks.any(interrupted()):
                 record = self.session.step()
                 done = record.step == last or interrupted()
                 wanted = evaluate_every and (record.step % evaluate_every == 0 or record.step == last)
@@ -112,7 +121,7 @@ class TrainRun:
         return self.steps
 
     def _metrics(self) -> "_Metrics":
-        return _Metrics(self.folder / METRICS, self.steps)
+        return _Metrics(self.folder / METRICS if self.ranks.rank == 0 else Path(os.devnull), self.steps)
 
     def _row(self, record: StepRecord, held_out: float | None) -> dict[str, float | None]:
         trainer, device = self.session.trainer, self.session.device
@@ -126,6 +135,9 @@ class TrainRun:
 
     def plot(self) -> Path:
         """Draw the metrics so far."""
+        return self.ranks.first(self._draw)
+
+    def _draw(self) -> Path:
         import pandas as pd
 
         from t1lib.report.training import draw_metrics

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from t1lib.errors import require
 from t1lib.train.models import Parts
 from t1lib.train.optim import Updater
+from t1lib.train.ranks import ALONE
 
 
 class Stateful:
@@ -19,6 +20,7 @@ class Stateful:
     parts: Parts
     steps: int
     skipped: int
+    ranks = ALONE  # the processes that share the model
     # all updaters, each with what its tensors' names lack of the parameters' names
     _named_updaters: Callable[[], list[tuple[str, Updater]]]
 
@@ -26,11 +28,20 @@ class Stateful:
         """The tensor that this process holds of a parameter or gradient."""
         return tensor
 
+    def _whole(self, param: Tensor, part: Tensor) -> Tensor:
+        """All of what every process holds its part of as it does of `param`: weights or optimizer state."""
+        return part
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """The opposite: what this process is to hold."""
+        return whole
+
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on: weights and optimizer state by parameter name, and the step; CPU copies.
 
         The format is the same in every mode: a run can change its mode at a checkpoint. For models whose copy the
-        host cannot hold: `t1lib.train.checkpoint`, which writes `state_parts` one by one.
+        host cannot hold: `t1lib.train.checkpoint`, which writes `state_parts` one by one. Where the model is dealt to
+        several processes, all of them must call it, and all get the whole.
         """
         whole = {"step": self.steps, "skipped": self.skipped, "model": {}, "optimizer": {}}
         for part in self.state_parts():
@@ -48,11 +59,13 @@ class Stateful:
         return parts
 
     def state_part(self, part: str) -> dict[str, dict[str, Any]]:
-        """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; CPU copies."""
+        """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; whole copies on every rank."""
         names, params = self.state_parts()[part], dict(self.model.named_parameters())
-        weights = {n: self._local(params[n].detach()).cpu().clone() for n in names}
-        owners = self._owners()
-        state = {n: owners[n][0].state_of(owners[n][1]) for n in names if n in owners}
+        weights = {n: self._whole(params[n], self._local(params[n].detach()).cpu().clone()) for n in names}
+        owners, state = self._owners(), {}
+        for name in (n for n in names if n in owners):
+            updater, own = owners[name]
+            state[name] = {k: self._whole(params[name], v) for k, v in updater.state_of(own).items()}
         return {"model": weights, "optimizer": state}
 
     def _owners(self) -> dict[str, tuple[Updater, str]]:
@@ -86,7 +99,7 @@ class Stateful:
         """Take over a part of what was saved; to be checked before."""
         params, owners = dict(self.model.named_parameters()), self._owners()
         for name in self.state_parts()[part]:
-            self._local(params[name]).copy_(state["model"][name])
+            self._local(params[name]).copy_(self._part(state["model"][name]))
             if name in owners:
                 updater, own = owners[name]
-                updater.load(own, state["optimizer"][name])
+                updater.load(own, {k: self._part(v) for k, v in state["optimizer"][name].items()})

@@ -138,8 +138,7 @@ class Trainer(Layered, Stateful):
         if lost and self.nonfinite == "raise":
             raise T1Error(f"step {self.steps + 1}: a gradient is not finite (norm {norm}); {self._spoiled()}")
         self.steps, self.skipped = self.steps + 1, self.skipped + lost
-        tokens = sum(piece.ids.numel() for piece in pieces)
-        return StepRecord(self.steps, float(loss), tokens, wall_ms, phases, norm, lost)
+        return StepRecord(self.steps, float(loss), batch["input_ids"].numel(), wall_ms, phases, norm, lost)
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
@@ -148,10 +147,16 @@ class Trainer(Layered, Stateful):
         return float(sum(self._losses(self._pieces(batch), timer)))
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
+        return pieces_of(*self._checked(batch), self.micro_batch, self._width)
+
+    def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(input_ids, targets) of a batch that fits the model."""
         require(not self.closed, "the trainer was closed: make another one")
-        vocabulary, positions = self.parts.embed.num_embeddings, self.model.config.max_position_embeddings
-        width = self.model.config.hidden_size if self.loss == "mean_square" else None
-        return pieces_of(*check(batch, vocabulary, positions), self.micro_batch, width)
+        return check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
+
+    @property
+    def _width(self) -> int | None:
+        return self.model.config.hidden_size if self.loss == "mean_square" else None
 
     def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
         """Each piece's share of the loss."""

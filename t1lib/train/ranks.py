@@ -1,0 +1,166 @@
+"""The processes of a run: how they find each other, what they tell each other, how they end together."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store
+
+from t1lib.errors import T1Error, require
+from t1lib.heads.agreement import SAME, difference, require_backend
+
+EXIT_LOST = 1
+T = TypeVar("T")
+
+
+class Ranks:
+    """Processes that train one model together: this one alone, or those of `group`.
+
+    All methods but `alone` are for every rank to call, in the same order; alone, they cost nothing.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group, self.rank, self.size = group, 0, 1
+        if group is not None:
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def share(self, call: Callable[[], T]) -> list[T]:
+        """What `call` returns on each rank, in their order. If it raises `T1Error` on one of them, so does every
+        rank."""
+        if self.alone:
+            return [call()]
+        mine: tuple[Any, str | None] = (None, None)
+        try:
+            mine = call(), None
+        except T1Error as error:
+            mine = None, str(error)
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, mine, group=self.group)
+        errors = {rank: error for rank, (_, error) in enumerate(every) if error is not None}
+        if errors:
+            rank, error = next(iter(errors.items()))
+            raise T1Error(error if len(errors) == self.size or rank == 0 else f"rank {rank}: {error}")
+        return [value for value, _ in every]
+
+    def first(self, call: Callable[[], T]) -> T:
+        """What `call` returns on rank 0, the only one that calls it; or its `T1Error`."""
+        return self.share(lambda: call() if self.rank == 0 else None)[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on one rank at least."""
+        return any(self.share(lambda: flag))
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Raise `T1Error` on every rank unless all have the same facts."""
+        every = self.share(lambda: facts)
+        if any(other != every[0] for other in every):
+            raise T1Error(f"{difference(every)}; {SAME}")
+
+    def sum(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The sum over ranks of a tensor, taken on `device`. The same bits on all of them."""
+        if self.alone:
+            return tensor
+        total = tensor.to(device, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total.to(tensor.device)
+
+
+ALONE = Ranks()
+
+
+def launched() -> int:
+    """How many processes torchrun, or whatever sets its variables, started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def own_device(device: torch.device) -> torch.device:
+    """This process's device: of a host's CUDA devices the one of its number there, which becomes the current one."""
+    if device.type != "cuda" or launched() == 1:
+        return device
+    if device.index is None:
+        number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        require(number < there, f"process {number} of this host, which has {there} GPUs; start at most that many on it")
+        device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(cuda: bool) -> Store:
+    """Make the process group of what torchrun started, or one of this process alone. Returns its store.
+
+    cuda   whether tensors will be on GPUs; what they say about themselves travels from host to host in any case
+
+    Raises `T1Error` where the launcher's variables are not whole.
+    """
+    size, rank = launched(), 0
+    on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
+        os.environ.setdefault(name, "lo")  # the host's name may lead nowhere
+    if size == 1:  # by a file instead of a network
+        store: Store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
+    else:
+        try:
+            store, rank, size = next(dist.rendezvous("env://"))
+        except ValueError as error:
+            raise T1Error(f"WORLD_SIZE is {size}, but its processes cannot find each other: {error}") from None
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return store
+
+
+def world(device: torch.device) -> Ranks:
+    """All processes of the group that there is. Raises `T1Error` if its backend does not serve the device."""
+    require_backend(dist.group.WORLD, device.type)
+    return Ranks(dist.group.WORLD)
+
+
+@contextmanager
+def together() -> Iterator[Ranks]:
+    """The processes that torchrun started, or this one alone, for a command.
+
+    Rank 0 alone prints. The first of them that fails has its error shown; the others, which then fail for want of it,
+    end without a word. They leave together, too: a launcher ends all when one has left with an error.
+    """
+    if launched() == 1:
+        yield ALONE
+        return
+    store = join(torch.cuda.is_available())
+    ranks = Ranks(dist.group.WORLD)
+    try:
+        if ranks.rank == 0:
+            yield ranks
+        else:
+            with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+                yield ranks
+        ranks.share(lambda: None)
+    except Exception as error:
+        if not _is_first_to_fail(store):
+            sys.exit(EXIT_LOST)
+        if _is_of_the_connection(error):
+            print(f"error: a process of the run was lost: {str(error).splitlines()[0]}", file=sys.stderr)
+            sys.exit(EXIT_LOST)
+        raise
+    dist.destroy_process_group()
+
+
+def _is_of_the_connection(error: Exception) -> bool:
+    """Whether another process is missed, which said nothing: it was killed."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _is_first_to_fail(store: Store) -> bool:
+    try:
+        return store.add("t1/failed", 1) == 1
+    except RuntimeError:  # the store went with the process that held it
+        return False

@@ -1,0 +1,144 @@
+"""Tests on several processes: a worker's cases run in one set of processes a size, and each is a test of its own.
+
+A worker is a script that calls `work`; its test module takes `Outcomes` and one parameter a case.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+SIZES = (2, 3)
+SECONDS = 480
+SECONDS_A_COLLECTIVE = 30  # one that waits longer fails
+SECONDS_TO_END = 40  # for the others, when one process has failed
+PORTS = 8  # for groups that are made one after the other
+Cases = dict[str, Callable[[], None]]
+
+
+class Outcomes:
+    """Tracebacks by process and case, by number of processes. All run once, one number after the other, in `folder`."""
+
+    def __init__(self, worker: Path, folder: Path) -> None:
+        self._worker, self.folder, self._failed = worker, folder, ""
+
+    def of(self, size: int) -> list[dict[str, str]]:
+        results = [_results(self.folder, rank, size) for rank in range(size)]
+        if not (self._failed or results[0].is_file()):
+            self._run()
+        assert not self._failed, self._failed
+        return [json.loads(path.read_text(encoding="utf-8")) for path in results]
+
+    def _run(self) -> None:
+        here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": here}
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": SECONDS}
+        self._failed = f"not done within {SECONDS} s"
+        command = [sys.executable, str(self._worker), str(self.folder)]
+        run = subprocess.run(command, env={**os.environ, **environment}, **options)
+        self._failed = f"exit code {run.returncode}: {run.stdout[-6000:]}" if run.returncode else ""
+
+
+def work(folder: Path, cases: Callable[[int, Path], Cases], alone: Callable[[int, Path], Cases] | None = None) -> None:
+    """What a worker does, as `WORKER FOLDER`. It forks, so that what takes long to import is imported once.
+
+    All processes run every case of `cases` in one group, in the same order, then those of `alone` without a group, as
+    torchrun starts them: RANK and the like are set, and `next_port()` names one for the next group. Each writes
+    {case: traceback, or "" where it passed}.
+    """
+    for size in SIZES:
+        ports = free_ports(PORTS if alone else 0)
+        if any(forked(size, partial(_run, size=size, folder=folder, cases=cases, alone=alone, ports=ports))):
+            sys.exit(1)
+
+
+def forked(size: int, call: Callable[[int], None]) -> list[int]:
+    """Exit codes of `size` processes that each call it with its number; when one fails, the others have seconds."""
+    children = {}
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            _and_end(partial(call, rank))
+        children[child] = rank
+    codes = [-1] * size
+    while children:
+        child, status = os.wait()
+        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+        if status != 0:
+            signal.signal(signal.SIGALRM, partial(_kill, children))
+            signal.alarm(SECONDS_TO_END)
+    signal.alarm(0)
+    return codes
+
+
+def _kill(children: dict[int, int], *_: object) -> None:
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+
+
+def _and_end(call: Callable[[], None]) -> None:
+    code = 1
+    try:
+        call()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(rank: int, size: int, folder: Path, cases: Callable, alone: Callable | None, ports: list[int]) -> None:
+    limit, store = timedelta(seconds=SECONDS_A_COLLECTIVE), folder / f"store{size}"
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=size, timeout=limit)
+    found = {name: _outcome(case) for name, case in cases(size, folder).items()}
+    dist.destroy_process_group()
+    if alone is not None:
+        as_torchrun_does(rank, size, ports)
+        found |= {name: _outcome(case) for name, case in alone(size, folder).items()}
+    _results(folder, rank, size).write_text(json.dumps(found), encoding="utf-8")
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def as_torchrun_does(rank: int, size: int, ports: list[int]) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", T1_TEST_PORTS=json.dumps(ports))
+    next_port()
+
+
+def next_port() -> None:
+    """The next group listens where none has."""
+    port, *rest = json.loads(os.environ["T1_TEST_PORTS"])
+    os.environ.update(MASTER_PORT=str(port), T1_TEST_PORTS=json.dumps(rest))
+
+
+def _results(folder: Path, rank: int, size: int) -> Path:
+    return folder / f"{size}.{rank}.json"
+
+
+def _outcome(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except Exception:
+        return traceback.format_exc()
+    return ""

@@ -1,0 +1,219 @@
+"""Cases of mode `fsdp` on several processes against mode `gpu` in one: what each process does (fsdp_worker.py).
+
+Sums over ranks are taken in another order than sums over a batch: weights agree within rounding. Losses are float32.
+"""
+
+import math
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Cases
+from test_parity import OPTIMIZERS, SMALL, model
+from test_steps import EVERYTHING, ragged
+
+from t1lib.errors import T1Error
+from t1lib.train import OptimizerSpec, Trainer, build_model, make_trainer
+
+SGD = OPTIMIZERS["momentum"]  # a step is as large as its gradient is: AdamW would hide a factor
+LARGE = OptimizerSpec("sgd", lr=0.5)
+TWO = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+UNTIED = {"tie_word_embeddings": False}
+DOUBLE, SINGLE = {"rel": 1e-9, "abs": 1e-12}, {"rel": 1e-4, "abs": 2e-6}
+
+
+def even(count: int = 3, rows: int = 6) -> list[dict]:
+    generator = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(97, (rows, 9), generator=generator)} for _ in range(count)]
+
+
+def tiny(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any):
+    return build_model("tiny", dtype=dtype, seed=seed, **{**SMALL, **TWO, "head_dim": 8, **changes})
+
+
+def numbers(size: int) -> Cases:
+    """Everything at two processes; at three what their number makes a difference to."""
+    plain = {"optimizer": SGD, "head": "full"}
+    every = {**EVERYTHING, **plain}
+    found: Cases = {
+        "everything, tied": partial(agrees, ragged(3), DOUBLE, {}, **every),
+        "everything, untied": partial(agrees, ragged(3), DOUBLE, UNTIED, own={"offload": False}, **every),
+        "fewer rows in a weight than ranks": partial(agrees, even(2), DOUBLE, {"head_dim": 4}, **plain),
+        "as many rows as ranks": partial(agrees, even(2, size), DOUBLE, {}, **plain),
+        "a rank without a token that counts": partial(agrees, last_rows_ignored(), DOUBLE, {}, **plain),
+        "evaluation": evaluation,
+        "the same on all ranks": same_everywhere,
+        "gradients are reduced once": partial(reduced_once, size),
+    }
+    return found if size > 2 else found | at_two(plain, every)
+
+
+def at_two(plain: dict[str, Any], every: dict[str, Any]) -> Cases:
+    single = {"dtype": torch.float32}
+    return {
+        "everything, tied, no offload": partial(agrees, ragged(3), DOUBLE, {}, own={"offload": False}, **every),
+        "everything, untied, offload": partial(agrees, ragged(3), DOUBLE, UNTIED, **every),
+        "float32": partial(agrees, even(), SINGLE, single, **plain),
+        "AdamW": partial(agrees, even(), {"rel": 1e-6, "abs": 1e-8}, {}, optimizer=OPTIMIZERS["adamw"], head="full"),
+        "head chunked": partial(agrees, ragged(1), DOUBLE, {}, **{**plain, "head": "chunked"}),
+        "head fused": partial(agrees, even(1, 2), SINGLE, {**single, "vocab_size": 97}, own={"head": "fused"}, **plain),
+        "clipped": partial(agrees, even(2), DOUBLE, {}, optimizer=LARGE, max_grad_norm=0.1, head="full"),
+        "mean square": partial(agrees, even(1), DOUBLE, {}, optimizer=LARGE, loss="mean_square", train="layers"),
+        "layers alone": partial(agrees, even(1), DOUBLE, {}, **plain, train="layers"),
+        "another decoder": another_decoder,
+        "mixed precision": mixed_precision,
+        "16 bits": sixteen_bits,
+        "a gradient that is no number on one rank": partial(no_number, "raise"),
+        "the same, skipped": partial(no_number, "skip"),
+        "a sum that is left out is noticed": noticed,
+    }
+
+
+def last_rows_ignored() -> list[dict]:
+    """Labels in the first row alone."""
+    batches = even(2)
+    for batch in batches:
+        batch["labels"] = batch["input_ids"].clone()
+        batch["labels"][1:] = -100
+    return batches
+
+
+def agrees(data: list[dict], bound: dict[str, float], changes: dict, own: dict | None = None, **options: Any) -> None:
+    compare(lambda: tiny(**changes), data, bound, own, **options)
+
+
+def compare(build: Any, data: list[dict], bound: dict[str, float], own: dict | None = None, **options: Any) -> None:
+    """Losses, norms and tokens of every batch of `data`, weights and optimizer state after it. own: options of fsdp"""
+    one, many = make_trainer(build(), "gpu", **options), make_trainer(build(), "fsdp", **{**options, **(own or {})})
+    for batch in data:
+        expected, found = one.step(batch), many.step(batch)
+        assert found.loss == pytest.approx(expected.loss, rel=2e-6)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=2e-5 if bound is SINGLE else 1e-9)
+        assert (found.step, found.tokens) == (expected.step, expected.tokens)
+    same_state(many, one, bound)
+    many.close()
+
+
+def same_state(trainer: Trainer, expected: Trainer, bound: dict[str, float]) -> None:
+    found, wanted = trainer.state_dict(), expected.state_dict()
+    close = partial(torch.testing.assert_close, rtol=bound["rel"], atol=bound["abs"])
+    for name, weight in wanted["model"].items():
+        close(found["model"][name], weight, msg=lambda text, name=name: f"{name}: {text}")
+    assert found["optimizer"].keys() == wanted["optimizer"].keys()
+    for name, state in wanted["optimizer"].items():
+        assert state.keys() == found["optimizer"][name].keys()
+        for key, value in state.items():
+            close(found["optimizer"][name][key], value, msg=lambda text, at=(name, key): f"{at}: {text}")
+
+
+def another_decoder() -> None:
+    """Gemma-2's norms are float32 in any dtype."""
+    compare(lambda: model("gemma2"), even(1), SINGLE, optimizer=SGD, head="full")
+
+
+def evaluation() -> None:
+    one, many = (make_trainer(tiny(), mode, optimizer=SGD, head="full", micro_batch=2) for mode in ("gpu", "fsdp"))
+    for rows in (1, 2, 5):  # ranks may have none
+        batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
+        assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
+    same_state(many, one, {"rel": 0, "abs": 0})
+    other = make_trainer(tiny(seed=5), "gpu", optimizer=SGD, head="full")
+    many.load_state_dict(other.state_dict())  # FSDP keeps weights of a forward until a backward: not these
+    assert many.evaluate(even(1)[0]) == pytest.approx(other.evaluate(even(1)[0]), rel=2e-6)
+    many.close()
+
+
+def same_everywhere() -> None:
+    trainer = make_trainer(tiny(), "fsdp", optimizer=SGD, head="full", max_grad_norm=0.5)
+    records = [trainer.step(batch) for batch in ragged(2)]
+    mine = [(r.loss, r.grad_norm, r.tokens, r.step) for r in records] + [trainer.evaluate(even(1)[0])]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    assert all(other == mine for other in every), every
+    trainer.close()
+
+
+def reduced_once(size: int) -> None:
+    """Without offload no rank has its share of the gradient before the last micro-batch; with it, after each."""
+    for offload in (False, True):
+        trainer, held = make_trainer(tiny(), "fsdp", head="full", micro_batch=1, offload=offload), []
+        back = trainer._back
+
+        def noting(loss, back=back, trainer=trainer, held=held):
+            found = back(loss)
+            held.append(sum(p.grad is not None for p in trainer.model.parameters()))
+            return found
+
+        with patch.object(trainer, "_back", noting):
+            trainer.step(even(1)[0])
+        every = len(list(trainer.model.parameters()))
+        assert held == ([every] if offload else [0]) * (6 // size - 1) + [every], held
+        trainer.close()
+
+
+def mixed_precision() -> None:
+    """Kept, updated and added up in float32; computed in bfloat16."""
+    options = {"optimizer": SGD, "head": "full"}
+    one, many = make_trainer(tiny(torch.float32), "gpu", **options), tiny(torch.float32)
+    many = make_trainer(many, "fsdp", compute_dtype="bfloat16", **options)
+    seen = set()
+    many.parts.norm.register_forward_hook(lambda _, args, out: seen.add(out.dtype))
+    for batch in even(2):
+        expected, found = one.step(batch), many.step(batch)
+        assert 0 < abs(found.loss - expected.loss) < 0.02 * expected.loss
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
+    assert seen == {torch.bfloat16}
+    assert all(w.dtype == torch.float32 for w in many.state_dict()["model"].values())
+    many.close()
+
+
+def sixteen_bits() -> None:
+    """With masters: the update is that of one process but for what gradients of 16 bits are rounded to."""
+    spec = OptimizerSpec("sgd", lr=0.5, master_weights=True)
+    exact = make_trainer(tiny(torch.float32), "gpu", optimizer=spec, head="full")
+    exact.load_state_dict(make_trainer(tiny(torch.bfloat16).float(), "gpu", optimizer=spec, head="full").state_dict())
+    one, many = (make_trainer(tiny(torch.bfloat16), mode, optimizer=spec, head="full") for mode in ("gpu", "fsdp"))
+    losses = [[t.step(batch).loss for batch in even(3)] for t in (exact, one, many)]
+    assert losses[2] == pytest.approx(losses[1], rel=0.01)
+    wide = exact.state_dict()["model"]
+    masters = [{n: s["master"] for n, s in t.state_dict()["optimizer"].items()} for t in (one, many)]
+    usual, found = (math.sqrt(sum(float((m[n] - wide[n]).square().sum()) for n in wide)) for m in masters)
+    assert found < 1.5 * usual, (found, usual)
+    many.close()
+
+
+def no_number(nonfinite: str) -> None:
+    """Only rank 0 has the weight that is spoiled; no rank updates anything."""
+    trainer = make_trainer(tiny(), "fsdp", optimizer=SGD, head="full", nonfinite=nonfinite)
+    trainer.step(even(1)[0])
+    before = trainer.state_dict()
+    local = trainer.parts.norm.weight.to_local().detach()
+    kept = local.clone()
+    if dist.get_rank() == 0:
+        local[0] = math.inf
+    if nonfinite == "raise":
+        with pytest.raises(T1Error, match="step 2: a gradient is not finite"):
+            trainer.step(even(1)[0])
+    else:
+        assert trainer.step(even(1)[0]).skipped
+    local.copy_(kept)
+    after = trainer.state_dict()
+    assert all(torch.equal(w, after["model"][n]) for n, w in before["model"].items())
+    trainer.close()
+
+
+def noticed() -> None:
+    """Without a sum over ranks the comparison fails: of losses, of norms."""
+    from t1lib.train.ranks import Ranks
+
+    for wrong in (lambda self, tensor, device: tensor, lambda self, tensor, device: tensor * self.size):
+        with patch.object(Ranks, "sum", wrong):
+            failed = False
+            try:
+                agrees(even(1), DOUBLE, {}, optimizer=SGD, head="full")
+            except AssertionError:
+                failed = True
+        assert failed

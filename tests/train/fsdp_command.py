@@ -1,0 +1,131 @@
+"""Cases of the training command under what torchrun sets: who prints and writes, how it goes on, how it ends."""
+
+import contextlib
+import csv
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+from processes import Cases, next_port
+from transformers import AutoModelForCausalLM
+
+from t1lib.__main__ import main
+from t1lib.errors import T1Error
+from t1lib.train.language import LanguageSession
+
+SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--limit", "300KB", "--vocabulary", "300",
+         "--seq", "16", "--batch", "5", "--device", "cpu", "--head", "chunked", "--schedule", "constant"]  # fmt: skip
+
+
+def commands(size: int, folder: Path) -> Cases:
+    if size == 3:
+        return {"the command goes on with one more process": partial(goes_on, folder)}
+    return {
+        "the command trains as one process does": partial(trains, folder),
+        "the command, an interrupt of one process": partial(interrupted, folder / "interrupted"),
+        "the command, other modes": partial(other_mode, folder),
+        "the command, too few rows": partial(too_few_rows, folder),
+    }
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(list(arguments))
+        except SystemExit as end:
+            code = end.code
+    if dist.is_initialized():  # it was to end with the process
+        dist.destroy_process_group()
+    next_port()
+    return code, out.getvalue(), err.getvalue()
+
+
+def losses(folder: Path) -> list[float]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def trains(folder: Path) -> None:
+    own = ["--mode", "fsdp", "--steps", "4", "--eval-rows", "3", "--export", "--out", str(folder / "run")]
+    code, out, err = call(*SMALL, *own)
+    assert code == 0, err
+    first = os.environ["RANK"] == "0"
+    assert ("parameters" in out and out.count("\ncheckpoint") == 1) if first else out == err == "", out + err
+    assert len(losses(folder / "run")) == 4
+    AutoModelForCausalLM.from_pretrained(folder / "run" / "model")
+
+
+def goes_on(folder: Path) -> None:
+    code, _, err = call("train", "--resume", "--out", str(folder / "run"), "--steps", "6", "--eval-every", "0")
+    assert code == 0, err
+    assert len(losses(folder / "run")) == 6
+
+
+def interrupted(folder: Path) -> None:
+    """The last one's alone: all stop after the same step, with a checkpoint."""
+    with patch.object(LanguageSession, "step", in_step(2, lambda: os.kill(os.getpid(), signal.SIGINT))):
+        code, _, err = call(*SMALL, "--mode", "fsdp", "--steps", "50", "--eval-every", "0", "--out", str(folder))
+    assert code == 130
+    assert err == ("interrupted after step 2; --resume goes on\n" if os.environ["RANK"] == "0" else ""), err
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def in_step(number: int, happens: Callable[[], None]) -> Callable:
+    """A step in the course of which, on the last rank alone, something happens."""
+    plain, last = LanguageSession.step, int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
+    def step(self: LanguageSession):
+        if last and self.trainer.steps == number - 1:
+            happens()
+        return plain(self)
+
+    return step
+
+
+def other_mode(folder: Path) -> None:
+    message = "mode slide trains in one process, and there are 2; take --mode fsdp, or start one"
+    _one_message(folder, ["--mode", "slide"], message)
+
+
+def too_few_rows(folder: Path) -> None:
+    _one_message(folder, ["--mode", "fsdp", "--batch", "1"], "--batch 1 for 2 processes; allowed: 2 rows or more")
+
+
+def _one_message(folder: Path, arguments: list[str], message: str) -> None:
+    """Of the process that was first to see it; a launcher ends the others, if they are not at their end, too."""
+    code, out, err = call(*SMALL, *arguments, "--out", str(folder / "refused"))
+    told = [folder / f"{arguments[-1]}.{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    told[int(os.environ["RANK"])].write_text(err, encoding="utf-8")
+    assert (code, out, err) in ((2, "", f"error: {message}\n"), (1, "", "")), (code, out, err)
+    deadline = time.monotonic() + 20
+    while not all(path.is_file() for path in told) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sum(path.stat().st_size > 0 for path in told) == 1
+    assert not (folder / "refused").exists()
+
+
+def fails(folder: Path) -> None:
+    def trouble() -> None:
+        raise T1Error("rank 1 has had enough")
+
+    _ends(folder, trouble)
+
+
+def is_killed(folder: Path) -> None:
+    _ends(folder, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _ends(folder: Path, how: Callable[[], None]) -> None:
+    """Something ends the last process in its second step, and that the others."""
+    arguments = ["--mode", "fsdp", "--steps", "50", "--eval-every", "0", "--out", str(folder)]
+    with patch.object(LanguageSession, "step", in_step(2, how)):
+        sys.exit(main([*SMALL, *arguments]))

@@ -1,0 +1,194 @@
+"""Cases of mode `fsdp` beside its numbers: checkpoints over numbers of processes, and what it refuses on every rank."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import even, same_state, tiny
+from processes import Cases
+from test_parity import OPTIMIZERS, assert_same
+
+from t1lib.errors import T1Error
+from t1lib.train import OptimizerSpec, Trainer, checkpoint, make_trainer
+from t1lib.train.checkpoint import load_checkpoint, save_checkpoint
+
+LONGEST = 10  # seconds that a refusal may take
+SAVED = 2  # steps before a checkpoint
+TOTAL = 4
+ADAMW = {"optimizer": OPTIMIZERS["adamw"], "head": "full"}
+
+
+def checkpoints(size: int, folder: Path) -> Cases:
+    found: Cases = {"saved, and on in one process or many": partial(saved_and_on, folder / f"from{size}")}
+    if size == 3:
+        return found | {"on from two processes": partial(on_from, folder / "from2")}
+    return found | {
+        "masters in both layouts": masters,
+        "a full disk": partial(full_disk, folder / "full"),
+        "a checkpoint that one rank does not find": partial(not_found, folder / "missing"),
+        "a checkpoint of another model": partial(of_another_model, folder / "other"),
+    }
+
+
+def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
+    return make_trainer(tiny(), mode, **{**ADAMW, **options})
+
+
+def saved_and_on(folder: Path) -> None:
+    """Going on, the same number of processes does the same bits; one process what rounding allows, from the same bits.
+
+    The losses of the unbroken run lie beside the checkpoint, for another number of processes.
+    """
+    data, whole, one = even(TOTAL), trainer(), trainer("gpu")
+    losses = [whole.step(batch).loss for batch in data[:SAVED]]
+    assert save_checkpoint(whole, folder).name == f"step-{SAVED:08d}"
+    state = whole.state_dict()
+    losses += [whole.step(batch).loss for batch in data[SAVED:]]
+    if dist.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
+
+    again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
+    again.step(data[3])  # a past that the checkpoint must wipe out
+    assert load_checkpoint(again, folder) == load_checkpoint(one, folder) == SAVED
+    assert_same(state, again.state_dict())
+    assert_same(state, one.state_dict())
+    assert [again.step(batch).loss for batch in data[SAVED:]] == losses[SAVED:]
+    assert_same(whole.state_dict(), again.state_dict())
+    assert [one.step(batch).loss for batch in data[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
+    same_state(again, one, {"rel": 1e-6, "abs": 1e-8})
+    again.load_state_dict(one.state_dict())
+    assert_same(one.state_dict(), again.state_dict())
+    for many in (whole, again):
+        many.close()
+
+
+def on_from(folder: Path) -> None:
+    other, losses = trainer(), json.loads((folder / "losses.json").read_text(encoding="utf-8"))
+    assert load_checkpoint(other, folder) == SAVED
+    assert_same(_from_one(folder).state_dict(), other.state_dict())
+    assert [other.step(batch).loss for batch in even(TOTAL)[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
+    other.close()
+
+
+def _from_one(folder: Path) -> Trainer:
+    one = trainer("gpu")
+    load_checkpoint(one, folder)
+    return one
+
+
+def masters() -> None:
+    """Weights of 16 bits: masters as a whole or as the bits that the weights lack."""
+    spec = {"name": "adamw", "lr": 1e-2, "master_weights": True}
+    whole = OptimizerSpec(**spec)
+    first = make_trainer(tiny(torch.bfloat16), "fsdp", optimizer=whole, head="full")
+    first.step(even(1)[0])
+    for mode, split in (("gpu", True), ("fsdp", True), ("slide", False)):
+        options = {"optimizer": OptimizerSpec(**spec, split_master=split), "head": "full"}
+        other = make_trainer(tiny(torch.bfloat16, seed=3), mode, **options)
+        other.load_state_dict(first.state_dict())
+        assert_same(first.state_dict(), other.state_dict())
+        other.close()
+    first.close()
+
+
+def refused(call: Any, message: str) -> None:
+    """On every rank, and at once."""
+    start = time.monotonic()
+    with pytest.raises(T1Error, match=message):
+        call()
+    assert time.monotonic() - start < LONGEST
+
+
+def full_disk(folder: Path) -> None:
+    """Only rank 0 writes, and all are told."""
+    many, plain = trainer(), checkpoint._write
+    save_checkpoint(many, folder)
+
+    def full(path: Path, write: Any) -> None:
+        if "layer-0001" in path.name:
+            raise OSError(28, "No space left on device")
+        plain(path, write)
+
+    many.step(even(1)[0])
+    with patch.object(checkpoint, "_write", full):
+        refused(lambda: save_checkpoint(many, folder), "step-00000001: No space left on device")
+    assert [p.name for p in folder.iterdir()] == ["step-00000000"]
+    assert load_checkpoint(many, folder) == 0
+    many.close()
+
+
+def not_found(folder: Path) -> None:
+    many = trainer()
+    save_checkpoint(many, folder)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    refused(lambda: load_checkpoint(many, folder / "nowhere" if last else folder), "^rank 1: no checkpoint in")
+    many.close()
+
+
+def of_another_model(folder: Path) -> None:
+    many, other = trainer(), make_trainer(tiny(num_hidden_layers=1), "fsdp", **ADAMW)
+    save_checkpoint(other, folder)
+    before = many.state_dict()
+    refused(lambda: load_checkpoint(many, folder), "^the checkpoint has no parameter .*another model")
+    assert_same(before, many.state_dict())
+    many.close()
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def refusals(size: int) -> Cases:
+    found: Cases = {"refused: batches": bad_batches}
+    if size == 3:
+        return found
+    return found | {
+        "refused: other options on a rank": partial(other_on_last, {"micro_batch": 2}, 0, "micro_batch: None"),
+        "refused: other weights on a rank": partial(other_on_last, {}, 1, "the model's weights"),
+        "refused: a backend for CUDA alone": no_backend,
+        "refused: rows that do not come out even": uneven,
+    }
+
+
+def bad_batches() -> None:
+    """Batches as the last rank has them, others, and what is said of it; none changes anything."""
+    ids, size = even(1)[0]["input_ids"], dist.get_world_size()
+    few, every = f"^a batch of {size - 1} rows for {size} processes; allowed: {size} or more", "pass the whole batch on"
+    batches = [
+        (ids[: size - 1], ids[: size - 1], few),
+        (ids, (ids + 1) % 97, every),
+        (ids, ids[:5], every),
+        (ids, ids.T.contiguous(), every),
+        (ids, ids + 90, rf"^rank {size - 1}: input_ids hold \d+; allowed: 0 to 96"),
+        (ids + 90, ids + 90, r"^input_ids hold \d+; allowed: 0 to 96"),
+    ]
+    many = trainer()
+    before = many.state_dict()
+    for others, last, message in batches:
+        batch = last if dist.get_rank() == size - 1 else others
+        refused(partial(many.step, {"input_ids": batch}), message)
+    assert_same(before, many.state_dict())
+    many.step(even(1)[0])
+    many.close()
+
+
+def other_on_last(options: dict[str, Any], seed: int, message: str) -> None:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    many = partial(make_trainer, tiny(seed=seed * last), "fsdp", **ADAMW, **(options if last else {}))
+    refused(many, f"ranks disagree about {message}.*every rank of the group must pass the same")
+
+
+def no_backend() -> None:
+    with patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
+        refused(trainer, "tensors are on cpu, but the group's backend is nccl for cuda; use gloo for cpu")
+
+
+def uneven() -> None:
+    many = trainer(loss="mean_square", train="layers")
+    refused(lambda: many.step({"input_ids": even(1)[0]["input_ids"][:5]}), "5 rows for 2 processes.*a multiple of 2")
+    many.close()

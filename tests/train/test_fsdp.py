@@ -1,0 +1,51 @@
+"""Mode `fsdp` on two and three processes against mode `gpu` in one, all cases of a size in one set of processes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from fsdp_command import SMALL, commands, losses
+from fsdp_worker import ENDS, cases
+from processes import SIZES, Outcomes
+
+from t1lib.__main__ import main
+from t1lib.train.ranks import EXIT_LOST
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the worker forks, and gloo listens on lo")
+WORKER = Path(__file__).parent / "fsdp_worker.py"
+NAMES = [(size, name) for size in SIZES for name in {**cases(size, Path()), **commands(size, Path())}]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> Outcomes:
+    return Outcomes(WORKER, tmp_path_factory.mktemp("fsdp"))
+
+
+@pytest.mark.parametrize("size, name", NAMES, ids=str)
+def test_on_every_process(outcomes, size, name):
+    for rank, found in enumerate(outcomes.of(size)):
+        assert not found[name], f"rank {rank}: {found[name]}"
+
+
+def test_a_run_in_two_processes_then_three_then_one(outcomes, tmp_path):
+    """The losses of one that was never stopped, in mode gpu."""
+    outcomes.of(3)
+    run = outcomes.folder / "run"
+    assert main(["train", "--resume", "--out", str(run), "--steps", "8", "--eval-every", "0"]) == 0
+    assert main([*SMALL, "--steps", "8", "--eval-every", "0", "--out", str(tmp_path / "gpu")]) == 0
+    assert losses(run) == pytest.approx(losses(tmp_path / "gpu"), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_one_process_ends_the_other(outcomes, name):
+    outcomes.of(2)
+    found = json.loads((outcomes.folder / name / "ended.json").read_text(encoding="utf-8"))
+    first, last = found["outputs"]
+    assert found["seconds"] < 30 and "Traceback" not in first + last
+    if name == "fails":
+        assert found["codes"] == [EXIT_LOST, 2]
+        assert "error" not in first and last == "error: rank 1 has had enough\n"
+    else:
+        assert found["codes"] == [EXIT_LOST, -9]
+        assert first.count("error: a process of the run was lost: ") == 1 and last == ""
