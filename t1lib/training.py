@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
     add("--seq", type=int, default=512, help="tokens a row (default: 512)")
     add("--batch", type=int, default=16, help="rows a step (default: 16)")
     add("--micro-batch", type=int, help="rows computed at a time (default: all)")
-    add("--mode", default="gpu", help="gpu, ckpt, slide, or fsdp, also in many processes by torchrun (default: gpu)")
+    add("--mode", default="gpu", help="gpu, ckpt, or, in many processes by torchrun, too: slide, fsdp (default: gpu)")
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
@@ -68,8 +68,8 @@ def train(arguments: argparse.Namespace) -> int:
         folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
         settings = ranks.first(lambda: goes_on_with(folder, arguments.steps)) if goes_on else settings_of(arguments)
         mode, rows = settings["mode"], settings["batch"]
-        one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp, or start one"
-        require(ranks.alone or mode == "fsdp", one)
+        one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp or slide, or start one"
+        require(ranks.alone or mode in ("fsdp", "slide"), one)
         require(rows >= ranks.size, f"--batch {rows} for {ranks.size} processes; allowed: {ranks.size} rows or more")
         return run_in(folder, settings, arguments, ranks)
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -163,7 +164,9 @@ SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n
 
 def _start_and_wait(checkout) -> subprocess.Popen:
     command = [sys.executable, "-m", "t1lib", "run", "--profile", "smoke"]
-    process = subprocess.Popen(command, cwd=checkout.root, stderr=subprocess.PIPE, text=True)
+    # Where the tests run in the background of a shell, which ignores SIGINT, the driver must not.
+    heard = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)} if os.name == "posix" else {}
+    process = subprocess.Popen(command, cwd=checkout.root, stderr=subprocess.PIPE, text=True, **heard)
     for _ in range(600):
         if (checkout.root / "started").exists():
             return process

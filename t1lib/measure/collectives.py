@@ -30,10 +30,20 @@ class SharedLeadIn(LeadIn):
 
 def largest(values: dict[str, float]) -> dict[str, float]:
     """Each value's largest over the ranks, on all of them; NaN if it is NaN on any."""
+    return dict(zip(values, _every(values).amax(0).tolist(), strict=True))
+
+
+def total(values: dict[str, float]) -> dict[str, float]:
+    """Each value's sum over the ranks, on all of them."""
+    return dict(zip(values, _every(values).sum(0).tolist(), strict=True))
+
+
+def _every(values: dict[str, float]) -> Tensor:
+    """(ranks, values) float64."""
     mine = torch.tensor(list(values.values()), dtype=torch.float64)
     every = mine.new_empty(dist.get_world_size() * len(mine))
     shards.all_gather(every, mine)
-    return dict(zip(values, every.view(-1, len(mine)).amax(0).tolist(), strict=True))
+    return every.view(-1, len(mine))
 
 
 def meet() -> None:

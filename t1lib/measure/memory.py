@@ -158,6 +158,15 @@ class HostPeak:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
+def mapped_bytes() -> int:
+    """Of this process's resident memory what others may share, libraries and shared memory. 0 but on Linux."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssFile:", "RssShmem:")))
+
+
 SMALL = 2**20
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 _registered: dict[int, int] = {}
@@ -172,12 +181,15 @@ def pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     with the storage. Where the system refuses, the memory stays plain, with a warning: copies are right, but slower,
     and the host waits for them (`unpinned_bytes`).
     """
-    nbytes = numel * dtype.itemsize
-    if device.type == "cuda" and 0 < nbytes < SMALL:
+    if device.type == "cuda" and 0 < numel * dtype.itemsize < SMALL:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
-    buffer = torch.empty(numel, dtype=dtype)
-    if device.type == "cuda" and numel:
-        pointer = buffer.data_ptr()
+    return pin(torch.empty(numel, dtype=dtype), device)
+
+
+def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The flat host tensor, the whole of its storage, registered with CUDA for as long as that lives."""
+    if device.type == "cuda" and buffer.numel():
+        pointer, nbytes = buffer.data_ptr(), buffer.nbytes
         code = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
         kept = _registered if code == 0 else _refused
         kept[pointer] = nbytes

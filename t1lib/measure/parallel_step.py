@@ -1,7 +1,8 @@
 """A training step on ranks, each with its own rows of the batch: what the notebook `parallel` runs by torchrun.
 
 Phases: `step/<ranks>`, the same number of rows on each rank, for time and memory; `losses/<ranks>`, the same rows in
-all, whatever the ranks, for the losses. The variant is the mode. Times are the slowest rank's, memory the largest.
+all, whatever the ranks, for the losses. The variant is the mode. Times are the slowest rank's, memory the largest;
+`host_all` is that of all ranks, with what they share counted once.
 """
 
 import gc
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from t1lib.measure.collectives import largest, meet
+from t1lib.measure.collectives import largest, meet, total
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory, add_step
 
@@ -40,7 +41,10 @@ def measure_step(
         slowest = largest({"wall": record.wall_ms} | record.phases)
         add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
     records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
-    add_memory(records, mode, phase, largest({k: v for k, v in train.memory().items() if k in PEAKS}))
+    peaks = train.memory()
+    add_memory(records, mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
+    own, mapped = total({"": peaks["host"] - peaks["mapped"]})[""], largest({"": peaks["mapped"]})[""]
+    add_memory(records, mode, phase, {"host_all": own + mapped})
     records.status(mode, "ok", phase)
     train.trainer.close()
     del train

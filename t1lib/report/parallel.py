@@ -134,24 +134,25 @@ def fig2_memory(frame: pd.DataFrame) -> Figure:
 
 
 def fig3_step(frame: pd.DataFrame) -> Figure:
-    """Tokens a second of training over ranks beside the ideal; and the losses of the same batches."""
-    figure, (rate, curve) = subplots(2.8, 2)
+    """Tokens a second of training over ranks beside the ideal; and the losses of the same batches, a panel a mode."""
+    modes = _measured(frame, "wall_ms", "step", MODES) or ["fsdp"]
+    figure, (rate, *panels) = subplots(2.9, 1 + len(modes))
     ranks = counts(frame, "step")
-    for mode in _measured(frame, "wall_ms", "step", MODES):
-        values, curves = tokens_s(frame, mode), losses(frame, mode)
-        _line(rate, values, mode, label=f"mode {mode}")
+    for mode, curve in zip(modes, panels, strict=True):
+        values = tokens_s(frame, mode)
+        _line(rate, values, mode, label=mode)
         if 1 in values:
             rate.plot(ranks, [values[1] * n for n in ranks], **IDEAL)
-        for index, (n, column) in enumerate(curves.items()):  # thinner ones over thicker ones: they are to coincide
+        for index, (n, column) in enumerate(losses(frame, mode).items()):  # thin over thick: they are to coincide
             look = {"color": SHADES[2 * index % len(SHADES)], "lw": 3.6 / (index + 1)}
             curve.plot(column.index + 1, column, **look, label=f"{n} rank{'s' if n > 1 else ''}")
-    rate.plot([], [], **IDEAL, label="ideal: one rank × ranks")
+        curve.set(xlabel="training step", ylabel="loss (nats a token)", title=f"{mode}: losses")
+        curve.legend(loc="upper right")
+    rate.plot([], [], **IDEAL, label="one rank × ranks")
     _over_ranks(rate, ranks, "tokens a second")
+    rate.set(title="all ranks together")
     rate.set_ylim(0, None)
-    curve.set(xlabel="training step", ylabel="loss (nats a token)")
-    for axes in (rate, curve):
-        handles, labels = axes.get_legend_handles_labels()
-        axes.legend(handles, labels, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    rate.legend(loc="lower right")
     return figure
 
 

@@ -21,7 +21,7 @@ from t1lib.report.select import median, pick
 from t1lib.report.tables import MISSING, Table, make_table, median_iqr
 
 ERRORS = ("error_loss", "error_dE", "error_dW")
-MEMORY = ("allocated_gib", "reserved_gib", "host_gib")
+MEMORY = ("allocated_gib", "reserved_gib", "host_gib", "host_all_gib")
 NAN = float("nan")
 
 
@@ -115,6 +115,7 @@ def table2_step(frame: pd.DataFrame) -> Table:
             "allocated (GiB)": facts["allocated_gib"],
             "reserved (GiB)": facts["reserved_gib"],
             "host (GiB)": facts["host_gib"],
+            "host, all ranks (GiB)": facts["host_all_gib"],
             "last loss": facts["last_loss"],
             "largest difference": facts.get("loss_difference", NAN),
         })  # fmt: skip

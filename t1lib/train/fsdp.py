@@ -6,28 +6,25 @@ gradients of all processes as they come; when all have come, each process update
 in the backward, as in mode `ckpt`. In one process with offload this is what one would otherwise take on one GPU.
 """
 
-import hashlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from t1lib.errors import choose, require
+from t1lib.errors import choose
 from t1lib.measure.timing import PhaseTimer
-from t1lib.train.batch import Piece, counted, dealt, pieces_of
-from t1lib.train.ranks import join, own_device, world
+from t1lib.train.batch import Piece
 from t1lib.train.resident import CkptTrainer
+from t1lib.train.several import Several
 
 COMPUTE = ("float32", "bfloat16")
-GLIMPSE = 16  # numbers of each weight that are compared over the ranks at the start
 
 
-class FsdpTrainer(CkptTrainer):
+class FsdpTrainer(Several, CkptTrainer):
     """FSDP2 over all processes of `torch.distributed`'s group, which is made if there is none: of the processes that
     torchrun started, else of this one alone. Beyond `Trainer`'s arguments, the same on every rank:
 
@@ -35,10 +32,9 @@ class FsdpTrainer(CkptTrainer):
     compute_dtype  FSDP2's mixed precision: gather and compute in it what is kept and updated in the model's own dtype
 
     The model must be the same everywhere, and so must the batch that `step` and `evaluate` get: the whole one, of which
-    each rank takes its rows in order, `micro_batch` at a time. What they return is of the whole batch and the same on
-    all ranks (wall time and phases are each rank's own). The loss is the mean over all tokens that count, wherever they
-    are. In several processes gradients of 16 bits are added up in float32; without offload only after the last
-    micro-batch, until when each device holds them whole.
+    each rank takes its rows in order, `micro_batch` at a time. The loss is the mean over all tokens that count,
+    wherever they are. In several processes gradients of 16 bits are added up in float32; without offload only after the
+    last micro-batch, until when each device holds them whole.
     """
 
     mode = "fsdp"
@@ -46,15 +42,12 @@ class FsdpTrainer(CkptTrainer):
     def __init__(
         self, model: PreTrainedModel, *, offload: bool = True, compute_dtype: str | None = None, **common: Any
     ) -> None:
-        self._offload, self._own_group = offload, not dist.is_initialized()
+        self._offload = offload
         self._compute_dtype = None if compute_dtype is None else choose("compute_dtype", compute_dtype, COMPUTE)
         super().__init__(model, **common)
 
     def _place(self) -> None:
-        if self._own_group:
-            join(self.device.type == "cuda")
-        self.ranks, self.device = world(self.device), own_device(self.device)
-        self.ranks.agree(self._facts())
+        self._meet()
         mesh = init_device_mesh(self.device.type, (self.ranks.size,))
         on_host = self._offload and self.device.type == "cuda"
         policy = {"offload_policy": CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()}
@@ -76,14 +69,8 @@ class FsdpTrainer(CkptTrainer):
         adds = torch.float32 if narrow and not self.ranks.alone else None
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=adds)
 
-    def _facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        facts = {name: getattr(self, name) for name in ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite")}
-        facts |= {"head": self.head, "head_options": self.head_options, "optimizer": self.spec}
-        facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype, "device": self.device.type}
-        params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in self.model.named_parameters()}
-        values = [p.detach().flatten()[:GLIMPSE].tolist() for p in self.model.parameters()]
-        return facts | {"the model's parameters": _digest(params), "the model's weights": _digest(values)}
+    def _own_facts(self) -> dict[str, Any]:
+        return {"offload": self._offload, "compute_dtype": self._compute_dtype}
 
     # -- weights, gradients and state of which this process has a part ---------------------------------------------
 
@@ -108,30 +95,11 @@ class FsdpTrainer(CkptTrainer):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
-        if self.ranks.alone:
-            return super()._pieces(batch)
-        found: list[Tensor] = []
-
-        def look() -> str:
-            found.extend(self._checked(batch))
-            return _digest([(t.shape, t.cpu().numpy().tobytes()) for t in found])
-
-        same = len(set(self.ranks.share(look))) == 1
-        require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
-        rows, size = len(found[0]), self.ranks.size
-        training = torch.is_grad_enabled()  # `evaluate` may leave ranks without a row
-        require(rows >= size or not training, f"a batch of {rows} rows for {size} processes; allowed: {size} or more")
-        even = rows % size == 0 or self.loss == "cross_entropy"
-        require(even, f"a batch of {rows} rows for {size} processes; 'mean_square' allows a multiple of {size}")
-        total = counted(found[1], self._width)
-        return pieces_of(*dealt(*found, self.ranks.rank, size), self.micro_batch, total=total)
-
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
-        mine = torch.tensor(super().evaluate(batch), dtype=torch.float64)
+        found = super().evaluate(batch)
         self.model.reshard()  # FSDP waits with it for a backward
-        return float(self.ranks.sum(mine, self.device))
+        return found
 
     def _intercept(self) -> None:
         super()._intercept()
@@ -166,10 +134,3 @@ class FsdpTrainer(CkptTrainer):
     def close(self) -> None:
         self.model.__dict__.pop("forward", None)
         super().close()
-        if self._own_group:
-            dist.destroy_process_group()
-            self._own_group = False
-
-
-def _digest(thing: Any) -> str:
-    return hashlib.sha256(repr(thing).encode()).hexdigest()[:16]

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from t1lib.measure.memory import pinned_empty
 from t1lib.train.narrow import Scratch
 from t1lib.train.optim import OptimizerSpec, Updater, state_bytes
+from t1lib.train.ranks import Ranks
+from t1lib.train.shared import HostMemory
 from t1lib.train.streams import Layout
 
 
@@ -16,35 +17,84 @@ class HostLayers:
     are.
 
     names      of the layers in the model
+    ranks      processes of this host that hold all this together; each updates its part of every layer
     streamed   numbers of the layers held here; trained: of those that have something to train
     host_flat, host_views   by number of a layer: its buffer, and its parameters in there by name
-    updaters   by number of a layer: what updates it here
+    updaters   by number of a layer: its state; own_updaters: what updates this rank's part of it
+    part       of a layer's gradients that is this rank's; own_layout: where parameters lie in it
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec
-    ) -> None:
+        self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec,
+        ranks: Ranks,
+    ) -> None:  # fmt: skip
         self.layers, self.first, self.names, self.device, self.spec = layers, first, names, device, spec
+        self.ranks, self.memory = ranks, HostMemory(ranks)
         self.streamed = range(first, len(layers))
         self.trained = [i for i in self.streamed if self.trainable(i)]
-        self.layout = Layout([layers[i] for i in self.streamed])
-        self.grad_layout = Layout([layers[i] for i in self.trained], trained_only=True)
+        self.layout = Layout([layers[i] for i in self.streamed], parts=ranks.size)
+        self.grad_layout = Layout([layers[i] for i in self.trained], trained_only=True, parts=ranks.size)
+        each = self.grad_layout.numel // ranks.size
+        self.part = slice(ranks.rank * each, (ranks.rank + 1) * each)
+        self.own_layout = self.grad_layout if ranks.alone else self.grad_layout.part(self.part)
         self._take_over()
-        scratch = Scratch()  # updates run one after the other
-        views = {i: {n: self.host_views[i][n] for n, _ in self.trainable(i)} for i in self.streamed}
-        self.updaters = {i: Updater(v, spec, scratch) for i, v in views.items()}
+        self._flat_state: dict[int, dict[str, Tensor]] = {}
+        self._scratch = Scratch()  # updates run one after the other
+        self.updaters = {i: self._updater(i) for i in self.streamed}
+        self.own_updaters = self.updaters if ranks.alone else {i: self._own_updater(i) for i in self.trained}
 
     def _take_over(self) -> None:
         self.host_flat: dict[int, Tensor] = {}
         self.host_views: dict[int, dict[str, Tensor]] = {}
         for index in self.streamed:
-            layer = self.layers[index]
-            flat = pinned_empty(self.layout.numel, self.layout.dtype, self.device).zero_()
+            flat = self.memory.zeros(self.layout.numel, self.layout.dtype, self.device)
             views = self.layout.views(flat)
-            for name, param in layer.named_parameters():
-                views[name].copy_(param.data)
+            for name, param in self.layers[index].named_parameters():
+                if self.ranks.rank == 0:
+                    views[name].copy_(param.data)
                 param.data = views[name]
             self.host_flat[index], self.host_views[index] = flat, views
+
+    def _updater(self, index: int) -> Updater:
+        """Of the whole layer; what several ranks hold together is in their memory."""
+        updater = Updater({n: self.host_views[index][n] for n, _ in self.trainable(index)}, self.spec, self._scratch)
+        if not self.ranks.alone:
+            self._flat_state[index] = self._flatten(updater)
+        return updater
+
+    def flat_state(self, index: int) -> dict[str, Tensor]:
+        """A layer's state, in one buffer a key, laid out as its gradients are."""
+        if index not in self._flat_state:
+            self._flat_state[index] = self._flatten(self.updaters[index])
+        return self._flat_state[index]
+
+    def _flatten(self, updater: Updater) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for key, like in next(iter(updater.state.values()), {}).items():
+            if key == "step":
+                continue
+            flat = found[key] = self.memory.zeros(self.grad_layout.numel, like.dtype, self.device)
+            for name, view in self.grad_layout.views(flat).items():
+                if self.ranks.rank == 0:
+                    view.copy_(updater.state[name][key])
+                updater.state[name][key] = view
+        return found
+
+    def _own_updater(self, index: int) -> Updater:
+        """Of this rank's part of the layer, in the same memory."""
+        whole, tensors, state = self.updaters[index], {}, {}
+        for name in self.own_layout.shapes:
+            inside = self.grad_layout.inside(name, self.part)
+            tensors[name] = whole.tensors[name].view(-1)[inside]
+            state[name] = {k: v if k == "step" else v.view(-1)[inside] for k, v in whole.state[name].items()}
+        return Updater(tensors, self.spec, self._scratch, state)
+
+    def update_own(self, index: int, grads: dict[str, Tensor], factor: float, scale: float) -> None:
+        """Update this rank's part of the layer, and count that for all of it."""
+        self.own_updaters[index].step(grads, factor, scale)
+        for name in self.updaters[index].state.keys() - grads.keys():
+            if "step" in self.updaters[index].state[name]:
+                self.updaters[index].state[name]["step"] += 1
 
     def trainable(self, index: int) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.layers[index].named_parameters() if p.requires_grad]
@@ -54,8 +104,8 @@ class HostLayers:
         return sum(flat.nbytes for flat in self.host_flat.values())
 
     def bytes_to_update(self, layers: Iterable[int]) -> int:
-        """Least that one update of these moves in the host's memory: gradients and state read, state and weights
-        written, and weights read where they have no master."""
+        """Least that one update of these moves in the host's memory, by all ranks: gradients and state read, state and
+        weights written, and weights read where they have no master."""
         trained = [p for i in layers for _, p in self.trainable(i)]
         wide = self.spec.master_weights and not self.spec.split_master
         weights = sum(p.nbytes * (1 if wide and p.dtype != torch.float32 else 2) for p in trained)

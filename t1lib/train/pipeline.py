@@ -3,10 +3,12 @@
 Three lanes run beside the computing: copies in, copies out, and the worker that updates. They are ordered by events on
 the device and by one wait a layer on the host: a layer's weights are not sent before its update is done, so no stale
 weight is ever read.
+
+Several processes of one host, each with a device of its own, hold the layers together: a layer's gradients are added up
+over them on the devices, each updates its part of the layer, and all wait for all parts before they read it.
 """
 
 import math
-import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -14,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from t1lib.heads.shards import reduce_scatter
 from t1lib.measure.memory import pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
-from t1lib.train.host_layers import HostLayers
+from t1lib.train.inward import Inward
 from t1lib.train.optim import OptimizerSpec, Updater, has_no_state, norms_of
-from t1lib.train.streams import HostPool, Lane, Mark, Slots, UpdateWorker
+from t1lib.train.ranks import Ranks
+from t1lib.train.streams import HostPool, Lane, Mark, Slots
 from t1lib.train.travel import Travel
 
 
-class Pipeline(HostLayers):
+class Pipeline(Inward):
     """Lets the layers that the host holds come to the device, and their gradients or new weights leave it. For layers
     below the `first` nothing is to be done.
 
@@ -31,106 +35,40 @@ class Pipeline(HostLayers):
     together     no layer is updated before the gradients of all are known (`update_all`)
     on_device    layers that are updated on the device. Without state, and not together: as soon as their gradients are
                  there, and their weights leave in place of the gradients. Else their state travels (`travel`)
+    ranks        processes that hold the layers together
     overlap_*    whether weights come in, gradients leave and updates run while the device computes
     trace        what spans of work are reported to
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec, *,
-        slots: int, grad_slots: int, host_grads: int, together: bool, on_device: Collection[int], overlap_in: bool,
-        overlap_out: bool, overlap_update: bool, trace: Callable[[], Trace | NoTrace],
+        slots: int, grad_slots: int, host_grads: int, together: bool, on_device: Collection[int], ranks: Ranks,
+        overlap_in: bool, overlap_out: bool, overlap_update: bool, trace: Callable[[], Trace | NoTrace],
     ) -> None:  # fmt: skip
-        super().__init__(layers, first, names, device, spec)
-        self.together, self.on_device = together, on_device
-        self.overlap_in, self.overlap_update = overlap_in, overlap_update
-        self._trace = trace
-        self.weights = Slots(slots, self.layout, device)
+        super().__init__(layers, first, names, device, spec, ranks, slots, overlap_in, trace)
+        self.together, self.on_device, self.overlap_update = together, on_device, overlap_update
         self.grads = Slots(grad_slots, self.grad_layout, device)
         on_host = set(self.trained) - set(on_device)
         waiting = len(self.trained) if together else min(host_grads, len(on_host))
-        self._host_grads = HostPool(waiting, self.grad_layout, device)
+        self._host_grads = HostPool(waiting, self.own_layout, device)
         self._host_norms = pinned_empty(len(layers), torch.float32, device)
-        self.compute = Lane(device, own_stream=False)
-        self.inward, self.outward = Lane(device, own_stream=overlap_in), Lane(device, own_stream=overlap_out)
-        self.worker = UpdateWorker()
-        self._coming: dict[int, threading.Event] = {}
-        self._left: dict[int, Mark] = {}  # marks when a layer's new weights are back on the host
+        self.outward = Lane(device, own_stream=overlap_out)
+        self._norms = torch.zeros(0 if ranks.alone else len(layers), dtype=_wide(self.layout.dtype), device=device)
+        self._summed: Mark = None  # when the last layer's part is added up, and its norm taken
         self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
         self._read: dict[int, Mark] = {}  # marks when a host buffer's gradients have gone to the device
-        stays = has_no_state(spec) and not together
+        stays = has_no_state(spec) and not together and ranks.alone
         self._slot_updaters = [Updater(v, spec) for v in self.weights.views] if stays and on_device else []
         self.travel = Travel(self, () if stays else on_device, together, trace)
 
-    # -- weights ---------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
-        """Before a forward: let the first layers come in."""
-        if self._coming:  # a step was given up: its layers must not come in later, over those of this one
-            for queued in self._coming.values():
-                queued.wait()
-            self._coming = {}
-            self.forget()
+        super().begin()
         self.travel.settle(lost=False)
-        for index in self.streamed[: len(self.weights.flat)]:
-            if self.overlap_in and self.weights.holds[self.weights.of(index)] != index:
-                self.fetch(index)
-
-    def bind(self, index: int, again: bool = False) -> None:
-        """Point the layer's parameters at its slot, filled when the device comes to use them."""
-        if index < self.first:
-            return
-        slot = self.weights.of(index)
-        if self.weights.holds[slot] != index:
-            self.fetch(index, again)
-        if index in self._coming:
-            self._coming.pop(index).wait()
-        self.worker.check()
-        self.compute.after(self.weights.filled[slot])
-        for name, param in self.layers[index].named_parameters():
-            param.data = self.weights.views[slot][name]
-
-    def buffer(self, index: int) -> Tensor | None:
-        """What holds the layer's weights on the device while they are bound; None: they are always there."""
-        return None if index < self.first else self.weights.flat[self.weights.of(index)]
 
     def place(self, index: int, gradients: bool = False) -> tuple[Any, ...]:
         """Where the layer's weights and gradients are on the device: the same for layers that take turns there."""
         names = tuple(n for n, _ in self.trainable(index)) if gradients else ()
         return self.weights.of(index), names, self.grads.of(index) if names else None
-
-    def release(self, index: int, following: int, again: bool = False) -> None:
-        """Point the parameters back at the host; let the slot's next layer come in once the device has left it."""
-        if index < self.first:
-            return
-        slot = self.weights.of(index)
-        for name, param in self.layers[index].named_parameters():
-            param.data, param.grad = self.host_views[index][name], None
-        self.weights.freed[slot] = self.compute.mark()
-        if self.overlap_in and following in self.streamed:
-            self.fetch(following, again)
-
-    def fetch(self, index: int, again: bool = False) -> None:
-        """Let the layer's weights come into its slot: now, or on the worker's thread as soon as they are updated.
-
-        again: for the second time in this step
-        """
-        self.weights.holds[self.weights.of(index)] = index
-        queued = self._coming[index] = threading.Event()
-        phase = "weights again" if again else "weights"
-        self.worker.then(index, partial(self._copy_in, index, phase, queued, self._trace()), queued)
-
-    def _copy_in(self, index: int, phase: str, queued: threading.Event, trace: Trace | NoTrace) -> None:
-        slot, lane = self.weights.of(index), self.inward
-        lane.after(self.weights.freed[slot])
-        lane.after(self._left.get(index))
-        with lane.active(), trace.span("in", phase, index, lane.stream):
-            self.weights.flat[slot].copy_(self.host_flat[index], non_blocking=True)
-        self.weights.filled[slot] = lane.mark()
-        queued.set()
-
-    def forget(self) -> None:
-        """What the slots hold is out of date."""
-        self.weights.holds = [None] * len(self.weights.holds)
 
     # -- gradients and updates -------------------------------------------------------------------------------------
 
@@ -153,6 +91,9 @@ class Pipeline(HostLayers):
         if index not in self.trained:
             return {}
         slot, name = self.grads.of(index), self.names[index]
+        if self.landings is not None:  # they are not yet added up
+            self.grads.filled[slot] = self.compute.mark()
+            return {}
         if self.together:
             norms = {f"{name}.{n}": norm for n, norm in norms_of(self.grads.views[slot]).items()}
             self._norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
@@ -184,26 +125,52 @@ class Pipeline(HostLayers):
         if there and self._slot_updaters:
             self._send_weights(index)
             return
-        slot = self.grads.of(index)
+        slot, known = self.grads.of(index), self.compute
+        own, held_in = self.grads.flat[slot][self.part], self.weights.of(index)
+        if self.landings is not None:
+            known = self.outward
+            self._sum(index)
+        if self.weights.holds[held_in] == index and not (there and self.landings is None):
+            self.weights.holds[held_in] = None  # out of date from here on
         if there and not self.together:
-            lost = self._norm.isfinite().logical_not().float()
-            marks = self._travel(index, self.grads.flat[slot], self.compute.mark(), factor, 1.0, lost)
+            with known.active():
+                lost = self._norm.isfinite().logical_not().float()
+            marks = self._travel(index, own, known.mark(), factor, 1.0, lost)
             self._norm, self.grads.freed[slot] = None, marks[0]
             return
         held, lane = self._host_grads.take(), self.outward
         lane.after(self.grads.filled[slot])
         lane.after(self._read.pop(held, None))
         with lane.active(), self._trace().span("out", "gradients", index, lane.stream):
-            self._host_grads.buffers[held].copy_(self.grads.flat[slot], non_blocking=True)
+            self._host_grads.buffers[held].copy_(own, non_blocking=True)
             self._host_norms[index].copy_(lane.uses(self._norm), non_blocking=True)
         self._norm = None
         self.grads.freed[slot] = arrived = lane.mark()
-        if self.weights.holds[self.weights.of(index)] == index and not there:
-            self.weights.holds[self.weights.of(index)] = None  # out of date from here on
         if self.together:
             self._waiting.append((index, held))
         else:
             self._submit(index, held, arrived, self._host_norms[index], None, factor)
+
+    def _sum(self, index: int) -> None:
+        """Add up this rank's part of the layer's gradients over all ranks, in place; then that part's norm."""
+        slot, lane = self.grads.of(index), self.outward
+        lane.after(self.grads.filled[slot])
+        with lane.active(), self._trace().span("out", "sum over ranks", index, lane.stream):
+            flat = self.grads.flat[slot]
+            own = torch.empty_like(flat[self.part])
+            reduce_scatter(own, flat, group=self.ranks.group)
+            flat[self.part].copy_(own)
+            self._norm = self._norms[index]
+            torch.linalg.vector_norm(own, dtype=self._norms.dtype, out=self._norm)
+        self.grads.filled[slot] = self._summed = lane.mark()
+
+    def norms(self) -> dict[str, Tensor]:
+        """Of each layer's gradients, where several ranks have added them up."""
+        if self.landings is None:
+            return {}
+        self.compute.after(self._summed)
+        whole = self.ranks.sum(self._norms.square(), self.device).sqrt()
+        return {self.names[index]: whole[index] for index in self.trained}
 
     def _send_weights(self, index: int) -> None:
         lane, slot = self.outward, self.grads.of(index)
@@ -230,6 +197,9 @@ class Pipeline(HostLayers):
             self.weights.filled[held] = updated
         if not self.overlap_update:
             self.compute.after(self._left[index])
+        if self.landings is not None:
+            self.landings.due(index)
+            self.landings.landed(index, self._left[index])
         return marks
 
     def update_all(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
@@ -254,6 +224,8 @@ class Pipeline(HostLayers):
         self._waiting = []
 
     def _submit(self, index: int, held: int, *arguments: Any) -> None:
+        if self.landings is not None:
+            self.landings.due(index)
         self.worker.submit(index, partial(self._update, index, held, *arguments, self._trace()))
         if not self.overlap_update:
             self.worker.wait(index)
@@ -272,9 +244,11 @@ class Pipeline(HostLayers):
             if math.isfinite(float(norm)):
                 with trace.host_span("update", "update", index):
                     by = 1.0 if scale is None else float(scale)
-                    self.updaters[index].step(self._host_grads.views[held], factor, by)
+                    self.update_own(index, self._host_grads.views[held], factor, by)
         finally:
             self._host_grads.give(held)
+        if self.landings is not None:
+            self.landings.landed(index)
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
@@ -282,16 +256,17 @@ class Pipeline(HostLayers):
         return [*self.weights.flat, *self.grads.flat, *self.travel.device_tensors()]
 
     def update_bytes(self) -> int:
-        """Least that an update moves in the host's memory (`bytes_to_update`), of the layers that it updates."""
-        return self.bytes_to_update(set(self.trained) - set(self.on_device))
+        """Least that an update moves in the host's memory (`bytes_to_update`), of what this rank updates there."""
+        return self.bytes_to_update(set(self.trained) - set(self.on_device)) // self.ranks.size
 
     def link_bytes(self) -> tuple[int, int, int]:
         """Least that a step sends: in during the forward, in during the backward, out."""
         total, layers = self.bytes_a_pass(), max(len(self.streamed), 1)
         again = total // layers * max(layers - len(self.weights.flat), 0)  # at the turn the last layers are still there
-        current = len(self.on_device) == len(self.streamed) > 0  # and at the end the first ones, up to date
+        # and at the end the first ones, up to date
+        current = len(self.on_device) == len(self.streamed) > 0 and self.landings is None
         state = self.travel.bytes_a_step()
-        return again if current else total, again + state, total + state
+        return again if current else total, again + state, total // self.ranks.size + state
 
     def drain(self) -> None:
         """Wait for the updates that still run, and for weights on their way."""
@@ -302,3 +277,9 @@ class Pipeline(HostLayers):
     def close(self) -> None:
         self.drain()
         self.worker.close()
+        if self.landings is not None:
+            self.landings.close()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -67,12 +67,21 @@ class Ranks:
         if any(other != every[0] for other in every):
             raise T1Error(f"{difference(every)}; {SAME}")
 
+    def meet(self) -> None:
+        """Return when all ranks have come here."""
+        self.share(lambda: None)
+
+    def add(self, tensor: Tensor) -> None:
+        """Make it the sum over ranks, where it lies. The same bits on all of them."""
+        if not self.alone:
+            dist.all_reduce(tensor, group=self.group)
+
     def sum(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The sum over ranks of a tensor, taken on `device`. The same bits on all of them."""
         if self.alone:
             return tensor
         total = tensor.to(device, copy=True)
-        dist.all_reduce(total, group=self.group)
+        self.add(total)
         return total.to(tensor.device)
 
 
@@ -143,7 +152,7 @@ def together() -> Iterator[Ranks]:
         else:
             with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
                 yield ranks
-        ranks.share(lambda: None)
+        ranks.meet()
     except Exception as error:
         if not _is_first_to_fail(store):
             sys.exit(EXIT_LOST)

@@ -14,6 +14,7 @@ from t1lib.measure.floors import measure_copy, measure_link, measure_product, th
 from t1lib.measure.memory import (
     AllocatorTimeline,
     HostPeak,
+    mapped_bytes,
     pinned_bytes,
     read_peak,
     reset_peak,
@@ -107,10 +108,12 @@ class TrainSession:
         return envelope(timeline.points, bins)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: peaks on the device since `warm_up`, exact peaks of the host during set-up and since, and pinned."""
+        """Bytes: peaks on the device since `warm_up`, exact peaks of the host during set-up and since, pinned, and
+        mapped as other processes may map it, too."""
         result = {"host_setup": self._host_setup_peak, "host": self._host.read(), "pinned": pinned_bytes()}
         result["unpinned"] = unpinned_bytes()
         result["host_base"] = self._host_setup.baseline
+        result["mapped"] = mapped_bytes()
         if self.device.type == "cuda":
             peak = read_peak(self.device, self._baseline)
             return result | {"baseline": peak.baseline, "allocated": peak.allocated, "reserved": peak.reserved}

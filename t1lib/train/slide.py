@@ -6,6 +6,7 @@ Here is what lies where; how a step goes is in `t1lib.train.slide_step`.
 from dataclasses import astuple
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,6 +18,7 @@ from t1lib.train.optim import Updater, has_no_state
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.placement import choose_by_budget, host_bytes, refuse_dropout, spare_modules, trained_outside
+from t1lib.train.ranks import launched
 from t1lib.train.slide_step import SlideStep
 from t1lib.train.streams import HostStore
 from t1lib.train.trainer import default_device
@@ -52,6 +54,12 @@ class SlideTrainer(SlideStep):
                      launch a layer, and one for its recomputation with the backward; 0: never
     gpu_memory       bytes, or "2GiB": choose slots, resident, keep, inputs and outer so that steps of `plan_for`
                      (rows, tokens a row) are as fast as fit into it (`t1lib.plan`); `chosen` says what it came to
+
+    In several processes of one host (by torchrun, or in a group that there is), each with a GPU, the host holds one
+    copy of the streamed layers and their state for all (Linux). Each process trains on its rows of the batch, which
+    `step` gets whole on every rank; gradients are added up on the GPUs, in their own dtype, and each process updates
+    its part of every layer. What is on the device is on all of them. Not with `gpu_memory`, and with outer="device"
+    alone.
     """
 
     mode = "slide"
@@ -98,16 +106,19 @@ class SlideTrainer(SlideStep):
     # -- where things live -----------------------------------------------------------------------------------------
 
     def _place(self) -> None:
+        if launched() > 1 or dist.is_initialized():
+            self._meet()
         refuse_dropout(self.model)
+        self._refuse_for_several()
         layers = self.parts.layers
         names = {id(layer): name for name, layer in self.model.named_modules()}
         self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
         self._on_device = self._updated_there()
-        need, free = self._host_bytes(), host_available()
-        require(need <= free, f"the host has {free / GIB:.1f} GiB to give; slide needs {need / GIB:.1f} GiB of it more")
+        self.ranks.first(self._require_host_memory)
         self.pipeline = Pipeline(
             layers, self.resident, [names[id(layer)] for layer in layers], self.device, self.spec,
-            together=self._together, on_device=self._on_device, trace=lambda: self.trace, **self._pipeline_options,
+            together=self._together, on_device=self._on_device, ranks=self.ranks, trace=lambda: self.trace,
+            **self._pipeline_options,
         )  # fmt: skip
         for module in self._resident_modules():
             module._apply(lambda t: t.to(self.device), recurse=False)
@@ -122,10 +133,25 @@ class SlideTrainer(SlideStep):
         frozen = not self.parts.embed.weight.requires_grad
         trained = [i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
         self._lowest = min(trained, default=len(layers)) if frozen else 0  # no layer below wants a gradient
+        self.ranks.meet()  # what one of them took over, all of them find
         lanes = self.pipeline.compute, self.pipeline.inward, self.pipeline.outward
         store = HostStore(self.device, *lanes) if self._inputs == "host" else None
         self._activations = Activations(len(layers), self.keep, store)
         self._graphs = LayerGraphs(layers) if self._graph_tokens and can_capture(self.device) else None
+
+    def _own_facts(self) -> dict[str, Any]:
+        facts = {name: getattr(self, name) for name in ("slots", "resident", "keep")} | self._pipeline_options
+        return facts | {"update": self._update_place, "outer": self._outer_place, "embedding": self._embedding}
+
+    def _refuse_for_several(self) -> None:
+        if not self.ranks.alone:
+            place, size = self._outer_place, self.ranks.size
+            require(self.chosen is None, f"gpu_memory is for one process, and there are {size}; leave it out")
+            require(place == "device", f"outer={place!r} in {size} processes; allowed: 'device'")
+
+    def _require_host_memory(self) -> None:
+        need, free = self._host_bytes(), host_available()
+        require(need <= free, f"the host has {free / GIB:.1f} GiB to give; slide needs {need / GIB:.1f} GiB of it more")
 
     def _updated_there(self) -> list[int]:
         """Streamed layers that are updated on the device."""
@@ -177,10 +203,11 @@ class SlideTrainer(SlideStep):
         return [*rest, *head, *self.pipeline.device_tensors(), *self._rest.state_tensors()]
 
     def drain(self) -> None:
-        """Wait for the updates that still run; a step itself does not."""
+        """Wait for the updates that still run, on all ranks; a step itself does not."""
         if self._outer is not None:
             self._outer.ready()
         self.pipeline.drain()
+        self.ranks.meet()
 
     def state_part(self, part: str) -> dict[str, dict[str, Any]]:
         self.drain()
@@ -189,6 +216,7 @@ class SlideTrainer(SlideStep):
     def load_part(self, part: str, state: dict[str, Any]) -> None:
         self.drain()
         super().load_part(part, state)
+        self.ranks.meet()
         self.pipeline.forget()
         if self._outer is not None:
             self._outer.refresh()
@@ -200,5 +228,6 @@ class SlideTrainer(SlideStep):
 
     def close(self) -> None:
         if not self.closed:
+            self.drain()
             self.pipeline.close()
         super().close()

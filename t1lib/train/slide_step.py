@@ -24,11 +24,11 @@ from t1lib.train.graphs import LayerGraphs
 from t1lib.train.models import layer_arguments
 from t1lib.train.outer import LookedUp, Outer
 from t1lib.train.pipeline import Pipeline
-from t1lib.train.trainer import Trainer
+from t1lib.train.several import Several
 from t1lib.train.vocabulary import StreamedHead
 
 
-class SlideStep(Trainer):
+class SlideStep(Several):
     """The schedule of `SlideTrainer`, which sets up what it uses."""
 
     _hooks_backward = False  # it runs each layer's backward itself
@@ -130,7 +130,7 @@ class SlideStep(Trainer):
             leaf.grad = grad
         self._embeddings_backward(embeddings)
         timer.mark("backward")
-        return total
+        return self.ranks.sum(total, self.device)
 
     def _head_backward(
         self, hidden: list[Tensor], pieces: list[Piece], timer: PhaseTimer
@@ -220,6 +220,10 @@ class SlideStep(Trainer):
         """What is on the device; then what waited for the norm of all."""
         if self._outer is not None:
             self._norms |= self._outer.norms()
+        for param in self._resident_trainable().values():
+            if param.grad is not None:
+                self.ranks.add(param.grad)
+        self._norms |= self.pipeline.norms()
         norm, factor = super()._update(), self.schedule(self.steps)
         self.pipeline.update_all(norm, self._scale, factor)
         if self._outer is not None:

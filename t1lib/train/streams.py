@@ -1,6 +1,7 @@
 """The mechanisms under mode `slide`: layers in flat host buffers, device slots, copy lanes, and the update worker."""
 
 import atexit
+import copy
 import itertools
 import queue
 import sys
@@ -28,10 +29,13 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 class Layout:
     """Where each parameter of a layer lies in one flat buffer. Layers must be alike in names, shapes and dtype.
 
-    `trained_only`: of the parameters that require a gradient. Without layers, a buffer of nothing.
+    trained_only   of the parameters that require a gradient
+    parts          into which the buffer is to be cut: as long, each of them
+
+    Without layers, a buffer of nothing.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], trained_only: bool = False) -> None:
+    def __init__(self, layers: Sequence[nn.Module], trained_only: bool = False, parts: int = 1) -> None:
         def params(layer: nn.Module) -> dict[str, nn.Parameter]:
             return {n: p for n, p in layer.named_parameters() if p.requires_grad or not trained_only}
 
@@ -48,6 +52,23 @@ class Layout:
         for name, shape in self.shapes.items():
             self.offsets[name] = self.numel
             self.numel += -(-shape.numel() // ALIGN) * ALIGN
+        self.numel = -(-self.numel // (parts * ALIGN)) * parts * ALIGN
+
+    def part(self, span: slice) -> "Layout":
+        """The layout of a part of the buffer: of every parameter that has numbers there, these, in one dimension."""
+        found = copy.copy(self)
+        found.shapes, found.offsets, found.numel = {}, {}, span.stop - span.start
+        for name in self.shapes:
+            inside = self.inside(name, span)
+            if inside.start < inside.stop:
+                found.shapes[name] = torch.Size([inside.stop - inside.start])
+                found.offsets[name] = self.offsets[name] + inside.start - span.start
+        return found
+
+    def inside(self, name: str, span: slice) -> slice:
+        """Which of a parameter's numbers lie in a part of the buffer."""
+        offset, numel = self.offsets[name], self.shapes[name].numel()
+        return slice(*(min(max(end - offset, 0), numel) for end in (span.start, span.stop)))
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters as views into a flat buffer of `numel` elements."""
@@ -62,14 +83,14 @@ class Lane:
     """
 
     def __init__(self, device: torch.device, own_stream: bool) -> None:
-        self.cuda = device.type == "cuda"
+        self.cuda, self._device = device.type == "cuda", device
         self.own = torch.cuda.Stream(device) if self.cuda and own_stream else None
 
     @property
     def stream(self) -> "torch.cuda.Stream | None":
         if not self.cuda:
             return None
-        return self.own or torch.cuda.current_stream()
+        return self.own or torch.cuda.current_stream(self._device)
 
     def active(self) -> AbstractContextManager:
         return torch.cuda.stream(self.own) if self.own is not None else nullcontext()

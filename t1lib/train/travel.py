@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from t1lib.measure.memory import pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.host_layers import HostLayers
 from t1lib.train.narrow import Scratch
@@ -22,7 +21,7 @@ SLOTS = 2  # pieces on the device: one that comes in, one that is updated or lea
 
 
 class Travel:
-    """Updates `layers` of `host` on the device. All their parameters are trained.
+    """Updates `layers` of `host` on the device, of each this rank's part. All their parameters are trained.
 
     host_grads   whether gradients wait on the host, and come in with the state
     trace        what spans of work are reported to
@@ -32,11 +31,13 @@ class Travel:
         self, host: HostLayers, layers: Collection[int], host_grads: bool, trace: Callable[[], Trace | NoTrace]
     ) -> None:
         self._host, self._trace = host, trace
-        self._state = {index: self._flatten(host.updaters[index]) for index in layers}
+        self._state = {index: self._part_of_state(index) for index in layers}
+        self._weights = {index: host.host_flat[index][host.part] for index in layers}
         self._weight_comes = "master" not in self._keys()
         self.lanes = [Lane(host.device, own_stream=True) for _ in range(3)]  # in, update, out
-        size = max(1, min(PIECE, host.layout.numel))
-        self._pieces = [slice(at, min(at + size, host.layout.numel)) for at in range(0, host.layout.numel, size)]
+        numel = host.own_layout.numel
+        size = max(1, min(PIECE, numel))
+        self._pieces = [slice(at, min(at + size, numel)) for at in range(0, numel, size)]
         kinds = {key: flat.dtype for key, flat in next(iter(self._state.values()), {}).items()}
         kinds |= {"weight": host.layout.dtype} | ({"grad": host.layout.dtype} if host_grads else {})
         self._slots = [self._buffers(kinds, size) for _ in range(SLOTS if self._state else 0)]
@@ -48,16 +49,8 @@ class Travel:
     def _keys(self) -> list[str]:
         return list(next(iter(self._state.values()), {}))
 
-    def _flatten(self, updater: Updater) -> dict[str, Tensor]:
-        """A layer's state in one pinned buffer a key, laid out as its weights are."""
-        found: dict[str, Tensor] = {}
-        for key, like in next(iter(updater.state.values())).items():
-            if key == "step":
-                continue
-            flat = found[key] = pinned_empty(self._host.layout.numel, like.dtype, self._host.device).zero_()
-            for name, view in self._host.layout.views(flat).items():
-                updater.state[name][key] = view.copy_(updater.state[name][key])
-        return found
+    def _part_of_state(self, index: int) -> dict[str, Tensor]:
+        return {key: flat[self._host.part] for key, flat in self._host.flat_state(index).items()}
 
     def _buffers(self, kinds: dict[str, torch.dtype], size: int) -> dict[str, Tensor]:
         return {key: torch.zeros(size, dtype=dtype, device=self._host.device) for key, dtype in kinds.items()}
@@ -68,7 +61,7 @@ class Travel:
     ) -> tuple[Mark, Mark, Mark]:  # fmt: skip
         """Queue a layer's update. Returns marks: gradients read, layer updated, all of it back on the host.
 
-        grads      flat, on the device, or on the host
+        grads      flat, as long as the part, on the device, or on the host
         marks      before which neither they nor the rest is there
         factor     of the learning rate; scale: of the gradients
         lost       () float32 on the device: other than 0, nothing changes
@@ -118,7 +111,7 @@ class Travel:
         inward.after(self._freed[self._turn])
         come = dict(state)
         if self._weight_comes:
-            come["weight"] = self._host.host_flat[index]
+            come["weight"] = self._weights[index]
         if grads is not None:
             come["grad"] = grads
         with inward.active(), self._trace().span("in", "state", index, inward.stream):
@@ -137,7 +130,7 @@ class Travel:
 
     def _return(self, index: int, piece: slice, slot: dict[str, Tensor]) -> None:
         outward = self.lanes[2]
-        leave = {**self._state[index], "weight": self._host.host_flat[index]}
+        leave = {**self._state[index], "weight": self._weights[index]}
         with outward.active(), self._trace().span("out", "state", index, outward.stream):
             for key, flat in leave.items():
                 flat[piece].copy_(slot[key], non_blocking=True)

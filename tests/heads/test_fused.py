@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.timeout(400)
 def test_kernels_by_the_interpreter():
     """In processes of their own, two at a time: Triton decides at its import whether kernels are interpreted."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "fused_interpreted.py"), "-k"]

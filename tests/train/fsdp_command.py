@@ -26,9 +26,11 @@ SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--li
 
 def commands(size: int, folder: Path) -> Cases:
     if size == 3:
-        return {"the command goes on with one more process": partial(goes_on, folder)}
+        more = "the command goes on with one more process"
+        return {more: partial(goes_on, folder / "run"), f"{more}, slide": partial(goes_on, folder / "slide")}
     return {
-        "the command trains as one process does": partial(trains, folder),
+        "the command trains as one process does": partial(trains, folder / "run", "fsdp"),
+        "the command trains in mode slide": partial(trains, folder / "slide", "slide"),
         "the command, an interrupt of one process": partial(interrupted, folder / "interrupted"),
         "the command, other modes": partial(other_mode, folder),
         "the command, too few rows": partial(too_few_rows, folder),
@@ -54,20 +56,20 @@ def losses(folder: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-def trains(folder: Path) -> None:
-    own = ["--mode", "fsdp", "--steps", "4", "--eval-rows", "3", "--export", "--out", str(folder / "run")]
+def trains(folder: Path, mode: str) -> None:
+    own = ["--mode", mode, "--steps", "4", "--eval-rows", "3", "--export", "--out", str(folder)]
     code, out, err = call(*SMALL, *own)
     assert code == 0, err
     first = os.environ["RANK"] == "0"
     assert ("parameters" in out and out.count("\ncheckpoint") == 1) if first else out == err == "", out + err
-    assert len(losses(folder / "run")) == 4
-    AutoModelForCausalLM.from_pretrained(folder / "run" / "model")
+    assert len(losses(folder)) == 4
+    AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
 def goes_on(folder: Path) -> None:
-    code, _, err = call("train", "--resume", "--out", str(folder / "run"), "--steps", "6", "--eval-every", "0")
+    code, _, err = call("train", "--resume", "--out", str(folder), "--steps", "6", "--eval-every", "0")
     assert code == 0, err
-    assert len(losses(folder / "run")) == 6
+    assert len(losses(folder)) == 6
 
 
 def interrupted(folder: Path) -> None:
@@ -92,8 +94,8 @@ def in_step(number: int, happens: Callable[[], None]) -> Callable:
 
 
 def other_mode(folder: Path) -> None:
-    message = "mode slide trains in one process, and there are 2; take --mode fsdp, or start one"
-    _one_message(folder, ["--mode", "slide"], message)
+    message = "mode ckpt trains in one process, and there are 2; take --mode fsdp or slide, or start one"
+    _one_message(folder, ["--mode", "ckpt"], message)
 
 
 def too_few_rows(folder: Path) -> None:

@@ -40,12 +40,12 @@ def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
     return make_trainer(tiny(), mode, **{**ADAMW, **options})
 
 
-def saved_and_on(folder: Path) -> None:
+def saved_and_on(folder: Path, mode: str = "fsdp") -> None:
     """Going on, the same number of processes does the same bits; one process what rounding allows, from the same bits.
 
     The losses of the unbroken run lie beside the checkpoint, for another number of processes.
     """
-    data, whole, one = even(TOTAL), trainer(), trainer("gpu")
+    data, whole, one = even(TOTAL), trainer(mode), trainer("gpu")
     losses = [whole.step(batch).loss for batch in data[:SAVED]]
     assert save_checkpoint(whole, folder).name == f"step-{SAVED:08d}"
     state = whole.state_dict()
@@ -53,7 +53,7 @@ def saved_and_on(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
-    again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
+    again = make_trainer(tiny(seed=4), mode, **ADAMW)
     again.step(data[3])  # a past that the checkpoint must wipe out
     assert load_checkpoint(again, folder) == load_checkpoint(one, folder) == SAVED
     assert_same(state, again.state_dict())
@@ -68,8 +68,8 @@ def saved_and_on(folder: Path) -> None:
         many.close()
 
 
-def on_from(folder: Path) -> None:
-    other, losses = trainer(), json.loads((folder / "losses.json").read_text(encoding="utf-8"))
+def on_from(folder: Path, mode: str = "fsdp") -> None:
+    other, losses = trainer(mode), json.loads((folder / "losses.json").read_text(encoding="utf-8"))
     assert load_checkpoint(other, folder) == SAVED
     assert_same(_from_one(folder).state_dict(), other.state_dict())
     assert [other.step(batch).loss for batch in even(TOTAL)[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)

@@ -1,4 +1,7 @@
-"""Mode `fsdp` on two and three processes against mode `gpu` in one, all cases of a size in one set of processes."""
+"""Modes `fsdp` and `slide` on two and three processes against mode `gpu` in one.
+
+All cases of a size run in one set of processes.
+"""
 
 import json
 import sys
@@ -6,20 +9,20 @@ from pathlib import Path
 
 import pytest
 from fsdp_command import SMALL, commands, losses
-from fsdp_worker import ENDS, cases
 from processes import SIZES, Outcomes
+from several_worker import ENDS, cases
 
 from t1lib.__main__ import main
 from t1lib.train.ranks import EXIT_LOST
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the worker forks, and gloo listens on lo")
-WORKER = Path(__file__).parent / "fsdp_worker.py"
+WORKER = Path(__file__).parent / "several_worker.py"
 NAMES = [(size, name) for size in SIZES for name in {**cases(size, Path()), **commands(size, Path())}]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> Outcomes:
-    return Outcomes(WORKER, tmp_path_factory.mktemp("fsdp"))
+    return Outcomes(WORKER, tmp_path_factory.mktemp("several"))
 
 
 @pytest.mark.parametrize("size, name", NAMES, ids=str)
@@ -28,10 +31,11 @@ def test_on_every_process(outcomes, size, name):
         assert not found[name], f"rank {rank}: {found[name]}"
 
 
-def test_a_run_in_two_processes_then_three_then_one(outcomes, tmp_path):
+@pytest.mark.parametrize("name", ["run", "slide"])
+def test_a_run_in_two_processes_then_three_then_one(outcomes, tmp_path, name):
     """The losses of one that was never stopped, in mode gpu."""
     outcomes.of(3)
-    run = outcomes.folder / "run"
+    run = outcomes.folder / name
     assert main(["train", "--resume", "--out", str(run), "--steps", "8", "--eval-every", "0"]) == 0
     assert main([*SMALL, "--steps", "8", "--eval-every", "0", "--out", str(tmp_path / "gpu")]) == 0
     assert losses(run) == pytest.approx(losses(tmp_path / "gpu"), rel=1e-5)

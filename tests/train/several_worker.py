@@ -1,4 +1,4 @@
-"""The processes of test_fsdp.py: how one of two ends the other; then every case, in the same order on all of them."""
+"""The processes of test_several.py: how one of two ends the other; then every case, on all in the same order."""
 
 import json
 import os
@@ -12,12 +12,13 @@ from fsdp_cases import numbers
 from fsdp_command import commands, fails, is_killed
 from fsdp_manners import checkpoints, refusals
 from processes import Cases, as_torchrun_does, forked, free_ports, work
+from slide_cases import slides
 
 ENDS = {"fails": fails, "is killed": is_killed}
 
 
 def cases(size: int, folder: Path) -> Cases:
-    return {**numbers(size), **checkpoints(size, folder), **refusals(size)}
+    return {**numbers(size), **checkpoints(size, folder), **refusals(size), **slides(size, folder)}
 
 
 def ended(name: str, folder: Path) -> None:

@@ -1,0 +1,106 @@
+"""How weights of layers on the host come to the device: slots, the lane that fills them, and what that waits for."""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from t1lib.measure.timing import NoTrace, Trace
+from t1lib.train.host_layers import HostLayers
+from t1lib.train.optim import OptimizerSpec
+from t1lib.train.ranks import Ranks
+from t1lib.train.shared import Landings
+from t1lib.train.streams import Lane, Mark, Slots, UpdateWorker
+
+
+class Inward(HostLayers):
+    """The half of a `Pipeline` that brings weights.
+
+    slots        device buffers for weights
+    overlap_in   whether weights come in while the device computes
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec,
+        ranks: Ranks, slots: int, overlap_in: bool, trace: Callable[[], Trace | NoTrace],
+    ) -> None:  # fmt: skip
+        super().__init__(layers, first, names, device, spec, ranks)
+        self.overlap_in, self._trace = overlap_in, trace
+        self.weights = Slots(slots, self.layout, device)
+        self.compute, self.inward = Lane(device, own_stream=False), Lane(device, own_stream=overlap_in)
+        self.worker = UpdateWorker()
+        self.landings = None if ranks.alone else Landings(self.memory, len(layers))
+        self._coming: dict[int, threading.Event] = {}
+        self._left: dict[int, Mark] = {}  # marks when a layer's new weights are back on the host
+
+    def begin(self) -> None:
+        """Before a forward: let the first layers come in."""
+        if self._coming:  # a step was given up: its layers must not come in later, over those of this one
+            for queued in self._coming.values():
+                queued.wait()
+            self._coming = {}
+            self.forget()
+        for index in self.streamed[: len(self.weights.flat)]:
+            if self.overlap_in and self.weights.holds[self.weights.of(index)] != index:
+                self.fetch(index)
+
+    def bind(self, index: int, again: bool = False) -> None:
+        """Point the layer's parameters at its slot, filled when the device comes to use them."""
+        if index < self.first:
+            return
+        slot = self.weights.of(index)
+        if self.weights.holds[slot] != index:
+            self.fetch(index, again)
+        if index in self._coming:
+            self._coming.pop(index).wait()
+        self.check()
+        self.compute.after(self.weights.filled[slot])
+        for name, param in self.layers[index].named_parameters():
+            param.data = self.weights.views[slot][name]
+
+    def buffer(self, index: int) -> Tensor | None:
+        """What holds the layer's weights on the device while they are bound; None: they are always there."""
+        return None if index < self.first else self.weights.flat[self.weights.of(index)]
+
+    def release(self, index: int, following: int, again: bool = False) -> None:
+        """Point the parameters back at the host; let the slot's next layer come in once the device has left it."""
+        if index < self.first:
+            return
+        slot = self.weights.of(index)
+        for name, param in self.layers[index].named_parameters():
+            param.data, param.grad = self.host_views[index][name], None
+        self.weights.freed[slot] = self.compute.mark()
+        if self.overlap_in and following in self.streamed:
+            self.fetch(following, again)
+
+    def fetch(self, index: int, again: bool = False) -> None:
+        """Let the layer's weights come into its slot: now, or on the worker's thread as soon as they are updated.
+
+        again: for the second time in this step
+        """
+        self.weights.holds[self.weights.of(index)] = index
+        queued = self._coming[index] = threading.Event()
+        phase = "weights again" if again else "weights"
+        copy = partial(self._copy_in, index, phase, queued, self._trace())
+        (self.landings or self.worker).then(index, copy, queued)
+
+    def check(self) -> None:
+        """Raise the error of an update, or of a copy, on another thread."""
+        self.worker.check()
+        if self.landings is not None:
+            self.landings.check()
+
+    def _copy_in(self, index: int, phase: str, queued: threading.Event, trace: Trace | NoTrace) -> None:
+        slot, lane = self.weights.of(index), self.inward
+        lane.after(self.weights.freed[slot])
+        lane.after(self._left.get(index))
+        with lane.active(), trace.span("in", phase, index, lane.stream):
+            self.weights.flat[slot].copy_(self.host_flat[index], non_blocking=True)
+        self.weights.filled[slot] = lane.mark()
+        queued.set()
+
+    def forget(self) -> None:
+        """What the slots hold is out of date."""
+        self.weights.holds = [None] * len(self.weights.holds)

@@ -1,0 +1,77 @@
+"""What trainers in several processes share: their group, and the batch that is dealt to its ranks."""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from t1lib.errors import require
+from t1lib.train.batch import Piece, counted, dealt, pieces_of
+from t1lib.train.ranks import join, own_device, world
+from t1lib.train.trainer import Trainer
+
+GLIMPSE = 16  # numbers of each weight that are compared over the ranks at the start
+
+
+class Several(Trainer):
+    """Each rank takes its rows of the whole batch that `step` and `evaluate` get on all of them. What they return is of
+    the whole batch and the same everywhere (wall time and phases are each rank's own)."""
+
+    _own_group = False
+
+    def _meet(self) -> None:
+        """Enter the process group, which is made if there is none, and see that all ranks want the same."""
+        self._own_group = not dist.is_initialized()
+        if self._own_group:
+            join(self.device.type == "cuda")
+        self.ranks, self.device = world(self.device), own_device(self.device)
+        self.ranks.agree(self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        facts = {name: getattr(self, name) for name in ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite")}
+        facts |= {"head": self.head, "head_options": self.head_options, "optimizer": self.spec}
+        params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in self.model.named_parameters()}
+        values = [p.detach().flatten()[:GLIMPSE].tolist() for p in self.model.parameters()]
+        facts |= {"the model's parameters": _digest(params), "the model's weights": _digest(values)}
+        return {"mode": self.mode, "device": self.device.type} | self._own_facts() | facts
+
+    def _own_facts(self) -> dict[str, Any]:
+        """The same of the mode's own options."""
+        return {}
+
+    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
+        if self.ranks.alone:
+            return super()._pieces(batch)
+        found: list[Tensor] = []
+
+        def look() -> str:
+            found.extend(self._checked(batch))
+            return _digest([(t.shape, t.cpu().numpy().tobytes()) for t in found])
+
+        same = len(set(self.ranks.share(look))) == 1
+        require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
+        rows, size = len(found[0]), self.ranks.size
+        training = torch.is_grad_enabled()  # `evaluate` may leave ranks without a row
+        require(rows >= size or not training, f"a batch of {rows} rows for {size} processes; allowed: {size} or more")
+        even = rows % size == 0 or self.loss == "cross_entropy"
+        require(even, f"a batch of {rows} rows for {size} processes; 'mean_square' allows a multiple of {size}")
+        total = counted(found[1], self._width)
+        return pieces_of(*dealt(*found, self.ranks.rank, size), self.micro_batch, total=total)
+
+    def evaluate(self, batch: dict[str, Tensor]) -> float:
+        """The batch's loss, without training on it."""
+        mine = torch.tensor(super().evaluate(batch), dtype=torch.float64)
+        return float(self.ranks.sum(mine, self.device))
+
+    def close(self) -> None:
+        super().close()
+        if self._own_group:
+            dist.destroy_process_group()
+            self._own_group = False
+
+
+def _digest(thing: Any) -> str:
+    return hashlib.sha256(repr(thing).encode()).hexdigest()[:16]

@@ -1,0 +1,155 @@
+"""Host memory that the processes of one host share, and how each learns what the others have brought up to date in it.
+
+The memory has no name and no file: it goes with the last process that maps it, however that ends.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import T1Error
+from t1lib.measure.memory import pin, pinned_empty
+from t1lib.train.ranks import Ranks
+from t1lib.train.streams import Mark
+
+TICK = 1e-4  # seconds between two looks at what another process, or the device, is still to do
+
+
+class HostMemory:
+    """Where the state of a model comes to lie: in memory of this process, or of all `ranks` of this host together."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor that `device` can copy from and to, see `pinned_empty`; the same memory for all ranks, which
+        must all ask for it.
+
+        Raises `T1Error`, on all ranks, where they cannot share memory.
+        """
+        if self.ranks.alone:
+            return pinned_empty(numel, dtype, device).zero_()
+        held: list[int] = []
+        try:
+            path = self.ranks.first(partial(_new_memory, max(numel, 1) * dtype.itemsize, held))
+            found: list[Tensor] = []
+            self.ranks.share(lambda: found.append(_map(path, max(numel, 1), dtype)))
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+        return pin(found[0], device)[:numel]
+
+
+def _new_memory(nbytes: int, held: list[int]) -> str:
+    """A path under which the other processes find it, as long as the descriptor is `held` open."""
+    if not hasattr(os, "memfd_create"):
+        raise T1Error("several processes share the host's state on Linux alone; start one")
+    held.append(os.memfd_create("t1"))
+    try:
+        os.ftruncate(held[0], nbytes)
+    except OSError as error:
+        raise T1Error(f"no {nbytes} bytes of memory to share: {error.strerror}") from error
+    return f"/proc/{os.getpid()}/fd/{held[0]}"
+
+
+def _map(path: str, numel: int, dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+    except RuntimeError as error:
+        raise T1Error(
+            f"the processes cannot share memory ({path}: {str(error).splitlines()[0]}); "
+            "mode slide takes those of one host, in one container; take mode fsdp across hosts"
+        ) from error
+
+
+class Landings:
+    """How often each rank's part of each layer has been updated, and what waits for that.
+
+    One thread looks after both: it announces what has come to the host, and lets go what all ranks have announced.
+    An error of an action is raised by `check`.
+    """
+
+    def __init__(self, memory: HostMemory, layers: int) -> None:
+        ranks = memory.ranks
+        counts = memory.zeros(ranks.size * layers, torch.int64, torch.device("cpu"))
+        self._counts = counts.view(ranks.size, layers).numpy()  # each rank writes its own row
+        self._own = self._counts[ranks.rank]
+        self._due = [0] * layers
+        self._coming: list[tuple[int, Mark]] = []
+        self._waiting: list[tuple[int, int, Callable[[], None], threading.Event]] = []
+        self._changed, self._closed = threading.Condition(), False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="t1-landings", daemon=True)
+        self._thread.start()
+
+    def due(self, layer: int) -> None:
+        """From here on the layer is wanted once more updated than before."""
+        self._due[layer] += 1
+
+    def landed(self, layer: int, mark: Mark = None) -> None:
+        """This rank's part of the layer is updated, and on the host when `mark` has been come to."""
+        with self._changed:
+            self._coming.append((layer, mark))
+            self._changed.notify()
+
+    def then(self, layer: int, action: Callable[[], None], given_up: threading.Event) -> None:
+        """Run `action` on a thread when every rank's part of the layer is as it is due by now; actions keep their
+        order. After an error `given_up` is set instead."""
+        with self._changed:
+            self._waiting.append((layer, self._due[layer], action, given_up))
+            self._changed.notify()
+
+    def check(self) -> None:
+        """Raise the error of an action, if one failed."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Announce what is still to come, then end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._coming or self._waiting or self._closed):
+                    self._changed.wait()
+                if self._closed and not self._coming:
+                    return
+            if not (self._announce() or self._let_go()):
+                time.sleep(TICK)
+
+    def _announce(self) -> bool:
+        with self._changed:
+            coming, self._coming = self._coming, []
+        late = []
+        for layer, mark in coming:
+            if mark is None or mark.query():
+                self._own[layer] += 1
+            else:
+                late.append((layer, mark))
+        with self._changed:
+            self._coming = late + self._coming
+        return len(late) < len(coming)
+
+    def _let_go(self) -> bool:
+        with self._changed:
+            layer, count, action, given_up = self._waiting[0] if self._waiting else (0, 0, None, None)
+        if action is None or (self._error is None and int(self._counts[:, layer].min()) < count):
+            return False
+        with self._changed:
+            self._waiting.pop(0)
+        try:
+            if self._error is None:
+                action()
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error
+        given_up.set()
+        return True

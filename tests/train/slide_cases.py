@@ -1,0 +1,215 @@
+"""Cases of mode `slide` on several processes that hold one copy of the layers, against mode `gpu` in one."""
+
+import math
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import ADAM, DOUBLE, LARGE, SGD, SINGLE, UNTIED, compare, even, last_rows_ignored, same_state, tiny
+from fsdp_manners import on_from, refused, saved_and_on, trainer
+from processes import Cases
+from test_parity import OPTIMIZERS, assert_same
+from test_steps import EVERYTHING, ragged
+
+from t1lib.errors import T1Error
+from t1lib.train import OptimizerSpec, make_trainer
+from t1lib.train.pipeline import Pipeline
+from t1lib.train.shared import Landings
+
+LATE = 0.05  # seconds
+MASTERS = {"name": "adamw", "lr": 1e-2, "master_weights": True}
+HOST_NUMBERS = {"rel": 1e-5, "abs": 1e-8, "norm": 1e-6}  # what clips gradients on the host is float32
+
+
+def slides(size: int, folder: Path) -> Cases:
+    """Everything at two processes; at three what their number makes a difference to."""
+    every = {**EVERYTHING, "optimizer": SGD, "head": "full"}
+    plain = {"optimizer": SGD, "head": "full"}
+    found: Cases = {"slide, the same on all ranks": same_everywhere, "slide, evaluation": evaluation}
+    for update in ("host", "device", "both"):
+        own = {"update": update}
+        found[f"slide, everything, updates on {update}"] = partial(agrees, ragged(3), HOST_NUMBERS, own=own, **every)
+        found[f"slide, updates at once on {update}"] = partial(agrees, even(), DOUBLE, own=own, **plain)
+    if size == 3:
+        return found | {"slide goes on from two processes": partial(on_from, folder / "slid", "slide")}
+    rest = {"resident": 1, "keep": 1, "inputs": "host", "host_grads": 1}
+    alone = {"overlap_in": False, "overlap_out": False, "overlap_update": False, "slots": 1}
+    return found | {
+        "slide, untied": partial(agrees, ragged(2), HOST_NUMBERS, UNTIED, **every),
+        "slide, float32": partial(agrees, even(), SINGLE, {"dtype": torch.float32}, **plain),
+        "slide, AdamW": partial(agrees, even(), ADAM, optimizer=OPTIMIZERS["adamw"], head="full"),
+        "slide, without state": partial(agrees, even(), DOUBLE, optimizer=LARGE, head="full"),
+        "slide, the rest resident": partial(agrees, even(), DOUBLE, own=rest, **plain),
+        "slide, nothing overlaps": partial(agrees, even(), DOUBLE, own=alone, **plain),
+        "slide, layers alone": partial(agrees, even(), DOUBLE, **plain, train="layers"),
+        "slide, a rank without a token that counts": partial(agrees, last_rows_ignored(), DOUBLE, **plain),
+        "slide, some of a layer trains": some_of_a_layer,
+        "slide, 16 bits": partial(sixteen_bits, {}),
+        "slide, 16 bits, split masters, narrow moments": partial(
+            sixteen_bits, {"split_master": True, "moments": "bfloat16"}
+        ),
+        "slide, one copy for all": one_copy,
+        "slide, a rank that is late": late,
+        "slide, no stale weight": stale_is_noticed,
+        "slide, raise": partial(no_number, "raise"),
+        "slide, skip": partial(no_number, "skip"),
+        "slide, saved, and on in one process or many": partial(saved_and_on, folder / "slid", "slide"),
+        "slide, an error on another thread": error_elsewhere,
+        "slide, memory that is not shared": not_shared,
+        "slide, refused: outer": partial(
+            refused, partial(trainer, "slide", outer="host"), "^outer='host' in 2 processes; allowed: 'device'"
+        ),
+        "slide, refused: a budget": partial(
+            refused, partial(trainer, "slide", gpu_memory="1GiB", plan_for=(6, 9)), "^gpu_memory is for one process"
+        ),
+        "slide, refused: other options on a rank": other_options,
+    }
+
+
+def agrees(data: list[dict], bound: dict[str, float], changes: dict | None = None, **options: Any) -> None:
+    compare(lambda: tiny(num_hidden_layers=5, **(changes or {})), data, bound, mode="slide", **options)
+
+
+def same_everywhere() -> None:
+    many = make_trainer(tiny(), "slide", optimizer=SGD, head="full", max_grad_norm=0.5)
+    records = [many.step(batch) for batch in ragged(2)]
+    mine = [(r.loss, r.grad_norm, r.tokens, r.step) for r in records] + [many.evaluate(even(1)[0])]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (mine, {n: w.double().sum().item() for n, w in many.state_dict()["model"].items()}))
+    assert all(other == every[0] for other in every), every
+    many.close()
+
+
+def evaluation() -> None:
+    one, many = (make_trainer(tiny(), mode, optimizer=SGD, head="full", micro_batch=2) for mode in ("gpu", "slide"))
+    for rows in (1, 2, 5):  # ranks may have none
+        batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
+        assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
+    same_state(many, one, {"rel": 0, "abs": 0})
+    many.close()
+
+
+def some_of_a_layer() -> None:
+    """Parts of the gradients are no parts of the weights."""
+
+    def build():
+        model = tiny(num_hidden_layers=3)
+        for name, param in model.named_parameters():
+            param.requires_grad_("q_proj" in name or "down_proj" in name or "embed" in name)
+        return model
+
+    compare(build, even(), DOUBLE, {"update": "host"}, "slide", optimizer=SGD, head="full", train="marked")
+
+
+def sixteen_bits(layout: dict[str, Any]) -> None:
+    """With masters: the update is that of one process but for what gradients of 16 bits are rounded to."""
+    spec = OptimizerSpec(**MASTERS, **layout)
+    for update in ("host", "device"):
+        options = {"optimizer": spec, "head": "full"}
+        one = make_trainer(tiny(torch.bfloat16), "gpu", **options)
+        many = make_trainer(tiny(torch.bfloat16), "slide", update=update, **options)
+        before = one.state_dict()["optimizer"]
+        losses = [[t.step(batch).loss for batch in even(3)] for t in (one, many)]
+        assert losses[1] == pytest.approx(losses[0], rel=0.02)
+        found, wanted = (t.state_dict()["optimizer"] for t in (many, one))
+        for name, state in wanted.items():
+            moved = (state["master"] - before[name]["master"]).norm()
+            assert (found[name]["master"] - state["master"]).norm() < 0.15 * moved, name
+        many.close()
+
+
+def one_copy() -> None:
+    """What one rank writes, the others find, weights and state; each updates its part, and all parts are the whole."""
+    many = trainer("slide")
+    rank, pipeline = dist.get_rank(), many.pipeline
+    flats = [pipeline.host_flat[1], *pipeline.flat_state(1).values()]
+    for number, flat in enumerate(flats):
+        if rank == 0:
+            flat[-1] = 17.0 + number
+    many.drain()
+    assert [float(flat[-1]) for flat in flats] == [17.0, 18.0, 19.0]
+    own = {n: len(t) for n, t in pipeline.own_updaters[1].tensors.items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    whole = {n: t.numel() for n, t in pipeline.updaters[1].tensors.items()}
+    assert {n: sum(part.get(n, 0) for part in every) for n in whole} == whole
+    assert max(sum(part.values()) for part in every) < 0.7 * sum(whole.values())
+    many.close()
+
+
+def late() -> None:
+    """One rank's updates come late; the other waits for them, layer by layer."""
+    plain = Pipeline.update_own
+
+    def slow(self: Pipeline, *arguments: Any) -> None:
+        time.sleep(LATE * dist.get_rank())
+        plain(self, *arguments)
+
+    with patch.object(Pipeline, "update_own", slow):
+        agrees(even(2), DOUBLE, own={"update": "host"}, optimizer=SGD, head="full")
+        agrees(even(2), HOST_NUMBERS, own={"update": "host"}, optimizer=SGD, head="full", max_grad_norm=0.1)
+
+
+def stale_is_noticed() -> None:
+    """The case above fails where nobody waits."""
+    with patch.object(Landings, "due", lambda self, layer: None):
+        failed = False
+        try:
+            late()
+        except AssertionError:
+            failed = True
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, failed)
+    assert any(every), every
+
+
+def no_number(nonfinite: str) -> None:
+    """The gradients that a rank adds are none; every rank says so, and with "skip" nothing is updated."""
+    many = make_trainer(tiny(), "slide", optimizer=SGD, head="full", nonfinite=nonfinite)
+    many.step(even(1)[0])
+    before = many.state_dict()
+    kept = many.parts.norm.weight.detach().clone()
+    if dist.get_rank() == 0:
+        many.parts.norm.weight.data[0] = math.inf
+    if nonfinite == "raise":
+        with pytest.raises(T1Error, match="step 2: a gradient is not finite"):
+            many.step(even(1)[0])
+    else:
+        assert many.step(even(1)[0]).skipped
+    many.parts.norm.weight.data.copy_(kept)
+    if nonfinite == "skip":
+        assert_same(before | {"skipped": 1}, many.state_dict() | {"step": before["step"]})
+        assert not many.step(even(1)[0]).skipped
+    many.close()
+
+
+def error_elsewhere() -> None:
+    """A copy that fails on its thread is an error of the step."""
+    many = trainer("slide")
+    many.step(even(1)[0])
+    given_up = threading.Event()
+    many.pipeline.landings.then(0, lambda: 1 / 0, given_up)
+    assert given_up.wait(10)
+    with pytest.raises(ZeroDivisionError):
+        many.step(even(1)[0])
+
+
+def not_shared() -> None:
+    """As in another container, where the first one's memory is not found."""
+    with patch.object(torch, "from_file", _not_there):
+        refused(partial(trainer, "slide"), "the processes cannot share memory .*take mode fsdp across hosts")
+
+
+def _not_there(*_: Any, **__: Any) -> None:
+    raise RuntimeError("unable to open file </proc/1/fd/3> in read-write mode: No such file or directory (2)")
+
+
+def other_options() -> None:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    refused(partial(trainer, "slide", resident=int(last)), "ranks disagree about resident: 0 on rank 0, 1 on rank 1")
