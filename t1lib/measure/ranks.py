@@ -44,13 +44,16 @@ def measure_ranks(
 
     Raises what a rank raised, see `run_ranks`.
     """
+    there = torch.cuda.device_count() if device == "cuda" else max(counts)
+    most = max(1, min(there, max(counts)))
+    threads = max(1, torch.get_num_threads() // most)  # as many for a rank, whatever their number
     for ranks in counts:
         phase, state = f"{name}/{ranks}", ""
-        if device == "cuda" and ranks > torch.cuda.device_count():
-            state, why = "skipped", f"{ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}"
+        if ranks > there:
+            state, why = "skipped", f"{ranks} ranks need as many GPUs; there are {there}"
         else:
             try:
-                records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit))
+                records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit, threads))
             except VariantOutOfMemory as error:
                 state, why = "oom", str(error).partition("\n")[0]
         if state:
@@ -60,9 +63,9 @@ def measure_ranks(
 
 
 def run_ranks(
-    task: Callable[..., None], settings: dict[str, Any], ranks: int, device: str, limit: float
+    task: Callable[..., None], settings: dict[str, Any], ranks: int, device: str, limit: float, threads: int = 1
 ) -> list[dict[str, Any]]:
-    """Run `task(records, device, **settings)` on `ranks` processes; the rows that rank 0 recorded.
+    """Run `task(records, device, **settings)` on `ranks` processes of `threads` cores; the rows that rank 0 recorded.
 
     What rank 0 prints is printed here. Raises `T1Error` and `UnavailableError` as a rank raised them,
     `VariantOutOfMemory` where memory ran out on one, and `VariantFailed` for any other end: of a rank by an exception
@@ -75,7 +78,7 @@ def run_ranks(
         call |= {"folder": temporary, "launcher": os.getpid()}
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             process = subprocess.Popen(
-                [*_torchrun(ranks), WORKER, json.dumps(call)], env=_environment(), stdin=subprocess.DEVNULL,
+                [*_torchrun(ranks), WORKER, json.dumps(call)], env=_environment(threads), stdin=subprocess.DEVNULL,
                 stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
             code = None
@@ -96,12 +99,12 @@ def _torchrun(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
-def _environment() -> dict[str, str]:
+def _environment(threads: int) -> dict[str, str]:
     """Processes of one host talk over its loopback; and they import what this one can import."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     own = {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
     own |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUNBUFFERED": "1"}
-    return {"OMP_NUM_THREADS": "1"} | os.environ | own  # one thread, as torchrun sets it, for one rank, too
+    return {"OMP_NUM_THREADS": str(threads)} | os.environ | own
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -130,12 +130,13 @@ def test_the_rank_that_failed_first_is_named(tmp_path, said, codes, kind, messag
 
 
 def test_more_ranks_than_gpus_are_skipped_and_memory_is_a_status(monkeypatch, capsys):
-    def none_left(task, settings, number, device, limit):
-        assert settings == {"a": 1, "phase": "here/1"}
+    def none_left(task, settings, number, device, limit, threads):
+        assert (settings, threads) == ({"a": 1, "phase": "here/1"}, 6)
         raise VariantOutOfMemory("no memory on rank 0\nTraceback")
 
     monkeypatch.setattr(ranks, "run_ranks", none_left)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     records = Records()
     kept = {"name": "here", "variants": ["A", "B"], "device": "cuda", "limit": 1.0}
     ranks.measure_ranks(records, rank_tasks.add_up, {"a": 1}, [1, 2], **kept)

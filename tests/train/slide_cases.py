@@ -57,6 +57,7 @@ def slides(size: int, folder: Path) -> Cases:
         "slide, one copy for all": one_copy,
         "slide, a rank that is late": late,
         "slide, no stale weight": stale_is_noticed,
+        "slide, updates are announced once": announced_once,
         "slide, raise": partial(no_number, "raise"),
         "slide, skip": partial(no_number, "skip"),
         "slide, saved, and on in one process or many": partial(saved_and_on, folder / "slid", "slide"),
@@ -167,6 +168,19 @@ def stale_is_noticed() -> None:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, failed)
     assert any(every), every
+
+
+def announced_once() -> None:
+    for options in ({}, {"max_grad_norm": 0.1}):
+        many = make_trainer(tiny(num_hidden_layers=4), "slide", update="both", optimizer=SGD, head="full", **options)
+        for batch in even(2):
+            many.step(batch)
+        many.drain()
+        many.pipeline.close()  # says what is still to be said
+        many.ranks.meet()
+        landings = many.pipeline.landings
+        assert landings._due == [2] * 4
+        assert landings._counts.tolist() == [[2] * 4] * many.ranks.size
 
 
 def no_number(nonfinite: str) -> None:
