@@ -46,8 +46,8 @@ def until(condition, seconds: float) -> bool:
 def ended(tmp_path_factory):
     """How rank 1 ended → future of: the exception, seconds, processes that began, those that were left."""
 
-    def run(how):
-        pids, began = tmp_path_factory.mktemp(how), time.monotonic()
+    def run(how, pids):
+        began = time.monotonic()
         settings, limit = {"how": how, "pids": str(pids)}, LIMIT if how == "sleeps" else 90.0
         try:
             ranks.run_ranks(rank_tasks.fail, settings, 2, "cpu", limit)
@@ -55,7 +55,8 @@ def ended(tmp_path_factory):
             return error, time.monotonic() - began, len(list(pids.iterdir())), alive(pids)
 
     with ThreadPoolExecutor(2) as pool:  # the first waits for most of its time
-        yield {how: pool.submit(run, how) for how in ("sleeps", "raises", "exits")}
+        folders = {how: tmp_path_factory.mktemp(how) for how in ("sleeps", "raises", "exits")}  # not for two threads
+        yield {how: pool.submit(run, how, folder) for how, folder in folders.items()}
 
 
 def ends_all(future, message, most):
