@@ -152,12 +152,16 @@ def _read_yaml(experiment: str, profile: str) -> dict[str, Any]:
     where = paths.shown(path)
     require(path.is_file(), f"{experiment} has no parameters for the profile {profile!r}: {where} is missing")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        text = path.read_text(encoding="utf-8")
+        values, tree = yaml.safe_load(text) or {}, yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise T1Error(f"{where} is not YAML: {' '.join(str(error).split())}") from None
     flat = isinstance(values, dict) and all(isinstance(key, str) for key in values)
     flat = flat and not any(isinstance(value, dict) for value in values.values())
     require(flat, f"{where} is not flat; write one `name: value` a line")
+    names = [key.value for key, _ in tree.value] if values else []
+    twice = [name for name in values if names.count(name) > 1]
+    require(not twice, f"{where} has {', '.join(twice)} twice; write it once")
     return _check(experiment, values, where)
 
 
@@ -176,7 +180,7 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
 
     Texts in `overrides` are read as on a command line (`-p steps 3`), other values as they are.
     Raises `T1Error`, in one or two lines, for an unknown experiment, profile or parameter, a
-    missing or nested YAML file, and a value of the wrong type or outside its bound.
+    missing or nested YAML file or one with a name twice, and a value of the wrong type or outside its bound.
     """
     known = declared(experiment)
     choose("profile", profile, profiles())

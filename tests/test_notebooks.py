@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from t1lib import params
 from t1lib.measure import manifest
 from t1lib.measure.records import COLUMNS
 from t1lib.report import FIGURES, TABLES
+from t1lib.train.language import from_params
 
 pytest_plugins = ["smoke_run"]
 
@@ -90,6 +92,12 @@ def test_every_profile_resolves_every_notebook(profile, name):
     assert params.resolve(name, profile)["profile"] == profile
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_cce_takes_the_model_that_convergence_trains(profile):
+    one, other = (SimpleNamespace(**params.resolve(name, profile)) for name in ("convergence", "cce"))
+    assert from_params(one, "cpu") == from_params(other, "cpu")
+
+
 @pytest.fixture(params=NAMES)
 def finished(request, smoke_outputs):
     """The folder of a finished smoke run."""
@@ -154,6 +162,15 @@ def test_the_same_arithmetic_trains_the_same(smoke_outputs):
         assert len(curves[f"{head}-gpu"]) > 60 and curves[f"{head}-gpu"] == curves[f"{head}-slide"]
     assert curves["filter-gpu"] != curves["fused-gpu"] != curves["order"]
     assert manifest.read(smoke_outputs / "outputs" / "smoke" / "convergence")["inputs"].keys() == {"corpus"}
+
+
+def test_the_model_of_cce_has_the_losses_of_convergence(smoke_outputs):
+    losses = {}
+    for name, variant in (("cce", "model"), ("convergence", "fused-gpu")):
+        with (smoke_outputs / "outputs" / "smoke" / name / "samples.csv").open(encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if (row["variant"], row["metric"]) == (variant, "loss")]
+        losses[name] = [row["value"] for row in sorted(rows, key=lambda row: int(row["step"]))]
+    assert len(losses["cce"]) == 30 and losses["cce"] == losses["convergence"]
 
 
 def test_two_ranks_find_what_one_finds_and_hold_half_of_the_weight(smoke_outputs):

@@ -66,6 +66,7 @@ def test_defaults_then_profile_then_overrides(checkout):
         ("steps: {first: 1}", ["not flat"]),
         ("- steps", ["not flat"]),
         ("steps: [", ["not YAML"]),
+        ("steps: 1\nrate: 0.1\nsteps: 2", ["has steps twice"]),
         ("profile: h200", ["must be 'smoke'"]),
     ],
 )

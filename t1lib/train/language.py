@@ -18,6 +18,16 @@ from t1lib.train.models import PRESETS
 from t1lib.train.session import TrainSession
 
 
+def from_params(p: Any, device: str) -> dict[str, Any]:
+    """Arguments of `LanguageSession`, but for mode and head, from parameters that the notebooks `convergence` and `cce`
+    share: the one's run `fused-gpu` is the model whose hidden states the other takes."""
+    spec = {"name": "adamw", "lr": p.lr, "betas": (0.9, 0.95), "master_weights": p.dtype != "float32"}
+    schedule = {"name": "cosine", "warmup": p.lr_warmup, "total": p.steps}
+    size = {"model": p.model, "changes": {"num_hidden_layers": p.layers}, "vocabulary": p.vocabulary, "dtype": p.dtype}
+    data = {"limit": p.text, "seq": p.seq, "batch": p.batch, "seed": p.seed}
+    return size | data | {"optimizer": spec, "schedule": schedule, "max_grad_norm": p.max_grad_norm, "device": device}
+
+
 class LanguageSession(TrainSession):
     """A `TrainSession` on the corpus: each step takes the batch of its number.
 
