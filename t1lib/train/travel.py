@@ -30,7 +30,7 @@ class Travel:
     def __init__(
         self, host: HostLayers, layers: Collection[int], host_grads: bool, trace: Callable[[], Trace | NoTrace]
     ) -> None:
-        self._host, self._trace = host, trace
+        self._host, self._grads_come, self._trace = host, host_grads, trace
         self._state = {index: self._part_of_state(index) for index in layers}
         self._weights = {index: host.host_flat[index][host.part] for index in layers}
         self._weight_comes = "master" not in self._keys()
@@ -61,7 +61,7 @@ class Travel:
     ) -> tuple[Mark, Mark, Mark]:  # fmt: skip
         """Queue a layer's update. Returns marks: gradients read, layer updated, all of it back on the host.
 
-        grads      flat, as long as the part, on the device, or on the host
+        grads      flat, as long as the part, on the device, or on the host (`host_grads`)
         marks      before which neither they nor the rest is there
         factor     of the learning rate; scale: of the gradients
         lost       () float32 on the device: other than 0, nothing changes
@@ -73,23 +73,22 @@ class Travel:
         if not lost.is_cuda and lost:
             return None, None, None
         lost, scale = lane.uses(lost), lane.uses(scale) if isinstance(scale, Tensor) else scale
-        here = grads.device == self._host.device
-        for mark in (left, *(() if here else marks)):
+        for mark in (left, *(marks if self._grads_come else ())):
             inward.after(mark)
         for mark in marks:
             lane.after(mark)
         count = self._count(index)
         for piece in self._pieces:
-            slot = self._bring(index, piece, None if here else grads)
+            slot = self._bring(index, piece, grads if self._grads_come else None)
             lane.after(inward.mark())
             with lane.active(), self._trace().span("update", "device update", index, lane.stream):
-                grad = grads[piece] if here else slot["grad"]
+                grad = slot["grad"] if self._grads_come else grads[piece]
                 self._step(slot, grad, count, factor, scale, lost)
                 if onto is not None:
                     onto[piece].copy_(slot["weight"])
             outward.after(lane.mark())
             self._return(index, piece, slot)
-        return lane.mark() if here else inward.mark(), lane.mark(), outward.mark()
+        return inward.mark() if self._grads_come else lane.mark(), lane.mark(), outward.mark()
 
     def _count(self, index: int) -> int:
         """Of the layer's updates up to now."""

@@ -65,6 +65,26 @@ def test_same_bits_as_gpu(mode, kind, optimizer):
     assert_same(state, other)
 
 
+@pytest.mark.parametrize("clipped", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "ckpt"},
+        {"mode": "slide", "outer": "host", "inputs": "host"},
+        {"mode": "slide", "update": "device"},
+        {"mode": "slide", "update": "both", "resident": 1},
+        {"mode": "slide", "outer": "streamed"},
+    ],
+    ids=str,
+)
+def test_a_device_need_not_be_named_as_its_tensors_name_it(options, clipped):
+    """As "cuda" and "cuda:0" are one: "cpu:0" is the CPU, and its tensors say "cpu"."""
+    shared = {"optimizer": OPTIMIZERS["adamw"], "micro_batch": 1, "max_grad_norm": 1.0 if clipped else None}
+    losses, _ = run(make_trainer(model("qwen3"), "gpu", **shared))
+    other_losses, _ = run(make_trainer(model("qwen3"), device="cpu:0", **shared, **options))
+    assert other_losses == pytest.approx(losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
 def test_any_decoder(kind):
     """Slide takes the layers as the model runs them: masks, windows, caps and scalings stay the model's own."""
