@@ -56,7 +56,6 @@ class Pipeline(Inward):
         self._norms = torch.zeros(0 if ranks.alone else len(layers), dtype=_wide(self.layout.dtype), device=device)
         self._summed: Mark = None  # when the last layer's part is added up, and its norm taken
         self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
-        self._read: dict[int, Mark] = {}  # marks when a host buffer's gradients have gone to the device
         stays = has_no_state(spec) and not together and ranks.alone
         self._slot_updaters = [Updater(v, spec) for v in self.weights.views] if stays and on_device else []
         self.travel = Travel(self, () if stays else on_device, together, trace)
@@ -140,7 +139,6 @@ class Pipeline(Inward):
             return
         held, lane = self._host_grads.take(), self.outward
         lane.after(self.grads.filled[slot])
-        lane.after(self._read.pop(held, None))
         with lane.active(), self._trace().span("out", "gradients", index, lane.stream):
             self._host_grads.buffers[held].copy_(own, non_blocking=True)
             self._host_norms[index].copy_(lane.uses(self._norm), non_blocking=True)
@@ -217,8 +215,8 @@ class Pipeline(Inward):
             if index in self.on_device:
                 self.travel.lanes[0].after(arrived)
                 grads = self._host_grads.buffers[held]
-                self._read[held], _, _ = self._travel(index, grads, known, factor, scale, lost)
-                self._host_grads.give(held)
+                self._travel(index, grads, known, factor, scale, lost)
+                self._host_grads.give(held)  # the next gradients follow weights that this update has left
             else:
                 self._submit(index, held, arrived, host[0], host[1], factor)
         self._waiting = []

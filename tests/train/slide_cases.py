@@ -15,6 +15,7 @@ from fsdp_cases import ADAM, DOUBLE, LARGE, SGD, SINGLE, UNTIED, compare, even, 
 from fsdp_manners import on_from, refused, saved_and_on, trainer
 from processes import Cases
 from test_parity import OPTIMIZERS, assert_same
+from test_races import races_in
 from test_steps import EVERYTHING, ragged
 
 from t1lib.errors import T1Error
@@ -58,6 +59,7 @@ def slides(size: int, folder: Path) -> Cases:
         "slide, a rank that is late": late,
         "slide, no stale weight": stale_is_noticed,
         "slide, updates are announced once": announced_once,
+        "slide, no races": no_races,
         "slide, raise": partial(no_number, "raise"),
         "slide, skip": partial(no_number, "skip"),
         "slide, saved, and on in one process or many": partial(saved_and_on, folder / "slid", "slide"),
@@ -181,6 +183,14 @@ def announced_once() -> None:
         landings = many.pipeline.landings
         assert landings._due == [2] * 4
         assert landings._counts.tolist() == [[2] * 4] * many.ranks.size
+
+
+def no_races() -> None:
+    """Of this process's lanes and threads; what another one may touch is for the cases above."""
+    clipped = {"update": "device", "max_grad_norm": 0.1}
+    for options in ({"update": "host"}, {"update": "both", "grad_slots": 1}, clipped):
+        races = races_in(options)
+        assert races.accesses > 200 and not races.found, races.found
 
 
 def no_number(nonfinite: str) -> None:
