@@ -193,8 +193,10 @@ class HeadBench:
         _, phases = timer.stop()
         return phases | {"both": sum(phases.values())}
 
-    def samples(self, cases: list[Case], repeats: int) -> list[tuple[str, dict[str, float]]]:
+    def samples(self, cases: list[Case], repeats: int, turns: int = 1) -> list[tuple[str, dict[str, float]]]:
         """Samples in ms of the floors (key "floor": logits, dE, dW) and of all cases, in `repeats` rounds.
+
+        turns: of the floors and of `fused` in each round, because it is their ratios that bars are about.
 
         Every sample follows the same lead-in; the floors' three products follow each other, as a head's do.
         """
@@ -203,8 +205,9 @@ class HeadBench:
         found = []
         e, w = self.e.detach(), self.w.detach()
         results = e @ w.T, torch.empty_like(e), torch.empty_like(w)
-        for turns in rounds([None, *cases], repeats):
-            for case in turns:
+        often = [None, *(case for case in cases if case.method == "fused")]
+        for order in rounds([None, *cases, *often * (turns - 1)], repeats):
+            for case in order:
                 if case is None:
                     found.append(("floor", products_ms(e, w, results, lead)))
                 else:

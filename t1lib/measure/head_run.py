@@ -5,6 +5,7 @@ products. Metrics: workspace_mib, forward_ms, backward_ms, both_ms, error_loss, 
 `loss_` those of the loss alone, whose time is `loss_ms`.
 """
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ def _shown(value: int | str) -> str:
 
 def measure_times(
     records: Records, phase: str, shape: Shape, cases: list[Case], settings: dict[str, Any], gate: Gate,
-    repeats: int, warmup: int, softmax: str = "",
+    repeats: int, warmup: int, turns: int = 1, softmax: str = "",
 ) -> None:  # fmt: skip
     """Errors, then times of all cases and the floors in turn, in one process that holds one set of operands.
 
@@ -86,11 +87,12 @@ def measure_times(
             add_sparsity(records, softmax, worker.call("sparsity"))
         fine = _prepare(records, phase, cases, worker, gate, warmup)
         worker.call("forget_reference")
-        by_key = {case.key: case for case in cases}
-        for index, (key, times) in enumerate(worker.call("samples", cases=fine, repeats=repeats)):
+        by_key, count = {case.key: case for case in cases}, Counter()
+        for key, times in worker.call("samples", cases=fine, repeats=repeats, turns=turns):
             variant = by_key[key].variant if key in by_key else key
             for name, ms in times.items():
-                records.add(variant, f"{name}_ms", ms, "ms", phase, index // (len(fine) + 1))
+                records.add(variant, f"{name}_ms", ms, "ms", phase, count[key])
+            count[key] += 1
     except VariantOutOfMemory:
         for variant in dict.fromkeys(case.variant for case in cases):
             records.status(variant, "oom", phase)

@@ -150,7 +150,7 @@ def test_a_run_files_workspaces_times_errors_and_statuses():
     plan = make_plan(["A 32 200 8"], ["full", "cce"], ["A both 64MiB 1.1", "A half 64MiB 0.6"])
     measure_workspaces(records, {plan.shapes[0]: plan.cases("A")}, settings)
     gate = Gate(1e-4, 0.5)
-    measure_times(records, "flat/A", plan.shapes[0], plan.cases("A"), settings, gate, 2, 0, softmax="flat")
+    measure_times(records, "flat/A", plan.shapes[0], plan.cases("A"), settings, gate, 2, 0, turns=3, softmax="flat")
     add_bars(records, plan)
     frame = records.frame()
     has = {(r.phase, r.variant, r.metric): r.value for r in frame.itertuples()}
@@ -161,7 +161,9 @@ def test_a_run_files_workspaces_times_errors_and_statuses():
     assert has["bar/A/three", "fused-64MiB", "limit"] == 1.1
     assert has["bar/A/plain", "fused-half-64MiB", "limit_mib"] == 64
     assert {"logits_ms", "dE_ms", "dW_ms"} <= {metric for _, variant, metric in has if variant == "floor"}
-    assert len(frame[(frame["variant"] == "full") & (frame["metric"] == "both_ms")]) == 2
+    for variant, metric, samples in (("full", "both_ms", 2), ("fused-64MiB", "both_ms", 6), ("floor", "dW_ms", 6)):
+        found = frame[(frame["variant"] == variant) & (frame["metric"] == metric)]
+        assert sorted(found["step"]) == list(range(samples))
     state = statuses(frame[frame["phase"] == "flat/A"])
     assert state["full"] == state["fused-64MiB"] == "ok"
     assert torch.cuda.is_available() or state["cce"] == "unavailable"
