@@ -144,7 +144,9 @@ def together() -> Iterator[Ranks]:
     if launched() == 1:
         yield ALONE
         return
-    store = join(torch.cuda.is_available())
+    store, number = join(torch.cuda.is_available()), int(os.environ.get("LOCAL_RANK", "0"))
+    if number < torch.cuda.device_count():  # before anything, such as a model's weights, is made on the first one
+        torch.cuda.set_device(number)
     ranks = Ranks(dist.group.WORLD)
     try:
         if ranks.rank == 0:
