@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from t1lib.errors import T1Error, require
+from t1lib.errors import T1Error, choose, require
 from t1lib.machine import Machine
 from t1lib.measure.memory import GIB
 from t1lib.plan import SPREAD, TEMPORARY, Choice, choose_plan, device_bytes, head_ms, layer_ms, step_ms
 from t1lib.train.models import shape_only
 from t1lib.train.optim import OptimizerSpec
+from t1lib.train.slide import UPDATES
 from t1lib.work import SLACK, Work, head_bytes, work_of
 
 MODES = ("gpu", "ckpt", "slide")
@@ -32,6 +33,7 @@ class Setting:
     optimizer    with float32 master weights, unless dtype is float32
     workspace    of head `fused`, bytes
     slack        bytes that any step holds beside; on a CPU there are none
+    update       where slide's layers are updated, as `SlideTrainer` has it
     """
 
     model: str
@@ -44,6 +46,7 @@ class Setting:
     max_grad_norm: float | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     slack: int = SLACK
+    update: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def _work(setting: Setting) -> Work:
     spec = setting.optimizer if dtype != torch.float32 else replace(setting.optimizer, master_weights=False)
     work = work_of(
         model, spec, rows=setting.rows, seq=setting.seq, micro_batch=setting.micro_batch, workspace=setting.workspace,
-        together=setting.max_grad_norm is not None,
+        together=setting.max_grad_norm is not None, update=choose("update", setting.update, UPDATES),
     )  # fmt: skip
     return replace(work, slack=setting.slack)
 

@@ -23,6 +23,7 @@ def add_parser(commands: Any) -> None:
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
     add("--max-grad-norm", type=float, default=0.0, help="clip gradients: updates wait for the last one")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
+    add("--update", default="auto", help="of mode slide, where layers are updated: auto, host, device or both")
     add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
     parser.set_defaults(command=plan)
 
@@ -81,7 +82,7 @@ def setting_of(arguments: argparse.Namespace) -> Any:
         arguments.model, arguments.batch, arguments.seq, arguments.micro_batch, arguments.dtype,
         OptimizerSpec(arguments.optimizer, master_weights=arguments.dtype != "float32"),
         parse_bytes(arguments.workspace), arguments.max_grad_norm or None,
-        {name: value_of(text) for name, text in arguments.change},
+        {name: value_of(text) for name, text in arguments.change}, update=arguments.update,
     )  # fmt: skip
 
 
@@ -93,5 +94,6 @@ def command_of(arguments: argparse.Namespace, best: Any) -> str:
     parts += ["--micro-batch", arguments.micro_batch] if arguments.micro_batch else []
     parts += ["--workspace", arguments.workspace] if best.head == "fused" else []
     parts += ["--gpu-memory", arguments.vram] if best.mode == "slide" and arguments.vram else []
+    parts += ["--update", arguments.update] if best.mode == "slide" and arguments.update != "auto" else []
     parts += [part for name, text in arguments.change for part in ("--change", name, text)]
     return " ".join(map(str, parts))

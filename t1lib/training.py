@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> None:
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
+    add("--update", help="of mode slide, where layers are updated: auto (default), host, device or both")
     add("--no-offload", action="store_true", help="of mode fsdp: weights, gradients and state stay on the device")
     add("--compute-dtype", help="of mode fsdp: bfloat16 computes in it what is kept in --dtype float32")
     add("--steps", type=int, help="in all, to which the schedule stretches (default: 1000, or what a run has)")
@@ -141,6 +142,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     from t1lib.heads import HEADS, parse_bytes
     from t1lib.train import MODES, OPTIMIZERS, PRESETS
     from t1lib.train.optim import SCHEDULES, OptimizerSpec, Schedule
+    from t1lib.train.slide import UPDATES
 
     known = {"mode": MODES, "head": HEADS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
     for name, allowed in known.items():
@@ -181,6 +183,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.mode != "slide":
             raise T1Error(f"--gpu-memory is of mode slide, the mode is {arguments.mode}")
         settings |= {"gpu_memory": arguments.gpu_memory, "plan_for": [arguments.batch, arguments.seq]}
+    require(not arguments.update or arguments.mode == "slide", f"--update is of mode slide, not {arguments.mode}")
+    settings |= {"update": choose("update", arguments.update, UPDATES)} if arguments.update else {}
     own = {"offload": False} if arguments.no_offload else {}
     own |= {"compute_dtype": arguments.compute_dtype} if arguments.compute_dtype else {}
     given = " and ".join("--no-offload" if name == "offload" else "--compute-dtype" for name in own)

@@ -97,6 +97,14 @@ def test_the_command_prints_the_table_and_a_command_to_train(capsys):
     assert "--gpu-memory 16GiB" in out
 
 
+def test_state_that_travels_is_counted_and_passed_on(capsys):
+    one, other = (by_name(predict(replace(SETTING, update=u), 8 * GIB, None, H200)) for u in ("host", "device"))
+    assert one["gpu", "fused"] == other["gpu", "fused"]
+    assert one["slide", "fused"].ms != other["slide", "fused"].ms
+    assert main(["plan", "--model", "qwen3-8b", "--seq", "4096", "--vram", "16GiB", "--update", "both"]) == 0
+    assert "--mode slide" in (command := capsys.readouterr().out.splitlines()[-2]) and "--update both" in command
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -104,6 +112,7 @@ def test_the_command_prints_the_table_and_a_command_to_train(capsys):
         (["--vram", "16GiB"], "--model is missing"),
         (["--model", "tiny", "--vram", "lots"], "lots"),
         (["--model", "tiny", "--vram", "1GiB", "--optimizer", "adam"], "unknown optimizer 'adam'"),
+        (["--model", "tiny", "--vram", "1GiB", "--update", "gpu"], "unknown update 'gpu'"),
     ],
 )
 def test_bad_commands_are_named(arguments, message, capsys):

@@ -27,6 +27,7 @@ class Frontier:
     vram       bytes of the device; what is predicted to need more than `beyond` times as much is skipped
     host       bytes of the host
     longest    seconds that a step may be predicted to take; a longer one is skipped
+    update     where slide's layers are updated, as `SlideTrainer` has it
     """
 
     models: list[str]
@@ -41,6 +42,7 @@ class Frontier:
     steps: int
     warmup: int
     beyond: float = 1.2
+    update: str = "auto"
 
     def predict(self, model: str, mode: str, head: str, seq: int, machine: Machine) -> Prediction:
         from t1lib.heads import parse_bytes
@@ -49,7 +51,7 @@ class Frontier:
         spec = OptimizerSpec(**self.session["optimizer"])
         changes = {POSITIONS: max(self.lengths)}
         setting = Setting(model, 1, seq, None, self.session["dtype"], spec, parse_bytes(self.workspace), None, changes)
-        setting = replace(setting, slack=SLACK if self.session["device"] == "cuda" else 0)
+        setting = replace(setting, slack=SLACK if self.session["device"] == "cuda" else 0, update=self.update)
         return predict_point(setting, mode, head, machine, Choice(**LEAN) if mode == "slide" else None)
 
 
@@ -111,7 +113,7 @@ def _measure(
 
 
 def _settings(frontier: Frontier, model: str, mode: str) -> dict[str, Any]:
-    own = LEAN if mode == "slide" else {}
+    own = LEAN | {"update": frontier.update} if mode == "slide" else {}
     changes = {POSITIONS: max(frontier.lengths)}
     return frontier.session | dict(model=model, mode=mode, batch=1, seq=frontier.lengths[0], changes=changes) | own
 

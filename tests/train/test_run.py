@@ -110,6 +110,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys)
         (["--vocabulary", "100000"], "is more than this corpus supports"),
         (["--seq", "4096"], "seq 4096; the model has 2048 positions"),
         (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
+        (["--update", "device"], "--update is of mode slide, not gpu"),
+        (["--mode", "slide", "--update", "gpu"], "unknown update 'gpu'"),
         (["--mode", "slide", "--gpu-memory", "1MiB"], "the least that works"),
         (["--change", "layers", "3"], "layers"),
         (["--model", "qwen3-06b"], "unknown model 'qwen3-06b'"),
