@@ -76,21 +76,10 @@ def linear_cross_entropy(
     if not sequence_parallel and isinstance(y, Tensor) and y.device.type == "cpu" and y.numel():
         facts["the least and the largest target"] = (y.min().item(), y.max().item())
     rows = agree(group, facts, _rows_of(w), device)
-
     choose("head", head, HEADS)
-    for name, value in plain.items():
-        require(not isinstance(value, DTensor), f"{name} must be a plain tensor, got a DTensor; pass its local part")
-    checks.tensors(linear_weight=w, linear_bias=b, **plain)
-    require(min(rows) > 0, f"every rank must hold at least one row of linear_weight; they hold {rows}")
-    checks.operands(e, w, b, same_dtype=False)
-    sizes = {
-        "vocabulary is": vocabulary,
-        "the weight as a DTensor has": linear_weight.shape[0] if isinstance(linear_weight, DTensor) else None,
-        "class weights are given for": None if weight is None else weight.numel(),
-    }
-    for what, size in sizes.items():
-        held = f"the ranks hold {' + '.join(map(str, rows))} = {sum(rows)} rows of linear_weight"
-        require(size is None or size == sum(rows), f"{held}, but {what} {size!r} classes")
+    _check(plain, w, b, rows)
+    whole = linear_weight.shape[0] if isinstance(linear_weight, DTensor) else None
+    _check_sizes(rows, vocabulary, whole, weight)
     shards = Shards(group, dist.get_rank(group), rows, sequence_parallel)
     return HEADS[head](e, w, y, linear_bias=b, weight=weight, token_weight=token_weight, shards=shards, **options)
 
@@ -102,6 +91,27 @@ def _facts(plain: dict[str, Any], w: Any, b: Any) -> dict[str, Any]:
     facts |= {"linear_weight": _describe(w, e, 1), "linear_bias": _describe(b, e, 1)}
     facts["linear_bias has as many rows as linear_weight"] = b is None or _rows_of(b) == _rows_of(w)
     return facts
+
+
+def _check(plain: dict[str, Any], w: Any, b: Any, rows: tuple[int, ...]) -> None:
+    """Raise `T1Error` for an operand that no head takes."""
+    for name, value in plain.items():
+        require(not isinstance(value, DTensor), f"{name} must be a plain tensor, got a DTensor; pass its local part")
+    checks.tensors(linear_weight=w, linear_bias=b, **plain)
+    require(min(rows) > 0, f"every rank must hold at least one row of linear_weight; they hold {rows}")
+    checks.operands(plain["input"], w, b, same_dtype=False)
+
+
+def _check_sizes(rows: tuple[int, ...], vocabulary: int | None, whole: int | None, weight: Tensor | None) -> None:
+    """Raise `T1Error` unless the shards add up to what else says how many classes there are."""
+    sizes = {
+        "vocabulary is": vocabulary,
+        "the weight as a DTensor has": whole,
+        "class weights are given for": None if weight is None else weight.numel(),
+    }
+    for what, size in sizes.items():
+        held = f"the ranks hold {' + '.join(map(str, rows))} = {sum(rows)} rows of linear_weight"
+        require(size is None or size == sum(rows), f"{held}, but {what} {size!r} classes")
 
 
 def _group_of(group: ProcessGroup | DeviceMesh | None, linear_weight: Tensor) -> ProcessGroup:

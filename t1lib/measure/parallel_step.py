@@ -33,23 +33,25 @@ def measure_step(
 
     session |= {"mode": mode, "device": str(device)}
     ranks = dist.get_world_size()
-    train = TrainSession(batch=rows * ranks, **session)
+    _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
+    records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
+    records.status(mode, "ok", phase)
+    gc.collect()  # of that session nothing is left
+    together = TrainSession(batch=rows * most, micro_batch=rows, **session)
+    for step, loss in enumerate(together.warm_up(loss_steps)):
+        records.add(mode, "loss", loss, phase=f"losses/{ranks}", step=step)
+    together.trainer.close()
+
+
+def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, steps: int, warmup: int) -> None:
     train.warm_up(warmup)
     for step in range(steps):
         meet()
         record = train.step()
         slowest = largest({"wall": record.wall_ms} | record.phases)
         add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
-    records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
     peaks = train.memory()
     add_memory(records, mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
     own, mapped = total({"": peaks["host"] - peaks["mapped"]})[""], largest({"": peaks["mapped"]})[""]
     add_memory(records, mode, phase, {"host_all": own + mapped})
-    records.status(mode, "ok", phase)
     train.trainer.close()
-    del train
-    gc.collect()
-    together = TrainSession(batch=rows * most, micro_batch=rows, **session)
-    for step, loss in enumerate(together.warm_up(loss_steps)):
-        records.add(mode, "loss", loss, phase=f"losses/{ranks}", step=step)
-    together.trainer.close()

@@ -74,18 +74,20 @@ def _ran(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> list[tupl
     return [(v, n) for v, n, state in _points(frame, name, variants) if state in ("ok", "wrong")]
 
 
-def _sample(values: pd.Series) -> dict[str, object]:
-    return {"n": len(values) or None, "median [IQR] (ms)": median_iqr(values) if len(values) else MISSING}
+def _begun(frame: pd.DataFrame, metric: str, name: str, what: str, point: tuple[str, int, str]) -> dict[str, object]:
+    """The first columns of a point's row; `what` its variant is."""
+    variant, ranks, state = point
+    values = pick(frame, metric, f"{name}/{ranks}", variant)
+    row = {what: variant, "ranks": str(ranks), "status": state, "n": len(values) or None}
+    return row | {"median [IQR] (ms)": median_iqr(values) if len(values) else MISSING}
 
 
 def table1_head(frame: pd.DataFrame) -> Table:
     """Time, memory and errors of the output layer, a row a head and number of ranks."""
     rows = []
-    for head, ranks, state in _points(frame, "head", HEADS):
-        facts = head_facts(frame, head, ranks)
-        row = {"head": head, "ranks": str(ranks), "status": state}
-        row |= _sample(pick(frame, "both_ms", f"head/{ranks}", head))
-        rows.append(row | {
+    for point in _points(frame, "head", HEADS):
+        facts = head_facts(frame, *point[:2])
+        rows.append(_begun(frame, "both_ms", "head", "head", point) | {
             "speed-up": facts["speedup"],
             "of the ideal": facts["of_ideal"],
             "× its products": facts["over_products"],
@@ -104,11 +106,9 @@ def table1_head(frame: pd.DataFrame) -> Table:
 def table2_step(frame: pd.DataFrame) -> Table:
     """Time, tokens a second, memory and losses of training, a row a mode and number of ranks."""
     rows = []
-    for mode, ranks, state in _points(frame, "step", MODES):
-        facts = step_facts(frame, mode, ranks)
-        row = {"mode": mode, "ranks": str(ranks), "status": state}
-        row |= _sample(pick(frame, "wall_ms", f"step/{ranks}", mode))
-        rows.append(row | {
+    for point in _points(frame, "step", MODES):
+        facts = step_facts(frame, *point[:2])
+        rows.append(_begun(frame, "wall_ms", "step", "mode", point) | {
             "tokens a second": facts["tokens_s"],
             "speed-up": facts["speedup"],
             "of the ideal": facts["of_ideal"],

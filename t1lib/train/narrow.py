@@ -1,7 +1,12 @@
-"""Numbers of 16 bits: split masters, rounding by chance, and buffers to widen into."""
+"""Numbers of 16 bits: what they add up in, split masters, rounding by chance, and buffers to widen into."""
 
 import torch
 from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums over such numbers are taken: float32, or wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:

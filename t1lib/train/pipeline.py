@@ -20,6 +20,7 @@ from t1lib.heads.shards import reduce_scatter
 from t1lib.measure.memory import pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.inward import Inward
+from t1lib.train.narrow import wide
 from t1lib.train.optim import OptimizerSpec, Updater, has_no_state, norms_of
 from t1lib.train.ranks import Ranks
 from t1lib.train.streams import HostPool, Lane, Mark, Slots
@@ -53,7 +54,7 @@ class Pipeline(Inward):
         self._host_grads = HostPool(waiting, self.own_layout, device)
         self._host_norms = pinned_empty(len(layers), torch.float32, device)
         self.outward = Lane(device, own_stream=overlap_out)
-        self._norms = torch.zeros(0 if ranks.alone else len(layers), dtype=_wide(self.layout.dtype), device=device)
+        self._norms = torch.zeros(0 if ranks.alone else len(layers), dtype=wide(self.layout.dtype), device=device)
         self._summed: Mark = None  # when the last layer's part is added up, and its norm taken
         self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
         stays = has_no_state(spec) and not together and ranks.alone
@@ -134,15 +135,17 @@ class Pipeline(Inward):
         if there and not self.together:
             with known.active():
                 lost = self._norm.isfinite().logical_not().float()
-            marks = self._travel(index, own, known.mark(), factor, 1.0, lost)
-            self._norm, self.grads.freed[slot] = None, marks[0]
-            return
-        held, lane = self._host_grads.take(), self.outward
+            self.grads.freed[slot], _, _ = self._travel(index, own, known.mark(), factor, 1.0, lost)
+        else:
+            self._send_gradients(index, own, factor)
+        self._norm = None
+
+    def _send_gradients(self, index: int, own: Tensor, factor: float) -> None:
+        held, lane, slot = self._host_grads.take(), self.outward, self.grads.of(index)
         lane.after(self.grads.filled[slot])
         with lane.active(), self._trace().span("out", "gradients", index, lane.stream):
             self._host_grads.buffers[held].copy_(own, non_blocking=True)
             self._host_norms[index].copy_(lane.uses(self._norm), non_blocking=True)
-        self._norm = None
         self.grads.freed[slot] = arrived = lane.mark()
         if self.together:
             self._waiting.append((index, held))
@@ -277,7 +280,3 @@ class Pipeline(Inward):
         self.worker.close()
         if self.landings is not None:
             self.landings.close()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from t1lib.measure.memory import pinned_empty
+from t1lib.train.narrow import wide
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import send
 
@@ -54,7 +55,7 @@ class HostRows:
 
     def norm(self) -> Tensor:
         self._all()
-        return torch.linalg.vector_norm(self._here, dtype=torch.promote_types(self._grad.dtype, torch.float32))
+        return torch.linalg.vector_norm(self._here, dtype=wide(self._grad.dtype))
 
     def send(self) -> None:
         """Queue the copy to the host, on the current lane."""

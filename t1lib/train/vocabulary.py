@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.batch import Piece
+from t1lib.train.narrow import wide
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import send
 
@@ -167,7 +168,7 @@ class StreamedHead:
                 rows = self._grads[slot][: self._size(piece)]
                 if take is not None:
                     take(*self._spans[piece], rows)
-                norms.append(torch.linalg.vector_norm(rows, dtype=_wide(rows.dtype)))
+                norms.append(torch.linalg.vector_norm(rows, dtype=wide(rows.dtype)))
                 self._send(piece)
         return [m.view(shape) for m, shape in zip(made, found.shapes, strict=True)], norms
 
@@ -178,7 +179,7 @@ class StreamedHead:
             target = send(piece.targets.reshape(-1), x.device)
             valid = target != IGNORED
             total = valid.sum() if piece.total is None else piece.total or math.nan
-            zeros = torch.zeros(len(x), dtype=_wide(x.dtype), device=x.device)
+            zeros = torch.zeros(len(x), dtype=wide(x.dtype), device=x.device)
             found.append(_Rows(x, target, valid, total, zeros - math.inf, zeros))
         return found
 
@@ -216,7 +217,3 @@ class StreamedHead:
 
     def device_tensors(self) -> list[Tensor]:
         return [*self._slots, *self._grads]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -117,22 +117,23 @@ def another_decoder() -> None:
     compare(lambda: model("gemma2"), even(1), SINGLE, optimizer=SGD, head="full")
 
 
-def evaluation() -> None:
-    one, many = (make_trainer(tiny(), mode, optimizer=SGD, head="full", micro_batch=2) for mode in ("gpu", "fsdp"))
+def evaluation(mode: str = "fsdp") -> None:
+    one, many = (make_trainer(tiny(), m, optimizer=SGD, head="full", micro_batch=2) for m in ("gpu", mode))
     for rows in (1, 2, 5):  # ranks may have none
         batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
         assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
     same_state(many, one, {"rel": 0, "abs": 0})
     other = make_trainer(tiny(seed=5), "gpu", optimizer=SGD, head="full")
-    many.load_state_dict(other.state_dict())  # FSDP keeps weights of a forward until a backward: not these
+    many.load_state_dict(other.state_dict())  # FSDP keeps weights of a forward until a backward, slide its slots
     assert many.evaluate(even(1)[0]) == pytest.approx(other.evaluate(even(1)[0]), rel=2e-6)
     many.close()
 
 
-def same_everywhere() -> None:
-    trainer = make_trainer(tiny(), "fsdp", optimizer=SGD, head="full", max_grad_norm=0.5)
+def same_everywhere(mode: str = "fsdp") -> None:
+    trainer = make_trainer(tiny(), mode, optimizer=SGD, head="full", max_grad_norm=0.5)
     records = [trainer.step(batch) for batch in ragged(2)]
     mine = [(r.loss, r.grad_norm, r.tokens, r.step) for r in records] + [trainer.evaluate(even(1)[0])]
+    mine += [w.double().sum().item() for w in trainer.state_dict()["model"].values()]
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     assert all(other == mine for other in every), every

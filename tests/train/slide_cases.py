@@ -11,7 +11,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import ADAM, DOUBLE, LARGE, SGD, SINGLE, UNTIED, compare, even, last_rows_ignored, same_state, tiny
+from fsdp_cases import (
+    ADAM,
+    DOUBLE,
+    LARGE,
+    SGD,
+    SINGLE,
+    UNTIED,
+    compare,
+    evaluation,
+    even,
+    last_rows_ignored,
+    same_everywhere,
+    tiny,
+)
 from fsdp_manners import on_from, refused, saved_and_on, trainer
 from processes import Cases
 from test_parity import OPTIMIZERS, assert_same
@@ -32,7 +45,10 @@ def slides(size: int, folder: Path) -> Cases:
     """Everything at two processes; at three what their number makes a difference to."""
     every = {**EVERYTHING, "optimizer": SGD, "head": "full"}
     plain = {"optimizer": SGD, "head": "full"}
-    found: Cases = {"slide, the same on all ranks": same_everywhere, "slide, evaluation": evaluation}
+    found: Cases = {
+        "slide, the same on all ranks": partial(same_everywhere, "slide"),
+        "slide, evaluation": partial(evaluation, "slide"),
+    }
     for update in ("host", "device", "both"):
         own = {"update": update}
         found[f"slide, everything, updates on {update}"] = partial(agrees, ragged(3), HOST_NUMBERS, own=own, **every)
@@ -77,25 +93,6 @@ def slides(size: int, folder: Path) -> Cases:
 
 def agrees(data: list[dict], bound: dict[str, float], changes: dict | None = None, **options: Any) -> None:
     compare(lambda: tiny(num_hidden_layers=5, **(changes or {})), data, bound, mode="slide", **options)
-
-
-def same_everywhere() -> None:
-    many = make_trainer(tiny(), "slide", optimizer=SGD, head="full", max_grad_norm=0.5)
-    records = [many.step(batch) for batch in ragged(2)]
-    mine = [(r.loss, r.grad_norm, r.tokens, r.step) for r in records] + [many.evaluate(even(1)[0])]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (mine, {n: w.double().sum().item() for n, w in many.state_dict()["model"].items()}))
-    assert all(other == every[0] for other in every), every
-    many.close()
-
-
-def evaluation() -> None:
-    one, many = (make_trainer(tiny(), mode, optimizer=SGD, head="full", micro_batch=2) for mode in ("gpu", "slide"))
-    for rows in (1, 2, 5):  # ranks may have none
-        batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
-        assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
-    same_state(many, one, {"rel": 0, "abs": 0})
-    many.close()
 
 
 def some_of_a_layer() -> None:
