@@ -68,24 +68,29 @@ def exponentials(
 
 def products_of(
     chunks: Chunks, chunk: int, z: Tensor, first: int, de: Tensor | None, dw: Tensor | None, *,
-    parts: int = 1, add_de: bool = False, add_dw: bool = False, even_sum: Tensor | None = None,
+    db: Tensor | None = None, parts: int = 1, add_de: bool = False, add_dw: bool = False,
+    even_sum: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, columns as w's rows from `first` on."""
+    """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, columns as w's rows from `first` on.
+
+    db (V) float32, only with dW: zᵀ times the rows' factors is added to it.
+    """
     o, t, x = chunks.operands, chunks.operands.tiles, chunks.x
     vectors = (even_sum, o.opts.local_class_weight, chunks.info)
     sizes = (chunk, chunks.capacity, o.opts.vocab, o.hidden, first, z.shape[1])
     flags = dict(
-        DE=de is not None, DW=dw is not None, ADD_DE=add_de, ADD_DW=add_dw, EVEN=even_sum is not None,
-        WEIGHTED=o.opts.class_weight is not None,
+        DE=de is not None, DW=dw is not None, DB=db is not None, ADD_DE=add_de, ADD_DW=add_dw,
+        EVEN=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
     )  # fmt: skip
     strides = tuple(0 if m is None else m.stride(0) for m in (de, dw))
     tma, tma_w, tma_dw = o.device.tma, o.tma(o.w), dw is not None and o.tma(dw)
     pieces = 1 if dw is None else dw.element_size()
     products.products[(o.device.units,)](
         tile(z, t.m, t.k, tma), tile(z, t.k, t.m, tma), tile(o.w, t.k, t.n, tma_w), tile(x, t.k, t.n, tma),
+        None if db is None else tile(chunks.memory["factors"], t.k, 16, tma),
         None if de is None else tile(de, t.m, t.n // 4, tma),
         None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
-        *vectors, *sizes, z.shape[0], x.shape[0], parts, z.stride(0), o.w.stride(0), x.stride(0), *strides,
+        db, *vectors, *sizes, z.shape[0], x.shape[0], parts, z.stride(0), o.w.stride(0), x.stride(0), *strides,
         M=t.m, N=t.n, K=t.k, **flags, TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4, PIECES_DW=pieces,
         PRECISION=o.precision, num_warps=t.warps, num_stages=t.product_stages,
     )  # fmt: skip

@@ -75,7 +75,8 @@ def _early_layout(shape: Shape, capacity: int, columns: int, splits: int, parts:
     if capacity:
         layout |= _rows(shape, capacity, splits, 1 + shape.dw)
         layout |= {"z": Buffer(capacity, columns, shape.compute), "per_row": Buffer(2, capacity, torch.float32)}
-        layout |= {"columns": Buffer(capacity, height, shape.compute)} if shape.dw else {}
+        widths = {"columns": height, "factors": 16} if shape.dw else {}
+        layout |= {name: Buffer(capacity, width, shape.compute) for name, width in widths.items()}
         layout |= {"de": Buffer(parts * capacity, shape.hidden, torch.float32)} if shape.de else {}
     return layout
 

@@ -84,15 +84,15 @@ def scale_rows(
 ) -> None:  # fmt: skip
     """Turn a chunk's exponentials into gradients, up to row factors (`kernels.rows.scale_rows`)."""
     o, opts = chunks.operands, chunks.operands.opts
-    copies, per_row = chunks.memory.get("columns"), chunks.memory["per_row"]
+    copies, factors, per_row = (chunks.memory.get(name) for name in ("columns", "factors", "per_row"))
     columns = (None, None, None) if frequent is None else (frequent.target, frequent.number, copies)
     rows.scale_rows[(chunks.capacity,)](
         z, chunks.x, found.offset, found.log_total, found.logprob, chunks.order, chunks.info, chunks.target,
-        f.token, f.target, f.softmax, f.even, *columns, *per_row, tau,
+        f.token, f.target, f.softmax, f.even, *columns, factors, *per_row, tau,
         chunk, chunks.capacity, o.hidden, z.shape[1], room, z.stride(0), chunks.x.stride(0),
         0 if copies is None else copies.stride(0), opts.softcap or 0.0, opts.z_loss,
-        BLOCK=BLOCK, DW=chunks.scaled, SOFTCAP=opts.softcap is not None, Z_LOSS=bool(opts.z_loss),
-        EVEN=bool(opts.label_smoothing),
+        BLOCK=BLOCK, DW=chunks.scaled, DB=chunks.scaled and o.b is not None, SOFTCAP=opts.softcap is not None,
+        Z_LOSS=bool(opts.z_loss), EVEN=bool(opts.label_smoothing),
     )  # fmt: skip
 
 

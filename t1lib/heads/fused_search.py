@@ -14,6 +14,7 @@ DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more t
 LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
 OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
 REREAD = 1e-4  # of a late chunk's time a row block: larger chunks read more again (measured, docs/log.md)
+ROUNDED = 0.015  # of a late plan's time, what each chunk beyond eight is taken to cost: it rounds dW once more
 UNEVEN = 0.06  # of dE's last wave of several, as far as it leaves processors idle, dW does not make up for (measured)
 LAUNCHES = 60  # of a chunk's small kernels, in such steps
 TYPICAL = 8192  # tokens for which `early_from` compares: what decides may not depend on a text's length
@@ -79,7 +80,8 @@ class _Costs(NamedTuple):
     def late(self, plan: Late) -> float:
         blocks, passes = plan.capacity // self.tiles.m, -(-self.shape.vocab // plan.columns)
         logits = self.logits(blocks, -(-plan.columns // self.tiles.n), plan.columns)
-        return plan.chunks * passes * (logits + self.products(blocks, plan.columns, 1)) * (1 + REREAD * blocks)
+        more = REREAD * blocks + ROUNDED * max(plan.chunks - 8, 0) * self.shape.dw
+        return plan.chunks * passes * (logits + self.products(blocks, plan.columns, 1)) * (1 + more)
 
 
 def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:

@@ -84,20 +84,25 @@ def entry(z, row, column, width, room, stride):
 @triton.jit
 def scale_rows(
     z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
-    even_factor, frequent, number, columns, row_scale, row_even, tau,
+    even_factor, frequent, number, columns, factors, row_scale, row_even, tau,
     chunk, capacity, hidden, z_columns, room, z_stride, x_stride, columns_stride, softcap, z_loss,
-    BLOCK: tl.constexpr, DW: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
 
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
     τ = slope · (A (p_y − 1) + A − B), kept by token in order. The target's entry of z becomes 0: neither cancellation
     nor the rounding of s touches τ. For dW the rows of x are scaled by s, and z's columns of the frequent targets
-    are copied: columns (capacity, number). z lies as `exponentials` wrote it.
+    are copied: columns (capacity, number). For dBias factors (capacity, 16) hold s: its first column rounded, its
+    second what the rounding lost. z lies as `exponentials` wrote it.
     """
     i = tl.program_id(0)
     rows = live_rows(info, chunk)
+    c = tl.arange(0, 16)
     if i >= rows:
+        if DB:
+            tl.store(factors + i * 16 + c, tl.zeros([16], factors.dtype.element_ty))
         if DW:  # rows up to the next whole tile take part in products: they must be 0
             for start in range(0, hidden, BLOCK):
                 d = start + tl.arange(0, BLOCK)
@@ -125,6 +130,11 @@ def scale_rows(
     here = y >= 0  # else another shard of the vocabulary has it, and nobody takes this τ
     tl.store(entry(z, i, y, z_columns, room, z_stride), tl.zeros([], z.dtype.element_ty), mask=here)
     tl.store(row_scale + i, scale)
+    if DB:
+        rounded = scale.to(factors.dtype.element_ty)
+        lost = (scale - rounded.to(tl.float32)).to(factors.dtype.element_ty)
+        zero = tl.zeros([16], factors.dtype.element_ty)
+        tl.store(factors + i * 16 + c, tl.where(c == 0, rounded, tl.where(c == 1, lost, zero)))
     tl.store(tau + position, own)
     if EVEN:
         tl.store(row_even + i, tl.load(even_factor + token))
