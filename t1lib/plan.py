@@ -40,6 +40,11 @@ def head_ms(work: Work, machine: Machine) -> float:
     return work.head_cost * 6 * work.tokens * work.head / machine.flops * 1e3
 
 
+def outer_travels(work: Work, choice: Choice) -> bool:
+    """Whether the state of embedding and head comes to the device, beside the forward."""
+    return choice.outer == "host" and work.travelling > 0
+
+
 def device_bytes(work: Work, choice: Choice) -> int:
     """Peak of allocated bytes on the device."""
     weights, state = work.layer * work.itemsize, work.layer * work.state
@@ -69,7 +74,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     again = max(streamed - choice.slots, 0) * work.layer * work.itemsize
     state = streamed * work.layer * work.travelling * work.on_device  # each way, beside the next forward if together
     then, now = (state, 0) if work.together else (0, state)
-    outer = work.outer * work.itemsize * (choice.outer != "device")
+    on_host = work.outer * (choice.outer != "device" and not outer_travels(work, choice))  # numbers updated there
+    outer, other = on_host * work.itemsize, work.outer * work.state * outer_travels(work, choice)
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
     product, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
@@ -77,8 +83,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     eager, recomputed = work.layers - graphed, work.layers - choice.keep
     launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
     forward = max(
-        eager * max(product, launch) + graphed * max(product, replay), (weights + outer + then) / machine.link_in * 1e3,
-        (inputs + then) / machine.link_out * 1e3,
+        eager * max(product, launch) + graphed * max(product, replay),
+        (weights + outer + other + then) / machine.link_in * 1e3, (inputs + other + then) / machine.link_out * 1e3,
     )  # fmt: skip
     backward = max(
         eager * max(back, 2 * launch) + (recomputed - graphed) * max(product, launch)
@@ -89,7 +95,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     head = max(head_ms(work, machine) * in_pieces, twice / machine.link_in * 1e3)
     each = 2 * (work.state + work.itemsize)  # read and written
     layers = streamed * work.layer * (1 - work.on_device)
-    update = (layers + work.outer * (choice.outer != "device")) * each / machine.update * 1e3
+    update = (layers + on_host) * each / machine.update * 1e3
     computing = forward + head + backward
     return max(computing, backward + head + update) if work.together else max(computing, update)
 

@@ -13,7 +13,7 @@ import torch
 from t1lib.errors import T1Error, choose, require
 from t1lib.machine import Machine
 from t1lib.measure.memory import GIB
-from t1lib.plan import SPREAD, TEMPORARY, Choice, choose_plan, device_bytes, head_ms, layer_ms, step_ms
+from t1lib.plan import SPREAD, TEMPORARY, Choice, choose_plan, device_bytes, head_ms, layer_ms, outer_travels, step_ms
 from t1lib.train.models import shape_only
 from t1lib.train.optim import OptimizerSpec
 from t1lib.train.slide import UPDATES
@@ -143,7 +143,7 @@ def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Predictio
     streamed = work.layers - choice.resident
     host = streamed * work.layer * state + min(waiting, streamed) * work.layer * work.itemsize
     if choice.outer != "device":
-        host += work.outer * (state + 2 * work.itemsize)
+        host += work.outer * (work.state if outer_travels(work, choice) else state + 2 * work.itemsize)
     if choice.inputs == "host":
         host += work.layers * work.tokens * work.hidden * work.itemsize
     peak = device_bytes(work, choice)

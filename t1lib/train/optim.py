@@ -232,7 +232,7 @@ class Updater:
         state = self.state[name]
         saved = {k: v.detach().cpu().clone() for k, v in state.items() if k != "low"}
         if "low" in state:
-            saved["master"] = join(self.tensors[name].detach(), state["low"]).cpu()
+            saved["master"] = join(self.tensors[name].detach().to(state["low"].device), state["low"]).cpu()
         return saved
 
     def check_state(self, state: dict[str, dict[str, Any]], prefix: str = "") -> None:

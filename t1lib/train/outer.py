@@ -22,7 +22,7 @@ from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.optim import OptimizerSpec, Updater, norms_of
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.rows import HostRows
-from t1lib.train.streams import send
+from t1lib.train.streams import Mark, send
 
 
 class LookedUp(NamedTuple):
@@ -44,7 +44,7 @@ class Outer:
         self, params: dict[str, nn.Parameter], embed: nn.Embedding, spec: OptimizerSpec, pipeline: Pipeline,
         trace: Callable[[], Trace | NoTrace], streamed: set[str],
     ) -> None:  # fmt: skip
-        self.params, self.embed, self._pipeline, self._trace = params, embed, pipeline, trace
+        self._know(params, embed, pipeline, trace)
         self._there = {n: p for n, p in params.items() if n not in streamed}
         device = pipeline.device
         self.weights = {n: _pinned_like(p, device) for n, p in params.items()}
@@ -54,15 +54,22 @@ class Outer:
             params[name].data = self.weights[name]
         self.refresh()
         self.updater = Updater(self.weights, spec)
-        self._name = next((n for n, p in params.items() if p is embed.weight), None)
         self.rows = HostRows(self.grads[self._name], pipeline) if self._name in streamed else None
-        self._norms: dict[str, list[Tensor]] = {}  # of the streamed gradients' pieces
         self._numbers = pinned_empty(2, torch.float32, device)  # norm of all gradients, factor of these
-        self._factor = 1.0
-        self._arrived: torch.cuda.Event | None = None
-        self._pending = False  # gradients are there, and their update has not been submitted
+        self._arrived: Mark = None
         self._ready: threading.Event | None = None
-        self._filled: torch.cuda.Event | None = None
+
+    def _know(
+        self, params: dict[str, nn.Parameter], embed: nn.Embedding, pipeline: Pipeline,
+        trace: Callable[[], Trace | NoTrace],
+    ) -> None:  # fmt: skip
+        self.params, self.embed, self._pipeline, self._trace = params, embed, pipeline, trace
+        self._name = next((n for n, p in params.items() if p is embed.weight), None)
+        self.rows: HostRows | None = None
+        self._norms: dict[str, list[Tensor]] = {}  # of the streamed gradients' pieces
+        self._factor = 1.0
+        self._pending = False  # gradients are there, and their update has not been submitted
+        self._filled: Mark = None  # when the updated weights are on the device
 
     # -- the embedding ---------------------------------------------------------------------------------------------
 
@@ -170,6 +177,9 @@ class Outer:
         self._filled = lane.mark()
         self._ready.set()
 
+    def settle(self, lost: bool) -> None:
+        """The host knows whether the step's gradients are finite; `_read` finds that out, too."""
+
     def ready(self) -> None:
         """From here on the device finds the updated weights."""
         self.submit()
@@ -178,6 +188,10 @@ class Outer:
             self._pipeline.worker.check()
             self._pipeline.compute.after(self._filled)
             self._ready = None
+
+    def drain(self) -> None:
+        """Wait for the update."""
+        self.ready()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -39,17 +39,17 @@ def trained_outside(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, 
 
 
 def host_bytes(
-    layers: Sequence[nn.Module], spec: OptimizerSpec, waiting: int, outer: dict[str, nn.Parameter]
+    layers: Sequence[nn.Module], spec: OptimizerSpec, waiting: int, outer: dict[str, nn.Parameter], copies: int
 ) -> int:
     """What the host will hold beside the model as it was built, whose weights move one layer at a time.
 
     waiting    layers whose gradients wait at a time
-    outer      what has its state on the host, too
+    outer      what has its state on the host, too; copies: of its size, for weights and gradients there
     """
     trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
     state = sum(state_bytes(p, spec) for p in trained)
     grads = sum(p.nbytes for p in trained) * min(waiting, len(layers)) // max(len(layers), 1)
-    beside = sum(state_bytes(p, spec) + 2 * p.nbytes for p in outer.values())
+    beside = sum(state_bytes(p, spec) + copies * p.nbytes for p in outer.values())
     return state + grads + beside + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
 
 

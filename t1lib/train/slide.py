@@ -16,9 +16,11 @@ from t1lib.train.activations import Activations
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
 from t1lib.train.optim import Updater, has_no_state
 from t1lib.train.outer import Outer
+from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.placement import choose_by_budget, host_bytes, refuse_dropout, spare_modules, trained_outside
 from t1lib.train.ranks import launched
+from t1lib.train.recompute import Recomputation
 from t1lib.train.slide_step import SlideStep
 from t1lib.train.streams import HostStore
 from t1lib.train.trainer import default_device
@@ -127,8 +129,7 @@ class SlideTrainer(SlideStep):
                 setattr(module, name, buffer.to(self.device))
         outer, self._outer = trained_outside(self.model, layers), None
         if self._outer_place != "device" and outer:
-            streamed = {n for n, p in outer.items() if self._streamed(p)}
-            self._outer = Outer(outer, self.parts.embed, self.spec, self.pipeline, lambda: self.trace, streamed)
+            self._outer = self._outer_of(outer)
         self._head = self._streamed_head() if self._outer_place == "streamed" else None
         frozen = not self.parts.embed.weight.requires_grad
         trained = [i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
@@ -137,7 +138,22 @@ class SlideTrainer(SlideStep):
         lanes = self.pipeline.compute, self.pipeline.inward, self.pipeline.outward
         store = HostStore(self.device, *lanes) if self._inputs == "host" else None
         self._activations = Activations(len(layers), self.keep, store)
+        self._recomputation = Recomputation(whole=self._compiled)
         self._graphs = LayerGraphs(layers) if self._graph_tokens and can_capture(self.device) else None
+
+    def _outer_of(self, params: dict[str, nn.Parameter]) -> Outer:
+        common = params, self.parts.embed, self.spec, self.pipeline, lambda: self.trace
+        if self._outer_travels:
+            return TravellingOuter(*common)
+        return Outer(*common, {n for n, p in params.items() if self._streamed(p)})
+
+    @property
+    def _outer_travels(self) -> bool:
+        """Whether embedding, norm and head are updated where the layers are, which is not where their state is."""
+        if self._outer_place != "host" or not self._on_device or has_no_state(self.spec):
+            return False
+        dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad}
+        return len(dtypes) == 1
 
     def _own_facts(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in ("slots", "resident", "keep")} | self._pipeline_options
@@ -181,7 +197,7 @@ class SlideTrainer(SlideStep):
         on_host = len(layers) - len(self._on_device)
         waiting = len(layers) if self._together else min(self._pipeline_options["host_grads"], on_host)
         outer = trained_outside(self.model, self.parts.layers) if self._outer_place != "device" else {}
-        return host_bytes(layers, self.spec, waiting, outer)
+        return host_bytes(layers, self.spec, waiting, outer, copies=0 if self._outer_travels else 2)
 
     def _resident_modules(self) -> list[nn.Module]:
         """Modules that the device needs: all but streamed layers, and a frozen embedding or head that it never uses."""
@@ -205,7 +221,7 @@ class SlideTrainer(SlideStep):
     def drain(self) -> None:
         """Wait for the updates that still run, on all ranks; a step itself does not."""
         if self._outer is not None:
-            self._outer.ready()
+            self._outer.drain()
         self.pipeline.drain()
         self.ranks.meet()
 

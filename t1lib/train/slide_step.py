@@ -24,6 +24,7 @@ from t1lib.train.graphs import LayerGraphs
 from t1lib.train.models import layer_arguments
 from t1lib.train.outer import LookedUp, Outer
 from t1lib.train.pipeline import Pipeline
+from t1lib.train.recompute import Recomputation
 from t1lib.train.several import Several
 from t1lib.train.vocabulary import StreamedHead
 
@@ -36,6 +37,7 @@ class SlideStep(Several):
     pipeline: Pipeline
     slots: int
     _activations: Activations
+    _recomputation: Recomputation
     _graphs: LayerGraphs | None  # None: layers run eagerly
     _graph_tokens: int
     _outer: Outer | None  # None: nothing outside the layers is updated on the host
@@ -199,14 +201,14 @@ class SlideStep(Several):
                 return self._graphs.run(index, (*place, wanted), function, x.detach(), grad, kwargs)
         with torch.enable_grad():
             x = x.detach().requires_grad_(wanted)
-            out = self._compute(index, x, kwargs)
+            out = self._recomputation.run(self.parts.layers[index], partial(self._compute, index, x, kwargs))
         return self._gradients(index, x, out, grad)
 
     def _again(self, index: int, wanted: bool, x: Tensor, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The layer again, and its gradients: those of its weights add up, that of its input is returned if wanted."""
         with torch.enable_grad():
             x = x.detach().requires_grad_(wanted)
-            out = self._call_layer(index, x, kwargs)
+            out = self._recomputation.run(self.parts.layers[index], partial(self._call_layer, index, x, kwargs))
         torch.autograd.backward(out, grad)
         return x.grad
 
@@ -235,6 +237,8 @@ class SlideStep(Several):
 
     def _settle(self, lost: bool) -> None:
         self.pipeline.travel.settle(lost)
+        if self._outer is not None:
+            self._outer.settle(lost)
 
     def _spoiled(self) -> str:
         return super()._spoiled() if self._together else "layers above are updated: go on from a checkpoint"

@@ -101,6 +101,7 @@ class Trainer(Layered, Stateful):
         self._scale: Tensor | float = 1.0  # of the gradients of this step
         self._norms: dict[str, Tensor] = {}  # of gradients that are not on the device any more
         # Of the class, not of each layer: like layers share what is compiled, and weights are only its inputs.
+        self._compiled = compile_layers
         self._layer_forward = cache(lambda kind: torch.compile(kind.forward) if compile_layers else kind.forward)
         self._mark_trainable()
         self._place()

@@ -1,4 +1,4 @@
-"""Updates on the device of layers whose optimizer state the host holds: the state comes, and leaves again, in pieces.
+"""Updates on the device of what has its optimizer state on the host: the state comes, and leaves again, in pieces.
 
 A step of AdamW reads and writes 24 bytes of state a parameter. The host's cores are slow at that, and wanted for
 launching; the link is idle for most of a step, and the device updates in no time. So a piece of a layer's state comes
@@ -6,6 +6,7 @@ in while another one is updated and a third one leaves, all beside the layers' c
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,15 +14,56 @@ from torch import Tensor
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.host_layers import HostLayers
 from t1lib.train.narrow import Scratch
-from t1lib.train.optim import Updater
+from t1lib.train.optim import OptimizerSpec, Updater
 from t1lib.train.streams import Lane, Mark
 
 PIECE = 1 << 23  # numbers of a layer: enough to keep the link busy, few beside a layer
 SLOTS = 2  # pieces on the device: one that comes in, one that is updated or leaves
 
 
+def update_once(
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], spec: OptimizerSpec, scratch: Scratch, count: int,
+    factor: float, scale: Tensor | float, lost: Tensor | None,
+) -> None:  # fmt: skip
+    """Update a tensor and its state, which has seen `count` updates; the rest as `Updater.step` has it."""
+    if "exp_avg" in state:
+        state = state | {"step": torch.full((), float(count), device=grad.device)}
+    Updater({"": weight}, spec, scratch, {"": state}, count).step({"": grad}, factor, scale, lost)
+
+
+@dataclass(frozen=True)
+class Traveller:
+    """What is updated at a time: its state by key, and its weights, flat on the host and as long as one another.
+
+    weights      None: they are on the device alone
+    counted      states of an updater, whose steps go on
+    grads_come   whether its gradients are on the host, too
+    """
+
+    state: dict[str, Tensor]
+    weights: Tensor | None
+    counted: Collection[dict[str, Tensor]]
+    grads_come: bool
+
+    @property
+    def count(self) -> int:
+        """Of its updates up to now."""
+        return int(next(iter(self.counted)).get("step", 0))
+
+    def pieces(self) -> list[slice]:
+        numel = len(next(iter(self.state.values())) if self.weights is None else self.weights)
+        return [slice(at, min(at + PIECE, numel)) for at in range(0, numel, PIECE)]
+
+
+def _layer(host: HostLayers, index: int, grads_come: bool) -> Traveller:
+    """This rank's part of a layer."""
+    state = {key: flat[host.part] for key, flat in host.flat_state(index).items()}
+    return Traveller(state, host.host_flat[index][host.part], host.updaters[index].state.values(), grads_come)
+
+
 class Travel:
-    """Updates `layers` of `host` on the device, of each this rank's part. All their parameters are trained.
+    """Updates `layers` of `host` on the device, of each this rank's part, and what else is added. All of their
+    parameters are trained.
 
     host_grads   whether gradients wait on the host, and come in with the state
     trace        what spans of work are reported to
@@ -30,34 +72,30 @@ class Travel:
     def __init__(
         self, host: HostLayers, layers: Collection[int], host_grads: bool, trace: Callable[[], Trace | NoTrace]
     ) -> None:
-        self._host, self._grads_come, self._trace = host, host_grads, trace
-        self._state = {index: self._part_of_state(index) for index in layers}
-        self._weights = {index: host.host_flat[index][host.part] for index in layers}
-        self._weight_comes = "master" not in self._keys()
+        self.spec, self._trace = host.spec, trace
+        self._travellers = {index: _layer(host, index, host_grads) for index in layers}
         self.lanes = [Lane(host.device, own_stream=True) for _ in range(3)]  # in, update, out
-        numel = host.own_layout.numel
-        size = max(1, min(PIECE, numel))
-        self._pieces = [slice(at, min(at + size, numel)) for at in range(0, numel, size)]
-        kinds = {key: flat.dtype for key, flat in next(iter(self._state.values()), {}).items()}
-        kinds |= {"weight": host.layout.dtype} | ({"grad": host.layout.dtype} if host_grads else {})
-        self._slots = [self._buffers(kinds, size) for _ in range(SLOTS if self._state else 0)]
+        kinds, size = {"weight": host.layout.dtype}, max(1, min(PIECE, host.own_layout.numel))
+        for traveller in list(self._travellers.values())[:1]:
+            kinds |= {key: flat.dtype for key, flat in traveller.state.items()}
+        kinds |= {"grad": host.layout.dtype} if host_grads else {}
+        count = SLOTS if self._travellers else 0
+        self._slots = [
+            {key: torch.zeros(size, dtype=dtype, device=host.device) for key, dtype in kinds.items()}
+            for _ in range(count)
+        ]
         self._freed: list[Mark] = [None] * SLOTS  # marks when what was in a slot has left
         self._turn = 0
-        self._updated: list[int] = []  # layers whose updates are not counted yet
+        self._updated: list[int] = []  # what was updated and is not counted yet
         self._scratch = Scratch()
 
-    def _keys(self) -> list[str]:
-        return list(next(iter(self._state.values()), {}))
-
-    def _part_of_state(self, index: int) -> dict[str, Tensor]:
-        return {key: flat[self._host.part] for key, flat in self._host.flat_state(index).items()}
-
-    def _buffers(self, kinds: dict[str, torch.dtype], size: int) -> dict[str, Tensor]:
-        return {key: torch.zeros(size, dtype=dtype, device=self._host.device) for key, dtype in kinds.items()}
+    def add(self, index: int, traveller: Traveller) -> None:
+        """Let this be updated by that number, too."""
+        self._travellers[index] = traveller
 
     def update(
-        self, index: int, grads: Tensor, marks: Collection[Mark], factor: float, scale: Tensor | float, lost: Tensor,
-        left: Mark, onto: Tensor | None,
+        self, index: int, grads: Tensor, marks: Collection[Mark], factor: float, scale: Tensor | float,
+        lost: Tensor | None, left: Mark, onto: Tensor | None,
     ) -> tuple[Mark, Mark, Mark]:  # fmt: skip
         """Queue a layer's update. Returns marks: gradients read, layer updated, all of it back on the host.
 
@@ -66,70 +104,59 @@ class Travel:
         factor     of the learning rate; scale: of the gradients
         lost       () float32 on the device: other than 0, nothing changes
         left       mark when the layer was last back on the host
-        onto       flat, on the device: where the new weights go, too
+        onto       flat, on the device: where the new weights go, too; or alone, where the host has none
         """
         inward, lane, outward = self.lanes
+        traveller = self._travellers[index]
         self._updated.append(index)
-        if not lost.is_cuda and lost:
+        if lost is not None and not lost.is_cuda and lost:
             return None, None, None
-        lost, scale = lane.uses(lost), lane.uses(scale) if isinstance(scale, Tensor) else scale
-        for mark in (left, *(marks if self._grads_come else ())):
+        lost, scale = (lane.uses(x) if isinstance(x, Tensor) else x for x in (lost, scale))
+        for mark in (left, *(marks if traveller.grads_come else ())):
             inward.after(mark)
         for mark in marks:
             lane.after(mark)
-        count = self._count(index)
-        for piece in self._pieces:
-            slot = self._bring(index, piece, grads if self._grads_come else None)
+        count = traveller.count
+        for piece in traveller.pieces():
+            slot = self._bring(index, piece, grads)
             lane.after(inward.mark())
             with lane.active(), self._trace().span("update", "device update", index, lane.stream):
-                grad = slot["grad"] if self._grads_come else grads[piece]
-                self._step(slot, grad, count, factor, scale, lost)
-                if onto is not None:
-                    onto[piece].copy_(slot["weight"])
+                weight = slot["weight"] if traveller.weights is not None else onto[piece]
+                grad = slot["grad"] if traveller.grads_come else grads[piece]
+                state = {key: slot[key] for key in traveller.state}
+                update_once(weight, grad, state, self.spec, self._scratch, count, factor, scale, lost)
+                if onto is not None and traveller.weights is not None:
+                    onto[piece].copy_(weight)
             outward.after(lane.mark())
             self._return(index, piece, slot)
-        return inward.mark() if self._grads_come else lane.mark(), lane.mark(), outward.mark()
-
-    def _count(self, index: int) -> int:
-        """Of the layer's updates up to now."""
-        state = next(iter(self._host.updaters[index].state.values()))
-        return int(state.get("step", 0))
+        return inward.mark() if traveller.grads_come else lane.mark(), lane.mark(), outward.mark()
 
     def settle(self, lost: bool) -> None:
         """Count the updates since the last call, unless they were lost."""
         for index in self._updated:
-            for state in self._host.updaters[index].state.values():
+            for state in self._travellers[index].counted:
                 if "step" in state and not lost:
                     state["step"] += 1
         self._updated = []
 
-    def _bring(self, index: int, piece: slice, grads: Tensor | None) -> dict[str, Tensor]:
+    def _bring(self, index: int, piece: slice, grads: Tensor) -> dict[str, Tensor]:
         """Queue a piece's way in; the buffers, as long as the piece is."""
-        inward, state = self.lanes[0], self._state[index]
+        inward, traveller = self.lanes[0], self._travellers[index]
         slot = {key: buffer[: piece.stop - piece.start] for key, buffer in self._slots[self._turn].items()}
         inward.after(self._freed[self._turn])
-        come = dict(state)
-        if self._weight_comes:
-            come["weight"] = self._weights[index]
-        if grads is not None:
+        come = dict(traveller.state)
+        if traveller.weights is not None and "master" not in come:
+            come["weight"] = traveller.weights
+        if traveller.grads_come:
             come["grad"] = grads
         with inward.active(), self._trace().span("in", "state", index, inward.stream):
             for key, flat in come.items():
                 slot[key].copy_(flat[piece], non_blocking=True)
         return slot
 
-    def _step(
-        self, slot: dict[str, Tensor], grad: Tensor, count: int, factor: float, scale: Tensor | float, lost: Tensor
-    ) -> None:
-        state = {key: slot[key] for key in self._keys()}
-        if "exp_avg" in state:
-            state["step"] = torch.full((), float(count), device=grad.device)
-        updater = Updater({"": slot["weight"]}, self._host.spec, self._scratch, {"": state}, count)
-        updater.step({"": grad}, factor, scale, lost)
-
     def _return(self, index: int, piece: slice, slot: dict[str, Tensor]) -> None:
-        outward = self.lanes[2]
-        leave = {**self._state[index], "weight": self._weights[index]}
+        outward, traveller = self.lanes[2], self._travellers[index]
+        leave = traveller.state | ({} if traveller.weights is None else {"weight": traveller.weights})
         with outward.active(), self._trace().span("out", "state", index, outward.stream):
             for key, flat in leave.items():
                 flat[piece].copy_(slot[key], non_blocking=True)
@@ -138,7 +165,7 @@ class Travel:
 
     def bytes_a_step(self) -> int:
         """Of state that crosses the link each way."""
-        return sum(flat.nbytes for state in self._state.values() for flat in state.values())
+        return sum(flat.nbytes for traveller in self._travellers.values() for flat in traveller.state.values())
 
     def device_tensors(self) -> list[Tensor]:
         return [buffer for slot in self._slots for buffer in slot.values()]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.measure.timing import PhaseTimer
-from t1lib.train import OptimizerSpec, build_model, make_trainer, travel
+from t1lib.train import OptimizerSpec, build_model, make_trainer, outer_travel, travel
 from t1lib.train.optim import Schedule
 
 STEPS = 5
@@ -171,7 +171,10 @@ TRAVELLERS = {
 @pytest.mark.parametrize("shared", [{}, {"micro_batch": 1, "max_grad_norm": 0.5}], ids=["plain", "clipped"])
 @pytest.mark.parametrize(
     "options",
-    [{"update": "device"}, {"update": "both", "slots": 5}, {"update": "device", "resident": 2, "outer": "host"}],
+    [
+        {"update": "device"}, {"update": "both", "slots": 5}, {"update": "device", "resident": 2, "outer": "host"},
+        {"update": "both", "outer": "host", "inputs": "host", "overlap_update": False},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", TRAVELLERS)
@@ -205,10 +208,14 @@ def test_weights_that_were_updated_on_the_device_are_not_sent_again():
         fetched.clear()
 
 
+@pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("kind", ["qwen3-untied", "gemma2"])
-def test_outer_state_on_the_host_changes_no_bits(kind):
+def test_outer_state_on_the_host_changes_no_bits(kind, update, monkeypatch):
+    monkeypatch.setattr(outer_travel, "ROWS", 7)
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=OPTIMIZERS["adamw"]))
-    trainer, others = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["adamw"], outer="host"), []
+    options = {"outer": "host", "update": update}
+    trainer, others = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["adamw"], **options), []
+    assert isinstance(trainer._outer, outer_travel.TravellingOuter) == (update == "device")
     for batch in batches():
         others.append(trainer.step(batch).loss)
         trainer.evaluate(batch)  # finds the updated weights

@@ -6,6 +6,7 @@ from test_parity import OPTIMIZERS, model
 from test_steps import ragged
 
 from t1lib.train import OptimizerSpec, make_trainer, vocabulary
+from t1lib.train.outer_travel import TravellingOuter
 
 ADAMW = OPTIMIZERS["adamw"]
 CLIPPED = {"max_grad_norm": 0.5, "micro_batch": 2}
@@ -24,7 +25,11 @@ def watch(races: Races, trainer) -> None:
     for index, updater in pipeline.updaters.items():
         state = [t for s in updater.state.values() for key, t in s.items() if key != "step"]
         races.watch(f"state of layer {index}", state, on_host=True)
-    if outer is not None:
+    if isinstance(outer, TravellingOuter):
+        state = [t for s in outer.updater.state.values() for key, t in s.items() if key != "step"]
+        races.watch("outer state", state, on_host=True)
+        races.watch("device's outer weight", (p.data for p in outer.params.values()), on_host=False)
+    elif outer is not None:
         races.watch("host's outer weight", outer.weights.values(), on_host=True)
         races.watch("host's outer gradient", outer.grads.values(), on_host=True)
         races.watch("numbers", [outer._numbers], on_host=True)
@@ -63,6 +68,7 @@ def races_in(options: dict, steps: int = 3) -> Races:
         {"optimizer": OptimizerSpec("sgd", lr=0.1), "update": "device", "slots": 3},
         {"update": "device"},
         {"update": "device", "resident": 4},
+        {"update": "device", "outer": "host", "inputs": "host"},
         {"update": "both", "grad_slots": 1},
         {"update": "both", "overlap_update": False, "outer": "host"},
     ],

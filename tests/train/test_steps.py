@@ -8,7 +8,7 @@ from test_parity import OPTIMIZERS, assert_same, batches, model, run
 
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, next_token_targets
-from t1lib.train import OptimizerSpec, Schedule, make_trainer
+from t1lib.train import OptimizerSpec, Schedule, make_trainer, recompute
 
 SPEC = OPTIMIZERS["adamw"]
 EVERYTHING = {"micro_batch": 2, "max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10, least=0.1)}
@@ -175,3 +175,16 @@ def test_resume_with_everything_on(first, second, tmp_path):
     rest, final = run(resumed, data[4:])
     assert begun + rest == losses
     assert_same(state, final)
+
+
+@pytest.mark.parametrize("kind, skipped", [("qwen3", "mlp.down_proj"), ("llama", "mlp.down_proj"), ("gemma2", "")])
+def test_the_last_product_is_not_computed_again_where_nothing_needs_it(kind, skipped, monkeypatch):
+    """Gemma 2 normalises what its last product gives, and that is needed."""
+    made, forward = [], recompute._Unread.forward
+    monkeypatch.setattr(recompute._Unread, "forward", lambda *a: (made.append(1), forward(*a))[1])
+    slide = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["sgd"])
+    slide.step(batches(1)[0])
+    layers = len(slide.parts.layers)
+    assert slide._recomputation._last == skipped
+    assert len(made) == (layers - 1 if skipped else 0)  # the first one was watched
+    assert all("forward" not in vars(m) for layer in slide.parts.layers for m in layer.mlp.children())

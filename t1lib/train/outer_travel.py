@@ -1,0 +1,135 @@
+"""Embedding, norm and head of mode `slide` with optimizer state on the host, updated on the device: the state comes to
+it, and leaves again (`t1lib.train.travel`), beside the next forward.
+
+As in `outer`, the next step needs few rows of the embedding at once. The device reads their state from the host's
+memory row by row, and updates a copy of them ahead.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from t1lib.errors import require
+from t1lib.measure.memory import SMALL, pin, pinned_empty
+from t1lib.measure.timing import NoTrace, Trace
+from t1lib.train.narrow import Scratch
+from t1lib.train.optim import OptimizerSpec, Updater
+from t1lib.train.outer import Outer
+from t1lib.train.pipeline import Pipeline
+from t1lib.train.streams import Mark, send
+from t1lib.train.travel import Traveller, update_once
+
+ROWS = 2048  # of the embedding that are updated ahead at a time
+
+
+class TravellingOuter(Outer):
+    """Updates `params`, none of them on the host, by the pipeline's `travel`."""
+
+    def __init__(
+        self, params: dict[str, nn.Parameter], embed: nn.Embedding, spec: OptimizerSpec, pipeline: Pipeline,
+        trace: Callable[[], Trace | NoTrace],
+    ) -> None:  # fmt: skip
+        self._know(params, embed, pipeline, trace)
+        self._there = params
+        state = {n: _state_on_host(p, spec, pipeline.device) for n, p in params.items()}
+        self.updater = Updater({n: p.data for n, p in params.items()}, spec, state=state)
+        self._numbers = {n: len(pipeline.layers) + k for k, n in enumerate(params)}  # after all layers
+        for name, number in self._numbers.items():
+            pipeline.travel.add(number, Traveller(self._flat(name), None, [state[name]], grads_come=False))
+        found = [v for s in state.values() for k, v in s.items() if k != "step"]
+        self._direct = pipeline.device.type == "cuda" and all(v.is_pinned() for v in found)
+        self._grads: dict[str, Tensor] = {}
+        self._scale: Tensor | float = 1.0
+        self._left: dict[str, Mark] = {}  # marks when new state is back on the host
+        self._scratch = Scratch()
+
+    def _flat(self, name: str) -> dict[str, Tensor]:
+        return {k: v.view(-1) for k, v in self.updater.state[name].items() if k != "step"}
+
+    def _ahead(self, rows: Tensor) -> Tensor:
+        name, spec, device = self._name, self.updater.spec, self._pipeline.device
+        weight, state = self.params[name].data, self.updater.state[name]
+        count = int(state.get("step", 0))
+        self._wait_for_state(self._left.get(name))
+        found = []
+        for few in rows.split(ROWS):
+            there = send(few, device)
+            own = {k: self._rows_of(v, few, there) for k, v in state.items() if k != "step"}
+            values, grad = weight[there], self._grads[name][there]
+            update_once(values, grad, own, spec, self._scratch, count, self._factor, self._scale, None)
+            found.append(values)
+        return torch.cat(found)
+
+    def _wait_for_state(self, left: Mark) -> None:
+        if self._direct:
+            self._pipeline.compute.after(left)
+        elif left is not None:
+            left.synchronize()
+
+    def _rows_of(self, source: Tensor, rows: Tensor, there: Tensor) -> Tensor:
+        """A copy of a host tensor's rows on the device, where `there`, the same numbers, is.
+
+        A GPU reads pinned memory by itself, in the order of its lane, and the host need not wait for anything.
+        """
+        return _seen_by(there.device, source)[there] if self._direct else send(source[rows], there.device)
+
+    def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
+        """Take the gradients. The update waits for the next embedding, or for `ready`."""
+        for name, param in self.params.items():
+            require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
+            self._grads[name], param.grad = param.grad, None
+        self._scale, self._factor, self._pending = scale, factor, True
+
+    def settle(self, lost: bool) -> None:
+        if lost:
+            self._pending, self._grads = False, {}
+
+    def submit(self) -> None:
+        if not self._pending:
+            return
+        self._pending, pipeline = False, self._pipeline
+        known, lane = pipeline.compute.mark(), pipeline.travel.lanes[1]
+        for name, number in self._numbers.items():
+            grad, weight = self._grads.pop(name).view(-1), self.params[name].data.view(-1)
+            left = self._left.get(name)
+            marks = pipeline.travel.update(number, grad, (known,), self._factor, self._scale, None, left, weight)
+            lane.uses(grad)
+            _, self._filled, self._left[name] = marks
+        pipeline.travel.settle(lost=False)
+
+    def ready(self) -> None:
+        self.submit()
+        self._pipeline.compute.after(self._filled)
+
+    def drain(self) -> None:
+        self.ready()
+        for mark in filter(None, self._left.values()):
+            mark.synchronize()
+
+    def refresh(self) -> None:
+        """The device's weights are the only ones."""
+
+
+def _state_on_host(param: nn.Parameter, spec: OptimizerSpec, device: torch.device) -> dict[str, Tensor]:
+    """The parameter's optimizer state, pinned."""
+    state = Updater({"": param.detach().cpu()}, spec).state[""]
+    return {k: v if k == "step" else _pinned(v.view(-1), device).view(v.shape) for k, v in state.items()}
+
+
+def _pinned(flat: Tensor, device: torch.device) -> Tensor:
+    """The host tensor in pinned memory: itself, unless it is small (`pinned_empty`)."""
+    return pinned_empty(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)
+
+
+def _seen_by(device: torch.device, source: Tensor) -> Tensor:
+    """A pinned tensor as one of the device, in the same memory."""
+    kind = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.int16: "<i2"}[source.dtype]
+    facts = {"shape": tuple(source.shape), "typestr": kind, "data": (source.data_ptr(), False), "version": 3}
+    return torch.as_tensor(_Memory(facts), device=device).view(source.dtype)
+
+
+class _Memory:
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = facts
