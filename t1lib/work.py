@@ -115,7 +115,7 @@ def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype, tokens: int)
 def work_of(
     model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = False, train: str = "all", loss: str = "cross_entropy",
-    embedding: str = "host", graph_tokens: int = GRAPH_TOKENS, update: str = "auto",
+    embedding: str = "host", graph_tokens: int = GRAPH_TOKENS, update: str = "auto", host_share: float = 1 / 3,
 ) -> Work:  # fmt: skip
     """Counts of a step of `rows` × `seq` tokens, `micro_batch` rows at a time; the rest as `SlideTrainer` has it."""
     parts, dtype = split(model), next(model.parameters()).dtype
@@ -134,12 +134,12 @@ def work_of(
         micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
         attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
-        on_device=_share_on_device(update, has_no_state(spec) and not together and train != "marked"),
+        on_device=_share_on_device(update, host_share, has_no_state(spec) and not together and train != "marked"),
     )  # fmt: skip
 
 
-def _share_on_device(update: str, stateless: bool) -> float:
-    return {"host": 0.0, "device": 1.0, "both": 2 / 3, "auto": float(stateless)}[update]
+def _share_on_device(update: str, host_share: float, stateless: bool) -> float:
+    return {"host": 0.0, "device": 1.0, "both": 1 - host_share, "auto": float(stateless)}[update]
 
 
 def _attention(config: PreTrainedConfig, seq: int) -> int:

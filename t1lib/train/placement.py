@@ -71,7 +71,7 @@ def choose_by_budget(
         micro_batch=common.get("micro_batch"),
         workspace=parse_bytes(head.get("workspace", "512MiB")),
         together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
-        **{k: common[k] for k in ("train", "loss", "embedding", "graph_tokens", "update") if k in common},
+        **{k: common[k] for k in ("train", "loss", "embedding", "graph_tokens", "update", "host_share") if k in common},
     )  # fmt: skip
     work = replace(work, workspace=head_bytes(common.get("head", DEFAULT_HEAD), work))
     machine = this_machine()

@@ -44,14 +44,16 @@ class SlideTrainer(SlideStep):
     overlap_out      gradients leave while the next layer computes (else before it does)
     overlap_update   the CPU updates a layer while the device goes on (else the step waits for it)
     update           where streamed layers, all of them trained, are updated: "host"; "device", whereto their optimizer
-                     state travels (`t1lib.train.travel`), if there is any; "both": of three layers, one on the host;
+                     state travels (`t1lib.train.travel`), if there is any; "both": a share of them on the host;
                      "auto": on the device without state and without a wait for the last gradient, else on the host,
                      and there too if overlap_update is off
+    host_share       of the layers that update="both" leaves to the host, between 0 and 1
     embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
-    outer            where embedding, norm and head, when they train, have their optimizer state and are updated,
-                     "device" or "host"; their weights and gradients are on the device (`t1lib.train.outer`). Or
-                     "streamed": on the host, and embedding and head are there altogether, of which the device sees
-                     rows that are looked up, and pieces of the vocabulary (`t1lib.train.vocabulary`)
+    outer            where embedding, norm and head, when they train, have their optimizer state, "device" or "host";
+                     their weights and gradients are on the device. They are updated where that state is
+                     (`t1lib.train.outer`), or as the layers, if that of layers travels (`outer_travel`). Or "streamed":
+                     on the host, and embedding and head are there altogether, of which the device sees rows that are
+                     looked up, and pieces of the vocabulary (`t1lib.train.vocabulary`)
     graph_tokens     micro-batches of up to so many tokens take streamed layers as CUDA graphs (`t1lib.train.graphs`): a
                      launch a layer, and one for its recomputation with the backward; 0: never
     gpu_memory       bytes, or "2GiB": choose slots, resident, keep, inputs and outer so that steps of `plan_for`
@@ -69,8 +71,8 @@ class SlideTrainer(SlideStep):
     def __init__(
         self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, resident: int = 0,
         keep: int = 0, inputs: str = "device", overlap_in: bool = True, overlap_out: bool = True,
-        overlap_update: bool = True, update: str = "auto", embedding: str = "host", outer: str = "device",
-        graph_tokens: int = GRAPH_TOKENS, gpu_memory: str | int | None = None,
+        overlap_update: bool = True, update: str = "auto", host_share: float = 1 / 3, embedding: str = "host",
+        outer: str = "device", graph_tokens: int = GRAPH_TOKENS, gpu_memory: str | int | None = None,
         plan_for: tuple[int, int] | None = None, **common: Any,
     ) -> None:  # fmt: skip
         self.chosen, self.predicted = None, {}
@@ -78,14 +80,16 @@ class SlideTrainer(SlideStep):
             own = (slots, resident, keep, inputs, outer) == (2, 0, 0, "device", "device")
             require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
             tokens = graph_tokens if can_capture(default_device(common.get("device"))) else 0
+            own_options = {"embedding": embedding, "graph_tokens": tokens, "update": update, "host_share": host_share}
             self.chosen, self.predicted = choose_by_budget(
-                model, gpu_memory, plan_for, common | {"embedding": embedding, "graph_tokens": tokens, "update": update}
+                model, gpu_memory, plan_for, common | own_options
             )
             slots, resident, keep, inputs, outer = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
         require(graph_tokens >= 0, f"graph_tokens={graph_tokens}; allowed: 0 or more")
-        self._graph_tokens = graph_tokens
+        require(0 < host_share < 1, f"host_share={host_share}; allowed: between 0 and 1")
+        self._graph_tokens, self._host_share = graph_tokens, host_share
         layers = model.config.num_hidden_layers
         for name, value in (("resident", resident), ("keep", keep)):
             require(0 <= value <= layers, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
@@ -177,7 +181,8 @@ class SlideTrainer(SlideStep):
             stateless = has_no_state(self.spec) and trained and not self._together
             place = "device" if stateless and self._pipeline_options["overlap_update"] else "host"
         require(trained or place == "host", f"update={place!r} is for layers that are trained as a whole; take 'host'")
-        return [i for i in streamed if place == "device" or (place == "both" and i % 3 != 2)]
+        share = {"host": 1.0, "device": 0.0, "both": self._host_share}[place]
+        return [i for i in streamed if int((i + 1) * share + 1e-9) == int(i * share + 1e-9)]
 
     def _streamed(self, param: Tensor) -> bool:
         return self._outer_place == "streamed" and (param is self.parts.embed.weight or param is self.parts.head.weight)

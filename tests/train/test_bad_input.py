@@ -34,6 +34,7 @@ def refused(call, *parts):
         ({"train": "head"}, ["unknown train 'head'", "allowed: all, layers"]),
         ({"loss": "mean_square", "train": "all"}, ["'mean_square'", "train='all'", "allowed: train='layers'"]),
         ({"mode": "slide", "slots": 0}, ["slots=0", "allowed: 1 or more"]),
+        ({"mode": "slide", "host_share": 1.5}, ["host_share=1.5", "allowed: between 0 and 1"]),
         ({"mode": "slide", "grad_slots": 0}, ["grad_slots=0", "allowed: 1 or more"]),
         ({"mode": "slide", "host_grads": -1}, ["host_grads=-1", "allowed: 1 or more"]),
         ({"mode": "slide", "update": "gpu"}, ["update 'gpu'", "allowed: auto, host, device, both"]),

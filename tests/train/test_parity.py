@@ -173,7 +173,7 @@ TRAVELLERS = {
     "options",
     [
         {"update": "device"}, {"update": "both", "slots": 5}, {"update": "device", "resident": 2, "outer": "host"},
-        {"update": "both", "outer": "host", "inputs": "host", "overlap_update": False},
+        {"update": "both", "host_share": 0.5, "outer": "host", "inputs": "host", "overlap_update": False},
     ],
     ids=str,
 )
