@@ -42,6 +42,7 @@ class TravellingOuter(Outer):
         self._direct = pipeline.device.type == "cuda" and all(v.is_pinned() for v in found)
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
+        self._known: Mark = None  # mark before which gradients are not there, or rows are still read
         self._left: dict[str, Mark] = {}  # marks when new state is back on the host
         self._scratch = Scratch()
 
@@ -57,9 +58,10 @@ class TravellingOuter(Outer):
         for few in rows.split(ROWS):
             there = send(few, device)
             own = {k: self._rows_of(v, few, there) for k, v in state.items() if k != "step"}
-            values, grad = weight[there], self._grads[name][there]
+            values, grad = (t.index_select(0, there) for t in (weight, self._grads[name]))
             update_once(values, grad, own, spec, self._scratch, count, self._factor, self._scale, None)
             found.append(values)
+        self._known = self._pipeline.compute.mark()
         return torch.cat(found)
 
     def _wait_for_state(self, left: Mark) -> None:
@@ -73,7 +75,9 @@ class TravellingOuter(Outer):
 
         A GPU reads pinned memory by itself, in the order of its lane, and the host need not wait for anything.
         """
-        return _seen_by(there.device, source)[there] if self._direct else send(source[rows], there.device)
+        if self._direct:
+            return _seen_by(there.device, source).index_select(0, there)
+        return send(source.index_select(0, rows), there.device)
 
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Take the gradients. The update waits for the next embedding, or for `ready`."""
@@ -81,6 +85,7 @@ class TravellingOuter(Outer):
             require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
             self._grads[name], param.grad = param.grad, None
         self._scale, self._factor, self._pending = scale, factor, True
+        self._known = self._pipeline.compute.mark()
 
     def settle(self, lost: bool) -> None:
         if lost:
@@ -90,11 +95,11 @@ class TravellingOuter(Outer):
         if not self._pending:
             return
         self._pending, pipeline = False, self._pipeline
-        known, lane = pipeline.compute.mark(), pipeline.travel.lanes[1]
+        lane = pipeline.travel.lanes[1]
         for name, number in self._numbers.items():
             grad, weight = self._grads.pop(name).view(-1), self.params[name].data.view(-1)
             left = self._left.get(name)
-            marks = pipeline.travel.update(number, grad, (known,), self._factor, self._scale, None, left, weight)
+            marks = pipeline.travel.update(number, grad, (self._known,), self._factor, self._scale, None, left, weight)
             lane.uses(grad)
             _, self._filled, self._left[name] = marks
         pipeline.travel.settle(lost=False)

@@ -63,6 +63,8 @@ class SlideStep(Several):
             else:
                 hidden = [compute(k, x) for k, x in enumerate(hidden)]
             self.pipeline.release(index, index + self.slots)
+            if index == 0 and self._outer is not None:
+                self._outer.submit()  # to queue it may take the host a while: the device has a layer to compute
         return hidden
 
     def _compute_piece(self, index: int, kwargs: list[list[dict[str, Any]]], k: int, hidden: Tensor) -> Tensor:
@@ -98,8 +100,6 @@ class SlideStep(Several):
         if self._outer is not None:
             self._outer.begin()
         hidden, kwargs = zip(*(layer_arguments(self.parts, self._embed(piece)) for piece in pieces), strict=True)
-        if self._outer is not None:
-            self._outer.submit()
         return list(hidden), list(kwargs)
 
     def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:

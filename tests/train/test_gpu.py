@@ -41,6 +41,7 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
         {"slots": 2, "grad_slots": 1, "host_grads": 1}, {"slots": 3}, {"overlap_update": False}, {"keep": 3},
         {"inputs": "host"}, {"outer": "host"}, {"outer": "streamed"}, {"graph_tokens": 0},
         {"update": "device"}, {"update": "both", "slots": 3, "grad_slots": 1},
+        {"update": "device", "outer": "host"}, {"update": "both", "outer": "host", "inputs": "host", "graph_tokens": 0},
         {"resident": 3, "keep": 2, "inputs": "host", "outer": "host"},
     ],
     ids=str,
@@ -74,7 +75,7 @@ def test_updates_on_the_device_are_without_races(options):
     "options",
     [
         {}, {"max_grad_norm": 1.0, "outer": "host", "micro_batch": 1, "inputs": "host"},
-        {"outer": "streamed", "graph_tokens": 0}, {"update": "device"}, {"update": "both", "max_grad_norm": 1.0},
+        {"outer": "streamed", "graph_tokens": 0}, {"update": "device", "outer": "host"}, {"update": "both", "max_grad_norm": 1.0},
     ],
     ids=["plain", "all", "streamed", "there", "both"],
 )  # fmt: skip
