@@ -17,18 +17,23 @@ from t1lib.train.optim import OptimizerSpec, Updater
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a machine: bytes/s over the link each way, bytes/s that the host's updates move, operations/s of
-    products and of attention in practice, bytes/s of the device's own updates, and the times in ms that the host needs
-    to launch an eager layer's forward, and a graph."""
+    """Rates of a machine in practice.
+
+    link_in, link_out    bytes/s over the link
+    update               bytes/s that the host's updates move beside a step
+    flops, attention     operations/s of large products, and of causal attention
+    memory               bytes/s of what the device computes element by element
+    launch_ms, graph_ms  what the host needs to launch an eager layer's forward, and a graph
+    """
 
     name: str = "H200"
 
     link_in: float = 52e9
     link_out: float = 52e9
-    update: float = 150e9
-    flops: float = 450e12
+    update: float = 48e9
+    flops: float = 700e12
     attention: float = 300e12
-    memory: float = 2.5e12
+    memory: float = 1.5e12
     launch_ms: float = 1.3
     graph_ms: float = 0.3
 
@@ -60,7 +65,8 @@ def calibrate(device: torch.device) -> Machine:
     return found
 
 
-PRACTICE = 0.65  # of what a single large product or copy reaches, a training step's do
+PRACTICE = {"update": 0.55, "flops": 0.9, "attention": 0.65, "memory": 0.36}
+"""Of what a single large update, product or copy reaches by itself, a training step's do."""
 
 
 def measure_machine(device: torch.device) -> Machine:
@@ -74,9 +80,11 @@ def measure_machine(device: torch.device) -> Machine:
     big = torch.empty(2**28 if cuda else 2**22, device=device)
     add = median_ms(lambda: big.add_(1), device, 5)
     return Machine(
-        name=device_name(), link_in=link.both_in, link_out=link.both_out, update=28 * weight.numel() / update * 1e3,
-        flops=PRACTICE * measure_product(device, dtype, size), attention=PRACTICE * _attention_rate(device, dtype),
-        memory=PRACTICE * 2 * big.nbytes / add * 1e3,
+        name=device_name(), link_in=link.both_in, link_out=link.both_out,
+        update=PRACTICE["update"] * 28 * weight.numel() / update * 1e3,
+        flops=PRACTICE["flops"] * measure_product(device, dtype, size),
+        attention=PRACTICE["attention"] * _attention_rate(device, dtype),
+        memory=PRACTICE["memory"] * 2 * big.nbytes / add * 1e3,
     )  # fmt: skip
 
 

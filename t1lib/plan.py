@@ -14,6 +14,9 @@ from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
 
 TEMPORARY = 0.6  # of a layer's saved activations: what its backward holds beside them at its peak
+MOVED = 1.95, 4.1  # bytes that a layer's forward, its backward, move beside products for one that it saves (measured)
+AGAIN = 0.88  # of a layer's forward, what has to be computed again (measured)
+BESIDE = 1.08  # times the layers' backward takes where optimizer state comes and goes beside it (measured)
 SPREAD = 1.04  # bytes that the allocator reserves for one that is asked for
 
 
@@ -29,10 +32,10 @@ class Choice:
 
 
 def layer_ms(work: Work, machine: Machine, backward: bool = False) -> float:
-    """Time of one layer's arithmetic over all tokens of a step, forward or backward."""
+    """Time of one layer's computing over all tokens of a step, forward or backward."""
     weights, attention = (4, 2.5) if backward else (2, 1)
-    ms = work.tokens * (weights * work.layer / machine.flops + attention * work.attention / machine.attention)
-    return ms * 1e3
+    products = weights * work.layer / machine.flops + attention * work.attention / machine.attention
+    return work.tokens * (products + MOVED[backward] * work.saved / machine.memory) * 1e3
 
 
 def head_ms(work: Work, machine: Machine) -> float:
@@ -79,6 +82,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
     product, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
+    beside = BESIDE if now else 1.0
     graphed = max(streamed - choice.keep, 0) * work.graphed
     eager, recomputed = work.layers - graphed, work.layers - choice.keep
     launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
@@ -87,8 +91,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
         (weights + outer + other + then) / machine.link_in * 1e3, (inputs + other + then) / machine.link_out * 1e3,
     )  # fmt: skip
     backward = max(
-        eager * max(back, 2 * launch) + (recomputed - graphed) * max(product, launch)
-        + graphed * max(product + back, replay),
+        eager * max(beside * back, 2 * launch) + (recomputed - graphed) * max(beside * AGAIN * product, launch)
+        + graphed * max(beside * (AGAIN * product + back), replay),
         (again + inputs + now) / machine.link_in * 1e3, (weights + outer + now) / machine.link_out * 1e3,
     )  # fmt: skip
     in_pieces = 4 / 3 if twice else 1  # the logits are made twice

@@ -13,7 +13,18 @@ import torch
 from t1lib.errors import T1Error, choose, require
 from t1lib.machine import Machine
 from t1lib.measure.memory import GIB
-from t1lib.plan import SPREAD, TEMPORARY, Choice, choose_plan, device_bytes, head_ms, layer_ms, outer_travels, step_ms
+from t1lib.plan import (
+    AGAIN,
+    SPREAD,
+    TEMPORARY,
+    Choice,
+    choose_plan,
+    device_bytes,
+    head_ms,
+    layer_ms,
+    outer_travels,
+    step_ms,
+)
 from t1lib.train.models import shape_only
 from t1lib.train.optim import OptimizerSpec
 from t1lib.train.slide import UPDATES
@@ -123,7 +134,7 @@ def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
     peak = base + max(kept + work.workspace + first * (head != "full"), begin, grads + backward + 2 * hidden)
     forward, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
     launch = machine.launch_ms * work.pieces
-    again = max(forward, launch) if mode == "ckpt" else 0.0
+    again = max(AGAIN * forward, launch) if mode == "ckpt" else 0.0
     layers = work.layers * (max(forward, launch) + max(back, 2 * launch) + again)
     update = work.params * 2 * (work.state + work.itemsize) / machine.memory * 1e3
     ms = layers + head_ms(work, machine) + update

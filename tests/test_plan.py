@@ -30,7 +30,7 @@ def test_budgets_are_kept_and_more_memory_is_never_slower():
 
 
 def test_from_pure_streaming_to_fully_resident():
-    least = choose_plan(WORK, 3 * 2**30)
+    least = choose_plan(WORK, 5 * 2**29)
     assert (least.resident, least.inputs) == (0, "host") and least.outer != "device"
     slow_link = Machine(link_in=1e7, link_out=1e7)
     most = choose_plan(WORK, 2**40, slow_link)

@@ -75,7 +75,8 @@ def test_updates_on_the_device_are_without_races(options):
     "options",
     [
         {}, {"max_grad_norm": 1.0, "outer": "host", "micro_batch": 1, "inputs": "host"},
-        {"outer": "streamed", "graph_tokens": 0}, {"update": "device", "outer": "host"}, {"update": "both", "max_grad_norm": 1.0},
+        {"outer": "streamed", "graph_tokens": 0}, {"update": "device", "outer": "host"},
+        {"update": "both", "max_grad_norm": 1.0},
     ],
     ids=["plain", "all", "streamed", "there", "both"],
 )  # fmt: skip
