@@ -26,6 +26,8 @@ from t1lib.train.ranks import Ranks
 from t1lib.train.streams import HostPool, Lane, Mark, Slots
 from t1lib.train.travel import Travel
 
+AHEAD = 4  # layers that the queued updates on the device are ahead of the weights that come in, at least
+
 
 class Pipeline(Inward):
     """Lets the layers that the host holds come to the device, and their gradients or new weights leave it. For layers
@@ -57,13 +59,26 @@ class Pipeline(Inward):
         self._norms = torch.zeros(0 if ranks.alone else len(layers), dtype=wide(self.layout.dtype), device=device)
         self._summed: Mark = None  # when the last layer's part is added up, and its norm taken
         self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
+        self._later: dict[int, tuple[Callable[[], None], int]] = {}  # updates on the device to be queued, and gradients
         stays = has_no_state(spec) and not together and ranks.alone
         self._slot_updaters = [Updater(v, spec) for v in self.weights.views] if stays and on_device else []
         self.travel = Travel(self, () if stays else on_device, together, trace)
 
-    def begin(self) -> None:
-        super().begin()
-        self.travel.settle(lost=False)
+    def fetch(self, index: int, again: bool = False) -> None:
+        self._queue_updates(index + AHEAD)
+        super().fetch(index, again)
+
+    def bind(self, index: int, again: bool = False) -> None:
+        self._queue_updates(index + AHEAD)  # also of what is in its slot still
+        super().bind(index, again)
+
+    def settle(self, lost: bool) -> None:
+        """The host knows whether the step's gradients are finite."""
+        self.travel.settle(lost)
+        if lost:
+            for _, held in self._later.values():
+                self._host_grads.give(held)
+            self._later = {}
 
     def place(self, index: int, gradients: bool = False) -> tuple[Any, ...]:
         """Where the layer's weights and gradients are on the device: the same for layers that take turns there."""
@@ -182,7 +197,7 @@ class Pipeline(Inward):
         self.grads.freed[slot] = self._left[index] = lane.mark()
 
     def _travel(
-        self, index: int, grads: Tensor, known: Mark, factor: float, scale: Tensor | float, lost: Tensor
+        self, index: int, grads: Tensor, known: Mark, factor: float, scale: Tensor | float, lost: Tensor | None
     ) -> tuple[Mark, Mark, Mark]:
         """Update the layer on the device, and its weights in their slot if they are still there.
 
@@ -212,17 +227,30 @@ class Pipeline(Inward):
         lane.after(self.compute.mark())
         with lane.active():
             host = pinned_empty(2, torch.float32, self.device).copy_(lane.uses(both), non_blocking=True)
-        arrived, lost = lane.mark(), norm.isfinite().logical_not().float()
-        known = self.compute.mark()
+        arrived, known = lane.mark(), self.compute.mark()
         for index, held in sorted(self._waiting):
             if index in self.on_device:
-                self.travel.lanes[0].after(arrived)
-                grads = self._host_grads.buffers[held]
-                self._travel(index, grads, known, factor, scale, lost)
-                self._host_grads.give(held)  # the next gradients follow weights that this update has left
+                self._later[index] = partial(self._travel_from_host, index, held, arrived, known, factor, scale), held
             else:
                 self._submit(index, held, arrived, host[0], host[1], factor)
         self._waiting = []
+        if not self.overlap_update:
+            self._queue_updates(len(self.layers))
+
+    def _queue_updates(self, until: int) -> None:
+        """Queue updates on the device that waited, of layers up to this one. To queue all of them at the end of a step
+        would leave the device without work: it takes the host a millisecond or two a layer."""
+        for index in [i for i in self._later if i <= until]:
+            update, _ = self._later.pop(index)
+            update()
+            self.travel.settle(lost=False)
+
+    def _travel_from_host(
+        self, index: int, held: int, arrived: Mark, known: Mark, factor: float, scale: Tensor | float
+    ) -> None:
+        self.travel.lanes[0].after(arrived)
+        self._travel(index, self._host_grads.buffers[held], known, factor, scale, None)
+        self._host_grads.give(held)  # the next gradients follow weights that this update has left
 
     def _submit(self, index: int, held: int, *arguments: Any) -> None:
         if self.landings is not None:
@@ -271,6 +299,7 @@ class Pipeline(Inward):
 
     def drain(self) -> None:
         """Wait for the updates that still run, and for weights on their way."""
+        self._queue_updates(len(self.layers))
         self.worker.drain()
         for mark in filter(None, self._left.values()):
             mark.synchronize()

@@ -236,7 +236,7 @@ class SlideStep(Several):
         return super()._may_update(norm) if self._together else True  # else layers are updated already
 
     def _settle(self, lost: bool) -> None:
-        self.pipeline.travel.settle(lost)
+        self.pipeline.settle(lost)
         if self._outer is not None:
             self._outer.settle(lost)
 
