@@ -106,7 +106,9 @@ def _one_message(folder: Path, arguments: list[str], message: str) -> None:
     """Of the process that was first to see it; a launcher ends the others, if they are not at their end, too."""
     code, out, err = call(*SMALL, *arguments, "--out", str(folder / "refused"))
     told = [folder / f"{arguments[-1]}.{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    told[int(os.environ["RANK"])].write_text(err, encoding="utf-8")
+    own = told[int(os.environ["RANK"])]
+    own.with_name(f"{own.name}.part").write_text(err, encoding="utf-8")
+    own.with_name(f"{own.name}.part").rename(own)  # whole, when the others find it
     assert (code, out, err) in ((2, "", f"error: {message}\n"), (1, "", "")), (code, out, err)
     deadline = time.monotonic() + 20
     while not all(path.is_file() for path in told) and time.monotonic() < deadline:

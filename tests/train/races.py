@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from t1lib.train import inward, outer, pipeline, shared, streams, travel
+from t1lib.train import inward, outer, outward, shared, streams, travel
 
 Clock = dict[Any, int]
 COMPUTE = "computing"
@@ -252,7 +252,7 @@ def watched(races: Races) -> Iterator[None]:
     lane = checked_lane(races)
     own = SimpleNamespace(Event=CheckedEvent, Lock=threading.Lock, Thread=threading.Thread)
     with ExitStack() as stack:
-        for module in (inward, pipeline, travel):
+        for module in (inward, outward, travel):
             stack.enter_context(patch.object(module, "Lane", lane))
         for module in (streams, inward, outer):
             stack.enter_context(patch.object(module, "threading", own))
