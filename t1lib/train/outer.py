@@ -177,6 +177,9 @@ class Outer:
         self._filled = lane.mark()
         self._ready.set()
 
+    def leave(self) -> None:
+        """After the head: until the update, nothing needs the weights."""
+
     def settle(self, lost: bool) -> None:
         """The host knows whether the step's gradients are finite; `_read` finds that out, too."""
 

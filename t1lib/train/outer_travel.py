@@ -3,6 +3,9 @@ it, and leaves again (`t1lib.train.travel`), beside the next forward.
 
 As in `outer`, the next step needs few rows of the embedding at once. The device reads their state from the host's
 memory row by row, and updates a copy of them ahead.
+
+Between the head and that update nothing reads the weights, and an update makes them anew from their masters: for the
+backward, where memory is short, they give up their place on the device.
 """
 
 from collections.abc import Callable
@@ -16,10 +19,10 @@ from t1lib.measure.memory import SMALL, pin, pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.narrow import Scratch
 from t1lib.train.optim import OptimizerSpec, Updater
-from t1lib.train.outer import Outer
+from t1lib.train.outer import LookedUp, Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import Mark, send
-from t1lib.train.travel import Traveller, update_once
+from t1lib.train.travel import PIECE, Traveller, update_once
 
 ROWS = 2048  # of the embedding that are updated ahead at a time
 
@@ -44,13 +47,46 @@ class TravellingOuter(Outer):
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
         self._left: dict[str, Mark] = {}  # marks when new state is back on the host
+        self._spare = {n: p for n, p in params.items() if p.ndim > 1 and "master" in state[n] and _alone(p)}
+        self._away = False  # these have given up their place
         self._scratch = Scratch()
 
     def _flat(self, name: str) -> dict[str, Tensor]:
         return {k: v.view(-1) for k, v in self.updater.state[name].items() if k != "step"}
 
+    def leave(self) -> None:
+        for param in self._spare.values():
+            param.untyped_storage().resize_(0)
+        self._away = bool(self._spare)
+
+    def _make_room(self) -> None:
+        """Let the weights have a place again, with whatever is in it."""
+        if self._away:
+            for param in self._spare.values():
+                param.untyped_storage().resize_(param.nbytes)
+            self._away, self._known = False, self._pipeline.compute.mark()
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """No update will make the weights anew: take them from their masters."""
+        self._pending, self._grads = False, {}
+        if self._away:
+            self._make_room()
+            for name, param in self._spare.items():
+                weight, master = param.data.view(-1), self._flat(name)["master"]
+                if self._left.get(name) is not None:
+                    self._left[name].synchronize()
+                for few, exact in zip(weight.split(PIECE), master.split(PIECE), strict=True):
+                    few.copy_(exact)
+
+    def look_up(self, ids: Tensor) -> tuple[Tensor, LookedUp]:
+        if not self._pending:
+            self._restore()  # after a step that was given up
+        return super().look_up(ids)
+
     def _ahead(self, rows: Tensor) -> Tensor:
         name, spec, device = self._name, self.updater.spec, self._pipeline.device
+        self._make_room()
         weight, state = self.params[name].data, self.updater.state[name]
         count = int(state.get("step", 0))
         self._wait_for_state(self._left.get(name))
@@ -58,7 +94,8 @@ class TravellingOuter(Outer):
         for few in rows.split(ROWS):
             there = send(few, device)
             own = {k: self._rows_of(v, few, there) for k, v in state.items() if k != "step"}
-            values, grad = (t.index_select(0, there) for t in (weight, self._grads[name]))
+            values = weight.new_empty(len(few), weight.shape[1]) if "master" in own else weight.index_select(0, there)
+            grad = self._grads[name].index_select(0, there)
             update_once(values, grad, own, spec, self._scratch, count, self._factor, self._scale, None)
             found.append(values)
         self._known = self._pipeline.compute.mark()
@@ -89,11 +126,12 @@ class TravellingOuter(Outer):
 
     def settle(self, lost: bool) -> None:
         if lost:
-            self._pending, self._grads = False, {}
+            self._restore()
 
     def submit(self) -> None:
         if not self._pending:
             return
+        self._make_room()
         self._pending, pipeline = False, self._pipeline
         lane = pipeline.travel.lanes[1]
         for name, number in self._numbers.items():
@@ -105,6 +143,8 @@ class TravellingOuter(Outer):
         pipeline.travel.settle(lost=False)
 
     def ready(self) -> None:
+        if not self._pending:
+            self._restore()
         self.submit()
         self._pipeline.compute.after(self._filled)
 
@@ -115,6 +155,12 @@ class TravellingOuter(Outer):
 
     def refresh(self) -> None:
         """The device's weights are the only ones."""
+
+
+def _alone(param: nn.Parameter) -> bool:
+    """Whether nothing else is in the parameter's memory, and that may be given up."""
+    storage = param.untyped_storage()
+    return storage.resizable() and storage.nbytes() == param.nbytes
 
 
 def _state_on_host(param: nn.Parameter, spec: OptimizerSpec, device: torch.device) -> dict[str, Tensor]:

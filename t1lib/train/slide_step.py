@@ -122,6 +122,8 @@ class SlideStep(Several):
             self._outer.ready()
         run_head = self._head_backward if self._head is None else self._streamed_head_backward
         total, grads = run_head(hidden, pieces, timer)
+        if self._outer is not None:
+            self._outer.leave()
         self._in_backward = True
         try:
             for index in reversed(range(self._lowest, len(self.parts.layers))):

@@ -128,6 +128,8 @@ class Trainer(Layered, Stateful):
         changed, and for gradients that are not finite (`nonfinite`).
         """
         pieces = self._pieces(batch)
+        for param in self.model.parameters():
+            param.grad = None  # of a step that was given up
         timer = PhaseTimer(self.device)
         loss = self._backward(pieces, timer)
         norm = self._update()

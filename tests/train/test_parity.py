@@ -224,6 +224,39 @@ def test_outer_state_on_the_host_changes_no_bits(kind, update, monkeypatch):
     assert_same(state, trainer.state_dict())
 
 
+def test_weights_that_a_master_holds_are_away_during_the_backward(monkeypatch):
+    """They come back by the update; after a step that was lost, or given up, from the masters."""
+    spec = OptimizerSpec("adamw", lr=1e-2, master_weights=True)
+    shared = {"optimizer": spec, "nonfinite": "skip"}
+    plain = make_trainer(model("qwen3", torch.bfloat16), "gpu", **shared)
+    slide = make_trainer(model("qwen3", torch.bfloat16), "slide", outer="host", update="device", **shared)
+    weight, norm, backward = slide.parts.embed.weight, slide.parts.norm.weight, slide._layer_backward
+
+    def seen(*args):
+        assert weight.untyped_storage().nbytes() == 0
+        return backward(*args)
+
+    monkeypatch.setattr(slide, "_layer_backward", seen)
+    one, other = batches(2)
+    assert slide.step(one).loss == plain.step(one).loss
+    assert slide.evaluate(other) == plain.evaluate(other)
+    kept = norm.detach().clone()
+    for trainer in (plain, slide):
+        with torch.no_grad():
+            trainer.parts.norm.weight[0] = torch.inf
+        assert trainer.step(other).skipped
+        with torch.no_grad():
+            trainer.parts.norm.weight.copy_(kept)
+    assert slide.evaluate(other) == plain.evaluate(other)
+    monkeypatch.setattr(slide, "_layer_backward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        slide.step(one)
+    monkeypatch.setattr(slide, "_layer_backward", seen)
+    assert slide.evaluate(other) == plain.evaluate(other)
+    assert slide.step(one).loss == plain.step(one).loss
+    assert_same(plain.state_dict(), slide.state_dict())
+
+
 @pytest.mark.parametrize("options", [{}, {"embedding": "device"}], ids=["host", "device"])
 def test_reports_setting(options):
     """Decoder layers only, mean square: the loss falls, and nothing outside the layers moves."""
