@@ -13,7 +13,7 @@ from t1lib.train.travel import PIECE, SLOTS
 from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
 
-TEMPORARY = 0.6  # of a layer's saved activations: what its backward holds beside them at its peak
+TEMPORARY = 0.34  # of a layer's saved activations: what its backward holds beside them at its peak
 MOVED = 1.95, 4.1  # bytes that a layer's forward, its backward, move beside products for one that it saves (measured)
 AGAIN = 0.88  # of a layer's forward, what has to be computed again (measured)
 BESIDE = 1.08  # times the layers' backward takes where optimizer state comes and goes beside it (measured)
@@ -63,8 +63,10 @@ def device_bytes(work: Work, choice: Choice) -> int:
     others = work.layers - choice.keep
     kept = choice.keep * work.tokens * work.saved + others * hidden * (choice.inputs == "device") + 2 * hidden
     one = work.micro_tokens * work.saved
-    head = work.workspace + hidden
-    backward = one * (TEMPORARY if choice.keep == work.layers else 1 + TEMPORARY)
+    more = work.head * work.itemsize * (work.pieces > 1 and work.outer > 0 and choice.outer != "streamed")
+    head = work.workspace + hidden + more  # a piece's gradient of the head, before it is added to the others'
+    away = work.outer * work.itemsize * (work.masters and outer_travels(work, choice))
+    backward = one * (TEMPORARY if choice.keep == work.layers else 1 + TEMPORARY) - away
     if work.graphed and choice.keep + choice.resident < work.layers:  # graphs keep their memory, and cuBLAS's own
         return int(fixed + kept + head + backward + work.slack)
     return int(fixed + kept + max(head, backward))

@@ -61,8 +61,10 @@ def add_parser(commands: Any) -> None:
 
 def train(arguments: argparse.Namespace) -> int:
     """Run the command, on every process that torchrun started; returns 0, or 130 when it was interrupted."""
+    from t1lib.measure.memory import grow_segments
     from t1lib.train.ranks import together
 
+    grow_segments()
     with together() as ranks:
         check(arguments)
         goes_on = arguments.resume and arguments.model is None

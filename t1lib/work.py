@@ -31,6 +31,7 @@ class Work:
     head_cost        time of loss and gradients over that of the three products
     slack            bytes that any step holds beside all this
     graphed          whether layers that are streamed and computed again run as CUDA graphs
+    masters          whether parameters have float32 masters, as a whole
     on_device        share of slide's layers that are updated there; their optimizer state, if any, travels
     saved            what a layer's backward needs, a token, beyond its weights
     state            optimizer state of a parameter on the device, and on the host
@@ -55,6 +56,7 @@ class Work:
     head_cost: float = 1.0
     slack: int = SLACK
     graphed: bool = False
+    masters: bool = False
     on_device: float = 0.0
 
     @property
@@ -134,6 +136,7 @@ def work_of(
         micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
         attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
+        masters=spec.master_weights and not spec.split_master and dtype != torch.float32,
         on_device=_share_on_device(update, host_share, has_no_state(spec) and not together and train != "marked"),
     )  # fmt: skip
 

@@ -167,6 +167,14 @@ def mapped_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssFile:", "RssShmem:")))
 
 
+def grow_segments() -> None:
+    """Let PyTorch's CUDA allocator grow its segments instead of taking one beside the other: less is lost between
+    blocks of many sizes. Before the first allocation; what the environment says goes before (Linux only)."""
+    said = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
+    if sys.platform == "linux" and not said:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 SMALL = 2**20
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 _registered: dict[int, int] = {}

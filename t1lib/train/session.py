@@ -14,6 +14,7 @@ from t1lib.measure.floors import measure_copy, measure_link, measure_product, th
 from t1lib.measure.memory import (
     AllocatorTimeline,
     HostPeak,
+    grow_segments,
     mapped_bytes,
     pinned_bytes,
     read_peak,
@@ -53,6 +54,7 @@ class TrainSession:
         self, *, model: str, mode: str, dtype: str, batch: int, seq: int, optimizer: dict[str, Any],
         device: str, seed: int = 0, changes: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        grow_segments()
         self.device, self.seed = torch.device(device), seed
         self._host_setup = HostPeak()
         where = "cpu" if mode in ("slide", "fsdp") else device

@@ -1,4 +1,5 @@
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -109,3 +110,11 @@ def test_a_control_groups_limit_counts(folder, names, tmp_path, monkeypatch):
     assert host_available() == 3 * MIB < whole
     (tmp_path / files[0]).write_text("max\n")
     assert host_available() > 3 * MIB
+
+
+def test_what_the_environment_says_of_the_allocator_counts(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    for given in ({}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}):
+        monkeypatch.setattr(os, "environ", dict(given))
+        memory.grow_segments()
+        assert os.environ == (given or {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
