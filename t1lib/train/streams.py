@@ -16,6 +16,7 @@ from t1lib.errors import T1Error
 from t1lib.measure.memory import pinned_empty
 
 Mark = torch.cuda.Event | None  # of a point that a lane comes to; None: there is nothing to wait for
+SPARE = 2  # cores that updates leave to the threads that launch, where there are many
 ALIGN = 128  # elements; every parameter in a flat buffer begins at a multiple, as the device's loads like it
 
 
@@ -237,6 +238,9 @@ class UpdateWorker:
         self._thread.join()
 
     def _run(self) -> None:
+        cores = torch.get_num_threads()
+        if cores >= 4 * SPARE:
+            torch.set_num_threads(cores - SPARE)  # of this thread's loops
         while True:
             _, _, update, pending = self._queue.get()
             if update is None:
