@@ -61,9 +61,12 @@ def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, An
 
 
 class Isolated:
-    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable by name."""
+    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable by name.
 
-    def __init__(self, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
+    wait   for the session to be made; else `ready` does
+    """
+
+    def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
         # A variant that waits for its turn must not spin on the cores of the one that runs; read when OpenMP loads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
@@ -74,6 +77,11 @@ class Isolated:
         self._process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
         self._process.start()
         other.close()
+        if wait:
+            self.ready()
+
+    def ready(self) -> None:
+        """Return when the session is made. Raises what `call` does."""
         self._receive()
 
     def call(self, method: str, **kwargs: Any) -> Any:
@@ -149,10 +157,11 @@ def measure_variants(
         return None
 
     try:
-        for name, settings in waiting:
-            worker = turn(name, lambda settings=settings: Isolated(factory, settings))
-            if worker is not None:
-                running[name] = worker, protocol(name, worker.call)
+        for name, settings in waiting:  # all at once: to build a model and its state takes a core most of the time
+            worker = Isolated(factory, settings, wait=False)
+            running[name] = worker, protocol(name, worker.call)
+        for name in list(running):
+            turn(name, running[name][0].ready)
         while running:
             for name in list(running):
                 turn(name, lambda name=name: next(running[name][1]))

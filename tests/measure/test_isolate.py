@@ -63,7 +63,8 @@ def gone(pids):
 
 def test_variants_take_turns_in_processes_of_their_own(diary):
     assert diary({"A": twice, "B": twice}) == {"A": "ok", "B": "ok"}
-    assert diary.written == ["A+", "B+", "A0", "B0", "A1", "B1", "A2", "B2"]
+    assert sorted(diary.written[:2]) == ["A+", "B+"]  # made at the same time
+    assert diary.written[2:] == ["A0", "B0", "A1", "B1", "A2", "B2"]
     assert len({os.getpid(), *diary.pids}) == 3
     assert gone(diary.pids)
 
