@@ -8,6 +8,7 @@ Between the head and that update nothing reads the weights, and an update makes 
 backward, where memory is short, they give up their place on the device.
 """
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,8 @@ class TravellingOuter(Outer):
         self._numbers = {n: len(pipeline.layers) + k for k, n in enumerate(params)}  # after all layers
         for name, number in self._numbers.items():
             pipeline.travel.add(number, Traveller(self._flat(name), None, [state[name]], grads_come=False))
-        found = [v for s in state.values() for k, v in s.items() if k != "step"]
-        self._direct = pipeline.device.type == "cuda" and all(v.is_pinned() for v in found)
+        looked_up = [v for k, v in state.get(self._name, {}).items() if k != "step"]
+        self._direct = pipeline.device.type == "cuda" and all(map(_address, looked_up))
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
@@ -176,9 +177,20 @@ def _pinned(flat: Tensor, device: torch.device) -> Tensor:
 
 def _seen_by(device: torch.device, source: Tensor) -> Tensor:
     """A pinned tensor as one of the device, in the same memory."""
-    kind = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.int16: "<i2"}[source.dtype]
-    facts = {"shape": tuple(source.shape), "typestr": kind, "data": (source.data_ptr(), False), "version": 3}
+    kind = f"<i{source.element_size()}"
+    facts = {"shape": tuple(source.shape), "typestr": kind, "data": (_address(source), False), "version": 3}
     return torch.as_tensor(_Memory(facts), device=device).view(source.dtype)
+
+
+def _address(source: Tensor) -> int:
+    """Where the current GPU finds a pinned host tensor; 0: it does not."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # not on Linux
+        return 0
+    found = ctypes.c_uint64()
+    code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(source.data_ptr()), 0)
+    return found.value if code == 0 else 0
 
 
 class _Memory:
