@@ -60,6 +60,16 @@ def test_schedule_is_without_races(options, shared):
     assert losses(**options) == losses(**options) == losses(**off)
 
 
+def test_outer_state_that_travels_trains_as_that_which_stays():
+    spec = OptimizerSpec("adamw", lr=1e-3, master_weights=True)
+    stays, travels = (trainer("slide", optimizer=spec, update="device", outer=o) for o in ("device", "host"))
+    assert travels._outer._direct  # the device reads rows of the state by itself
+    losses = [[t.step(batch(100 + n)).loss for n in range(20)] for t in (stays, travels)]
+    assert losses[0][-1] < losses[0][0] - 0.1
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert travels.evaluate(batch()) == pytest.approx(stays.evaluate(batch()), rel=2e-3)
+
+
 @pytest.mark.parametrize("options", [{"slots": 2, "grad_slots": 1}, {"slots": 3, "graph_tokens": 0}], ids=str)
 def test_updates_on_the_device_are_without_races(options):
     off = {"overlap_in": False, "overlap_out": False, "update": "device"}
