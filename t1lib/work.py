@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
-from t1lib.train.optim import DEVICE_PIECE, OptimizerSpec, has_no_state, state_bytes
-from t1lib.train.placement import spare_modules
+from t1lib.train.optim import DEVICE_PIECE, OptimizerSpec, state_bytes
+from t1lib.train.placement import best_place, spare_modules
 
 CHUNKS = 8  # of head `chunked`, by default
 SLACK = 64 * 2**20  # on a GPU: cuBLAS's workspaces, small tensors
@@ -118,9 +118,13 @@ def work_of(
     model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = False, train: str = "all", loss: str = "cross_entropy",
     embedding: str = "host", graph_tokens: int = GRAPH_TOKENS, update: str = "auto", host_share: float = 1 / 3,
+    cuda: bool = True,
 ) -> Work:  # fmt: skip
-    """Counts of a step of `rows` × `seq` tokens, `micro_batch` rows at a time; the rest as `SlideTrainer` has it."""
+    """Counts of a step of `rows` × `seq` tokens, `micro_batch` rows at a time, on a GPU or not; the rest as
+    `SlideTrainer` has it."""
     parts, dtype = split(model), next(model.parameters()).dtype
+    if update == "auto":
+        update = "host" if train == "marked" else best_place(spec, together, cuda)
     in_layers = {id(p) for p in parts.layers.parameters()}
     outside = {p for p in model.parameters() if id(p) not in in_layers}
     trained = {p for p in outside if train == "all" or (train == "marked" and p.requires_grad)}
@@ -137,12 +141,8 @@ def work_of(
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
         attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
         masters=spec.master_weights and not spec.split_master and dtype != torch.float32,
-        on_device=_share_on_device(update, host_share, has_no_state(spec) and not together and train != "marked"),
+        on_device={"host": 0.0, "device": 1.0, "both": 1 - host_share}[update],
     )  # fmt: skip
-
-
-def _share_on_device(update: str, host_share: float, stateless: bool) -> float:
-    return {"host": 0.0, "device": 1.0, "both": 1 - host_share, "auto": float(stateless)}[update]
 
 
 def _attention(config: PreTrainedConfig, seq: int) -> int:

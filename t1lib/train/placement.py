@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from t1lib.errors import require
 from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.train.models import Parts
-from t1lib.train.optim import OptimizerSpec, state_bytes
+from t1lib.train.optim import OptimizerSpec, has_no_state, state_bytes
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:
@@ -53,6 +53,20 @@ def host_bytes(
     return state + grads + beside + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
 
 
+OF_WORK = ("train", "loss", "embedding", "graph_tokens", "update", "host_share", "cuda")  # arguments of `work_of`, too
+
+
+def best_place(spec: OptimizerSpec, together: bool, cuda: bool) -> str:
+    """Where layers that are trained as a whole are updated soonest, "host" or "device"; `together`: after the last
+    gradient. State that the host updates it reads and writes; on its way to a GPU and back it crosses the link."""
+    from t1lib.machine import this_machine  # imports this package
+
+    if has_no_state(spec):
+        return "host" if together else "device"
+    machine = this_machine()
+    return "device" if cuda and 2 * min(machine.link_in, machine.link_out) > machine.update else "host"
+
+
 def choose_by_budget(
     model: PreTrainedModel, gpu_memory: str | int, plan_for: tuple[int, int] | None, common: dict[str, Any]
 ) -> tuple[Any, dict[str, float]]:
@@ -71,7 +85,7 @@ def choose_by_budget(
         micro_batch=common.get("micro_batch"),
         workspace=parse_bytes(head.get("workspace", "512MiB")),
         together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
-        **{k: common[k] for k in ("train", "loss", "embedding", "graph_tokens", "update", "host_share") if k in common},
+        **{k: common[k] for k in OF_WORK if k in common},
     )  # fmt: skip
     work = replace(work, workspace=head_bytes(common.get("head", DEFAULT_HEAD), work))
     machine = this_machine()

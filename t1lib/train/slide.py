@@ -18,7 +18,14 @@ from t1lib.train.optim import Updater, has_no_state
 from t1lib.train.outer import Outer
 from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
-from t1lib.train.placement import choose_by_budget, host_bytes, refuse_dropout, spare_modules, trained_outside
+from t1lib.train.placement import (
+    best_place,
+    choose_by_budget,
+    host_bytes,
+    refuse_dropout,
+    spare_modules,
+    trained_outside,
+)
 from t1lib.train.ranks import launched
 from t1lib.train.recompute import Recomputation
 from t1lib.train.slide_step import SlideStep
@@ -45,8 +52,8 @@ class SlideTrainer(SlideStep):
     overlap_update   the CPU updates a layer while the device goes on (else the step waits for it)
     update           where streamed layers, all of them trained, are updated: "host"; "device", whereto their optimizer
                      state travels (`t1lib.train.travel`), if there is any; "both": a share of them on the host;
-                     "auto": on the device without state and without a wait for the last gradient, else on the host,
-                     and there too if overlap_update is off
+                     "auto": on the device without state and without a wait for the last gradient, or where the link
+                     is faster than the host's updates (`t1lib.machine`); else, and without overlap_update, on the host
     host_share       of the layers that update="both" leaves to the host, between 0 and 1
     embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
     outer            where embedding, norm and head, when they train, have their optimizer state, "device" or "host";
@@ -81,6 +88,7 @@ class SlideTrainer(SlideStep):
             require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
             tokens = graph_tokens if can_capture(default_device(common.get("device"))) else 0
             own_options = {"embedding": embedding, "graph_tokens": tokens, "update": update, "host_share": host_share}
+            own_options["cuda"] = default_device(common.get("device")).type == "cuda"
             self.chosen, self.predicted = choose_by_budget(
                 model, gpu_memory, plan_for, common | own_options
             )
@@ -178,8 +186,8 @@ class SlideTrainer(SlideStep):
         streamed, place = range(self.resident, len(self.parts.layers)), self._update_place
         trained = all(p.requires_grad for i in streamed for p in self.parts.layers[i].parameters())
         if place == "auto":
-            stateless = has_no_state(self.spec) and trained and not self._together
-            place = "device" if stateless and self._pipeline_options["overlap_update"] else "host"
+            whole = trained and self._pipeline_options["overlap_update"]
+            place = best_place(self.spec, self._together, self.device.type == "cuda") if whole else "host"
         require(trained or place == "host", f"update={place!r} is for layers that are trained as a whole; take 'host'")
         share = {"host": 1.0, "device": 0.0, "both": self._host_share}[place]
         return [i for i in streamed if int((i + 1) * share + 1e-9) == int(i * share + 1e-9)]
