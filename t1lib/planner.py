@@ -28,7 +28,7 @@ from t1lib.plan import (
 from t1lib.train.models import shape_only
 from t1lib.train.optim import OptimizerSpec
 from t1lib.train.slide import UPDATES
-from t1lib.work import SLACK, Work, head_bytes, work_of
+from t1lib.work import Work, head_bytes, work_of
 
 MODES = ("gpu", "ckpt", "slide")
 HEADS = {"full": 1.7, "chunked": 1.45, "fused": 1.1}  # time over the three products, about (notebook cce)
@@ -43,7 +43,7 @@ class Setting:
     changes      to a preset's configuration
     optimizer    with float32 master weights, unless dtype is float32
     workspace    of head `fused`, bytes
-    slack        bytes that any step holds beside; on a CPU there are none
+    cuda         on a GPU: a CPU's steps hold nothing beside, and no state travels to it
     update       where slide's layers are updated, as `SlideTrainer` has it
     """
 
@@ -56,7 +56,7 @@ class Setting:
     workspace: int = 2**28
     max_grad_norm: float | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
-    slack: int = SLACK
+    cuda: bool = True
     update: str = "auto"
 
 
@@ -106,8 +106,9 @@ def _work(setting: Setting) -> Work:
     work = work_of(
         model, spec, rows=setting.rows, seq=setting.seq, micro_batch=setting.micro_batch, workspace=setting.workspace,
         together=setting.max_grad_norm is not None, update=choose("update", setting.update, UPDATES),
+        cuda=setting.cuda,
     )  # fmt: skip
-    return replace(work, slack=setting.slack)
+    return work if setting.cuda else replace(work, slack=0)
 
 
 def predict_one(

@@ -115,12 +115,13 @@ def multiply(
 ) -> None:  # fmt: skip
     """The chunk's sums of dE and dW, and dBias, from exponentials z of columns from `first` on."""
     de = None if made.de is None else c.memory["de"]
-    with_dw = made.db if made.dw is not None else None
+    db_alone = made.db is not None and made.dw is None
     if made.de is not None or made.dw is not None:
+        db = None if db_alone else made.db
         launch.products_of(
-            c, chunk, z, first, de, made.dw, db=with_dw, parts=parts, add_de=add_de, add_dw=add_dw, even_sum=even_sum
+            c, chunk, z, first, de, made.dw, db=db, parts=parts, add_de=add_de, add_dw=add_dw, even_sum=even_sum
         )
-    if made.db is not None and made.dw is None:
+    if db_alone:
         sum_of_rows(z, c.info, chunk, c.memory["per_row"][0], onto=made.db[first : first + z.shape[1]])
 
 

@@ -11,9 +11,7 @@ from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory
 from t1lib.plan import Choice
 from t1lib.planner import Prediction, Setting, predict_point
-from t1lib.train.placement import best_place
 from t1lib.train.session import TrainSession
-from t1lib.work import SLACK
 
 LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide at its smallest; longer rows change nothing in it
 POSITIONS = "max_position_embeddings"
@@ -52,9 +50,7 @@ class Frontier:
         spec = OptimizerSpec(**self.session["optimizer"])
         changes = {POSITIONS: max(self.lengths)}
         setting = Setting(model, 1, seq, None, self.session["dtype"], spec, parse_bytes(self.workspace), None, changes)
-        cuda = self.session["device"] == "cuda"
-        update = best_place(spec, together=False, cuda=cuda) if self.update == "auto" else self.update
-        setting = replace(setting, slack=SLACK if cuda else 0, update=update)
+        setting = replace(setting, cuda=self.session["device"] == "cuda", update=self.update)
         return predict_point(setting, mode, head, machine, Choice(**LEAN) if mode == "slide" else None)
 
 

@@ -8,7 +8,7 @@ on the worker's thread while the layers are computed, and is done before norm an
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -136,14 +136,19 @@ class Outer:
         both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
         lane.after(self._pipeline.compute.mark())
         with lane.active(), self._trace().span("out", "gradients", -1, lane.stream):
-            for name, param in self._there.items():
-                require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
-                self.grads[name].copy_(lane.uses(param.grad), non_blocking=True)
-                param.grad = None
+            for name, grad in self._taken():
+                self.grads[name].copy_(lane.uses(grad), non_blocking=True)
             if self.rows is not None:
                 self.rows.send()
             self._numbers.copy_(lane.uses(both), non_blocking=True)
         self._arrived, self._factor, self._pending = lane.mark(), factor, True
+
+    def _taken(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients on the device, which the parameters have no more."""
+        for name, param in self._there.items():
+            require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
+            grad, param.grad = param.grad, None
+            yield name, grad
 
     def _read(self) -> tuple[float, float]:
         if self._arrived is not None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from t1lib.errors import require
 from t1lib.measure.memory import SMALL, pin, pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.narrow import Scratch
@@ -42,8 +41,9 @@ class TravellingOuter(Outer):
         self._numbers = {n: len(pipeline.layers) + k for k, n in enumerate(params)}  # after all layers
         for name, number in self._numbers.items():
             pipeline.travel.add(number, Traveller(self._flat(name), None, [state[name]], grads_come=False))
-        looked_up = [v for k, v in state.get(self._name, {}).items() if k != "step"]
-        self._direct = pipeline.device.type == "cuda" and all(map(_address, looked_up))
+        looked_up = {k: v for k, v in state.get(self._name, {}).items() if k != "step"}
+        self._direct = pipeline.device.type == "cuda" and all(map(_address, looked_up.values()))
+        self._seen = {k: _seen_by(pipeline.device, v) if self._direct else v for k, v in looked_up.items()}
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
@@ -88,13 +88,12 @@ class TravellingOuter(Outer):
     def _ahead(self, rows: Tensor) -> Tensor:
         name, spec, device = self._name, self.updater.spec, self._pipeline.device
         self._make_room()
-        weight, state = self.params[name].data, self.updater.state[name]
-        count = int(state.get("step", 0))
+        weight, count = self.params[name].data, int(self.updater.state[name].get("step", 0))
         self._wait_for_state(self._left.get(name))
         found = []
         for few in rows.split(ROWS):
             there = send(few, device)
-            own = {k: self._rows_of(v, few, there) for k, v in state.items() if k != "step"}
+            own = {k: self._rows_of(v, few, there) for k, v in self._seen.items()}
             values = weight.new_empty(len(few), weight.shape[1]) if "master" in own else weight.index_select(0, there)
             grad = self._grads[name].index_select(0, there)
             update_once(values, grad, own, spec, self._scratch, count, self._factor, self._scale, None)
@@ -113,15 +112,11 @@ class TravellingOuter(Outer):
 
         A GPU reads pinned memory by itself, in the order of its lane, and the host need not wait for anything.
         """
-        if self._direct:
-            return _seen_by(there.device, source).index_select(0, there)
-        return send(source.index_select(0, rows), there.device)
+        return source.index_select(0, there) if self._direct else send(source.index_select(0, rows), there.device)
 
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Take the gradients. The update waits for the next embedding, or for `ready`."""
-        for name, param in self.params.items():
-            require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
-            self._grads[name], param.grad = param.grad, None
+        self._grads = dict(self._taken())
         self._scale, self._factor, self._pending = scale, factor, True
         self._known = self._pipeline.compute.mark()
 

@@ -45,7 +45,7 @@ def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, str]
         read = True
         return tensor
 
-    products = [(n, m) for n, m in layer.named_modules() if type(m) is nn.Linear and m.bias is None]
+    products = [(n, m) for n, m in layer.named_modules() if _plain(m)]
     hooks = [module.register_forward_hook(partial(computed, name)) for name, module in products]
     try:
         with saved_tensors_hooks(saved, lambda tensor: tensor):
@@ -54,6 +54,12 @@ def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, str]
         for hook in hooks:
             hook.remove()
     return out, "" if read else last
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether it is a product and nothing else, that nobody has changed or looks at."""
+    own = "forward" not in vars(module) and not module._forward_hooks
+    return type(module) is nn.Linear and module.bias is None and own
 
 
 @contextmanager

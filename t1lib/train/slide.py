@@ -86,12 +86,11 @@ class SlideTrainer(SlideStep):
         if gpu_memory is not None:
             own = (slots, resident, keep, inputs, outer) == (2, 0, 0, "device", "device")
             require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
-            tokens = graph_tokens if can_capture(default_device(common.get("device"))) else 0
-            own_options = {"embedding": embedding, "graph_tokens": tokens, "update": update, "host_share": host_share}
-            own_options["cuda"] = default_device(common.get("device")).type == "cuda"
-            self.chosen, self.predicted = choose_by_budget(
-                model, gpu_memory, plan_for, common | own_options
-            )
+            device = default_device(common.get("device"))
+            tokens = graph_tokens if can_capture(device) else 0
+            options = {"embedding": embedding, "graph_tokens": tokens, "update": update, "host_share": host_share}
+            options |= {"cuda": device.type == "cuda"}
+            self.chosen, self.predicted = choose_by_budget(model, gpu_memory, plan_for, common | options)
             slots, resident, keep, inputs, outer = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")

@@ -7,6 +7,111 @@ from t1lib.heads.kernels.tiles import even_share, live_rows, load_tile, store_ti
 
 
 @triton.jit
+def _input_units(
+    z, w, de, units, unit_steps, blocks, across, steps,
+    capacity, vocab, hidden, first, columns_held, z_rows, parts, z_stride, w_stride, de_stride,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD: tl.constexpr,
+    TMA: tl.constexpr, TMA_W: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """This program's units of dE."""
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        m = unit % blocks
+        n = unit // blocks % across
+        part = unit // (blocks * across)
+        acc = tl.zeros([M, N], tl.float32)
+        for k in range(part * unit_steps, tl.minimum((part + 1) * unit_steps, steps)):
+            a = load_tile(z, m * M, k * K, z_rows, columns_held, z_stride, M, K, TMA)
+            b = load_tile(w, first + k * K, n * N, vocab, hidden, w_stride, K, N, TMA_W)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        at = part * capacity + m * M
+        store_tile(de, at, n * N, parts * capacity, hidden, de_stride, acc, ADD, PIECES, TMA)
+
+
+@triton.jit
+def _own_tile(i, mine, early, idle):
+    """This program's i-th tile of dW: `mine` of the `early` ones, which idle programs take; then of the rest."""
+    pid = tl.program_id(0)
+    grid = tl.num_programs(0)
+    return tl.where(i < mine, pid - (grid - idle) + i * idle, early + pid + (i - mine) * grid)
+
+
+@triton.jit
+def _own_below(limit, mine, rest, early, idle):
+    """How many of this program's tiles come before tile `limit`."""
+    pid = tl.program_id(0)
+    grid = tl.num_programs(0)
+    found = tl.minimum(tl.maximum(tl.cdiv(limit - (pid - (grid - idle)), idle), 0), mine)
+    return found + tl.minimum(tl.maximum(tl.cdiv(limit - early - pid, grid), 0), rest)
+
+
+@triton.jit
+def _put_weight_tile(
+    dw, acc, even_sum, class_weight, v, n, vocab, hidden, first, held_until, dw_stride,
+    M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, WEIGHTED: tl.constexpr,
+    TMA: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of dW or add it, without label smoothing's even share."""
+    if EVEN:
+        r = first + v * M + tl.arange(0, M)
+        acc -= even_share(even_sum, class_weight, r, r < vocab, n * N + tl.arange(0, N), hidden, WEIGHTED)
+    store_tile(dw, first + v * M, n * N, held_until, hidden, dw_stride, acc, ADD, PIECES, TMA)
+
+
+@triton.jit
+def _bias_tiles(
+    zt, x, factors, dw, db, even_sum, class_weight, count, inner, mine, early, idle,
+    vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The first `count` of this program's tiles of dW, all of its first columns, and dBias of their rows."""
+    for i in range(0, count):  # flattened, the two products would wait for one another
+        v = _own_tile(i, mine, early, idle)
+        acc = tl.zeros([M, N], tl.float32)
+        sums = tl.zeros([M, 16], tl.float32)
+        for k in tl.range(0, inner, num_stages=3):
+            a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
+            b = load_tile(x, k * K, 0, x_rows, hidden, x_stride, K, N, TMA)
+            s = load_tile(factors, k * K, 0, x_rows, 16, 16, K, 16, TMA)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            sums = tl.dot(a.T, s, sums, input_precision=PRECISION)
+        r = first + v * M + tl.arange(0, M)
+        total = tl.load(db + r, mask=r < held_until, other=0.0) + tl.sum(sums, 1)
+        tl.store(db + r, total, mask=r < held_until)
+        _put_weight_tile(
+            dw, acc, even_sum, class_weight, v, 0, vocab, hidden, first, held_until, dw_stride,
+            M, N, ADD, EVEN, WEIGHTED, TMA_DW, PIECES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _weight_tiles(
+    zt, x, dw, even_sum, class_weight, begin, end, across, before, inner, mine, early, idle,
+    vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """This program's tiles of dW from its `begin`-th on. APART: `before` tiles were the first columns."""
+    for i in tl.range(begin, end, flatten=True):
+        tile = _own_tile(i, mine, early, idle)
+        if APART:
+            v = (tile - before) // tl.maximum(across - 1, 1)
+            n = 1 + (tile - before) % tl.maximum(across - 1, 1)
+        else:
+            v = tile // across
+            n = tile % across
+        acc = tl.zeros([M, N], tl.float32)
+        for k in range(0, inner):
+            a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
+            b = load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N, TMA)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        _put_weight_tile(
+            dw, acc, even_sum, class_weight, v, n, vocab, hidden, first, held_until, dw_stride,
+            M, N, ADD, EVEN, WEIGHTED, TMA_DW, PIECES,
+        )  # fmt: skip
+
+
+@triton.jit
 def products(
     z, zt, w, x, factors, de, dw, db, even_sum, class_weight, info,
     chunk, capacity, vocab, hidden, first, columns_held, z_rows, x_rows, parts,
@@ -26,7 +131,6 @@ def products(
     first columns, whose tiles come first. To read z once more for it would take longer.
     Programs without a unit of dE take so many more tiles of dW first that all end together.
     """
-    pid = tl.program_id(0)
     grid = tl.num_programs(0)
     rows = live_rows(info, chunk)
     across = tl.cdiv(hidden, N)
@@ -37,64 +141,34 @@ def products(
         unit_steps = tl.cdiv(steps, parts)
         blocks = tl.cdiv(rows, M)
         units = blocks * across * parts
-        for unit in range(pid, units, grid):
-            m = unit % blocks
-            n = unit // blocks % across
-            part = unit // (blocks * across)
-            acc = tl.zeros([M, N], tl.float32)
-            for k in range(part * unit_steps, tl.minimum((part + 1) * unit_steps, steps)):
-                a = load_tile(z, m * M, k * K, z_rows, columns_held, z_stride, M, K, TMA)
-                b = load_tile(w, first + k * K, n * N, vocab, hidden, w_stride, K, N, TMA_W)
-                acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            at = part * capacity + m * M
-            store_tile(de, at, n * N, parts * capacity, hidden, de_stride, acc, ADD_DE, PIECES_DE, TMA)
+        _input_units(
+            z, w, de, units, unit_steps, blocks, across, steps,
+            capacity, vocab, hidden, first, columns_held, z_rows, parts, z_stride, w_stride, de_stride,
+            M, N, K, ADD_DE, TMA, TMA_W, PIECES_DE, PRECISION,
+        )  # fmt: skip
     if DW:
         inner = tl.cdiv(rows, K)
-        count = tl.cdiv(columns_held, M) * across
+        heights = tl.cdiv(columns_held, M)
         if ADD_DW and rows == 0:
-            count = 0
+            heights = 0
         idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
-        more = tl.minimum(unit_steps // (inner + 3), count // idle)  # 3: of a tile's epilogue
+        more = tl.minimum(unit_steps // (inner + 3), heights * across // idle)  # 3: of a tile's epilogue
         more = tl.where(units % grid == 0, 0, more)
         early = more * idle
+        pid = tl.program_id(0)
         mine = tl.where(pid >= grid - idle, more, 0)
-        rest = tl.cdiv(tl.maximum(count - early - pid, 0), grid)
+        rest = tl.cdiv(tl.maximum(heights * across - early - pid, 0), grid)
         held_until = tl.minimum(vocab, first + columns_held)
         with_bias = 0
         if DB:
-            heights = count // across
-            with_bias = tl.minimum(tl.maximum(tl.cdiv(heights - (pid - (grid - idle)), idle), 0), mine)
-            with_bias += tl.minimum(tl.maximum(tl.cdiv(heights - early - pid, grid), 0), rest)
-            for i in range(0, with_bias):  # flattened, its two products would wait for one another
-                v = tl.where(i < mine, pid - (grid - idle) + i * idle, early + pid + (i - mine) * grid)
-                acc = tl.zeros([M, N], tl.float32)
-                sums = tl.zeros([M, 16], tl.float32)
-                for k in tl.range(0, inner, num_stages=3):
-                    a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
-                    b = load_tile(x, k * K, 0, x_rows, hidden, x_stride, K, N, TMA)
-                    s = load_tile(factors, k * K, 0, x_rows, 16, 16, K, 16, TMA)
-                    acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-                    sums = tl.dot(a.T, s, sums, input_precision=PRECISION)
-                r = first + v * M + tl.arange(0, M)
-                total = tl.load(db + r, mask=r < held_until, other=0.0) + tl.sum(sums, 1)
-                tl.store(db + r, total, mask=r < held_until)
-                if EVEN:
-                    acc -= even_share(even_sum, class_weight, r, r < vocab, tl.arange(0, N), hidden, WEIGHTED)
-                store_tile(dw, first + v * M, 0, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW, TMA_DW)
-        for i in tl.range(with_bias, mine + rest, flatten=True):
-            tile = tl.where(i < mine, pid - (grid - idle) + i * idle, early + pid + (i - mine) * grid)
-            if DB:
-                v = (tile - count // across) // tl.maximum(across - 1, 1)
-                n = 1 + (tile - count // across) % tl.maximum(across - 1, 1)
-            else:
-                v = tile // across
-                n = tile % across
-            acc = tl.zeros([M, N], tl.float32)
-            for k in range(0, inner):
-                a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
-                b = load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N, TMA)
-                acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-            if EVEN:
-                r = first + v * M + tl.arange(0, M)
-                acc -= even_share(even_sum, class_weight, r, r < vocab, n * N + tl.arange(0, N), hidden, WEIGHTED)
-            store_tile(dw, first + v * M, n * N, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW, TMA_DW)
+            with_bias = _own_below(heights, mine, rest, early, idle)
+            _bias_tiles(
+                zt, x, factors, dw, db, even_sum, class_weight, with_bias, inner, mine, early, idle,
+                vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
+                M, N, K, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
+            )  # fmt: skip
+        _weight_tiles(
+            zt, x, dw, even_sum, class_weight, with_bias, mine + rest, across, heights, inner, mine, early, idle,
+            vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
+            M, N, K, DB, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
+        )  # fmt: skip

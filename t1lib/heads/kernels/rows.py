@@ -82,6 +82,47 @@ def entry(z, row, column, width, room, stride):
 
 
 @triton.jit
+def _clear(matrix, row, width, stride, BLOCK: tl.constexpr):
+    """matrix[row] ← 0."""
+    for start in range(0, width, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        tl.store(matrix + row.to(tl.int64) * stride + c, tl.zeros([BLOCK], matrix.dtype.element_ty), mask=c < width)
+
+
+@triton.jit
+def _store_factor(factors, row, factor):
+    """factors[row] (16) ← the factor rounded, what the rounding lost, and zeros."""
+    c = tl.arange(0, 16)
+    exact = tl.zeros([16], tl.float32) + factor
+    rounded = exact.to(factors.dtype.element_ty)
+    lost = (exact - rounded.to(tl.float32)).to(factors.dtype.element_ty)
+    zero = tl.zeros([16], factors.dtype.element_ty)
+    tl.store(factors + row * 16 + c, tl.where(c == 0, rounded, tl.where(c == 1, lost, zero)))
+
+
+@triton.jit
+def _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK: tl.constexpr):
+    """x[i] ← scale · x[capacity + i]."""
+    for start in range(0, hidden, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        row = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
+        value = (row.to(tl.float32) * scale).to(x.dtype.element_ty)
+        tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
+
+
+@triton.jit
+def _copy_frequent(z, columns, frequent, number, i, y, z_columns, room, z_stride, columns_stride, BLOCK: tl.constexpr):
+    """columns[i] ← z[i] at the frequent targets, 0 at its own."""
+    count = tl.load(number)
+    for start in range(0, count, BLOCK):
+        h = start + tl.arange(0, BLOCK)
+        v = tl.load(frequent + h, mask=h < count, other=0)
+        at = entry(z, i, v, z_columns, room, z_stride)
+        value = tl.load(at, mask=(h < count) & (v != y), other=0.0)
+        tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
+
+
+@triton.jit
 def scale_rows(
     z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
     even_factor, frequent, number, columns, factors, row_scale, row_even, tau,
@@ -99,18 +140,12 @@ def scale_rows(
     """
     i = tl.program_id(0)
     rows = live_rows(info, chunk)
-    c = tl.arange(0, 16)
     if i >= rows:
         if DB:
-            tl.store(factors + i * 16 + c, tl.zeros([16], factors.dtype.element_ty))
+            _store_factor(factors, i, 0.0)
         if DW:  # rows up to the next whole tile take part in products: they must be 0
-            for start in range(0, hidden, BLOCK):
-                d = start + tl.arange(0, BLOCK)
-                tl.store(x + i.to(tl.int64) * x_stride + d, tl.zeros([BLOCK], x.dtype.element_ty), mask=d < hidden)
-            for start in range(0, tl.load(number), BLOCK):
-                h = start + tl.arange(0, BLOCK)
-                zero = tl.zeros([BLOCK], x.dtype.element_ty)
-                tl.store(columns + i.to(tl.int64) * columns_stride + h, zero, mask=h < tl.load(number))
+            _clear(x, i, hidden, x_stride, BLOCK)
+            _clear(columns, i, tl.load(number), columns_stride, BLOCK)
         return
     position = first_row(info, chunk) + i
     token = tl.load(order + position)
@@ -131,26 +166,13 @@ def scale_rows(
     tl.store(entry(z, i, y, z_columns, room, z_stride), tl.zeros([], z.dtype.element_ty), mask=here)
     tl.store(row_scale + i, scale)
     if DB:
-        rounded = scale.to(factors.dtype.element_ty)
-        lost = (scale - rounded.to(tl.float32)).to(factors.dtype.element_ty)
-        zero = tl.zeros([16], factors.dtype.element_ty)
-        tl.store(factors + i * 16 + c, tl.where(c == 0, rounded, tl.where(c == 1, lost, zero)))
+        _store_factor(factors, i, scale)
     tl.store(tau + position, own)
     if EVEN:
         tl.store(row_even + i, tl.load(even_factor + token))
     if DW:
-        for start in range(0, hidden, BLOCK):
-            d = start + tl.arange(0, BLOCK)
-            row = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
-            value = (row.to(tl.float32) * scale).to(x.dtype.element_ty)
-            tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
-        count = tl.load(number)
-        for start in range(0, count, BLOCK):
-            h = start + tl.arange(0, BLOCK)
-            v = tl.load(frequent + h, mask=h < count, other=0)
-            at = entry(z, i, v, z_columns, room, z_stride)
-            value = tl.load(at, mask=(h < count) & (v != y), other=0.0)
-            tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
+        _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK)
+        _copy_frequent(z, columns, frequent, number, i, y, z_columns, room, z_stride, columns_stride, BLOCK)
 
 
 @triton.jit
