@@ -41,6 +41,8 @@ class Activations:
 
         compute(k, x) runs the layer; buffer() is what holds its weights when it is asked, None if they are never moved.
         """
+        if self._store is not None:
+            self._store.arrived(index)  # of a step that was given up
         if index >= self._first_kept:
             inputs = [x.detach().requires_grad_(wanted or x.requires_grad) for x in hidden]
             with torch.enable_grad(), _rebinding(buffer):

@@ -17,11 +17,13 @@ def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
-    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it. Halves round up: then the rest fits 16 bits."""
+    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it. Halves round up: then the rest fits 16 bits.
+
+    `wide` is overwritten.
+    """
     bits = wide.view(torch.int32)
-    rounded = (bits + 32768).bitwise_right_shift_(16)
-    high.view(torch.int16).copy_(rounded)
-    low.copy_(bits - rounded.bitwise_left_shift_(16))
+    low.copy_(bits)  # its lower half, as a signed number
+    high.view(torch.int16).copy_(bits.add_(32768).bitwise_right_shift_(16))
 
 
 class Scratch:

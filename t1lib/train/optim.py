@@ -148,11 +148,18 @@ class Updater:
         Tensors without a gradient (None or missing) stay as they are. Gradients may be overwritten.
         lost: () float32, on a GPU; if not 0, all tensors stay as they are, and the host need not know
         """
-        lr = self.spec.lr * factor
         found = {n: g for n, g in grads.items() if g is not None and n in self.tensors}
         for name in found:
             if "step" in self.state[name]:
                 self.state[name]["step"] += 1
+        self.apply(found, factor, scale, lost)
+
+    @torch.no_grad()
+    def apply(
+        self, found: dict[str, Tensor], factor: float, scale: Tensor | float, lost: Tensor | None
+    ) -> None:
+        """An update that is counted already."""
+        lr = self.spec.lr * factor
         plain = [n for n in found if n not in self._wide]
         if plain:
             if isinstance(scale, Tensor) or scale != 1.0:
@@ -261,6 +268,6 @@ class Updater:
         """Take over what `state_of` gave of a tensor; to be checked before."""
         for key, value in self.state[name].items():
             if key == "low":
-                split(saved["master"].to(value.device), self.tensors[name], value)
+                split(saved["master"].to(value.device, copy=True), self.tensors[name], value)
             else:
                 value.copy_(saved[key])

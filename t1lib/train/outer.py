@@ -157,7 +157,12 @@ class Outer:
             self.rows.arrived()
         return float(self._numbers[0]), float(self._numbers[1])
 
-    def submit(self) -> None:
+    def passed(self, index: int) -> None:
+        """The forward's work up to this layer is queued: the device has something to do while the host does this."""
+        if index == 0:
+            self._submit()
+
+    def _submit(self) -> None:
         """Let the update that waits run, after those of the layers; then the weights go to the device."""
         if not self._pending:
             return
@@ -190,7 +195,7 @@ class Outer:
 
     def ready(self) -> None:
         """From here on the device finds the updated weights."""
-        self.submit()
+        self._submit()
         if self._ready is not None:
             self._ready.wait()
             self._pipeline.worker.check()

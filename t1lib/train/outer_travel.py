@@ -1,16 +1,15 @@
 """Embedding, norm and head of mode `slide` with optimizer state on the host, updated on the device: the state comes to
 it, and leaves again (`t1lib.train.travel`), beside the next forward.
 
-As in `outer`, the next step needs few rows of the embedding at once. The device reads their state from the host's
-memory row by row, and updates a copy of them ahead.
+As in `outer`, the next step needs few rows of the embedding at once. Their state is gathered by the host and sent, and
+a copy of them is updated ahead.
 
 Between the head and that update nothing reads the weights, and an update makes them anew from their masters: for the
 backward, where memory is short, they give up their place on the device.
 """
 
-import ctypes
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,12 @@ from t1lib.measure.memory import SMALL, pin, pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.narrow import Scratch
 from t1lib.train.optim import OptimizerSpec, Updater
-from t1lib.train.outer import LookedUp, Outer
+from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import Mark, send
 from t1lib.train.travel import PIECE, Traveller, update_once
 
-ROWS = 2048  # of the embedding that are updated ahead at a time
+ROWS = 2048  # of the embedding that are gathered, sent and updated ahead at a time
 
 
 class TravellingOuter(Outer):
@@ -41,13 +40,15 @@ class TravellingOuter(Outer):
         self._numbers = {n: len(pipeline.layers) + k for k, n in enumerate(params)}  # after all layers
         for name, number in self._numbers.items():
             pipeline.travel.add(number, Traveller(self._flat(name), None, [state[name]], grads_come=False))
-        looked_up = {k: v for k, v in state.get(self._name, {}).items() if k != "step"}
-        self._direct = pipeline.device.type == "cuda" and all(map(_address, looked_up.values()))
-        self._seen = {k: _seen_by(pipeline.device, v) if self._direct else v for k, v in looked_up.items()}
+        self._gathered = [_Gathered(state[self._name], pipeline) for _ in range(2)] if self._name is not None else []
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
         self._left: dict[str, Mark] = {}  # marks when new state is back on the host
+        self._underway: Iterator[None] = iter(())  # queues what is left of the update, a piece at a time
+        pieces = sum(len(pipeline.travel.pieces_of(number)) for number in self._numbers.values())
+        self._portion = -(-pieces // max(len(pipeline.layers) - 1, 1))
+        self._passed: Mark = None  # mark when the layer before was computed
         self._spare = {n: p for n, p in params.items() if p.ndim > 1 and "master" in state[n] and _alone(p)}
         self._away = False  # these have given up their place
         self._scratch = Scratch()
@@ -70,49 +71,31 @@ class TravellingOuter(Outer):
     @torch.no_grad()
     def _restore(self) -> None:
         """No update will make the weights anew: take them from their masters."""
-        self._pending, self._grads = False, {}
-        if self._away:
-            self._make_room()
-            for name, param in self._spare.items():
-                weight, master = param.data.view(-1), self._flat(name)["master"]
-                if self._left.get(name) is not None:
-                    self._left[name].synchronize()
-                for few, exact in zip(weight.split(PIECE), master.split(PIECE), strict=True):
-                    few.copy_(exact)
-
-    def look_up(self, ids: Tensor) -> tuple[Tensor, LookedUp]:
-        if not self._pending:
-            self._restore()  # after a step that was given up
-        return super().look_up(ids)
+        self._make_room()
+        for name, param in self._spare.items():
+            weight, master = param.data.view(-1), self._flat(name)["master"]
+            if self._left.get(name) is not None:
+                self._left[name].synchronize()
+            for few, exact in zip(weight.split(PIECE), master.split(PIECE), strict=True):
+                few.copy_(exact)
 
     def _ahead(self, rows: Tensor) -> Tensor:
         name, spec, device = self._name, self.updater.spec, self._pipeline.device
         self._make_room()
-        weight, count = self.params[name].data, int(self.updater.state[name].get("step", 0))
-        self._wait_for_state(self._left.get(name))
+        weight, state = self.params[name].data, self.updater.state[name]
+        count = int(state.get("step", 0))
+        step = torch.full((), count + 1.0, device=device) if "step" in state else None
+        if self._left.get(name) is not None:
+            self._left[name].synchronize()
         found = []
-        for few in rows.split(ROWS):
-            there = send(few, device)
-            own = {k: self._rows_of(v, few, there) for k, v in self._seen.items()}
+        for number, (few, there) in enumerate(zip(rows.split(ROWS), send(rows, device).split(ROWS), strict=True)):
+            own = self._gathered[number % 2].send(few)
             values = weight.new_empty(len(few), weight.shape[1]) if "master" in own else weight.index_select(0, there)
             grad = self._grads[name].index_select(0, there)
-            update_once(values, grad, own, spec, self._scratch, count, self._factor, self._scale, None)
+            update_once(values, grad, own, spec, self._scratch, step, count, self._factor, self._scale, None)
             found.append(values)
         self._known = self._pipeline.compute.mark()
         return torch.cat(found)
-
-    def _wait_for_state(self, left: Mark) -> None:
-        if self._direct:
-            self._pipeline.compute.after(left)
-        elif left is not None:
-            left.synchronize()
-
-    def _rows_of(self, source: Tensor, rows: Tensor, there: Tensor) -> Tensor:
-        """A copy of a host tensor's rows on the device, where `there`, the same numbers, is.
-
-        A GPU reads pinned memory by itself, in the order of its lane, and the host need not wait for anything.
-        """
-        return source.index_select(0, there) if self._direct else send(source.index_select(0, rows), there.device)
 
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Take the gradients. The update waits for the next embedding, or for `ready`."""
@@ -122,27 +105,43 @@ class TravellingOuter(Outer):
 
     def settle(self, lost: bool) -> None:
         if lost:
-            self._restore()
+            self._pending, self._grads = False, {}
+            self.ready()
 
-    def submit(self) -> None:
-        if not self._pending:
+    def passed(self, index: int) -> None:
+        """Queue a share of the update: to come beside the layer, and leave the link time for weights in between. Where
+        the layers' state travels in the forward, too, that goes first."""
+        if self._pipeline.together:
             return
-        self._make_room()
-        self._pending, pipeline = False, self._pipeline
-        lane = pipeline.travel.lanes[1]
+        self._begin_update()
+        self._pipeline.travel.lanes[0].after(self._passed)
+        for _ in islice(self._underway, self._portion):
+            pass
+        self._passed = self._pipeline.compute.mark()
+
+    def _begin_update(self) -> None:
+        if self._pending:
+            self._make_room()
+            self._pending, self._underway = False, self._update_by_piece()
+
+    def _update_by_piece(self) -> Iterator[None]:
+        travel = self._pipeline.travel
         for name, number in self._numbers.items():
-            grad, weight = self._grads.pop(name).view(-1), self.params[name].data.view(-1)
-            left = self._left.get(name)
-            marks = pipeline.travel.update(number, grad, (self._known,), self._factor, self._scale, None, left, weight)
-            lane.uses(grad)
-            _, self._filled, self._left[name] = marks
-        pipeline.travel.settle(lost=False)
+            grad, weight = self._grads[name].view(-1), self.params[name].data.view(-1)
+            known, left = (self._known,), self._left.get(name)
+            for marks in travel.by_piece(number, grad, known, self._factor, self._scale, None, left, weight):
+                _, self._filled, self._left[name] = marks
+                yield
+        travel.settle(lost=False)
 
     def ready(self) -> None:
-        if not self._pending:
-            self._restore()
-        self.submit()
+        self._begin_update()
+        for _ in self._underway:
+            pass
         self._pipeline.compute.after(self._filled)
+        self._grads = {}  # only now: their memory goes on in the order of the computing
+        if self._away:
+            self._restore()
 
     def drain(self) -> None:
         self.ready()
@@ -170,24 +169,24 @@ def _pinned(flat: Tensor, device: torch.device) -> Tensor:
     return pinned_empty(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)
 
 
-def _seen_by(device: torch.device, source: Tensor) -> Tensor:
-    """A pinned tensor as one of the device, in the same memory."""
-    kind = f"<i{source.element_size()}"
-    facts = {"shape": tuple(source.shape), "typestr": kind, "data": (_address(source), False), "version": 3}
-    return torch.as_tensor(_Memory(facts), device=device).view(source.dtype)
+class _Gathered:
+    """Buffers for `ROWS` rows of a parameter's state, on their way to the device."""
 
+    def __init__(self, state: dict[str, Tensor], pipeline: Pipeline) -> None:
+        self._state = {k: v for k, v in state.items() if k != "step"}
+        size = {k: (min(ROWS, len(v)), v.shape[1]) for k, v in self._state.items()}
+        empty = {k: pinned_empty(n * width, self._state[k].dtype, pipeline.device) for k, (n, width) in size.items()}
+        self._buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}
+        self._device, self._compute = pipeline.device, pipeline.compute
+        self._left: Mark = None  # when the rows before have left
 
-def _address(source: Tensor) -> int:
-    """Where the current GPU finds a pinned host tensor; 0: it does not."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # not on Linux
-        return 0
-    found = ctypes.c_uint64()
-    code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(source.data_ptr()), 0)
-    return found.value if code == 0 else 0
-
-
-class _Memory:
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.__cuda_array_interface__ = facts
+    def send(self, rows: Tensor) -> dict[str, Tensor]:
+        """The state of these rows, on the device; a copy."""
+        if self._left is not None:
+            self._left.synchronize()
+        found = {}
+        for key, buffer in self._buffers.items():
+            few = torch.index_select(self._state[key], 0, rows, out=buffer[: len(rows)])
+            found[key] = few.to(self._device, non_blocking=True, copy=True)
+        self._left = self._compute.mark()
+        return found

@@ -24,8 +24,6 @@ from t1lib.train.ranks import Ranks
 from t1lib.train.streams import Mark
 from t1lib.train.travel import Travel
 
-AHEAD = 4  # layers that the queued updates on the device are ahead of the weights that come in, at least
-
 
 class Pipeline(Outward):
     """Lets the layers that the host holds come to the device, and their gradients or new weights leave it. For layers
@@ -54,13 +52,24 @@ class Pipeline(Outward):
         self._later: dict[int, tuple[Callable[[], None], int]] = {}  # updates on the device to be queued, and gradients
         self.travel = Travel(self, () if self._stays else on_device, together, trace)
 
-    def fetch(self, index: int, again: bool = False) -> None:
-        self._queue_updates(index + AHEAD)
-        super().fetch(index, again)
+    def begin(self) -> None:
+        super().begin()
+        for index in self.streamed[: len(self.weights.flat)]:  # what the slots still hold
+            self._update_waiting(index)
 
-    def bind(self, index: int, again: bool = False) -> None:
-        self._queue_updates(index + AHEAD)  # also of what is in its slot still
-        super().bind(index, again)
+    def fetch(self, index: int, again: bool = False) -> None:
+        """As `Inward` has it; but if the layer's update on the device still waits, the weights come of that."""
+        if index in self._later:
+            self.weights.holds[self.weights.of(index)] = index
+            self._update_waiting(index)
+        else:
+            super().fetch(index, again)
+
+    def release(self, index: int, following: int, again: bool = False) -> None:
+        """Beside a layer that stays on the device, one that does not is updated ahead of its turn."""
+        super().release(index, following, again)
+        if index < self.first and self._later:
+            self._update_waiting(min(self._later))
 
     def settle(self, lost: bool) -> None:
         """The host knows whether the step's gradients are finite."""
@@ -110,16 +119,20 @@ class Pipeline(Outward):
             else:
                 self._submit(index, held, arrived, host[0], host[1], factor)
         self._waiting = []
-        if not self.overlap_update:
-            self._queue_updates(len(self.layers))
+        if not self.overlap_update or self.landings is not None:  # all ranks wait for each one's part of a layer
+            self._update_all_waiting()
 
-    def _queue_updates(self, until: int) -> None:
-        """Queue updates on the device that waited, of layers up to this one. To queue all of them at the end of a step
-        would leave the device without work: it takes the host a millisecond or two a layer."""
-        for index in [i for i in self._later if i <= until]:
+    def _update_waiting(self, index: int) -> None:
+        """Queue the layer's update on the device, if it waits. All at the end of a step would leave the device without
+        work: each takes the host a millisecond or two."""
+        if index in self._later:
             update, _ = self._later.pop(index)
             update()
             self.travel.settle(lost=False)
+
+    def _update_all_waiting(self) -> None:
+        for index in list(self._later):
+            self._update_waiting(index)
 
     def _travel_from_host(
         self, index: int, held: int, arrived: Mark, known: Mark, factor: float, scale: Tensor | float
@@ -175,7 +188,7 @@ class Pipeline(Outward):
 
     def drain(self) -> None:
         """Wait for the updates that still run, and for weights on their way."""
-        self._queue_updates(len(self.layers))
+        self._update_all_waiting()
         self.worker.drain()
         for mark in filter(None, self._left.values()):
             mark.synchronize()

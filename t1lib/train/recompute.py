@@ -22,14 +22,17 @@ class Recomputation:
         self._last: str | None = "" if whole else None  # its name in a layer; "": it is needed; None: not known yet
 
     def run(self, layer: nn.Module, call: Callable[[], Tensor]) -> Tensor:
-        """What call() returns, which runs the layer: for its gradients, and not for its numbers."""
+        """What call() returns, which runs the layer: for its gradients, and not for its numbers, which it may lack."""
         if self._last is None:
             out, self._last = _watched(layer, call)
             return out
         if not self._last:
             return call()
         with _unread(layer.get_submodule(self._last)):
-            return call()
+            out = call()
+        if out._base is None:
+            out.untyped_storage().resize_(0)  # nobody reads it, and it is there for all of the backward
+        return out
 
 
 def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, str]:

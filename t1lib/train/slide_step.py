@@ -63,8 +63,8 @@ class SlideStep(Several):
             else:
                 hidden = [compute(k, x) for k, x in enumerate(hidden)]
             self.pipeline.release(index, index + self.slots)
-            if index == 0 and self._outer is not None:
-                self._outer.submit()  # to queue it may take the host a while: the device has a layer to compute
+            if self._outer is not None:
+                self._outer.passed(index)
         return hidden
 
     def _compute_piece(self, index: int, kwargs: list[list[dict[str, Any]]], k: int, hidden: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ launching; the link is idle for most of a step, and the device updates in no tim
 in while another one is updated and a third one leaves, all beside the layers' computing.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +18,21 @@ from t1lib.train.narrow import Scratch
 from t1lib.train.optim import OptimizerSpec, Updater
 from t1lib.train.streams import Lane, Mark
 
-PIECE = 1 << 23  # numbers of a layer: enough to keep the link busy, few beside a layer
-SLOTS = 2  # pieces on the device: one that comes in, one that is updated or leaves
+PIECE = 1 << 22  # numbers of a layer: enough to keep the link busy, few beside a layer
+SLOTS = 3  # pieces on the device: one that comes in, one that is updated, one that leaves
+
+
+Marks = tuple[Mark, Mark, Mark]
 
 
 def update_once(
-    weight: Tensor, grad: Tensor, state: dict[str, Tensor], spec: OptimizerSpec, scratch: Scratch, count: int,
-    factor: float, scale: Tensor | float, lost: Tensor | None,
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], spec: OptimizerSpec, scratch: Scratch, step: Tensor | None,
+    count: int, factor: float, scale: Tensor | float, lost: Tensor | None,
 ) -> None:  # fmt: skip
-    """Update a tensor and its state, which has seen `count` updates; the rest as `Updater.step` has it."""
-    if "exp_avg" in state:
-        state = state | {"step": torch.full((), float(count), device=grad.device)}
-    Updater({"": weight}, spec, scratch, {"": state}, count).step({"": grad}, factor, scale, lost)
+    """Update a tensor and its state, which has seen `count` updates, and this one in `step` on the device; the rest as
+    `Updater.step` has it."""
+    state = state if step is None else state | {"step": step}
+    Updater({"": weight}, spec, scratch, {"": state}, count).apply({"": grad}, factor, scale, lost)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Traveller:
         """Of its updates up to now."""
         return int(next(iter(self.counted)).get("step", 0))
 
+    def step_on(self, device: torch.device) -> Tensor | None:
+        """That count with the update to come, () on the device, where the optimizer asks for it."""
+        counts = "step" in next(iter(self.counted))
+        return torch.full((), self.count + 1.0, device=device) if counts else None
+
     def pieces(self) -> list[slice]:
         numel = len(next(iter(self.state.values())) if self.weights is None else self.weights)
         return [slice(at, min(at + PIECE, numel)) for at in range(0, numel, PIECE)]
@@ -67,14 +76,16 @@ class Travel:
 
     host_grads   whether gradients wait on the host, and come in with the state
     trace        what spans of work are reported to
+
+    lanes        in, update, out
     """
 
     def __init__(
         self, host: HostLayers, layers: Collection[int], host_grads: bool, trace: Callable[[], Trace | NoTrace]
     ) -> None:
-        self.spec, self._trace = host.spec, trace
+        self.spec, self._trace, self._device = host.spec, trace, host.device
         self._travellers = {index: _layer(host, index, host_grads) for index in layers}
-        self.lanes = [Lane(host.device, own_stream=True) for _ in range(3)]  # in, update, out
+        self.lanes = Lane(host.device, True), Lane(host.device, True, urgent=True), Lane(host.device, True)
         kinds, size = {"weight": host.layout.dtype}, max(1, min(PIECE, host.own_layout.numel))
         for traveller in list(self._travellers.values())[:1]:
             kinds |= {key: flat.dtype for key, flat in traveller.state.items()}
@@ -93,30 +104,42 @@ class Travel:
         """Let this be updated by that number, too."""
         self._travellers[index] = traveller
 
-    def update(
+    def pieces_of(self, index: int) -> list[slice]:
+        """Of what was added by this number."""
+        return self._travellers[index].pieces()
+
+    def update(self, *arguments: Any) -> Marks:
+        """Queue an update, all of its pieces (the arguments are those of `by_piece`)."""
+        *_, marks = self.by_piece(*arguments)
+        return marks
+
+    def by_piece(
         self, index: int, grads: Tensor, marks: Collection[Mark], factor: float, scale: Tensor | float,
         lost: Tensor | None, left: Mark, onto: Tensor | None,
-    ) -> tuple[Mark, Mark, Mark]:  # fmt: skip
-        """Queue a layer's update. Returns marks: gradients read, layer updated, all of it back on the host.
+    ) -> Iterator[Marks]:  # fmt: skip
+        """Queue an update, a piece at a time. Returns marks: gradients read, updated, back on the host, so far.
 
         grads      flat, as long as the part, on the device, or on the host (`host_grads`)
         marks      before which neither they nor the rest is there
         factor     of the learning rate; scale: of the gradients
         lost       () float32 on the device: other than 0, nothing changes
-        left       mark when the layer was last back on the host
+        left       mark when the state was last back on the host
         onto       flat, on the device: where the new weights go, too; or alone, where the host has none
         """
         inward, lane, outward = self.lanes
         traveller = self._travellers[index]
         self._updated.append(index)
         if lost is not None and not lost.is_cuda and lost:
-            return None, None, None
+            yield None, None, None
+            return
         lost, scale = (lane.uses(x) if isinstance(x, Tensor) else x for x in (lost, scale))
         for mark in (left, *(marks if traveller.grads_come else ())):
             inward.after(mark)
         for mark in marks:
             lane.after(mark)
         count = traveller.count
+        with lane.active():
+            step = traveller.step_on(self._device)
         for piece in traveller.pieces():
             slot = self._bring(index, piece, grads)
             lane.after(inward.mark())
@@ -124,12 +147,13 @@ class Travel:
                 weight = slot["weight"] if traveller.weights is not None else onto[piece]
                 grad = slot["grad"] if traveller.grads_come else grads[piece]
                 state = {key: slot[key] for key in traveller.state}
-                update_once(weight, grad, state, self.spec, self._scratch, count, factor, scale, lost)
+                update_once(weight, grad, state, self.spec, self._scratch, step, count, factor, scale, lost)
                 if onto is not None and traveller.weights is not None:
                     onto[piece].copy_(weight)
-            outward.after(lane.mark())
+            updated = lane.mark()
+            outward.after(updated)
             self._return(index, piece, slot)
-        return inward.mark() if traveller.grads_come else lane.mark(), lane.mark(), outward.mark()
+            yield inward.mark() if traveller.grads_come else updated, updated, outward.mark()
 
     def settle(self, lost: bool) -> None:
         """Count the updates since the last call, unless they were lost."""

@@ -152,7 +152,7 @@ def checked_lane(races: Races) -> type:
     names = iter(f"lane {number}" for number in range(100))
 
     class CheckedLane:
-        def __init__(self, device: torch.device, own_stream: bool) -> None:
+        def __init__(self, device: torch.device, own_stream: bool, urgent: bool = False) -> None:
             self.name, self.stream = next(names) if own_stream else COMPUTE, None
 
         @contextmanager

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.measure.timing import PhaseTimer
-from t1lib.train import OptimizerSpec, build_model, make_trainer, outer_travel, pipeline, travel
+from t1lib.train import OptimizerSpec, build_model, make_trainer, outer_travel, travel
 from t1lib.train.optim import Schedule
 
 STEPS = 5
@@ -182,7 +182,6 @@ def test_state_that_travels_changes_no_bits(kind, options, shared, monkeypatch):
     """Whatever the pieces, the last of which is shorter. Moments in 16 bits are rounded by noise, piece by piece: there
     the whole layer is one piece on both sides, as it is one parameter after the other in mode gpu."""
     monkeypatch.setattr(travel, "PIECE", 1000)
-    monkeypatch.setattr(pipeline, "AHEAD", 0)
     spec, dtype = TRAVELLERS[kind]
     shared = {"optimizer": spec, "schedule": Schedule("linear", total=9), **shared}
     losses, state = run(make_trainer(model("qwen3", dtype), "gpu", **shared))
@@ -207,6 +206,34 @@ def test_weights_that_were_updated_on_the_device_are_not_sent_again():
         trainer.step(batches(1)[0])
         assert fetched == expected
         fetched.clear()
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": 2}], ids=["streamed", "resident"])
+def test_clipped_weights_come_of_their_update_on_the_device(options):
+    """Not from the host, except where a layer that stays left time to update one ahead of its turn."""
+    common = {"optimizer": OPTIMIZERS["adamw"], "update": "device", "max_grad_norm": 0.5, "host_grads": 1}
+    trainer = make_trainer(model("qwen3"), "slide", **common, **options)
+    trainer.step(batches(1)[0])
+    came, copy_in = [], trainer.pipeline._copy_in
+    trainer.pipeline._copy_in = lambda index, phase, *rest: (came.append((phase, index)), copy_in(index, phase, *rest))
+    trainer.step(batches(1)[0])
+    first = options.get("resident", 0)
+    assert [i for phase, i in came if phase == "weights"] == ([4] if first else [])
+    assert [i for phase, i in came if phase == "weights again"] == list(reversed(range(first, 3)))
+
+
+def test_outer_state_travels_a_share_beside_each_layer(monkeypatch):
+    monkeypatch.setattr(travel, "PIECE", 100)
+    trainer = make_trainer(model("qwen3"), "slide", optimizer=OPTIMIZERS["adamw"], update="device", outer="host")
+    trainer.step(batches(1)[0])
+    layers, pieces = len(trainer.parts.layers), -(-97 * 32 // 100) + 1  # embedding and norm
+    seen, compute, bring = [], trainer._compute, trainer.pipeline.travel._bring
+    trainer._compute = lambda index, *rest: (seen.append("layer"), compute(index, *rest))[1]
+    trainer.pipeline.travel._bring = lambda index, *rest: (seen.append(index >= layers), bring(index, *rest))[1]
+    trainer.evaluate(batches(1)[0])
+    shares = "".join({"layer": "|", True: ".", False: "x"}[what] for what in seen).split("|")[1:]
+    assert "".join(shares) == "." * pieces  # and nothing of the layers'
+    assert max(map(len, shares)) == -(-pieces // (layers - 1)) and not shares[-1]  # none is left for the head
 
 
 @pytest.mark.parametrize("update", ["host", "device"])

@@ -5,7 +5,7 @@ from races import Races, Watching, watched
 from test_parity import OPTIMIZERS, model
 from test_steps import ragged
 
-from t1lib.train import OptimizerSpec, make_trainer, pipeline, vocabulary
+from t1lib.train import OptimizerSpec, make_trainer, vocabulary
 from t1lib.train.outer_travel import TravellingOuter
 
 ADAMW = OPTIMIZERS["adamw"]
@@ -76,7 +76,6 @@ def races_in(options: dict, steps: int = 3) -> Races:
 )
 def test_nothing_is_touched_at_once(options, shared, monkeypatch):
     monkeypatch.setattr(vocabulary, "PIECE_BYTES", 20 * 32 * 4)  # five pieces
-    monkeypatch.setattr(pipeline, "AHEAD", 0)
     races = races_in(options | shared)
     assert races.accesses > 200
     assert not races.found, "\n".join(sorted(set(races.found)))

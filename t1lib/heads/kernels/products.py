@@ -67,6 +67,8 @@ def _bias_tiles(
     """The first `count` of this program's tiles of dW, all of its first columns, and dBias of their rows."""
     for i in range(0, count):  # flattened, the two products would wait for one another
         v = _own_tile(i, mine, early, idle)
+        r = first + v * M + tl.arange(0, M)
+        before = tl.load(db + r, mask=r < held_until, other=0.0)  # here, because afterwards all would wait for it
         acc = tl.zeros([M, N], tl.float32)
         sums = tl.zeros([M, 16], tl.float32)
         for k in tl.range(0, inner, num_stages=3):
@@ -75,13 +77,11 @@ def _bias_tiles(
             s = load_tile(factors, k * K, 0, x_rows, 16, 16, K, 16, TMA)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
             sums = tl.dot(a.T, s, sums, input_precision=PRECISION)
-        r = first + v * M + tl.arange(0, M)
-        total = tl.load(db + r, mask=r < held_until, other=0.0) + tl.sum(sums, 1)
-        tl.store(db + r, total, mask=r < held_until)
         _put_weight_tile(
             dw, acc, even_sum, class_weight, v, 0, vocab, hidden, first, held_until, dw_stride,
             M, N, ADD, EVEN, WEIGHTED, TMA_DW, PIECES,
         )  # fmt: skip
+        tl.store(db + r, before + tl.sum(sums, 1), mask=r < held_until)
 
 
 @triton.jit
