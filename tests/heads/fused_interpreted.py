@@ -58,6 +58,16 @@ def test_frozen_operands(reduction, grad):
     assert_close(run("fused", p, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)
 
 
+@pytest.mark.parametrize("units", [1, 2, 3, 5, 16, 40])
+@pytest.mark.parametrize("name", ["plain", "weighted smoothing"])
+def test_columns_are_dealt_to_any_number_of_programs(name, units, monkeypatch):
+    """Tiles with dBias go to programs of their own, where there are several."""
+    monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
+    p = problem(70, 300, 150, dtype=torch.float32)
+    kwargs = options(name, p)
+    assert_close(run("fused", p, chunks=2, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)
+
+
 def test_filter_drops_what_full_drops():
     p = problem(37, 257, 16, dtype=torch.float32)
     assert_close(run("fused", p, filter_eps=1e-3), run("full", p.to(torch.float64), filter_eps=1e-3), 3e-6)

@@ -255,19 +255,21 @@ def _make_gradients(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         row = index % blocks * 128 + half
         column = index // blocks * N
-        ahead = _bias_ahead(bias, first + column, vocab, N, BIAS)
-        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        ahead = _bias_ahead(bias, first + column, vocab, N, BIAS)  # all that is loaded, before the product
+        y = gl.load(target + rows)
+        shift = gl.load(offset + rows, mask=rows < live, other=NEVER)
+        norm = gl.load(log_total + rows)
+        by_p = gl.load(softmax_factor + rows)
+        fix = by_p - gl.load(target_factor + rows)
+        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         columns = first + column + gl.arange(0, N, gl.SliceLayout(0, layout))
         logits, slope = _finish_logits(acc, ahead, softcap, BIAS, SOFTCAP)
-        hit = gl.expand_dims(columns, 0) == gl.expand_dims(gl.load(target + rows), 1)
-        shift = gl.load(offset + rows, mask=rows < live, other=NEVER)
+        hit = gl.expand_dims(columns, 0) == gl.expand_dims(y, 1)
         z2 = logits * _unit(softcap, SOFTCAP)
-        p = gl.exp2((z2 - gl.expand_dims(shift, 1)) - gl.expand_dims(gl.load(log_total + rows), 1))
+        p = gl.exp2((z2 - gl.expand_dims(shift, 1)) - gl.expand_dims(norm, 1))
         p = gl.where(hit, p - 1.0, p)
-        by_p = gl.load(softmax_factor + rows)
-        fix = gl.expand_dims(by_p - gl.load(target_factor + rows), 1)
-        gradient = p * gl.expand_dims(by_p, 1) + gl.where(hit, fix, 0.0)
+        gradient = p * gl.expand_dims(by_p, 1) + gl.where(hit, gl.expand_dims(fix, 1), 0.0)
         if EVEN:
             even = gl.expand_dims(gl.load(even_factor + rows, mask=rows < live, other=0.0), 1)
             if WEIGHTED:

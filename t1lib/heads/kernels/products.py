@@ -5,6 +5,8 @@ import triton.language as tl
 
 from t1lib.heads.kernels.tiles import even_share, live_rows, load_tile, store_tile
 
+BIAS_TILE = tl.constexpr(19)  # time of a tile with dBias, in sixteenths of one without (estimated)
+
 
 @triton.jit
 def _input_units(
@@ -28,20 +30,22 @@ def _input_units(
 
 
 @triton.jit
-def _own_tile(i, mine, early, idle):
+def _own_tile(i, mine, early, idle, programs):
     """This program's i-th tile of dW: `mine` of the `early` ones, which idle programs take; then of the rest."""
     pid = tl.program_id(0)
-    grid = tl.num_programs(0)
-    return tl.where(i < mine, pid - (grid - idle) + i * idle, early + pid + (i - mine) * grid)
+    return tl.where(i < mine, pid - (programs - idle) + i * idle, early + pid + (i - mine) * programs)
 
 
 @triton.jit
-def _own_below(limit, mine, rest, early, idle):
-    """How many of this program's tiles come before tile `limit`."""
-    pid = tl.program_id(0)
+def _bias_programs(heights, across, more, idle):
+    """How many programs, the last ones, take tiles with dBias so that all end together: `idle` ones of them have time
+    for `more` tiles than the others. Counted in sixteenths of a tile; one with dBias takes BIAS_TILE of them."""
     grid = tl.num_programs(0)
-    found = tl.minimum(tl.maximum(tl.cdiv(limit - (pid - (grid - idle)), idle), 0), mine)
-    return found + tl.minimum(tl.maximum(tl.cdiv(limit - early - pid, grid), 0), rest)
+    need = heights * BIAS_TILE
+    each = tl.maximum((need + 16 * heights * (across - 1) - 16 * more * idle) // grid, 1)
+    found = tl.cdiv(need, each + 16 * more)
+    found = tl.where(found <= idle, found, idle + tl.cdiv(need - idle * (each + 16 * more), each))
+    return tl.where(across == 1, grid, tl.maximum(tl.minimum(found, grid - 1), 1))
 
 
 @triton.jit
@@ -59,14 +63,13 @@ def _put_weight_tile(
 
 @triton.jit
 def _bias_tiles(
-    zt, x, factors, dw, db, even_sum, class_weight, count, inner, mine, early, idle,
+    zt, x, factors, dw, db, even_sum, class_weight, begin, step, heights, inner,
     vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
     WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The first `count` of this program's tiles of dW, all of its first columns, and dBias of their rows."""
-    for i in range(0, count):  # flattened, the two products would wait for one another
-        v = _own_tile(i, mine, early, idle)
+    """Every `step`-th of dW's tiles of the first columns, and dBias of their rows."""
+    for v in range(begin, heights, step):  # flattened, the two products would wait for one another
         r = first + v * M + tl.arange(0, M)
         before = tl.load(db + r, mask=r < held_until, other=0.0)  # here, because afterwards all would wait for it
         acc = tl.zeros([M, N], tl.float32)
@@ -86,20 +89,16 @@ def _bias_tiles(
 
 @triton.jit
 def _weight_tiles(
-    zt, x, dw, even_sum, class_weight, begin, end, across, before, inner, mine, early, idle,
+    zt, x, dw, even_sum, class_weight, column, across, inner, mine, rest, early, idle, programs,
     vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, APART: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
     WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of dW from its `begin`-th on. APART: `before` tiles were the first columns."""
-    for i in tl.range(begin, end, flatten=True):
-        tile = _own_tile(i, mine, early, idle)
-        if APART:
-            v = (tile - before) // tl.maximum(across - 1, 1)
-            n = 1 + (tile - before) % tl.maximum(across - 1, 1)
-        else:
-            v = tile // across
-            n = tile % across
+    """This program's tiles of dW, `across` of a row of them from the one at `column` on."""
+    for i in tl.range(0, mine + rest, flatten=True):
+        tile = _own_tile(i, mine, early, idle, programs)
+        v = tile // tl.maximum(across, 1)
+        n = column + tile % tl.maximum(across, 1)
         acc = tl.zeros([M, N], tl.float32)
         for k in range(0, inner):
             a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
@@ -128,7 +127,8 @@ def products(
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
     EVEN: dw −= c ⊗ even_sum (label smoothing).
     DB: db (vocab) float32 += zᵀ s, where s is the sum of factors' (rows, 16) columns: a narrow product beside dW's
-    first columns, whose tiles come first. To read z once more for it would take longer.
+    first columns. Some programs do these tiles and no others, so that they are at the same columns of z as the rest
+    and find them in the L2 cache: to read z once more is what dBias would cost otherwise.
     Programs without a unit of dE take so many more tiles of dW first that all end together.
     """
     grid = tl.num_programs(0)
@@ -151,24 +151,33 @@ def products(
         heights = tl.cdiv(columns_held, M)
         if ADD_DW and rows == 0:
             heights = 0
+        held_until = tl.minimum(vocab, first + columns_held)
+        pid = tl.program_id(0)
         idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
         more = tl.minimum(unit_steps // (inner + 3), heights * across // idle)  # 3: of a tile's epilogue
         more = tl.where(units % grid == 0, 0, more)
-        early = more * idle
-        pid = tl.program_id(0)
-        mine = tl.where(pid >= grid - idle, more, 0)
-        rest = tl.cdiv(tl.maximum(heights * across - early - pid, 0), grid)
-        held_until = tl.minimum(vocab, first + columns_held)
-        with_bias = 0
+        programs = grid
+        column = 0
         if DB:
-            with_bias = _own_below(heights, mine, rest, early, idle)
+            apart = _bias_programs(heights, across, more, idle)
+            programs = grid - apart
+            begin = tl.where(pid < programs, heights, pid - programs)
             _bias_tiles(
-                zt, x, factors, dw, db, even_sum, class_weight, with_bias, inner, mine, early, idle,
+                zt, x, factors, dw, db, even_sum, class_weight, begin, apart, heights, inner,
                 vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
                 M, N, K, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
             )  # fmt: skip
+            programs = tl.maximum(programs, 1)  # a single one does both
+            column = 1
+            idle = tl.maximum(idle - apart, 0)
+            more = tl.minimum(more, heights * (across - 1) // tl.maximum(idle, 1))
+        across -= column
+        early = more * idle
+        works = pid < programs
+        mine = tl.where(works & (pid >= programs - idle), more, 0)
+        rest = tl.where(works, tl.cdiv(tl.maximum(heights * across - early - pid, 0), programs), 0)
         _weight_tiles(
-            zt, x, dw, even_sum, class_weight, with_bias, mine + rest, across, heights, inner, mine, early, idle,
+            zt, x, dw, even_sum, class_weight, column, across, inner, mine, rest, early, idle, programs,
             vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
-            M, N, K, DB, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
+            M, N, K, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
         )  # fmt: skip
