@@ -19,7 +19,7 @@ from t1lib.train.optim import OptimizerSpec, Updater
 class Machine:
     """Rates of a machine in practice.
 
-    link_in, link_out    bytes/s over the link
+    link_in, link_out    bytes/s over the link, both ways at once
     update               bytes/s that the host's updates move beside a step
     flops, attention     operations/s of large products, and of causal attention
     memory               bytes/s of what the device computes element by element
@@ -28,8 +28,8 @@ class Machine:
 
     name: str = "H200"
 
-    link_in: float = 52e9
-    link_out: float = 52e9
+    link_in: float = 50e9
+    link_out: float = 50e9
     update: float = 48e9
     flops: float = 700e12
     attention: float = 300e12

@@ -6,6 +6,7 @@ the lanes: computing, the link in both directions, the host's updates.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
@@ -29,6 +30,7 @@ class Choice:
     keep: int = 0
     inputs: str = "device"
     outer: str = "host"
+    grad_slots: int = 2
 
 
 def layer_ms(work: Work, machine: Machine, backward: bool = False) -> float:
@@ -51,7 +53,7 @@ def outer_travels(work: Work, choice: Choice) -> bool:
 def device_bytes(work: Work, choice: Choice) -> int:
     """Peak of allocated bytes on the device."""
     weights, state = work.layer * work.itemsize, work.layer * work.state
-    streamed = min(work.layers - choice.resident, 1) * (choice.slots + 2) * weights
+    streamed = min(work.layers - choice.resident, 1) * (choice.slots + choice.grad_slots) * weights
     outer = work.still * work.itemsize + work.outer * (2 * work.itemsize + work.state * (choice.outer == "device"))
     if choice.outer == "streamed":  # pieces of the head's weight and gradient; gradients of its input in float32
         outer = 4 * PIECE_BYTES + 2 * work.tokens * work.hidden * (work.itemsize + 4)
@@ -83,35 +85,39 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     outer, other = on_host * work.itemsize, work.outer * work.state * outer_travels(work, choice)
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
-    product, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
+    one, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
     beside = BESIDE if now else 1.0
     graphed = max(streamed - choice.keep, 0) * work.graphed
     eager, recomputed = work.layers - graphed, work.layers - choice.keep
     launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
     forward = max(
-        eager * max(product, launch) + graphed * max(product, replay),
+        eager * max(one, launch) + graphed * max(one, replay),
         (weights + outer + other + then) / machine.link_in * 1e3, (inputs + other + then) / machine.link_out * 1e3,
     )  # fmt: skip
-    backward = max(
-        eager * max(beside * back, 2 * launch) + (recomputed - graphed) * max(beside * AGAIN * product, launch)
-        + graphed * max(beside * (AGAIN * product + back), replay),
-        (again + inputs + now) / machine.link_in * 1e3, (weights + outer + now) / machine.link_out * 1e3,
+    computing = (
+        eager * max(beside * back, 2 * launch) + (recomputed - graphed) * max(beside * AGAIN * one, launch)
+        + graphed * max(beside * (AGAIN * one + back), replay)
     )  # fmt: skip
+    link = max((again + inputs + now) / machine.link_in, (weights + outer + now) / machine.link_out) * 1e3
+    # Streamed layers come first, and are ahead of the link by the gradients that have a place on the device.
+    ahead = (choice.grad_slots - 1) * link / max(streamed, 1)
+    backward = max(computing, link - ahead + choice.resident / work.layers * computing)
+    forward += max(link - backward - choice.resident * one, 0)  # the next one's first streamed layer waits
     in_pieces = 4 / 3 if twice else 1  # the logits are made twice
     head = max(head_ms(work, machine) * in_pieces, twice / machine.link_in * 1e3)
     each = 2 * (work.state + work.itemsize)  # read and written
     layers = streamed * work.layer * (1 - work.on_device)
     update = (layers + on_host) * each / machine.update * 1e3
-    computing = forward + head + backward
-    return max(computing, backward + head + update) if work.together else max(computing, update)
+    step = forward + head + backward
+    return max(step, backward + head + update) if work.together else max(step, update)
 
 
 def choices(work: Work) -> Iterator[Choice]:
-    for outer in ("device", "host", "streamed") if work.outer and work.head else ("device", "host"):
-        for inputs in ("device", "host"):
-            for slots in (2, 3):
-                for resident in range(work.layers + 1):
-                    yield Choice(slots, resident, 0, inputs, outer)
+    outers = ("device", "host", "streamed") if work.outer and work.head else ("device", "host")
+    gradients = (2, 4, 8) if work.travelling and not work.together else (2,)
+    for outer, inputs, slots, places in product(outers, ("device", "host"), (2, 3), gradients):
+        for resident in range(work.layers + 1):
+            yield Choice(slots, resident, 0, inputs, outer, places)
 
 
 def choose_plan(work: Work, budget: int, machine: Machine = H200) -> Choice:

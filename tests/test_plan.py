@@ -56,6 +56,16 @@ def test_graphs_take_the_place_of_kept_activations_where_launches_take_the_time(
     assert device_bytes(with_graphs, Choice()) > device_bytes(few, Choice())
 
 
+def test_gradients_with_a_place_let_computing_run_ahead_of_the_link():
+    """Where state travels beside a backward that computes nothing again, and lower layers stay: they need no link."""
+    travels = dataclasses.replace(WORK, on_device=1.0, micro_tokens=16384, masters=True)
+    few, many = (Choice(resident=4, keep=28, grad_slots=slots) for slots in (2, 8))
+    assert step_ms(travels, many, Machine()) < step_ms(travels, few, Machine())
+    assert device_bytes(travels, many) - device_bytes(travels, few) == 6 * travels.layer * travels.itemsize
+    assert choose_plan(travels, 60 * 2**30).grad_slots > 2
+    assert choose_plan(dataclasses.replace(travels, together=True), 60 * 2**30).grad_slots == 2
+
+
 def test_a_budget_too_small_says_the_least_that_works():
     with pytest.raises(T1Error, match="the least that works for 16384 tokens a step, 4096 at a time, is") as raised:
         choose_plan(WORK, 2**30)

@@ -63,8 +63,9 @@ class SlideTrainer(SlideStep):
                      looked up, and pieces of the vocabulary (`t1lib.train.vocabulary`)
     graph_tokens     micro-batches of up to so many tokens take streamed layers as CUDA graphs (`t1lib.train.graphs`): a
                      launch a layer, and one for its recomputation with the backward; 0: never
-    gpu_memory       bytes, or "2GiB": choose slots, resident, keep, inputs and outer so that steps of `plan_for`
-                     (rows, tokens a row) are as fast as fit into it (`t1lib.plan`); `chosen` says what it came to
+    gpu_memory       bytes, or "2GiB": choose slots, resident, keep, inputs, outer and grad_slots so that steps of
+                     `plan_for` (rows, tokens a row) are as fast as fit into it (`t1lib.plan`); `chosen` says what it
+                     came to
 
     In several processes of one host (by torchrun, or in a group that there is), each with a GPU, the host holds one
     copy of the streamed layers and their state for all (Linux). Each process trains on its rows of the batch, which
@@ -84,14 +85,14 @@ class SlideTrainer(SlideStep):
     ) -> None:  # fmt: skip
         self.chosen, self.predicted = None, {}
         if gpu_memory is not None:
-            own = (slots, resident, keep, inputs, outer) == (2, 0, 0, "device", "device")
-            require(own, "gpu_memory chooses slots, resident, keep, inputs and outer: give it or them")
+            own = (slots, resident, keep, inputs, outer, grad_slots) == (2, 0, 0, "device", "device", 2)
+            require(own, "gpu_memory chooses slots, resident, keep, inputs, outer and grad_slots: give it or them")
             device = default_device(common.get("device"))
             tokens = graph_tokens if can_capture(device) else 0
             options = {"embedding": embedding, "graph_tokens": tokens, "update": update, "host_share": host_share}
             options |= {"cuda": device.type == "cuda"}
             self.chosen, self.predicted = choose_by_budget(model, gpu_memory, plan_for, common | options)
-            slots, resident, keep, inputs, outer = astuple(self.chosen)
+            slots, resident, keep, inputs, outer, grad_slots = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(value >= 1, f"{name}={value}; allowed: 1 or more")
         require(graph_tokens >= 0, f"graph_tokens={graph_tokens}; allowed: 0 or more")
