@@ -53,6 +53,7 @@ PHASE_COLOURS = {
     "backward": _SOFT[1],
     "optimizer": _SOFT[0],
     "recompute": _SOFT[5],
+    "head": _SOFT[3],
 }
 SHADES = sns.color_palette("crest", 5)  # of shapes and kinds of data, which are not variants either
 FLOOR = {"color": "0.25", "linestyle": "--", "linewidth": 1.0}

@@ -6,9 +6,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from t1lib.measure.records import numeric
+from t1lib.report.lanes import draw_lanes
 from t1lib.report.parts import draw_grouped, draw_phases, draw_timeline, memory_unit
-from t1lib.report.select import layer_ms, median, pick, present, spans
-from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, bar_labels, plain_numbers, subplots
+from t1lib.report.select import layer_ms, median, pick, present
+from t1lib.report.style import FLOOR, VARIANTS, bar_labels, plain_numbers, subplots
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")
 OWN = (*MODES, "slide-device")  # in the report's own setting
@@ -101,24 +102,8 @@ def fig6_layer_update(frame: pd.DataFrame) -> Figure:
 
 
 def fig7_lanes(frame: pd.DataFrame) -> Figure:
-    """One traced step of slide: what each lane does when."""
-    figure, axes = subplots(2.4)
-    host = {"weights": "0.35", "weights again": "0.55", "gradients": "0.45", "update": "0.75"}
-    host |= {"state": "0.6", "device update": "0.6"}
-    for row, lane in enumerate(LANES):
-        found = spans(frame, "slide", lane)
-        found = found[found["step"] == found["step"].min()]
-        for phase, group in found.groupby("phase", sort=False):
-            bars = list(zip(group["start_ms"], group["end_ms"] - group["start_ms"], strict=True))
-            colour, legend = PHASE_COLOURS.get(phase) or host[phase], phase if lane == "compute" else None
-            edge = {"edgecolor": "white", "linewidth": 0.3} if lane == "update" else {"edgecolor": "none"}
-            axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=colour, label=legend, **edge)
-    axes.set_yticks(range(len(LANES)), list(LANES.values()))
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set(xlabel="time within the step (ms)", xlim=(0, None))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    return figure
+    """One traced step of slide in the report's own setting."""
+    return draw_lanes(frame, "slide", LANES)
 
 
 def fig8_ablation(frame: pd.DataFrame) -> Figure:
@@ -190,10 +175,36 @@ def fig10_budget(frame: pd.DataFrame) -> Figure:
     return figure
 
 
+def fig11_real_lanes(frame: pd.DataFrame) -> Figure:
+    """One traced step of slide with the real loss and AdamW; an update of the step before may run at its begin."""
+    lanes = {"in": "link in", "compute": "compute", "out": "link out", "update": "updates"}
+    return draw_lanes(frame, "slide-real", lanes)
+
+
+def fig12_parity(frame: pd.DataFrame) -> Figure:
+    """Losses of gpu and slide step by step; and how far they, and a gpu that adds up in another order, lie apart."""
+    figure, (losses, apart) = subplots(2.5, 2)
+    for mode, width in (("gpu", 2.4), ("slide", 0.9)):
+        style = VARIANTS[mode]
+        losses.plot(pick(frame, "loss", "parity", mode).to_numpy(), color=style.colour, lw=width, label=style.label)
+    labels = {"slide": "slide and gpu", "gpu-whole": "gpu, with other micro-batches, and gpu"}
+    for variant, label in labels.items():
+        found, style = pick(frame, "apart", "parity", variant).reset_index(drop=True), VARIANTS[variant.split("-")[0]]
+        found = found[found > 0]
+        label += "" if len(found) else ": no difference"
+        apart.plot(found.index, found, color=style.colour, marker=style.marker, ms=2.5, ls="none", label=label)
+    losses.set(xlabel="training step", ylabel="loss (nats a token)", ylim=(0, 1.05 * losses.get_ylim()[1]))
+    apart.set(xlabel="training step", ylabel="relative difference", xlim=losses.get_xlim(), ylim=(0, None))
+    apart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    losses.legend(loc="best")
+    apart.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
 FIGURES = {
     f.__name__: f
     for f in (
         fig1_breakdown, fig2_peak_memory, fig3_timeline, fig4_layer_forward, fig5_layer_backward, fig6_layer_update,
-        fig7_lanes, fig8_ablation, fig9_tokens, fig10_budget,
+        fig7_lanes, fig8_ablation, fig9_tokens, fig10_budget, fig11_real_lanes, fig12_parity,
     )
 }  # fmt: skip

@@ -186,6 +186,9 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
     took, floor = (median(frame, m, "real", "slide") for m in ("update_sum_ms", "update_floor_ms"))
     out.set("t1m1.real.update_sum_ms", took, "ms")
     out.set("t1m1.real.update_rate_over_copy", floor / took, "", ".2f")
+    out.set("t1m1.parity.steps", len(pick(frame, "loss", "parity", "gpu")))
+    for variant, name in (("slide", "slide"), ("gpu-whole", "rounding")):
+        out.set(f"t1m1.parity.{name}_apart", float(pick(frame, "apart", "parity", variant).max()))
     for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
         key, loss = name.split()[0].replace(".", "-"), pick(frame, "loss", "capacity", name)
         out.set(f"t1m1.capacity.{key}.wall_ms", median(frame, "wall_ms", "capacity", name), "ms")

@@ -61,7 +61,10 @@ class LanguageSession(TrainSession):
         require(known <= held, f"the tokenizer has {known} tokens, the model's vocabulary {held}")
         positions = self.trainer.model.config.max_position_embeddings
         require(seq <= positions, f"seq {seq}; the model has {positions} positions")
-        self.batch = self.corpus.train.batch(0, batch, self.data_seed)
+
+    @property
+    def batch(self) -> dict[str, Tensor]:
+        return self.corpus.train.batch(self.trainer.steps, self._size, self.data_seed)
 
     def about(self) -> dict[str, int | str]:
         """Facts of corpus and model: the text's sha256, files, bytes, tokens, and the sizes of the model."""
@@ -72,10 +75,6 @@ class LanguageSession(TrainSession):
             "vocabulary": corpus.vocabulary, "hidden": head.weight.shape[1],
             "params": sum(p.numel() for p in self.trainer.model.parameters()),
         }  # fmt: skip
-
-    def step(self) -> StepRecord:
-        self.batch = self.corpus.train.batch(self.trainer.steps, self._size, self.data_seed)
-        return super().step()
 
     def train(self, steps: int) -> list[StepRecord]:
         """Train; returns each step's record."""

@@ -43,19 +43,20 @@ def envelope(points: Timeline, bins: int) -> Timeline:
 
 
 class TrainSession:
-    """A model in training on one repeated batch of random tokens.
+    """A model in training on repeated batches of random tokens.
 
     model      a preset or checkpoint, as `build_model` takes it; `changes` to a preset's configuration
     optimizer  fields of `OptimizerSpec`
+    batches    how many there are, which take turns
     options    further arguments of `make_trainer`; `schedule` also as a dict of `Schedule`'s fields
     """
 
     def __init__(
         self, *, model: str, mode: str, dtype: str, batch: int, seq: int, optimizer: dict[str, Any],
-        device: str, seed: int = 0, changes: dict[str, Any] | None = None, **options: Any,
+        device: str, seed: int = 0, changes: dict[str, Any] | None = None, batches: int = 1, **options: Any,
     ) -> None:  # fmt: skip
         grow_segments()
-        self.device, self.seed = torch.device(device), seed
+        self.device, self.seed, self._count = torch.device(device), seed, batches
         self._host_setup = HostPeak()
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
@@ -71,7 +72,12 @@ class TrainSession:
         """From now on, train on `batch` sequences of `seq` tokens."""
         vocabulary = self.trainer.parts.embed.num_embeddings
         generator = torch.Generator().manual_seed(self.seed + 1)
-        self.batch = {"input_ids": torch.randint(vocabulary, (batch, seq), generator=generator)}
+        self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
+
+    @property
+    def batch(self) -> dict[str, torch.Tensor]:
+        """The next step's."""
+        return {"input_ids": self._batches[self.trainer.steps % self._count]}
 
     def set_point(self, batch: int, seq: int, head: str, head_options: dict[str, Any]) -> None:
         """From now on, another number of tokens and another head; memory that nothing uses is given back."""
@@ -92,9 +98,11 @@ class TrainSession:
         """One clean step."""
         return self.trainer.step(self.batch)
 
-    def traced_step(self) -> tuple[StepRecord, list[Span]]:
-        """One instrumented step: its record, and the spans of work on all lanes."""
-        self._settle()
+    def traced_step(self, settle: bool = True) -> tuple[StepRecord, list[Span]]:
+        """One instrumented step: its record, and the spans of work on all lanes. settle: after all before it is done,
+        the updates, too"""
+        if settle:
+            self._settle()
         self.trainer.trace = Trace(self.device)
         record = self.trainer.step(self.batch)
         trace, self.trainer.trace = self.trainer.trace, NoTrace()

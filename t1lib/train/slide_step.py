@@ -121,7 +121,8 @@ class SlideStep(Several):
         if self._outer is not None:
             self._outer.ready()
         run_head = self._head_backward if self._head is None else self._streamed_head_backward
-        total, grads = run_head(hidden, pieces, timer)
+        with self.trace.span("compute", "head", -1):
+            total, grads = run_head(hidden, pieces, timer)
         if self._outer is not None:
             self._outer.leave()
         self._in_backward = True
