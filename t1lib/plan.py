@@ -19,6 +19,7 @@ MOVED = 1.95, 4.1  # bytes that a layer's forward, its backward, move beside pro
 AGAIN = 0.88  # of a layer's forward, what has to be computed again (measured)
 BESIDE = 1.08  # times the layers' backward takes where optimizer state comes and goes beside it (measured)
 SPREAD = 1.04  # bytes that the allocator reserves for one that is asked for
+HOST_GRADS = 4  # layers whose gradients wait on the host, by default
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,19 @@ def device_bytes(work: Work, choice: Choice) -> int:
     return int(fixed + kept + max(head, backward))
 
 
+def host_bytes(work: Work, choice: Choice) -> int:
+    """What the host holds: streamed layers with their state, gradients that wait, what of the rest is there."""
+    each = work.state + work.itemsize
+    waiting = work.layers if work.together else min(HOST_GRADS, work.layers) * (work.on_device < 1)
+    streamed = work.layers - choice.resident
+    held = streamed * work.layer * each + min(waiting, streamed) * work.layer * work.itemsize
+    if choice.outer != "device":
+        held += work.outer * (work.state if outer_travels(work, choice) else each + 2 * work.itemsize)
+    if choice.inputs == "host":
+        held += work.layers * work.tokens * work.hidden * work.itemsize
+    return held
+
+
 def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     """Time of a step: of each half the busiest lane, and of all the host's updates."""
     streamed = work.layers - choice.resident
@@ -120,8 +134,10 @@ def choices(work: Work) -> Iterator[Choice]:
             yield Choice(slots, resident, 0, inputs, outer, places)
 
 
-def choose_plan(work: Work, budget: int, machine: Machine = H200) -> Choice:
+def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | None = None) -> Choice:
     """The fastest choice that the allocator serves within `budget` bytes; of equally fast ones the smallest.
+
+    host   bytes that the host may hold, if there is a choice that needs no more (None: enough)
 
     Raises `T1Error` with the least that works.
     """
@@ -130,15 +146,19 @@ def choose_plan(work: Work, budget: int, machine: Machine = H200) -> Choice:
         return device_bytes(work, choice) * SPREAD
 
     best: tuple[float, float, Choice] | None = None
-    for choice in choices(work):
+    found = list(choices(work))
+    held = [choice for choice in found if host is None or host_bytes(work, choice) <= host]
+    for choice in held or found:
         fitting = [k for k in range(work.layers + 1) if reserved(replace(choice, keep=k)) <= budget]
         for keep in {0, max(fitting)} if 0 in fitting else ():
-            found = replace(choice, keep=keep)
-            key = step_ms(work, found, machine), reserved(found)
+            kept = replace(choice, keep=keep)
+            key = step_ms(work, kept, machine), reserved(kept)
             if best is None or key < best[:2]:
-                best = (*key, found)
+                best = (*key, kept)
+    if best is None and 0 < len(held) < len(found):
+        return choose_plan(work, budget, machine)  # the host then says what it lacks
     if best is None:
-        least = min(choices(work), key=reserved)
+        least = min(found, key=reserved)
         need = -(-int(reserved(least)) // 2**20)
         raise T1Error(
             f"gpu_memory of {budget} bytes is too small for one layer at a time; the least that works for "

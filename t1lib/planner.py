@@ -21,8 +21,8 @@ from t1lib.plan import (
     choose_plan,
     device_bytes,
     head_ms,
+    host_bytes,
     layer_ms,
-    outer_travels,
     step_ms,
 )
 from t1lib.train.models import shape_only
@@ -33,7 +33,6 @@ from t1lib.work import Work, head_bytes, work_of
 MODES = ("gpu", "ckpt", "slide")
 HEADS = {"full": 1.7, "chunked": 1.45, "fused": 1.1}  # time over the three products, about (notebook cce)
 PROCESS = int(1.6 * GIB)  # of the host, by Python, torch and CUDA
-HOST_GRADS = 4  # layers whose gradients wait on the host in mode slide, by default
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
     Raises `T1Error` for a setting that no mode can train: positions, sizes.
     """
     work = _work(setting)
-    found = [predict_one(work, mode, head, machine, vram) for mode in MODES for head in HEADS]
+    found = [predict_one(work, mode, head, machine, vram, host=host) for mode in MODES for head in HEADS]
     return [_judged(p, vram, host) for p in found]
 
 
@@ -112,12 +111,12 @@ def _work(setting: Setting) -> Work:
 
 
 def predict_one(
-    work: Work, mode: str, head: str, machine: Machine, vram: int, choice: Choice | None = None
+    work: Work, mode: str, head: str, machine: Machine, vram: int, choice: Choice | None = None, host: int | None = None
 ) -> Prediction:
-    """One mode with one head; what slide keeps is chosen for `vram` bytes unless it is given."""
+    """One mode with one head; what slide keeps is chosen for `vram` bytes, and `host`, unless it is given."""
     one = replace(work, workspace=head_bytes(head, work), head_cost=HEADS[head])
     if mode == "slide":
-        return _slide(one, head, choice or _chosen(one, vram, machine), machine)
+        return _slide(one, head, choice or _chosen(one, vram, machine, host), machine)
     return _resident(one, mode, head, machine)
 
 
@@ -142,25 +141,18 @@ def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
     return Prediction(mode, head, int(peak), int(peak * SPREAD), PROCESS, ms)
 
 
-def _chosen(work: Work, vram: int, machine: Machine) -> Choice:
+def _chosen(work: Work, vram: int, machine: Machine, host: int | None) -> Choice:
     try:
-        return choose_plan(work, vram, machine)
+        return choose_plan(work, vram, machine, None if host is None else host - PROCESS)
     except T1Error:
         return Choice(slots=2, inputs="host", outer="streamed")  # does not fit either, and is the least
 
 
 def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Prediction:
-    state = work.state + work.itemsize
-    waiting = work.layers if work.together else min(HOST_GRADS, work.layers) * (work.on_device < 1)
-    streamed = work.layers - choice.resident
-    host = streamed * work.layer * state + min(waiting, streamed) * work.layer * work.itemsize
-    if choice.outer != "device":
-        host += work.outer * (work.state if outer_travels(work, choice) else state + 2 * work.itemsize)
-    if choice.inputs == "host":
-        host += work.layers * work.tokens * work.hidden * work.itemsize
     peak = device_bytes(work, choice)
     places = ", ".join(f"{k} {v}" for k, v in asdict(choice).items())
-    return Prediction("slide", head, peak, int(peak * SPREAD), PROCESS + host, step_ms(work, choice, machine), places)
+    host, ms = PROCESS + host_bytes(work, choice), step_ms(work, choice, machine)
+    return Prediction("slide", head, peak, int(peak * SPREAD), host, ms, places)
 
 
 def _judged(p: Prediction, vram: int, host: int | None) -> Prediction:

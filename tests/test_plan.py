@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from t1lib.errors import T1Error
 from t1lib.machine import Machine
-from t1lib.plan import SPREAD, Choice, choose_plan, device_bytes, step_ms
+from t1lib.plan import SPREAD, Choice, choose_plan, device_bytes, host_bytes, step_ms
 from t1lib.train import OptimizerSpec, build_model, make_trainer
 from t1lib.train.models import layer_arguments, split
 from t1lib.work import Work, saved_bytes, work_of
@@ -64,6 +64,16 @@ def test_gradients_with_a_place_let_computing_run_ahead_of_the_link():
     assert device_bytes(travels, many) - device_bytes(travels, few) == 6 * travels.layer * travels.itemsize
     assert choose_plan(travels, 60 * 2**30).grad_slots > 2
     assert choose_plan(dataclasses.replace(travels, together=True), 60 * 2**30).grad_slots == 2
+
+
+def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
+    free, budget = choose_plan(WORK, 16 * 2**30), 16 * 2**30
+    short = host_bytes(WORK, free) - 2**30
+    tight = choose_plan(WORK, budget, host=short)
+    assert host_bytes(WORK, tight) <= short < host_bytes(WORK, free)
+    assert step_ms(WORK, tight, Machine()) >= step_ms(WORK, free, Machine())
+    assert choose_plan(WORK, budget, host=2**30) == free  # nothing fits: the trainer says what the host lacks
+    assert choose_plan(WORK, 3 * 2**30, host=short) == choose_plan(WORK, 3 * 2**30)  # nor where it fits neither
 
 
 def test_a_budget_too_small_says_the_least_that_works():

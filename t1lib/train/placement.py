@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.heads import DEFAULT_HEAD, parse_bytes
+from t1lib.measure.memory import host_available
 from t1lib.train.models import Parts
 from t1lib.train.optim import OptimizerSpec, has_no_state, state_bytes
 
@@ -89,5 +90,6 @@ def choose_by_budget(
     )  # fmt: skip
     work = replace(work, workspace=head_bytes(common.get("head", DEFAULT_HEAD), work))
     machine = this_machine()
-    choice = choose_plan(work, parse_bytes(gpu_memory), machine)
+    held = sum(p.nbytes for p in model.parameters() if not p.is_cuda)  # already, of what the host is to hold
+    choice = choose_plan(work, parse_bytes(gpu_memory), machine, host_available() * 9 // 10 + held)
     return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, machine)}

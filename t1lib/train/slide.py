@@ -64,8 +64,8 @@ class SlideTrainer(SlideStep):
     graph_tokens     micro-batches of up to so many tokens take streamed layers as CUDA graphs (`t1lib.train.graphs`): a
                      launch a layer, and one for its recomputation with the backward; 0: never
     gpu_memory       bytes, or "2GiB": choose slots, resident, keep, inputs, outer and grad_slots so that steps of
-                     `plan_for` (rows, tokens a row) are as fast as fit into it (`t1lib.plan`); `chosen` says what it
-                     came to
+                     `plan_for` (rows, tokens a row) are as fast as fit into it, and into nine tenths of what
+                     the host has free (`t1lib.plan`); `chosen` says what it came to
 
     In several processes of one host (by torchrun, or in a group that there is), each with a GPU, the host holds one
     copy of the streamed layers and their state for all (Linux). Each process trains on its rows of the batch, which
