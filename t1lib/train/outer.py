@@ -93,7 +93,7 @@ class Outer:
         padding, self.embed.padding_idx = self.embed.padding_idx, None
         try:  # the module's own forward, over the rows alone
             self.embed.padding_idx = _place_of(padding, rows)
-            embedded = functional_call(self.embed, {"weight": values}, (places.to(device),))
+            embedded = functional_call(self.embed, {"weight": values}, (send(places, device),))
         finally:
             self.embed.padding_idx = padding
         return embedded, LookedUp(rows, values)

@@ -151,6 +151,7 @@ class SlideTrainer(SlideStep):
         store = HostStore(self.device, *lanes) if self._inputs == "host" else None
         self._activations = Activations(len(layers), self.keep, store)
         self._recomputation = Recomputation(whole=self._compiled)
+        self._known = {}
         self._graphs = LayerGraphs(layers) if self._graph_tokens and can_capture(self.device) else None
 
     def _outer_of(self, params: dict[str, nn.Parameter]) -> Outer:

@@ -45,6 +45,7 @@ class SlideStep(Several):
     _head_name: str
     _lowest: int  # layer; none below wants a gradient
     _together: bool  # no update before the last gradient
+    _known: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]]  # layers' arguments, by the shape of their input
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -99,8 +100,17 @@ class SlideStep(Several):
         self._looked_up: list[LookedUp] = []
         if self._outer is not None:
             self._outer.begin()
-        hidden, kwargs = zip(*(layer_arguments(self.parts, self._embed(piece)) for piece in pieces), strict=True)
-        return list(hidden), list(kwargs)
+        known, self._known, hidden, kwargs = self._known, {}, [], []
+        for embedded in map(self._embed, pieces):
+            key, first = (embedded.shape, embedded.dtype), embedded
+            arguments = known.get(key) or self._known.get(key)
+            if arguments is None:
+                first, arguments = layer_arguments(self.parts, embedded)
+            if first is embedded:  # nothing but shapes decided what the layers get
+                self._known[key] = arguments
+            hidden.append(first)
+            kwargs.append(arguments)
+        return hidden, kwargs
 
     def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
         outputs = self._forward(*self._begin(pieces), save=False)

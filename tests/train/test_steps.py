@@ -8,7 +8,7 @@ from test_parity import OPTIMIZERS, assert_same, batches, model, run
 
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, next_token_targets
-from t1lib.train import OptimizerSpec, Schedule, make_trainer, recompute
+from t1lib.train import OptimizerSpec, Schedule, make_trainer, recompute, slide_step
 
 SPEC = OPTIMIZERS["adamw"]
 EVERYTHING = {"micro_batch": 2, "max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10, least=0.1)}
@@ -191,3 +191,23 @@ def test_the_last_product_is_not_computed_again_where_nothing_needs_it(kind, ski
     assert all(held[:1]) and any(held[1:]) == (not skipped)  # what is not computed takes no memory
     assert len(made) == (layers - 1 if skipped else 0)  # the first one was watched
     assert all("forward" not in vars(m) for layer in slide.parts.layers for m in layer.mlp.children())
+
+
+@pytest.mark.parametrize("changed, asked", [(False, 3), (True, 5)], ids=["handed on", "changed"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_the_model_is_asked_once_for_what_its_layers_get_with_inputs_of_one_shape(kind, changed, asked, monkeypatch):
+    """Unless it changes the embeddings first."""
+    calls, arguments = [], slide_step.layer_arguments
+
+    def noted(parts, embedded):
+        calls.append(embedded.shape)
+        first, own = arguments(parts, embedded)
+        return first.clone() if changed else first, own
+
+    monkeypatch.setattr(slide_step, "layer_arguments", noted)
+    slide = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["sgd"])
+    plain = make_trainer(model(kind), "gpu", optimizer=OPTIMIZERS["sgd"])
+    whole = batches(1)[0]
+    for batch in (whole, whole, {"input_ids": whole["input_ids"][:, :-1]}, whole, whole):
+        assert slide.step(batch).loss == plain.step(batch).loss
+    assert len(calls) == asked
