@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> None:
     add("--host", help="memory of the host, such as 64GiB (default: enough)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
-    add("--max-grad-norm", type=float, default=0.0, help="clip gradients: updates wait for the last one")
+    add("--max-grad-norm", type=float, default=0.0, help="clip, updates wait (default: 0, no; train's: 1)")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
     add("--update", default="auto", help="of mode slide, where layers are updated: auto, host, device or both")
     add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
@@ -41,7 +41,7 @@ def plan(arguments: argparse.Namespace) -> int:
         found = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         print(f"{found.name}: link {found.link_in / 1e9:.1f} GB/s in, {found.link_out / 1e9:.1f} GB/s out; updates on "
               f"the host {found.update / 1e9:.0f} GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in "
-              f"{machine_file()}")  # fmt: skip
+              f"{machine_file()} (without it, an H200's rates)")  # fmt: skip
         if arguments.model is None:
             return 0
     require(arguments.max_grad_norm >= 0, f"--max-grad-norm {arguments.max_grad_norm}; allowed: 0 or more")

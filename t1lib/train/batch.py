@@ -21,6 +21,8 @@ class Piece:
 
 def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Tensor, Tensor]:
     """(input_ids, targets) of a batch, (B, S) each. Raises `T1Error` if the batch does not fit the model."""
+    unknown = ", ".join(map(repr, batch.keys() - {"input_ids", "labels"}))
+    require(not unknown, f"a batch has {unknown}; allowed: input_ids, and labels with -100 where no token counts")
     ids = batch.get("input_ids")
     found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
     whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel() > 0

@@ -132,6 +132,7 @@ BATCHES = {
     "too long": ({"input_ids": ids(length=17)}, ["17 tokens", "16 positions"]),
     "too large a label": ({"input_ids": ids(), "labels": ids(bad=97)}, ["labels hold 97", "allowed: 0 to 96, or -100"]),
     "negative label": ({"input_ids": ids(), "labels": ids(bad=-1)}, ["labels hold -1", "allowed: 0 to 96, or -100"]),
+    "a key nobody reads": ({"input_ids": ids(), "lables": ids()}, ["'lables'", "allowed: input_ids, and labels"]),
     "labels shifted": ({"input_ids": ids(), "labels": ids()[:, 1:]}, ["labels (2, 10)", "input_ids (2, 11)"]),
 }
 
