@@ -38,15 +38,16 @@ class TravellingOuter(Outer):
         state = {n: _state_on_host(p, spec, pipeline.device) for n, p in params.items()}
         self.updater = Updater({n: p.data for n, p in params.items()}, spec, state=state)
         self._numbers = {n: len(pipeline.layers) + k for k, n in enumerate(params)}  # after all layers
+        self._travellers = {n: Traveller(self._flat(n), None, [state[n]], grads_come=False) for n in params}
         for name, number in self._numbers.items():
-            pipeline.travel.add(number, Traveller(self._flat(name), None, [state[name]], grads_come=False))
+            pipeline.travel.add(number, self._travellers[name])
         self._gathered = [_Gathered(state[self._name], pipeline) for _ in range(2)] if self._name is not None else []
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
         self._left: dict[str, Mark] = {}  # marks when new state is back on the host
         self._underway: Iterator[None] = iter(())  # queues what is left of the update, a piece at a time
-        pieces = sum(len(pipeline.travel.pieces_of(number)) for number in self._numbers.values())
+        pieces = sum(len(traveller.pieces()) for traveller in self._travellers.values())
         self._portion = -(-pieces // max(len(pipeline.layers) - 1, 1))
         self._passed: Mark = None  # mark when the layer before was computed
         self._spare = {n: p for n, p in params.items() if p.ndim > 1 and "master" in state[n] and _alone(p)}
@@ -82,9 +83,8 @@ class TravellingOuter(Outer):
     def _ahead(self, rows: Tensor) -> Tensor:
         name, spec, device = self._name, self.updater.spec, self._pipeline.device
         self._make_room()
-        weight, state = self.params[name].data, self.updater.state[name]
-        count = int(state.get("step", 0))
-        step = torch.full((), count + 1.0, device=device) if "step" in state else None
+        weight, traveller = self.params[name].data, self._travellers[name]
+        count, step = traveller.count, traveller.step_on(device)
         if self._left.get(name) is not None:
             self._left[name].synchronize()
         found = []

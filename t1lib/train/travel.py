@@ -104,10 +104,6 @@ class Travel:
         """Let this be updated by that number, too."""
         self._travellers[index] = traveller
 
-    def pieces_of(self, index: int) -> list[slice]:
-        """Of what was added by this number."""
-        return self._travellers[index].pieces()
-
     def update(self, *arguments: Any) -> Marks:
         """Queue an update, all of its pieces (the arguments are those of `by_piece`)."""
         *_, marks = self.by_piece(*arguments)

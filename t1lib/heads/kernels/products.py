@@ -111,6 +111,51 @@ def _weight_tiles(
 
 
 @triton.jit
+def _deal_weight_tiles(
+    zt, x, factors, dw, db, even_sum, class_weight, rows, across, units, unit_steps,
+    vocab, hidden, first, columns_held, z_rows, x_rows, z_stride, x_stride, dw_stride,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DB: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """This program's tiles of dW, where `units` of dE, of `unit_steps` steps each, went before. `across`: in a row."""
+    grid = tl.num_programs(0)
+    inner = tl.cdiv(rows, K)
+    heights = tl.cdiv(columns_held, M)
+    if ADD and rows == 0:
+        heights = 0
+    held_until = tl.minimum(vocab, first + columns_held)
+    pid = tl.program_id(0)
+    idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
+    more = tl.minimum(unit_steps // (inner + 3), heights * across // idle)  # 3: of a tile's epilogue
+    more = tl.where(units % grid == 0, 0, more)
+    programs = grid
+    column = 0
+    if DB:
+        apart = _bias_programs(heights, across, more, idle)
+        programs = grid - apart
+        begin = tl.where(pid < programs, heights, pid - programs)
+        _bias_tiles(
+            zt, x, factors, dw, db, even_sum, class_weight, begin, apart, heights, inner,
+            vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
+            M, N, K, ADD, EVEN, WEIGHTED, TMA, TMA_DW, PIECES, PRECISION,
+        )  # fmt: skip
+        programs = tl.maximum(programs, 1)  # a single one does both
+        column = 1
+        idle = tl.maximum(idle - apart, 0)
+        more = tl.minimum(more, heights * (across - 1) // tl.maximum(idle, 1))
+    across -= column
+    early = more * idle
+    works = pid < programs
+    mine = tl.where(works & (pid >= programs - idle), more, 0)
+    rest = tl.where(works, tl.cdiv(tl.maximum(heights * across - early - pid, 0), programs), 0)
+    _weight_tiles(
+        zt, x, dw, even_sum, class_weight, column, across, inner, mine, rest, early, idle, programs,
+        vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
+        M, N, K, ADD, EVEN, WEIGHTED, TMA, TMA_DW, PIECES, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
 def products(
     z, zt, w, x, factors, de, dw, db, even_sum, class_weight, info,
     chunk, capacity, vocab, hidden, first, columns_held, z_rows, x_rows, parts,
@@ -131,7 +176,6 @@ def products(
     and find them in the L2 cache: to read z once more is what dBias would cost otherwise.
     Programs without a unit of dE take so many more tiles of dW first that all end together.
     """
-    grid = tl.num_programs(0)
     rows = live_rows(info, chunk)
     across = tl.cdiv(hidden, N)
     units = 0
@@ -147,37 +191,8 @@ def products(
             M, N, K, ADD_DE, TMA, TMA_W, PIECES_DE, PRECISION,
         )  # fmt: skip
     if DW:
-        inner = tl.cdiv(rows, K)
-        heights = tl.cdiv(columns_held, M)
-        if ADD_DW and rows == 0:
-            heights = 0
-        held_until = tl.minimum(vocab, first + columns_held)
-        pid = tl.program_id(0)
-        idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
-        more = tl.minimum(unit_steps // (inner + 3), heights * across // idle)  # 3: of a tile's epilogue
-        more = tl.where(units % grid == 0, 0, more)
-        programs = grid
-        column = 0
-        if DB:
-            apart = _bias_programs(heights, across, more, idle)
-            programs = grid - apart
-            begin = tl.where(pid < programs, heights, pid - programs)
-            _bias_tiles(
-                zt, x, factors, dw, db, even_sum, class_weight, begin, apart, heights, inner,
-                vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
-                M, N, K, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
-            )  # fmt: skip
-            programs = tl.maximum(programs, 1)  # a single one does both
-            column = 1
-            idle = tl.maximum(idle - apart, 0)
-            more = tl.minimum(more, heights * (across - 1) // tl.maximum(idle, 1))
-        across -= column
-        early = more * idle
-        works = pid < programs
-        mine = tl.where(works & (pid >= programs - idle), more, 0)
-        rest = tl.where(works, tl.cdiv(tl.maximum(heights * across - early - pid, 0), programs), 0)
-        _weight_tiles(
-            zt, x, dw, even_sum, class_weight, column, across, inner, mine, rest, early, idle, programs,
-            vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
-            M, N, K, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
+        _deal_weight_tiles(
+            zt, x, factors, dw, db, even_sum, class_weight, rows, across, units, unit_steps,
+            vocab, hidden, first, columns_held, z_rows, x_rows, z_stride, x_stride, dw_stride,
+            M, N, K, DB, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
         )  # fmt: skip
