@@ -91,8 +91,8 @@ def products_of(
         None if de is None else tile(de, t.m, t.n // 4, tma),
         None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
         db, *vectors, *sizes, z.shape[0], x.shape[0], parts, z.stride(0), o.w.stride(0), x.stride(0), *strides,
-        M=t.m, N=t.n, K=t.k, **flags, TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4, PIECES_DW=pieces,
-        PRECISION=o.precision, num_warps=t.warps, num_stages=t.product_stages,
+        M=t.m, N=t.n, K=t.k, STAGES=t.bias_stages, **flags, TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4,
+        PIECES_DW=pieces, PRECISION=o.precision, num_warps=t.warps, num_stages=t.product_stages,
     )  # fmt: skip
 
 

@@ -15,6 +15,11 @@ class Tiles(NamedTuple):
     stages: int
     product_stages: int
 
+    @property
+    def bias_stages(self) -> int:
+        """Of the narrow product for dBias, (m × k) by (k × 16), in as much memory."""
+        return self.product_stages * (self.m + self.n) // (self.m + 16)
+
 
 TILES: dict[tuple[str, int], Tiles] = {
     ("hopper", 2): Tiles(128, 256, 64, 8, 3, 4),  # measured: H200

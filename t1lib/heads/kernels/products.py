@@ -5,8 +5,6 @@ import triton.language as tl
 
 from t1lib.heads.kernels.tiles import even_share, live_rows, load_tile, store_tile
 
-BIAS_TILE = tl.constexpr(19)  # time of a tile with dBias, in sixteenths of one without (estimated)
-
 
 @triton.jit
 def _input_units(
@@ -30,22 +28,11 @@ def _input_units(
 
 
 @triton.jit
-def _own_tile(i, mine, early, idle, programs):
+def _own_tile(i, mine, early, idle):
     """This program's i-th tile of dW: `mine` of the `early` ones, which idle programs take; then of the rest."""
     pid = tl.program_id(0)
-    return tl.where(i < mine, pid - (programs - idle) + i * idle, early + pid + (i - mine) * programs)
-
-
-@triton.jit
-def _bias_programs(heights, across, more, idle):
-    """How many programs, the last ones, take tiles with dBias so that all end together: `idle` ones of them have time
-    for `more` tiles than the others. Counted in sixteenths of a tile; one with dBias takes BIAS_TILE of them."""
     grid = tl.num_programs(0)
-    need = heights * BIAS_TILE
-    each = tl.maximum((need + 16 * heights * (across - 1) - 16 * more * idle) // grid, 1)
-    found = tl.cdiv(need, each + 16 * more)
-    found = tl.where(found <= idle, found, idle + tl.cdiv(need - idle * (each + 16 * more), each))
-    return tl.where(across == 1, grid, tl.maximum(tl.minimum(found, grid - 1), 1))
+    return tl.where(i < mine, pid - (grid - idle) + i * idle, early + pid + (i - mine) * grid)
 
 
 @triton.jit
@@ -62,43 +49,34 @@ def _put_weight_tile(
 
 
 @triton.jit
-def _bias_tiles(
-    zt, x, factors, dw, db, even_sum, class_weight, begin, step, heights, inner,
-    vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
-    WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+def _bias_units(
+    zt, factors, db, begin, end, inner, first, columns_held, held_until, z_rows, x_rows, z_stride,
+    M: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Every `step`-th of dW's tiles of the first columns, and dBias of their rows."""
-    for v in range(begin, heights, step):  # flattened, the two products would wait for one another
-        r = first + v * M + tl.arange(0, M)
-        before = tl.load(db + r, mask=r < held_until, other=0.0)  # here, because afterwards all would wait for it
-        acc = tl.zeros([M, N], tl.float32)
-        sums = tl.zeros([M, 16], tl.float32)
-        for k in tl.range(0, inner, num_stages=3):
+    """dBias of the rows of dW's tiles from `begin` to `end`. Tiles are small, so STAGES of them may be on their way."""
+    for v in tl.range(begin, end, flatten=True):
+        acc = tl.zeros([M, 16], tl.float32)
+        for k in tl.range(0, inner, num_stages=STAGES):
             a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
-            b = load_tile(x, k * K, 0, x_rows, hidden, x_stride, K, N, TMA)
-            s = load_tile(factors, k * K, 0, x_rows, 16, 16, K, 16, TMA)
+            b = load_tile(factors, k * K, 0, x_rows, 16, 16, K, 16, TMA)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-            sums = tl.dot(a.T, s, sums, input_precision=PRECISION)
-        _put_weight_tile(
-            dw, acc, even_sum, class_weight, v, 0, vocab, hidden, first, held_until, dw_stride,
-            M, N, ADD, EVEN, WEIGHTED, TMA_DW, PIECES,
-        )  # fmt: skip
-        tl.store(db + r, before + tl.sum(sums, 1), mask=r < held_until)
+        r = first + v * M + tl.arange(0, M)
+        total = tl.load(db + r, mask=r < held_until, other=0.0) + tl.sum(acc, 1)
+        tl.store(db + r, total, mask=r < held_until)
 
 
 @triton.jit
 def _weight_tiles(
-    zt, x, dw, even_sum, class_weight, column, across, inner, mine, rest, early, idle, programs,
+    zt, x, dw, even_sum, class_weight, begin, end, across, inner, mine, early, idle,
     vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
     WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of dW, `across` of a row of them from the one at `column` on."""
-    for i in tl.range(0, mine + rest, flatten=True):
-        tile = _own_tile(i, mine, early, idle, programs)
-        v = tile // tl.maximum(across, 1)
-        n = column + tile % tl.maximum(across, 1)
+    """This program's tiles of dW from its `begin`-th to its `end`-th."""
+    for i in tl.range(begin, end, flatten=True):
+        tile = _own_tile(i, mine, early, idle)
+        v = tile // across
+        n = tile % across
         acc = tl.zeros([M, N], tl.float32)
         for k in range(0, inner):
             a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
@@ -114,42 +92,42 @@ def _weight_tiles(
 def _deal_weight_tiles(
     zt, x, factors, dw, db, even_sum, class_weight, rows, across, units, unit_steps,
     vocab, hidden, first, columns_held, z_rows, x_rows, z_stride, x_stride, dw_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DB: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
-    WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, DB: tl.constexpr, ADD: tl.constexpr,
+    EVEN: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of dW, where `units` of dE, of `unit_steps` steps each, went before. `across`: in a row."""
+    """This program's tiles of dW, where `units` of dE, of `unit_steps` steps each, went before. `across`: in a row.
+
+    Its share of dBias it takes on the way, each program at another point: so z is read where the tiles of dW read it,
+    and few programs at a time wait for the memory.
+    """
     grid = tl.num_programs(0)
+    pid = tl.program_id(0)
     inner = tl.cdiv(rows, K)
     heights = tl.cdiv(columns_held, M)
     if ADD and rows == 0:
         heights = 0
     held_until = tl.minimum(vocab, first + columns_held)
-    pid = tl.program_id(0)
     idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
     more = tl.minimum(unit_steps // (inner + 3), heights * across // idle)  # 3: of a tile's epilogue
     more = tl.where(units % grid == 0, 0, more)
-    programs = grid
-    column = 0
+    early = more * idle
+    mine = tl.where(pid >= grid - idle, more, 0)
+    end = mine + tl.cdiv(tl.maximum(heights * across - early - pid, 0), grid)
+    begin = 0
     if DB:
-        apart = _bias_programs(heights, across, more, idle)
-        programs = grid - apart
-        begin = tl.where(pid < programs, heights, pid - programs)
-        _bias_tiles(
-            zt, x, factors, dw, db, even_sum, class_weight, begin, apart, heights, inner,
+        begin = end * pid // grid
+        _weight_tiles(
+            zt, x, dw, even_sum, class_weight, 0, begin, across, inner, mine, early, idle,
             vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
             M, N, K, ADD, EVEN, WEIGHTED, TMA, TMA_DW, PIECES, PRECISION,
         )  # fmt: skip
-        programs = tl.maximum(programs, 1)  # a single one does both
-        column = 1
-        idle = tl.maximum(idle - apart, 0)
-        more = tl.minimum(more, heights * (across - 1) // tl.maximum(idle, 1))
-    across -= column
-    early = more * idle
-    works = pid < programs
-    mine = tl.where(works & (pid >= programs - idle), more, 0)
-    rest = tl.where(works, tl.cdiv(tl.maximum(heights * across - early - pid, 0), programs), 0)
+        _bias_units(
+            zt, factors, db, heights * pid // grid, heights * (pid + 1) // grid, inner,
+            first, columns_held, held_until, z_rows, x_rows, z_stride, M, K, STAGES, TMA, PRECISION,
+        )  # fmt: skip
     _weight_tiles(
-        zt, x, dw, even_sum, class_weight, column, across, inner, mine, rest, early, idle, programs,
+        zt, x, dw, even_sum, class_weight, begin, end, across, inner, mine, early, idle,
         vocab, hidden, first, columns_held, held_until, z_rows, x_rows, z_stride, x_stride, dw_stride,
         M, N, K, ADD, EVEN, WEIGHTED, TMA, TMA_DW, PIECES, PRECISION,
     )  # fmt: skip
@@ -160,7 +138,7 @@ def products(
     z, zt, w, x, factors, de, dw, db, even_sum, class_weight, info,
     chunk, capacity, vocab, hidden, first, columns_held, z_rows, x_rows, parts,
     z_stride, w_stride, x_stride, de_stride, dw_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
     DE: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     EVEN: tl.constexpr, WEIGHTED: tl.constexpr,
     TMA: tl.constexpr, TMA_W: tl.constexpr, TMA_DW: tl.constexpr, PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr,
@@ -171,9 +149,7 @@ def products(
     z (z_rows, columns_held) holds the vocabulary's columns from `first` on; zt is z in the transposed product's tiles.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
     EVEN: dw −= c ⊗ even_sum (label smoothing).
-    DB: db (vocab) float32 += zᵀ s, where s is the sum of factors' (rows, 16) columns: a narrow product beside dW's
-    first columns. Some programs do these tiles and no others, so that they are at the same columns of z as the rest
-    and find them in the L2 cache: to read z once more is what dBias would cost otherwise.
+    DB: db (vocab) float32 += zᵀ s, where s is the sum of factors' (rows, 16) columns: a narrow product, by STAGES.
     Programs without a unit of dE take so many more tiles of dW first that all end together.
     """
     rows = live_rows(info, chunk)
@@ -194,5 +170,5 @@ def products(
         _deal_weight_tiles(
             zt, x, factors, dw, db, even_sum, class_weight, rows, across, units, unit_steps,
             vocab, hidden, first, columns_held, z_rows, x_rows, z_stride, x_stride, dw_stride,
-            M, N, K, DB, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
+            M, N, K, STAGES, DB, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
         )  # fmt: skip
