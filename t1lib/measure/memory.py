@@ -1,5 +1,6 @@
 """Memory: the allocator's own history, exact peaks on the device and on the host, pinned bytes."""
 
+import ctypes
 import os
 import sys
 import time
@@ -230,6 +231,13 @@ def host_available() -> int:
         except (OSError, ValueError):  # no such group, or no limit ("max")
             continue
     return max(free, 0)
+
+
+def trim_heap() -> None:
+    """Let the C library give back to the system what was freed: glibc may keep gigabytes of a model's tensors that
+    have moved elsewhere. Other libraries have nothing to be asked."""
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
 
 
 def _unregister(pointer: int) -> None:

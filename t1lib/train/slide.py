@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t1lib.errors import choose, require
-from t1lib.measure.memory import GIB, host_available, pinned_empty
+from t1lib.measure.memory import GIB, host_available, pinned_empty, trim_heap
 from t1lib.train.activations import Activations
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
 from t1lib.train.optim import Updater, has_no_state
@@ -116,6 +116,7 @@ class SlideTrainer(SlideStep):
             "overlap_out": overlap_out, "overlap_update": overlap_update,
         }  # fmt: skip
         super().__init__(model, **common)
+        trim_heap()  # of what the layers were on the host before
 
     # -- where things live -----------------------------------------------------------------------------------------
 

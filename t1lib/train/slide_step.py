@@ -194,8 +194,7 @@ class SlideStep(Several):
         pipeline = self.pipeline
         saved = self._activations.take(index)
         pipeline.bind(index, again=True)
-        pipeline.want_gradients(index)
-        onward = [self._piece_backward(index, s, grads[k], kwargs[k][index]) for k, s in enumerate(saved)]
+        onward = [self._piece_backward(index, k, s, grads[k], kwargs[k][index]) for k, s in enumerate(saved)]
         factor = self.schedule(self.steps)
         self._norms |= pipeline.gradients_done(index, factor)
         following = index - self.slots
@@ -203,19 +202,28 @@ class SlideStep(Several):
         pipeline.send(index, factor)
         return onward
 
-    def _piece_backward(self, index: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    def _piece_backward(
+        self, index: int, k: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """The layer's k-th micro-batch. The slot of its gradients is waited for as late as can be: when the layer is
+        computed again, but before a graph, which does both."""
         x, out = saved.input, saved.output
-        if out is not None:
-            return self._gradients(index, x, out, grad)
         wanted = index > self._lowest or x.requires_grad
-        if self._has_graph(index, x):
+        graph = out is None and self._has_graph(index, x)
+        if out is None and not graph:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_(wanted)
+                out = self._recomputation.run(self.parts.layers[index], partial(self._compute, index, x, kwargs))
+        if k == 0:
+            self.pipeline.want_gradients(index)
+        if graph:
             place, function = self.pipeline.place(index, gradients=True), partial(self._again, index, wanted)
             with self.trace.span("compute", "backward", index):
                 return self._graphs.run(index, (*place, wanted), function, x.detach(), grad, kwargs)
-        with torch.enable_grad():
-            x = x.detach().requires_grad_(wanted)
-            out = self._recomputation.run(self.parts.layers[index], partial(self._compute, index, x, kwargs))
-        return self._gradients(index, x, out, grad)
+        if out.requires_grad:
+            with self.trace.span("compute", "backward", index):
+                torch.autograd.backward(out, grad)
+        return x.grad
 
     def _again(self, index: int, wanted: bool, x: Tensor, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The layer again, and its gradients: those of its weights add up, that of its input is returned if wanted."""
@@ -223,12 +231,6 @@ class SlideStep(Several):
             x = x.detach().requires_grad_(wanted)
             out = self._recomputation.run(self.parts.layers[index], partial(self._call_layer, index, x, kwargs))
         torch.autograd.backward(out, grad)
-        return x.grad
-
-    def _gradients(self, index: int, x: Tensor, out: Tensor, grad: Tensor) -> Tensor | None:
-        if out.requires_grad:
-            with self.trace.span("compute", "backward", index):
-                torch.autograd.backward(out, grad)
         return x.grad
 
     def _update(self) -> Tensor:

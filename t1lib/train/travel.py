@@ -18,8 +18,8 @@ from t1lib.train.narrow import Scratch
 from t1lib.train.optim import OptimizerSpec, Updater
 from t1lib.train.streams import Lane, Mark
 
-PIECE = 1 << 22  # numbers of a layer: enough to keep the link busy, few beside a layer
-SLOTS = 3  # pieces on the device: one that comes in, one that is updated, one that leaves
+PIECE = 1 << 21  # numbers of a layer: enough to keep the link busy, few beside a layer
+SLOTS = 6  # pieces on the device: on their way in, updated, on their way out; enough of these while weights come in
 
 
 Marks = tuple[Mark, Mark, Mark]
