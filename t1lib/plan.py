@@ -10,6 +10,7 @@ from itertools import product
 
 from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
+from t1lib.train.outer_travel import ROWS_AHEAD
 from t1lib.train.travel import PIECE, SLOTS
 from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
@@ -83,6 +84,8 @@ def host_bytes(work: Work, choice: Choice) -> int:
     held = streamed * work.layer * each + min(waiting, streamed) * work.layer * work.itemsize
     if choice.outer != "device":
         held += work.outer * (work.state if outer_travels(work, choice) else each + 2 * work.itemsize)
+    if outer_travels(work, choice):
+        held += min(ROWS_AHEAD * work.hidden, work.outer) * work.state
     if choice.inputs == "host":
         held += work.layers * work.tokens * work.hidden * work.itemsize
     return held

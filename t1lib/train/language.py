@@ -62,9 +62,8 @@ class LanguageSession(TrainSession):
         positions = self.trainer.model.config.max_position_embeddings
         require(seq <= positions, f"seq {seq}; the model has {positions} positions")
 
-    @property
-    def batch(self) -> dict[str, Tensor]:
-        return self.corpus.train.batch(self.trainer.steps, self._size, self.data_seed)
+    def batch_of(self, step: int) -> dict[str, Tensor]:
+        return self.corpus.train.batch(step, self._size, self.data_seed)
 
     def about(self) -> dict[str, int | str]:
         """Facts of corpus and model: the text's sha256, files, bytes, tokens, and the sizes of the model."""

@@ -190,6 +190,9 @@ class Outer:
     def leave(self) -> None:
         """After the head: until the update, nothing needs the weights."""
 
+    def prepare(self, ids: list[Tensor]) -> None:
+        """The next step's micro-batches will be these."""
+
     def settle(self, lost: bool) -> None:
         """The host knows whether the step's gradients are finite; `_read` finds that out, too."""
 

@@ -1,8 +1,8 @@
 """Embedding, norm and head of mode `slide` with optimizer state on the host, updated on the device: the state comes to
 it, and leaves again (`t1lib.train.travel`), beside the next forward.
 
-As in `outer`, the next step needs few rows of the embedding at once. Their state is gathered by the host and sent, and
-a copy of them is updated ahead.
+As in `outer`, the next step needs few rows of the embedding at once. Their state is gathered by the host, in the step
+before where the batch is known, and sent; a copy of them is updated ahead.
 
 Between the head and that update nothing reads the weights, and an update makes them anew from their masters: for the
 backward, where memory is short, they give up their place on the device.
@@ -24,6 +24,8 @@ from t1lib.train.streams import Mark, send
 from t1lib.train.travel import PIECE, Traveller, update_once
 
 ROWS = 2048  # of the embedding that are gathered, sent and updated ahead at a time
+GATHERED = 8  # times as many may be gathered before they are sent
+ROWS_AHEAD = GATHERED * ROWS
 
 
 class TravellingOuter(Outer):
@@ -41,7 +43,9 @@ class TravellingOuter(Outer):
         self._travellers = {n: Traveller(self._flat(n), None, [state[n]], grads_come=False) for n in params}
         for name, number in self._numbers.items():
             pipeline.travel.add(number, self._travellers[name])
-        self._gathered = [_Gathered(state[self._name], pipeline) for _ in range(2)] if self._name is not None else []
+        rings = GATHERED if self._name is not None else 0
+        self._gathered = [_Gathered(state[self._name], pipeline) for _ in range(rings)]  # used in turn, from `begin` on
+        self._turn = 0
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
@@ -75,21 +79,37 @@ class TravellingOuter(Outer):
         self._make_room()
         for name, param in self._spare.items():
             weight, master = param.data.view(-1), self._flat(name)["master"]
-            if self._left.get(name) is not None:
-                self._left[name].synchronize()
+            self._wait_for(name)
             for few, exact in zip(weight.split(PIECE), master.split(PIECE), strict=True):
                 few.copy_(exact)
+
+    def begin(self) -> None:
+        self._turn = 0
+
+    def prepare(self, ids: list[Tensor]) -> None:
+        """Gather what they will look up first. The state stays as it is until the update that waits begins, and then
+        nothing is looked up ahead any more."""
+        if self._gathered and self._pending:
+            self._wait_for(self._name)
+            few = (part for piece in ids for part in torch.unique(piece.cpu()).split(ROWS))
+            for gathered, rows in zip(self._gathered, few, strict=False):
+                gathered.fill(rows)
+
+    def _wait_for(self, name: str) -> None:
+        """The host's state is up to date after this."""
+        if self._left.get(name) is not None:
+            self._left[name].synchronize()
 
     def _ahead(self, rows: Tensor) -> Tensor:
         name, spec, device = self._name, self.updater.spec, self._pipeline.device
         self._make_room()
         weight, traveller = self.params[name].data, self._travellers[name]
         count, step = traveller.count, traveller.step_on(device)
-        if self._left.get(name) is not None:
-            self._left[name].synchronize()
+        self._wait_for(name)
         found = []
-        for number, (few, there) in enumerate(zip(rows.split(ROWS), send(rows, device).split(ROWS), strict=True)):
-            own = self._gathered[number % 2].send(few)
+        for few, there in zip(rows.split(ROWS), send(rows, device).split(ROWS), strict=True):
+            own = self._gathered[self._turn].send(few)
+            self._turn = (self._turn + 1) % GATHERED
             values = weight.new_empty(len(few), weight.shape[1]) if "master" in own else weight.index_select(0, there)
             grad = self._grads[name].index_select(0, there)
             update_once(values, grad, own, spec, self._scratch, step, count, self._factor, self._scale, None)
@@ -99,6 +119,8 @@ class TravellingOuter(Outer):
 
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Take the gradients. The update waits for the next embedding, or for `ready`."""
+        for gathered in self._gathered:
+            gathered.rows = None  # of the state before the last update
         self._grads = dict(self._taken())
         self._scale, self._factor, self._pending = scale, factor, True
         self._known = self._pipeline.compute.mark()
@@ -170,7 +192,7 @@ def _pinned(flat: Tensor, device: torch.device) -> Tensor:
 
 
 class _Gathered:
-    """Buffers for `ROWS` rows of a parameter's state, on their way to the device."""
+    """Buffers for `ROWS` rows of a parameter's state, on their way to the device. `rows`: which they hold, if any."""
 
     def __init__(self, state: dict[str, Tensor], pipeline: Pipeline) -> None:
         self._state = {k: v for k, v in state.items() if k != "step"}
@@ -179,14 +201,20 @@ class _Gathered:
         self._buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}
         self._device, self._compute = pipeline.device, pipeline.compute
         self._left: Mark = None  # when the rows before have left
+        self.rows: Tensor | None = None
+
+    def fill(self, rows: Tensor) -> None:
+        if self._left is not None:
+            self._left.synchronize()
+        for key, buffer in self._buffers.items():
+            torch.index_select(self._state[key], 0, rows, out=buffer[: len(rows)])
+        self.rows = rows
 
     def send(self, rows: Tensor) -> dict[str, Tensor]:
         """The state of these rows, on the device; a copy."""
-        if self._left is not None:
-            self._left.synchronize()
-        found = {}
-        for key, buffer in self._buffers.items():
-            few = torch.index_select(self._state[key], 0, rows, out=buffer[: len(rows)])
-            found[key] = few.to(self._device, non_blocking=True, copy=True)
-        self._left = self._compute.mark()
+        if self.rows is None or not torch.equal(self.rows, rows):
+            self.fill(rows)
+        own = {key: buffer[: len(rows)] for key, buffer in self._buffers.items()}
+        found = {key: few.to(self._device, non_blocking=True, copy=True) for key, few in own.items()}
+        self._left, self.rows = self._compute.mark(), None
         return found

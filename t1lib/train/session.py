@@ -74,10 +74,14 @@ class TrainSession:
         generator = torch.Generator().manual_seed(self.seed + 1)
         self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
 
+    def batch_of(self, step: int) -> dict[str, torch.Tensor]:
+        """That of a step, counted from 0."""
+        return {"input_ids": self._batches[step % self._count]}
+
     @property
     def batch(self) -> dict[str, torch.Tensor]:
         """The next step's."""
-        return {"input_ids": self._batches[self.trainer.steps % self._count]}
+        return self.batch_of(self.trainer.steps)
 
     def set_point(self, batch: int, seq: int, head: str, head_options: dict[str, Any]) -> None:
         """From now on, another number of tokens and another head; memory that nothing uses is given back."""
@@ -88,15 +92,15 @@ class TrainSession:
 
     def warm_up(self, steps: int) -> list[float]:
         """Train without measuring, then start new peaks of memory. Returns the losses."""
-        losses = [self.trainer.step(self.batch).loss for _ in range(steps)]
+        losses = [self.step().loss for _ in range(steps)]
         self._host_setup_peak = self._host_setup.read()
         self._host = HostPeak()
         self._baseline = reset_peak(self.device) if self.device.type == "cuda" else 0
         return losses
 
     def step(self) -> StepRecord:
-        """One clean step."""
-        return self.trainer.step(self.batch)
+        """One clean step. What the next one brings is known in it, as to every loop that trains."""
+        return self.trainer.step(self.batch, upcoming=self.batch_of(self.trainer.steps + 1))
 
     def traced_step(self, settle: bool = True) -> tuple[StepRecord, list[Span]]:
         """One instrumented step: its record, and the spans of work on all lanes. settle: after all before it is done,
@@ -104,7 +108,7 @@ class TrainSession:
         if settle:
             self._settle()
         self.trainer.trace = Trace(self.device)
-        record = self.trainer.step(self.batch)
+        record = self.step()
         trace, self.trainer.trace = self.trainer.trace, NoTrace()
         self._settle()
         return record, trace.spans()
@@ -114,7 +118,7 @@ class TrainSession:
         self._settle()
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
-            self.trainer.step(self.batch)
+            self.step()
         return envelope(timeline.points, bins)
 
     def memory(self) -> dict[str, int]:

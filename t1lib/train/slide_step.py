@@ -11,12 +11,14 @@ next one comes: weights and gradients cross the link once a step.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from t1lib.errors import T1Error
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train.activations import Activations, Saved
 from t1lib.train.batch import Piece
@@ -249,6 +251,11 @@ class SlideStep(Several):
 
     def _may_update(self, norm: Tensor) -> bool:
         return super()._may_update(norm) if self._together else True  # else layers are updated already
+
+    def _prepare(self, upcoming: dict[str, Tensor]) -> None:
+        if self._outer is not None:
+            with suppress(T1Error):  # of a batch that does not fit; its own step says so
+                self._outer.prepare([piece.ids for piece in self._pieces(upcoming)])
 
     def _settle(self, lost: bool) -> None:
         self.pipeline.settle(lost)

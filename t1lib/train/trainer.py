@@ -120,8 +120,11 @@ class Trainer(Layered, Stateful):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: dict[str, Tensor]) -> StepRecord:
+    def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
         """Train on one batch: `input_ids` (B, S), and `labels` (B, S) where they are not the inputs themselves.
+
+        upcoming: the next step's batch, if it is known. What the host has to do for it is done while it would wait for
+        the device; another batch may follow nevertheless. It is not looked at more closely than that.
 
         The loss is the mean over the whole batch, in however many micro-batches it is computed. Returns when the
         device is done with the step. Raises `T1Error` for a batch that does not fit the model, before anything is
@@ -135,6 +138,8 @@ class Trainer(Layered, Stateful):
         norm = self._update()
         self._scale = 1.0
         timer.mark("optimizer")
+        if upcoming is not None:
+            self._prepare(upcoming)
         wall_ms, phases = timer.stop()
         norm, lost = float(norm), not math.isfinite(float(norm))
         self._settle(lost)
@@ -202,6 +207,9 @@ class Trainer(Layered, Stateful):
         for embedded, leaf in embeddings:
             if embedded.requires_grad:
                 embedded.backward(leaf.grad)
+
+    def _prepare(self, upcoming: dict[str, Tensor]) -> None:
+        """What can be done for the next step's batch while the device is busy with this one."""
 
     def _settle(self, lost: bool) -> None:
         """What is to be done when the host knows whether the gradients were finite, or the step is lost."""

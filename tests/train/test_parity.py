@@ -236,19 +236,55 @@ def test_outer_state_travels_a_share_beside_each_layer(monkeypatch):
     assert max(map(len, shares)) == -(-pieces // (layers - 1)) and not shares[-1]  # none is left for the head
 
 
+@pytest.mark.parametrize("announced", ["nothing", "what comes", "another", "what does not fit"])
 @pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("kind", ["qwen3-untied", "gemma2"])
-def test_outer_state_on_the_host_changes_no_bits(kind, update, monkeypatch):
-    monkeypatch.setattr(outer_travel, "ROWS", 7)
+def test_outer_state_on_the_host_changes_no_bits(kind, update, announced, monkeypatch):
+    """Whatever is said of the next step's batch."""
+    monkeypatch.setattr(outer_travel, "ROWS", 4)
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=OPTIMIZERS["adamw"]))
     options = {"outer": "host", "update": update}
     trainer, others = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["adamw"], **options), []
     assert isinstance(trainer._outer, outer_travel.TravellingOuter) == (update == "device")
-    for batch in batches():
-        others.append(trainer.step(batch).loss)
-        trainer.evaluate(batch)  # finds the updated weights
+    data = batches()
+    said = {"what comes": data[1:] + data[:1], "another": data, "what does not fit": [{"input_ids": 7}] * len(data)}
+    for k, batch in enumerate(data):
+        others.append(trainer.step(batch, upcoming=said[announced][k] if announced in said else None).loss)
+        if k % 2:
+            trainer.evaluate(batch)  # finds the updated weights
     assert others == losses
     assert_same(state, trainer.state_dict())
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_rows_of_a_batch_that_was_announced_are_there_when_it_comes(micro_batch, monkeypatch):
+    monkeypatch.setattr(outer_travel, "ROWS", 97)
+    options = {"update": "device", "outer": "host", "micro_batch": micro_batch}
+    trainer = make_trainer(model("qwen3"), "slide", optimizer=OPTIMIZERS["adamw"], **options)
+    filled, fill = [], outer_travel._Gathered.fill
+    monkeypatch.setattr(outer_travel._Gathered, "fill", lambda *a: (filled.append(a[1]), fill(*a)))
+    one, other = batches(2)
+    trainer.step(one, upcoming=other)
+    looked_up = [torch.unique(ids) for ids in other["input_ids"].split(micro_batch or 97)]
+    assert all(map(torch.equal, filled, looked_up)) and len(filled) == len(looked_up)
+    trainer.step(other)
+    assert len(filled) == len(looked_up)
+    trainer.step(one)  # was not
+    assert len(filled) == 2 * len(looked_up)
+    trainer.close()
+
+
+def test_rows_that_were_announced_and_did_not_come_are_forgotten(monkeypatch):
+    """What was gathered for them is older than the update before they do come."""
+    monkeypatch.setattr(outer_travel, "ROWS", 4)
+    one, other = batches(2)
+    few = {"input_ids": one["input_ids"][:, :3]}
+    data, said = [one, few, other], [other, None, None]
+    losses, state = run(make_trainer(model("qwen3"), "gpu", optimizer=OPTIMIZERS["adamw"]), data)
+    trainer = make_trainer(model("qwen3"), "slide", optimizer=OPTIMIZERS["adamw"], outer="host", update="device")
+    assert [trainer.step(*pair).loss for pair in zip(data, said, strict=True)] == losses
+    assert_same(state, trainer.state_dict())
+    trainer.close()
 
 
 def test_weights_that_a_master_holds_are_away_during_the_backward(monkeypatch):

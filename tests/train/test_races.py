@@ -1,11 +1,13 @@
 """The lanes of mode `slide` touch no memory at once that one of them writes, by the order that marks and waits make."""
 
+from itertools import pairwise
+
 import pytest
 from races import Races, Watching, watched
 from test_parity import OPTIMIZERS, model
 from test_steps import ragged
 
-from t1lib.train import OptimizerSpec, make_trainer, vocabulary
+from t1lib.train import OptimizerSpec, make_trainer, outer_travel, vocabulary
 from t1lib.train.outer_travel import TravellingOuter
 
 ADAMW = OPTIMIZERS["adamw"]
@@ -28,6 +30,7 @@ def watch(races: Races, trainer) -> None:
     if isinstance(outer, TravellingOuter):
         state = [t for s in outer.updater.state.values() for key, t in s.items() if key != "step"]
         races.watch("outer state", state, on_host=True)
+        races.watch("gathered rows", (b for g in outer._gathered for b in g._buffers.values()), on_host=True)
         races.watch("device's outer weight", (p.data for p in outer.params.values()), on_host=False)
     elif outer is not None:
         races.watch("host's outer weight", outer.weights.values(), on_host=True)
@@ -44,8 +47,8 @@ def races_in(options: dict, steps: int = 3) -> Races:
         trainer = make_trainer(model("qwen3"), "slide", **{"optimizer": ADAMW, "head": "chunked"} | options)
         watch(races, trainer)
         with Watching(races):
-            for batch in ragged(steps):
-                trainer.step(batch)
+            for batch, following in pairwise([*ragged(steps), None]):
+                trainer.step(batch, upcoming=following)
                 store = trainer._activations._store
                 races.watch("host's input", store._buffers.values() if store else (), on_host=True)
             trainer.evaluate(ragged(1)[0])
@@ -76,6 +79,7 @@ def races_in(options: dict, steps: int = 3) -> Races:
 )
 def test_nothing_is_touched_at_once(options, shared, monkeypatch):
     monkeypatch.setattr(vocabulary, "PIECE_BYTES", 20 * 32 * 4)  # five pieces
+    monkeypatch.setattr(outer_travel, "ROWS", 2)  # more than fit into the gathered rows
     races = races_in(options | shared)
     assert races.accesses > 200
     assert not races.found, "\n".join(sorted(set(races.found)))
