@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from t1lib.heads.fused_chunks import Chunks, Operands, tile
+from t1lib.heads.fused_memory import wrap
 from t1lib.heads.kernels import forward, products, recompute
 
 try:
@@ -16,6 +17,7 @@ except ImportError:  # Gluon is part of Triton from 3.6 on, and may still change
     hopper = None
 
 STAGES = 4  # of the ring in `hopper`'s kernels: 48 KiB each
+CACHED = 10 * 2**20  # bytes of hidden states that stay in an L2 cache of 50 MB while the weight goes by
 HALF, STEP, QUARTER = 64, 64, 64  # rows of a half tile, a step, a quarter's columns
 
 
@@ -32,6 +34,11 @@ def _box(matrix: Tensor | None, height: int, width: int) -> Any:
     return TensorDescriptor.from_tensor(matrix, [height, width], layout)
 
 
+def _group(o: Operands) -> int:
+    """Row blocks that go through the vocabulary together (`tiles.grouped`)."""
+    return max(1, CACHED // (o.tiles.m * o.hidden * o.compute.itemsize))
+
+
 def _number(value: float | None) -> float:
     return 0.0 if value is None else float(value)
 
@@ -44,7 +51,7 @@ def exponentials(
     blocks = chunks.capacity // t.m
     vectors = (o.b, opts.local_class_weight, offset, chunks.flag, *parts, chunks.info)
     z_rows, z_columns = (1, 1) if z is None else z.shape
-    sizes = (chunk, chunks.capacity, opts.vocab, o.hidden, blocks, splits)
+    sizes = (chunk, chunks.capacity, opts.vocab, o.hidden, blocks, _group(o), splits)
     flags = dict(
         STORE=z is not None, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None, PULL=bool(opts.label_smoothing),
         WEIGHTED=opts.class_weight is not None, RAGGED=opts.vocab % t.n != 0, REDO=redo,
@@ -52,7 +59,7 @@ def exponentials(
     if _apart(o, z):
         hopper.exponentials[(blocks * splits,)](
             _box(x, HALF, STEP), _box(o.w, t.n, STEP), _box(z, HALF, QUARTER), *vectors, *sizes,
-            z_columns, room, _number(opts.softcap),
+            z_columns, room, wrap(opts.vocab, z_columns, room), _number(opts.softcap),
             N=t.n, S=STAGES, **flags, num_warps=4,
         )  # fmt: skip
         return
@@ -60,7 +67,8 @@ def exponentials(
     forward.exponentials[(blocks * splits,)](
         tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
         None if z is None else tile(z, t.m, t.n, o.device.tma), *vectors, *sizes,
-        z_rows, z_columns, room, x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
+        z_rows, z_columns, room, wrap(opts.vocab, z_columns, room),
+        x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
         M=t.m, N=t.n, K=t.k, **flags, TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -108,13 +116,13 @@ def gradients(chunks: Chunks, chunk: int, z: Tensor, first: int, packed: list[Te
     if _apart(o, z):
         hopper.logit_gradients[(o.device.units,)](
             _box(x, HALF, STEP), _box(o.w, t.n, STEP), _box(z, HALF, QUARTER), *vectors,
-            chunk, opts.vocab, o.hidden, first, z.shape[1], *numbers, N=t.n, S=STAGES, **flags, num_warps=4,
+            chunk, opts.vocab, o.hidden, first, z.shape[1], _group(o), *numbers, N=t.n, S=STAGES, **flags, num_warps=4,
         )  # fmt: skip
         return
     tma_w = o.tma(o.w)
     recompute.logit_gradients[(o.device.units,)](
         tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w), tile(z, t.m, t.n, o.device.tma), *vectors,
-        chunk, chunks.capacity, opts.vocab, o.hidden, first, z.shape[1],
+        chunk, chunks.capacity, opts.vocab, o.hidden, first, z.shape[1], _group(o),
         x.stride(0), o.w.stride(0), z.stride(0), *numbers,
         M=t.m, N=t.n, K=t.k, **flags, TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.stages,

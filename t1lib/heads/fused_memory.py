@@ -88,7 +88,7 @@ def early_layout(shape: Shape, plan: Early) -> Layout:
 
 
 def lent_layout(shape: Shape, plan: Lent | None) -> Layout:
-    """The same of its first chunk; z holds one panel."""
+    """The same of its first chunk; z holds the last panel."""
     return _early_layout(shape, plan.capacity, plan.width, *plan.work) if plan else {}
 
 
@@ -98,6 +98,11 @@ def lent_panels(dw: torch.Tensor, plan: Lent, compute: torch.dtype) -> tuple[tor
     room = numbers.shape[1]
     panels = -(-numbers.shape[0] // plan.width)
     return numbers.as_strided(((panels - 1) * room + plan.capacity, plan.width), (plan.width, 1)), room
+
+
+def wrap(vocab: int, width: int, room: int) -> int:
+    """Rows of all panels, for `tiles.place`; where there are none, a number that changes nothing."""
+    return -(-vocab // width) * room or 16
 
 
 def late_layout(shape: Shape, plan: Late) -> Layout:

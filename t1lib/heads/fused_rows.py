@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from t1lib.heads.fused_chunks import BLOCK, Chunks, Frequent, Operands, Order, tile
+from t1lib.heads.fused_memory import wrap
 from t1lib.heads.kernels import rows, targets
 
 
@@ -89,8 +90,8 @@ def scale_rows(
     rows.scale_rows[(chunks.capacity,)](
         z, chunks.x, found.offset, found.log_total, found.logprob, chunks.order, chunks.info, chunks.target,
         f.token, f.target, f.softmax, f.even, *columns, factors, *per_row, tau,
-        chunk, chunks.capacity, o.hidden, z.shape[1], room, z.stride(0), chunks.x.stride(0),
-        0 if copies is None else copies.stride(0), opts.softcap or 0.0, opts.z_loss,
+        chunk, chunks.capacity, o.hidden, z.shape[1], room, wrap(opts.vocab, z.shape[1], room),
+        z.stride(0), chunks.x.stride(0), 0 if copies is None else copies.stride(0), opts.softcap or 0.0, opts.z_loss,
         BLOCK=BLOCK, DW=chunks.scaled, DB=chunks.scaled and o.b is not None, SOFTCAP=opts.softcap is not None,
         Z_LOSS=bool(opts.z_loss), EVEN=bool(opts.label_smoothing),
     )  # fmt: skip

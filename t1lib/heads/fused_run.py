@@ -93,17 +93,19 @@ class Made(NamedTuple):
 
 
 def lent(sweep: Sweep, plan: Lent, f: Factors, made: Made) -> None:
-    """The first chunk, its exponentials in what will be dW, from where they are taken a panel of columns at a time."""
+    """The first chunk, its exponentials in what will be dW. Panels of columns are multiplied one after another: each
+    lies where the next one's products will be, but for the last, which is taken out of the way."""
     c, o = sweep.chunks, sweep.chunks.operands
     z, room = lent_panels(made.dw, plan, o.compute)
     c.pack(0)
     sweep.run(0, plan.work.splits, z, room)
     scale_rows(c, sweep.found, f, z, room, made.tau, 0, made.frequent)
-    for panel, first in enumerate(range(0, o.opts.vocab, plan.width)):
-        held = c.memory["z"]
-        held.copy_(z[panel * room : panel * room + plan.capacity])
-        part = held[:, : o.opts.vocab - first]
-        multiply(c, 0, part, first, made, plan.work.parts, add_de=panel > 0, add_dw=False, even_sum=made.even_sum)
+    c.memory["z"].copy_(z[: plan.capacity])
+    for panel, first in enumerate(range(0, o.opts.vocab, plan.width), start=1):
+        last = first + plan.width >= o.opts.vocab
+        part = c.memory["z"] if last else z[panel * room : panel * room + plan.capacity]
+        part = part[:, : o.opts.vocab - first]
+        multiply(c, 0, part, first, made, plan.work.parts, add_de=first > 0, add_dw=False, even_sum=made.even_sum)
     finish_chunk(c, 0, made, plan.work.parts, made.even_sum)
     if made.de is not None:
         made.de.finish()  # the other chunks use the same memory

@@ -16,6 +16,7 @@ OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/
 REREAD = 1e-4  # of a late chunk's time a row block: larger chunks read more again (measured, docs/log.md)
 ROUNDED = 0.015  # of a late plan's time, what each chunk beyond eight is taken to cost: it rounds dW once more
 UNEVEN = 0.06  # of dE's last wave of several, as far as it leaves processors idle, dW does not make up for (measured)
+WIDTHS = 32  # of ranges of columns to choose from, below the widest: some make whole waves of tiles
 LAUNCHES = 60  # of a chunk's small kernels, in such steps
 TYPICAL = 8192  # tokens for which `early_from` compares: what decides may not depend on a text's length
 MOVED = 1.5e6  # bytes copied within the memory in the time of such a step
@@ -73,15 +74,19 @@ class _Costs(NamedTuple):
     def lent(self, plan: Lent) -> float:
         blocks = plan.capacity // self.tiles.m
         panels = -(-self.shape.vocab // plan.width)
-        moved = plan.capacity * self.shape.vocab * self.shape.compute.itemsize / MOVED
+        moved = plan.capacity * plan.width * self.shape.compute.itemsize / MOVED
         products = self.products(blocks, plan.width, plan.work.parts) + LAUNCHES
         return self.logits(blocks, plan.work.splits) + panels * products + moved + LENDING
 
     def late(self, plan: Late) -> float:
-        blocks, passes = plan.capacity // self.tiles.m, -(-self.shape.vocab // plan.columns)
-        logits = self.logits(blocks, -(-plan.columns // self.tiles.n), plan.columns)
+        blocks = plan.capacity // self.tiles.m
+        whole, rest = divmod(self.shape.vocab, plan.columns)
+
+        def one(columns: int) -> float:
+            return self.logits(blocks, -(-columns // self.tiles.n), columns) + self.products(blocks, columns, 1)
+
         more = REREAD * blocks + ROUNDED * max(plan.chunks - 8, 0) * self.shape.dw
-        return plan.chunks * passes * (logits + self.products(blocks, plan.columns, 1)) * (1 + more)
+        return plan.chunks * (whole * one(plan.columns) + (one(rest) if rest else 0.0)) * (1 + more)
 
 
 def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:
@@ -206,9 +211,12 @@ def plan_late(shape: Shape, workspace: int | None, device: Device, tiles: Tiles,
         widest = min(up(shape.vocab, step), step + room // step * step)
         if chunks is not None:
             widest = max(widest, step)
-        fewest = -(-shape.vocab // widest) if widest >= step else 0
-        for passes in range(fewest, fewest + 4) if fewest else ():
-            plan = Late(capacity, count, up(-(-shape.vocab // passes), step))
+        if widest < step:
+            continue
+        fewest = -(-shape.vocab // widest)
+        even = {up(-(-shape.vocab // passes), step) for passes in range(fewest, fewest + 4)}
+        for columns in even | set(range(widest, max(0, widest - WIDTHS * step), -step)):
+            plan = Late(capacity, count, columns)
             found.append((costs.late(plan), plan))
     if not found:
         least = Late(tiles.m, -(-shape.tokens // tiles.m), step)

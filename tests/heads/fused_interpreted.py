@@ -7,7 +7,7 @@ import torch
 from head_cases import OPTION_SETS, assert_close, options, problem, run
 
 from t1lib.errors import T1Error
-from t1lib.heads import fused_plan, fused_search, linear_cross_entropy
+from t1lib.heads import fused_launch, fused_plan, fused_search, linear_cross_entropy
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -29,6 +29,16 @@ def test_first_chunk_in_the_memory_of_the_weight_gradient(tokens, name, monkeypa
     p = problem(tokens, 380, 40, dtype=torch.float32)
     kwargs = options(name, p) | {"reduction": "mean"}
     assert_close(run("fused", p, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_row_blocks_go_through_the_vocabulary_in_groups(reduction, group, monkeypatch):
+    """The last group may be smaller: seven blocks of 32 rows."""
+    monkeypatch.setattr(fused_launch, "CACHED", group * 32 * 40 * 4)
+    p = problem(200, 300, 40, dtype=torch.float32)
+    kwargs = {"reduction": reduction}
+    assert_close(run("fused", p, chunks=1, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 3), (5, 257, 16), (33, 129, 123)], ids=str)
@@ -61,7 +71,7 @@ def test_frozen_operands(reduction, grad):
 @pytest.mark.parametrize("units", [1, 2, 3, 5, 16, 40])
 @pytest.mark.parametrize("name", ["plain", "weighted smoothing"])
 def test_columns_are_dealt_to_any_number_of_programs(name, units, monkeypatch):
-    """Tiles with dBias go to programs of their own, where there are several."""
+    """dBias is taken on the way, each program's share after another of its tiles."""
     monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
     p = problem(70, 300, 150, dtype=torch.float32)
     kwargs = options(name, p)

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.tiles import LOG2E, finish_logits, first_row, live_rows, load_tile, place, store_tile, tanh
+from t1lib.heads.kernels.tiles import (
+    LOG2E,
+    finish_logits,
+    first_row,
+    grouped,
+    live_rows,
+    load_tile,
+    place,
+    store_tile,
+    tanh,
+)
 
 HEADROOM = tl.constexpr(96.0)  # largest z2 − offset whose exponential and its sums are far from float32's end
 NEVER = tl.constexpr(1e30)  # offset of a row without a token: its exponentials are 0
@@ -49,7 +59,8 @@ def settled_offset(highest, guess):
 @triton.jit
 def exponentials(
     x, w, z, bias, class_weight, offset, flag, total, top, pull, info,
-    chunk, capacity, vocab, hidden, row_blocks, splits, z_rows, z_columns, room, x_stride, w_stride, z_stride, softcap,
+    chunk, capacity, vocab, hidden, row_blocks, group, splits, z_rows, z_columns, room, wrap,
+    x_stride, w_stride, z_stride, softcap,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     STORE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PULL: tl.constexpr, WEIGHTED: tl.constexpr,
     RAGGED: tl.constexpr, REDO: tl.constexpr, TMA: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
@@ -58,13 +69,12 @@ def exponentials(
 
     x (capacity, hidden) packed hidden states; w (vocab, hidden); offset by token in order. The sums go to
     total, top, pull (splits, capacity). STORE: z ← 2^(z2 − offset), times the softcap's slope: (capacity, vocab),
-    or panels of z_columns columns, `room` rows apart (`tiles.place`).
+    or panels of z_columns columns (`tiles.place`). Programs come in the order of `tiles.grouped`.
     A fixed offset instead of a running maximum saves the rescaling, and makes one scale a row hold for all of z; where
     it was too small, `flag` is set, and a second launch (REDO) makes those rows again from their largest logit.
     RAGGED: vocab is no multiple of N.
     """
-    m = tl.program_id(0) % row_blocks
-    split = tl.program_id(0) // row_blocks
+    m, split = grouped(tl.program_id(0), row_blocks, splits, group)
     live = live_rows(info, chunk)
     if m * M >= live:
         return
@@ -104,7 +114,7 @@ def exponentials(
         if STORE:
             if SOFTCAP:
                 p *= slope
-            row, column = place(m * M, tile * N, z_columns, room)
+            row, column = place(m * M, tile * N, z_columns, room, wrap)
             store_tile(z, row, column, z_rows, z_columns, z_stride, p, False, 1, TMA)
     at_rows = split * capacity + rows
     tl.store(total + at_rows, sums)

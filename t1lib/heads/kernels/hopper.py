@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from t1lib.heads.kernels.forward import HEADROOM, NEVER
-from t1lib.heads.kernels.tiles import LOG2E, first_row, live_rows
+from t1lib.heads.kernels.tiles import LOG2E, first_row, grouped, live_rows, place
 
 # -- the ring of operands: stages of two halves of A and one B, each with a barrier for full and one for empty --------
 
@@ -135,7 +135,7 @@ def _copy_exponentials(x, w, ring, row, begin, end, hidden, N: gl.constexpr, S: 
 @gluon.jit
 def _make_exponentials(
     a, ring, buffers, z, bias, class_weight, offset, flag, total, top, pull,
-    row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, z_columns, room, softcap,
+    row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, z_columns, room, wrap, softcap,
     N: gl.constexpr, S: gl.constexpr, STORE: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     PULL: gl.constexpr, WEIGHTED: gl.constexpr, RAGGED: gl.constexpr, REDO: gl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,8 @@ def _make_exponentials(
         if STORE:
             if SOFTCAP:
                 p *= slope
-            _put_tile(z, tile * N // z_columns * room + row, tile * N % z_columns, buffers, p)
+            above, column = place(row, tile * N, z_columns, room, wrap)
+            _put_tile(z, above, column, buffers, p)
     tops *= unit
     gl.store(total + at + rows, sums)
     gl.store(top + at + rows, tops)
@@ -190,13 +191,12 @@ def _make_exponentials(
 @gluon.jit
 def exponentials(
     x, w, z, bias, class_weight, offset, flag, total, top, pull, info,
-    chunk, capacity, vocab, hidden, row_blocks, splits, z_columns, room, softcap,
+    chunk, capacity, vocab, hidden, row_blocks, group, splits, z_columns, room, wrap, softcap,
     N: gl.constexpr, S: gl.constexpr, STORE: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
     PULL: gl.constexpr, WEIGHTED: gl.constexpr, RAGGED: gl.constexpr, REDO: gl.constexpr,
 ):  # fmt: skip
     """As `forward.exponentials`."""
-    m = gl.program_id(0) % row_blocks
-    split = gl.program_id(0) // row_blocks
+    m, split = grouped(gl.program_id(0), row_blocks, splits, group)
     live = live_rows(info, chunk)
     tiles = gl.cdiv(vocab, N)
     begin = split * tiles // splits
@@ -218,12 +218,14 @@ def exponentials(
         gl.warp_specialize([
             (_make_exponentials, (
                 ring[0], ring, c0, z, bias, class_weight, offset, flag, total, top, pull,
-                row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, z_columns, room, softcap,
+                row, live, start, m, begin, end, at, capacity, vocab, hidden, splits,
+                z_columns, room, wrap, softcap,
                 N, S, STORE, BIAS, SOFTCAP, PULL, WEIGHTED, RAGGED, REDO,
             )),
             (_make_exponentials, (
                 ring[1], ring, c1, z, bias, class_weight, offset, flag, total, top, pull,
-                row + 64, live, start, m, begin, end, at, capacity, vocab, hidden, splits, z_columns, room, softcap,
+                row + 64, live, start, m, begin, end, at, capacity, vocab, hidden, splits,
+                z_columns, room, wrap, softcap,
                 N, S, STORE, BIAS, SOFTCAP, PULL, WEIGHTED, RAGGED, REDO,
             )),
             (_copy_exponentials, (x, w, ring, row, begin, end, hidden, N, S)),
@@ -234,27 +236,27 @@ def exponentials(
 
 
 @gluon.jit
-def _copy_gradients(x, w, ring, blocks, total, first, hidden, N: gl.constexpr, S: gl.constexpr):
+def _copy_gradients(x, w, ring, blocks, across, group, first, hidden, N: gl.constexpr, S: gl.constexpr):
     it = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        row = index % blocks * 128
-        column = first + index // blocks * N
+    for index in range(gl.program_id(0), blocks * across, gl.num_programs(0)):
+        m, n = grouped(index, blocks, across, group)
         for k in range(0, hidden, 64):
-            it = _fill(it, ring, x, row, k, row + 64, k, w, column, k, S)
+            it = _fill(it, ring, x, m * 128, k, m * 128 + 64, k, w, first + n * N, k, S)
 
 
 @gluon.jit
 def _make_gradients(
     a, ring, buffers, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor, target,
-    half, live, blocks, total, first, vocab, hidden, softcap, filter_eps,
+    half, live, blocks, across, group, first, vocab, hidden, softcap, filter_eps,
     N: gl.constexpr, S: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN: gl.constexpr,
     WEIGHTED: gl.constexpr, FILTER: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     it = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        row = index % blocks * 128 + half
-        column = index // blocks * N
+    for index in range(gl.program_id(0), blocks * across, gl.num_programs(0)):
+        m, n = grouped(index, blocks, across, group)
+        row = m * 128 + half
+        column = n * N
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
         ahead = _bias_ahead(bias, first + column, vocab, N, BIAS)  # all that is loaded, before the product
         y = gl.load(target + rows)
@@ -287,27 +289,27 @@ def _make_gradients(
 @gluon.jit
 def logit_gradients(
     x, w, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor, target, info,
-    chunk, vocab, hidden, first, columns_held, softcap, filter_eps,
+    chunk, vocab, hidden, first, columns_held, group, softcap, filter_eps,
     N: gl.constexpr, S: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN: gl.constexpr,
     WEIGHTED: gl.constexpr, FILTER: gl.constexpr,
 ):  # fmt: skip
     """As `recompute.logit_gradients`."""
     live = live_rows(info, chunk)
     blocks = gl.cdiv(live, 128)
-    total = blocks * gl.cdiv(columns_held, N)
+    across = gl.cdiv(columns_held, N)
     ring = _ring(x, w, S)
     c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
     c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
     gl.warp_specialize([
         (_make_gradients, (
             ring[0], ring, c0, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor,
-            target, 0, live, blocks, total, first, vocab, hidden, softcap, filter_eps,
+            target, 0, live, blocks, across, group, first, vocab, hidden, softcap, filter_eps,
             N, S, BIAS, SOFTCAP, EVEN, WEIGHTED, FILTER,
         )),
         (_make_gradients, (
             ring[1], ring, c1, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor,
-            target, 64, live, blocks, total, first, vocab, hidden, softcap, filter_eps,
+            target, 64, live, blocks, across, group, first, vocab, hidden, softcap, filter_eps,
             N, S, BIAS, SOFTCAP, EVEN, WEIGHTED, FILTER,
         )),
-        (_copy_gradients, (x, w, ring, blocks, total, first, hidden, N, S)),
+        (_copy_gradients, (x, w, ring, blocks, across, group, first, hidden, N, S)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -15,9 +15,9 @@ def _input_units(
 ):  # fmt: skip
     """This program's units of dE."""
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        m = unit % blocks
-        n = unit // blocks % across
-        part = unit // (blocks * across)
+        n = unit % across
+        m = unit // across % blocks
+        part = unit // (across * blocks)
         acc = tl.zeros([M, N], tl.float32)
         for k in range(part * unit_steps, tl.minimum((part + 1) * unit_steps, steps)):
             a = load_tile(z, m * M, k * K, z_rows, columns_held, z_stride, M, K, TMA)

@@ -4,29 +4,31 @@ import triton
 import triton.language as tl
 
 from t1lib.heads.kernels.forward import NEVER
-from t1lib.heads.kernels.tiles import finish_logits, live_rows, load_tile, store_tile
+from t1lib.heads.kernels.tiles import finish_logits, grouped, live_rows, load_tile, store_tile
 
 
 @triton.jit
 def logit_gradients(
     x, w, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor, target, info,
-    chunk, capacity, vocab, hidden, first, columns_held, x_stride, w_stride, z_stride,
+    chunk, capacity, vocab, hidden, first, columns_held, group, x_stride, w_stride, z_stride,
     softcap, filter_eps,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, WEIGHTED: tl.constexpr, FILTER: tl.constexpr,
     TMA: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """z (capacity, columns_held) ← dL/d(raw logits) of the columns from `first` on, one tile a step, tiles in turn.
+    """z (capacity, columns_held) ← dL/d(raw logits) of the columns from `first` on, one tile a step, in the order
+    of `tiles.grouped`.
 
     With p the softmax: slope · (A (p − [v = y]) + (A − B) [v = y] − E c_v), A, B, E (capacity) the factors given:
     p − 1 is made first, so that nothing cancels as p_y → 1. FILTER drops entries with |p − [v = y]| < filter_eps.
     """
     rows_live = live_rows(info, chunk)
     live_blocks = tl.cdiv(rows_live, M)
-    total = live_blocks * tl.cdiv(columns_held, N)
+    across = tl.cdiv(columns_held, N)
+    total = live_blocks * across
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
-        m = index % live_blocks
-        column = index // live_blocks * N
+        m, column = grouped(index, live_blocks, across, group)
+        column *= N
         acc = tl.zeros([M, N], tl.float32)
         for k in range(0, hidden, K):
             a = load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)

@@ -75,9 +75,9 @@ def finish_rows(
 
 
 @triton.jit
-def entry(z, row, column, width, room, stride):
+def entry(z, row, column, width, room, wrap, stride):
     """Pointer to z's entry at (row, column) where it lies in panels."""
-    r, c = place(row, column, width, room)
+    r, c = place(row, column, width, room, wrap)
     return z + r.to(tl.int64) * stride + c
 
 
@@ -111,13 +111,15 @@ def _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _copy_frequent(z, columns, frequent, number, i, y, z_columns, room, z_stride, columns_stride, BLOCK: tl.constexpr):
+def _copy_frequent(
+    z, columns, frequent, number, i, y, z_columns, room, wrap, z_stride, columns_stride, BLOCK: tl.constexpr
+):
     """columns[i] ← z[i] at the frequent targets, 0 at its own."""
     count = tl.load(number)
     for start in range(0, count, BLOCK):
         h = start + tl.arange(0, BLOCK)
         v = tl.load(frequent + h, mask=h < count, other=0)
-        at = entry(z, i, v, z_columns, room, z_stride)
+        at = entry(z, i, v, z_columns, room, wrap, z_stride)
         value = tl.load(at, mask=(h < count) & (v != y), other=0.0)
         tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
 
@@ -126,7 +128,7 @@ def _copy_frequent(z, columns, frequent, number, i, y, z_columns, room, z_stride
 def scale_rows(
     z, x, out_offset, out_log_total, out_logprob, order, info, packed_target, gradient, target_factor, base_factor,
     even_factor, frequent, number, columns, factors, row_scale, row_even, tau,
-    chunk, capacity, hidden, z_columns, room, z_stride, x_stride, columns_stride, softcap, z_loss,
+    chunk, capacity, hidden, z_columns, room, wrap, z_stride, x_stride, columns_stride, softcap, z_loss,
     BLOCK: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +165,7 @@ def scale_rows(
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
     here = y >= 0  # else another shard of the vocabulary has it, and nobody takes this τ
-    tl.store(entry(z, i, y, z_columns, room, z_stride), tl.zeros([], z.dtype.element_ty), mask=here)
+    tl.store(entry(z, i, y, z_columns, room, wrap, z_stride), tl.zeros([], z.dtype.element_ty), mask=here)
     tl.store(row_scale + i, scale)
     if DB:
         _store_factor(factors, i, scale)
@@ -172,7 +174,7 @@ def scale_rows(
         tl.store(row_even + i, tl.load(even_factor + token))
     if DW:
         _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK)
-        _copy_frequent(z, columns, frequent, number, i, y, z_columns, room, z_stride, columns_stride, BLOCK)
+        _copy_frequent(z, columns, frequent, number, i, y, z_columns, room, wrap, z_stride, columns_stride, BLOCK)
 
 
 @triton.jit

@@ -20,9 +20,22 @@ def live_rows(info, chunk):
 
 
 @triton.jit
-def place(row, column, width, room):
-    """Where (row, column) of z lies: panels of `width` columns one below the other, `room` rows apart."""
-    return column // width * room + row, column % width
+def place(row, column, width, room, wrap):
+    """Where (row, column) of z lies: panels of `width` columns one below the other, `room` rows apart, of `wrap` rows.
+
+    The last panel comes first: so no panel's products are written over a panel that is yet to be read.
+    """
+    return (column // width + 1) * room % wrap + row, column % width
+
+
+@triton.jit
+def grouped(index, blocks, across, group):
+    """(row block, column block) of a tile: `group` row blocks go through all columns before the next ones do, and stay
+    in the L2 cache as long."""
+    first = index // (group * across) * group
+    inside = index - first * across
+    high = tl.minimum(blocks - first, group)
+    return first + inside % high, inside // high
 
 
 @triton.jit
