@@ -1,7 +1,9 @@
+import ctypes
 import os
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from t1lib.measure.memory import (
     host_available,
     pinned_empty,
     storage_bytes,
+    trim_heap,
     unpinned_bytes,
 )
 
@@ -118,3 +121,19 @@ def test_what_the_environment_says_of_the_allocator_counts(monkeypatch):
         monkeypatch.setattr(os, "environ", dict(given))
         memory.grow_segments()
         assert os.environ == (given or {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library keeps nothing to itself")
+def test_what_was_freed_is_given_back_to_the_system():
+    """Blocks too small to be mapped on their own, below one that stays: their heap does not shrink by itself."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(2**16) for _ in range(1024)]
+    for block in blocks:
+        ctypes.memset(block, 1, 2**16)
+    held = psutil.Process().memory_info().rss
+    for block in blocks[:-1]:
+        libc.free(block)
+    trim_heap()
+    assert psutil.Process().memory_info().rss <= held - 48 * 2**20
+    libc.free(blocks[-1])
