@@ -7,7 +7,8 @@ in while another one is updated and a third one leaves, all beside the layers' c
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from t1lib.train.narrow import Scratch
 from t1lib.train.optim import OptimizerSpec, Updater
 from t1lib.train.streams import Lane, Mark
 
-PIECE = 1 << 21  # numbers of a layer: enough to keep the link busy, few beside a layer
-SLOTS = 6  # pieces on the device: on their way in, updated, on their way out; enough of these while weights come in
+PIECE = 5 << 19  # numbers of a layer: enough to keep the link busy, few beside a layer
+SLOTS = 5  # pieces on the device: on their way in, updated, on their way out; enough of these while weights come in
+TOGETHER = 4  # pieces that the host queues at a time: it changes lanes less often
 
 
 Marks = tuple[Mark, Mark, Mark]
@@ -59,9 +61,28 @@ class Traveller:
         counts = "step" in next(iter(self.counted))
         return torch.full((), self.count + 1.0, device=device) if counts else None
 
-    def pieces(self) -> list[slice]:
-        numel = len(next(iter(self.state.values())) if self.weights is None else self.weights)
-        return [slice(at, min(at + PIECE, numel)) for at in range(0, numel, PIECE)]
+    @cached_property
+    def pieces(self) -> list["Piece"]:
+        held = self.state | ({} if self.weights is None else {"weight": self.weights})
+        numel = len(next(iter(held.values())))
+        spans = [slice(at, min(at + PIECE, numel)) for at in range(0, numel, PIECE)]
+        return [Piece(span, {key: flat[span] for key, flat in held.items()}) for span in spans]
+
+
+class Piece(NamedTuple):
+    """Which numbers of a traveller, and what the host has of them, by key; "weight" is one."""
+
+    span: slice
+    held: dict[str, Tensor]
+
+
+class Underway(NamedTuple):
+    """A piece in its slot on the device, by number, and the mark when it has come, or has been updated."""
+
+    piece: Piece
+    number: int
+    slot: dict[str, Tensor]
+    mark: Mark
 
 
 def _layer(host: HostLayers, index: int, grads_come: bool) -> Traveller:
@@ -87,6 +108,7 @@ class Travel:
         self._travellers = {index: _layer(host, index, host_grads) for index in layers}
         self.lanes = Lane(host.device, True), Lane(host.device, True, urgent=True), Lane(host.device, True)
         kinds, size = {"weight": host.layout.dtype}, max(1, min(PIECE, host.own_layout.numel))
+        self._size = size
         for traveller in list(self._travellers.values())[:1]:
             kinds |= {key: flat.dtype for key, flat in traveller.state.items()}
         kinds |= {"grad": host.layout.dtype} if host_grads else {}
@@ -104,16 +126,23 @@ class Travel:
         """Let this be updated by that number, too."""
         self._travellers[index] = traveller
 
-    def update(self, *arguments: Any) -> Marks:
+    def update(self, index: int, *arguments: Any) -> Marks:
         """Queue an update, all of its pieces (the arguments are those of `by_piece`)."""
-        *_, marks = self.by_piece(*arguments)
-        return marks
+        for _ in self.by_piece(index, *arguments):
+            pass
+        return self.marks(index)
+
+    def marks(self, index: int) -> Marks:
+        """Marks of what is queued of an update: gradients read, updated, back on the host."""
+        inward, lane, outward = self.lanes
+        updated = lane.mark()
+        return inward.mark() if self._travellers[index].grads_come else updated, updated, outward.mark()
 
     def by_piece(
         self, index: int, grads: Tensor, marks: Collection[Mark], factor: float, scale: Tensor | float,
         lost: Tensor | None, left: Mark, onto: Tensor | None,
-    ) -> Iterator[Marks]:  # fmt: skip
-        """Queue an update, a piece at a time. Returns marks: gradients read, updated, back on the host, so far.
+    ) -> Iterator[None]:  # fmt: skip
+        """Queue an update, a few pieces at a time.
 
         grads      flat, as long as the part, on the device, or on the host (`host_grads`)
         marks      before which neither they nor the rest is there
@@ -122,11 +151,10 @@ class Travel:
         left       mark when the state was last back on the host
         onto       flat, on the device: where the new weights go, too; or alone, where the host has none
         """
-        inward, lane, outward = self.lanes
+        inward, lane, _ = self.lanes
         traveller = self._travellers[index]
         self._updated.append(index)
         if lost is not None and not lost.is_cuda and lost:
-            yield None, None, None
             return
         lost, scale = (lane.uses(x) if isinstance(x, Tensor) else x for x in (lost, scale))
         for mark in (left, *(marks if traveller.grads_come else ())):
@@ -136,20 +164,23 @@ class Travel:
         count = traveller.count
         with lane.active():
             step = traveller.step_on(self._device)
-        for piece in traveller.pieces():
-            slot = self._bring(index, piece, grads)
-            lane.after(inward.mark())
-            with lane.active(), self._trace().span("update", "device update", index, lane.stream):
-                weight = slot["weight"] if traveller.weights is not None else onto[piece]
-                grad = slot["grad"] if traveller.grads_come else grads[piece]
-                state = {key: slot[key] for key in traveller.state}
-                update_once(weight, grad, state, self.spec, self._scratch, step, count, factor, scale, lost)
-                if onto is not None and traveller.weights is not None:
-                    onto[piece].copy_(weight)
-            updated = lane.mark()
-            outward.after(updated)
-            self._return(index, piece, slot)
-            yield inward.mark() if traveller.grads_come else updated, updated, outward.mark()
+        for at in range(0, len(traveller.pieces), TOGETHER):
+            come = self._bring(index, traveller.pieces[at : at + TOGETHER], grads)
+            found = []
+            with lane.active():
+                for piece, number, slot, arrived in come:
+                    lane.after(arrived)
+                    with self._trace().span("update", "device update", index, lane.stream):
+                        span = piece.span
+                        weight = slot["weight"] if traveller.weights is not None else onto[span]
+                        grad = slot["grad"] if traveller.grads_come else grads[span]
+                        state = {key: slot[key] for key in traveller.state}
+                        update_once(weight, grad, state, self.spec, self._scratch, step, count, factor, scale, lost)
+                        if onto is not None and traveller.weights is not None:
+                            onto[span].copy_(weight)
+                    found.append(Underway(piece, number, slot, lane.mark()))
+            self._return(index, found)
+            yield
 
     def settle(self, lost: bool) -> None:
         """Count the updates since the last call, unless they were lost."""
@@ -159,29 +190,34 @@ class Travel:
                     state["step"] += 1
         self._updated = []
 
-    def _bring(self, index: int, piece: slice, grads: Tensor) -> dict[str, Tensor]:
-        """Queue a piece's way in; the buffers, as long as the piece is."""
-        inward, traveller = self.lanes[0], self._travellers[index]
-        slot = {key: buffer[: piece.stop - piece.start] for key, buffer in self._slots[self._turn].items()}
-        inward.after(self._freed[self._turn])
-        come = dict(traveller.state)
-        if traveller.weights is not None and "master" not in come:
-            come["weight"] = traveller.weights
-        if traveller.grads_come:
-            come["grad"] = grads
-        with inward.active(), self._trace().span("in", "state", index, inward.stream):
-            for key, flat in come.items():
-                slot[key].copy_(flat[piece], non_blocking=True)
-        return slot
+    def _bring(self, index: int, pieces: list[Piece], grads: Tensor) -> list[Underway]:
+        """Queue the pieces' way in, to the slots that are next."""
+        inward, traveller, found = self.lanes[0], self._travellers[index], []
+        with inward.active():
+            for piece in pieces:
+                number, self._turn = self._turn, (self._turn + 1) % SLOTS
+                slot, size = self._slots[number], piece.span.stop - piece.span.start
+                if size < self._size:
+                    slot = {key: buffer[:size] for key, buffer in slot.items()}
+                come = {k: v for k, v in piece.held.items() if k != "weight" or "master" not in piece.held}
+                if traveller.grads_come:
+                    come["grad"] = grads[piece.span]
+                inward.after(self._freed[number])
+                with self._trace().span("in", "state", index, inward.stream):
+                    torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
+                found.append(Underway(piece, number, slot, inward.mark()))
+        return found
 
-    def _return(self, index: int, piece: slice, slot: dict[str, Tensor]) -> None:
-        outward, traveller = self.lanes[2], self._travellers[index]
-        leave = traveller.state | ({} if traveller.weights is None else {"weight": traveller.weights})
-        with outward.active(), self._trace().span("out", "state", index, outward.stream):
-            for key, flat in leave.items():
-                flat[piece].copy_(slot[key], non_blocking=True)
-        self._freed[self._turn] = outward.mark()
-        self._turn = (self._turn + 1) % SLOTS
+    def _return(self, index: int, updated: list[Underway]) -> None:
+        """Queue their way out, which frees the slots."""
+        outward = self.lanes[2]
+        with outward.active():
+            for piece, number, slot, mark in updated:
+                outward.after(mark)
+                with self._trace().span("out", "state", index, outward.stream):
+                    left = list(piece.held.values())
+                    torch._foreach_copy_(left, [slot[key] for key in piece.held], non_blocking=True)
+                self._freed[number] = outward.mark()
 
     def bytes_a_step(self) -> int:
         """Of state that crosses the link each way."""

@@ -223,17 +223,24 @@ def test_clipped_weights_come_of_their_update_on_the_device(options):
 
 
 def test_outer_state_travels_a_share_beside_each_layer(monkeypatch):
-    monkeypatch.setattr(travel, "PIECE", 100)
+    monkeypatch.setattr(travel, "PIECE", 25)
     trainer = make_trainer(model("qwen3"), "slide", optimizer=OPTIMIZERS["adamw"], update="device", outer="host")
     trainer.step(batches(1)[0])
-    layers, pieces = len(trainer.parts.layers), -(-97 * 32 // 100) + 1  # embedding and norm
+    layers, pieces = len(trainer.parts.layers), [-(-97 * 32 // 25), -(-32 // 25)]  # embedding and norm
     seen, compute, bring = [], trainer._compute, trainer.pipeline.travel._bring
-    trainer._compute = lambda index, *rest: (seen.append("layer"), compute(index, *rest))[1]
-    trainer.pipeline.travel._bring = lambda index, *rest: (seen.append(index >= layers), bring(index, *rest))[1]
+
+    def watched(index, few, *rest):
+        seen.append(("." if index >= layers else "x") * len(few))
+        return bring(index, few, *rest)
+
+    trainer._compute = lambda index, *rest: (seen.append("|"), compute(index, *rest))[1]
+    trainer.pipeline.travel._bring = watched
     trainer.evaluate(batches(1)[0])
-    shares = "".join({"layer": "|", True: ".", False: "x"}[what] for what in seen).split("|")[1:]
-    assert "".join(shares) == "." * pieces  # and nothing of the layers'
-    assert max(map(len, shares)) == -(-pieces // (layers - 1)) and not shares[-1]  # none is left for the head
+    shares = "".join(seen).split("|")[1:]
+    assert "".join(shares) == "." * sum(pieces)  # and nothing of the layers'
+    times = sum(-(-count // travel.TOGETHER) for count in pieces)
+    assert max(map(len, shares)) <= travel.TOGETHER * -(-times // (layers - 1))
+    assert not shares[-1]  # none is left for the head
 
 
 @pytest.mark.parametrize("announced", ["nothing", "what comes", "another", "what does not fit"])
