@@ -18,7 +18,7 @@ import pandas as pd
 from t1lib import paths
 from t1lib.errors import T1Error, choose, require
 from t1lib.measure import manifest
-from t1lib.measure.environment import environment
+from t1lib.measure.environment import environment, git_state
 from t1lib.measure.records import Numbers, Records
 from t1lib.params import check_injected, declared, profiles
 
@@ -83,6 +83,7 @@ class Run:
         self.records = Records()
         self.numbers = Numbers()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        git_state()  # refused now, not when all is measured
         # Taken now: an edit made while the run goes on must make it stale.
         self._made_of = manifest.ingredients(experiment, parameters)
         self._started, self._clock = manifest.utc_now(), time.perf_counter()

@@ -9,6 +9,7 @@ import torch
 from t1lib.errors import T1Error
 from t1lib.measure.environment import default_profile, device_name, environment, git_state
 from t1lib.measure.records import Numbers, Records, escape_latex, format_number, numeric, statuses
+from t1lib.notebook import Run
 
 
 def sample() -> Records:
@@ -160,6 +161,14 @@ def test_environment_names_the_machine_but_not_its_owner(checkout, monkeypatch):
 def test_git_state_falls_back_to_the_environment(checkout, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.root.parent))
     assert git_state() == {"commit": "unknown", "dirty": "unknown"}
-    monkeypatch.setenv("T1_COMMIT", "abc")
+    monkeypatch.setenv("T1_COMMIT", "abc1" * 10)
     monkeypatch.setenv("T1_DIRTY", "1")
-    assert git_state() == {"commit": "abc", "dirty": True}
+    assert git_state() == {"commit": "abc1" * 10, "dirty": True}
+
+
+@pytest.mark.parametrize("commit", ["abc1234", "main", "A" * 40])
+def test_a_commit_is_named_in_full_before_a_run_begins(checkout, monkeypatch, commit):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.root.parent))
+    monkeypatch.setenv("T1_COMMIT", commit)
+    with pytest.raises(T1Error, match=f"T1_COMMIT is '{commit}'; allowed: a commit's 40 hexadecimal digits"):
+        Run("t1m3", {"profile": "smoke"})

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from t1lib import __version__, paths
+from t1lib.errors import require
 
 _GIB = 2**30
 _H200_GIB = 70  # an 80 GB card counts as large, and reports some GiB less than 80
@@ -109,7 +111,8 @@ def git_state() -> dict[str, str | bool]:
     """Return the commit and whether files other than outputs/ differ from it.
 
     Without git, `T1_COMMIT` and `T1_DIRTY` (1 or 0) say so, else both are "unknown". A run writes
-    into outputs/, which therefore says nothing about the sources.
+    into outputs/, which therefore says nothing about the sources. Raises `T1Error` for a `T1_COMMIT` that is no
+    commit's full name.
     """
     folder = str(paths.root())
     commit = _output("git", "-C", folder, "rev-parse", "HEAD")
@@ -118,4 +121,7 @@ def git_state() -> dict[str, str | bool]:
         return {"commit": commit, "dirty": "unknown" if changes is None else bool(changes)}
     dirty = os.environ.get("T1_DIRTY", "").lower()
     known = {"1": True, "true": True, "0": False, "false": False}
-    return {"commit": os.environ.get("T1_COMMIT") or "unknown", "dirty": known.get(dirty, "unknown")}
+    commit = os.environ.get("T1_COMMIT") or "unknown"
+    whole = commit == "unknown" or re.fullmatch("[0-9a-f]{40}", commit) is not None
+    require(whole, f"T1_COMMIT is {commit!r}; allowed: a commit's 40 hexadecimal digits")
+    return {"commit": commit, "dirty": known.get(dirty, "unknown")}
