@@ -120,7 +120,7 @@ class TravellingOuter(Outer):
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Take the gradients. The update waits for the next embedding, or for `ready`."""
         for gathered in self._gathered:
-            gathered.rows = None  # of the state before the last update
+            gathered.forget()  # what they hold is of the state before the last update
         self._grads = dict(self._taken())
         self._scale, self._factor, self._pending = scale, factor, True
         self._known = self._pipeline.compute.mark()
@@ -161,7 +161,7 @@ class TravellingOuter(Outer):
         for _ in self._underway:
             pass
         self._pipeline.compute.after(self._filled)
-        self._grads = {}  # only now: their memory goes on in the order of the computing
+        self._grads, self._scale = {}, 1.0  # only now: their memory goes on in the order of the computing
         if self._away:
             self._restore()
 
@@ -192,7 +192,7 @@ def _pinned(flat: Tensor, device: torch.device) -> Tensor:
 
 
 class _Gathered:
-    """Buffers for `ROWS` rows of a parameter's state, on their way to the device. `rows`: which they hold, if any."""
+    """Buffers for `ROWS` rows of a parameter's state, on their way to the device."""
 
     def __init__(self, state: dict[str, Tensor], pipeline: Pipeline) -> None:
         self._state = {k: v for k, v in state.items() if k != "step"}
@@ -201,20 +201,23 @@ class _Gathered:
         self._buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}
         self._device, self._compute = pipeline.device, pipeline.compute
         self._left: Mark = None  # when the rows before have left
-        self.rows: Tensor | None = None
+        self._rows, self._count = torch.empty(size[next(iter(size))][0], dtype=torch.int64), 0  # that they hold
+
+    def forget(self) -> None:
+        self._count = 0
 
     def fill(self, rows: Tensor) -> None:
         if self._left is not None:
             self._left.synchronize()
         for key, buffer in self._buffers.items():
             torch.index_select(self._state[key], 0, rows, out=buffer[: len(rows)])
-        self.rows = rows
+        self._rows[: len(rows)], self._count = rows, len(rows)
 
     def send(self, rows: Tensor) -> dict[str, Tensor]:
         """The state of these rows, on the device; a copy."""
-        if self.rows is None or not torch.equal(self.rows, rows):
+        if not torch.equal(self._rows[: self._count], rows):
             self.fill(rows)
         own = {key: buffer[: len(rows)] for key, buffer in self._buffers.items()}
         found = {key: few.to(self._device, non_blocking=True, copy=True) for key, few in own.items()}
-        self._left, self.rows = self._compute.mark(), None
+        self._left, self._count = self._compute.mark(), 0
         return found
