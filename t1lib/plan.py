@@ -10,7 +10,7 @@ from itertools import product
 
 from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
-from t1lib.train.outer_travel import ROWS_AHEAD
+from t1lib.train.ahead import ROWS_AHEAD
 from t1lib.train.travel import PIECE, SLOTS
 from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work

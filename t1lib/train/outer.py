@@ -80,7 +80,7 @@ class Outer:
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, LookedUp]:
         """What the embedding makes of `ids`, and its rows that did."""
-        rows, places = torch.unique(ids.cpu(), return_inverse=True)
+        rows, places = self._rows_of(ids)
         device, weight = self._pipeline.device, self.embed.weight
         if self._pending and self._name is not None:
             values = self._ahead(rows).to(device, non_blocking=True)
@@ -97,6 +97,10 @@ class Outer:
         finally:
             self.embed.padding_idx = padding
         return embedded, LookedUp(rows, values)
+
+    def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows that `ids` name, none of them twice, and for each of `ids` its place among them; on the host."""
+        return torch.unique(ids.cpu(), return_inverse=True)
 
     def _ahead(self, rows: Tensor) -> Tensor:
         """The embedding's rows as the update to come will leave them."""
@@ -190,8 +194,8 @@ class Outer:
     def leave(self) -> None:
         """After the head: until the update, nothing needs the weights."""
 
-    def prepare(self, ids: list[Tensor]) -> None:
-        """The next step's micro-batches will be these."""
+    def announce(self, ids: Callable[[], list[Tensor]]) -> None:
+        """The next step's micro-batches will be these, if the batch fits the model."""
 
     def settle(self, lost: bool) -> None:
         """The host knows whether the step's gradients are finite; `_read` finds that out, too."""
@@ -208,6 +212,9 @@ class Outer:
     def drain(self) -> None:
         """Wait for the update."""
         self.ready()
+
+    def close(self) -> None:
+        """After `drain`."""
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -9,6 +9,7 @@ backward, where memory is short, they give up their place on the device.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 import torch
@@ -16,16 +17,13 @@ from torch import Tensor, nn
 
 from t1lib.measure.memory import SMALL, pin, pinned_empty
 from t1lib.measure.timing import NoTrace, Trace
+from t1lib.train.ahead import RowsAhead, in_parts
 from t1lib.train.narrow import Scratch
 from t1lib.train.optim import OptimizerSpec, Updater
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import Mark, send
 from t1lib.train.travel import PIECE, TOGETHER, Traveller, update_once
-
-ROWS = 2048  # of the embedding that are gathered, sent and updated ahead at a time
-GATHERED = 8  # times as many may be gathered before they are sent
-ROWS_AHEAD = GATHERED * ROWS
 
 
 class TravellingOuter(Outer):
@@ -43,9 +41,8 @@ class TravellingOuter(Outer):
         self._travellers = {n: Traveller(self._flat(n), None, [state[n]], grads_come=False) for n in params}
         for name, number in self._numbers.items():
             pipeline.travel.add(number, self._travellers[name])
-        rings = GATHERED if self._name is not None else 0
-        self._gathered = [_Gathered(state[self._name], pipeline) for _ in range(rings)]  # used in turn, from `begin` on
-        self._turn = 0
+        settled = partial(self._wait_for, self._name)
+        self._rows = None if self._name is None else RowsAhead(state[self._name], pipeline, settled)
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
@@ -84,16 +81,15 @@ class TravellingOuter(Outer):
                 few.copy_(exact)
 
     def begin(self) -> None:
-        self._turn = 0
+        if self._rows is not None:
+            self._rows.begin()
 
-    def prepare(self, ids: list[Tensor]) -> None:
-        """Gather what they will look up first. The state stays as it is until the update that waits begins, and then
-        nothing is looked up ahead any more."""
-        if self._gathered and self._pending:
-            self._wait_for(self._name)
-            few = (part for piece in ids for part in torch.unique(piece.cpu()).split(ROWS))
-            for gathered, rows in zip(self._gathered, few, strict=False):
-                gathered.fill(rows)
+    def announce(self, ids: Callable[[], list[Tensor]]) -> None:
+        if self._rows is not None:
+            self._rows.announce(ids)
+
+    def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._rows_of(ids) if self._rows is None else self._rows.looked_up(ids)
 
     def _wait_for(self, name: str) -> None:
         """The host's state is up to date after this."""
@@ -107,9 +103,8 @@ class TravellingOuter(Outer):
         count, step = traveller.count, traveller.step_on(device)
         self._wait_for(name)
         found = []
-        for few, there in zip(rows.split(ROWS), send(rows, device).split(ROWS), strict=True):
-            own = self._gathered[self._turn].send(few)
-            self._turn = (self._turn + 1) % GATHERED
+        for few, there in zip(in_parts(rows), in_parts(send(rows, device)), strict=True):
+            own = self._rows.send(few)
             values = weight.new_empty(len(few), weight.shape[1]) if "master" in own else weight.index_select(0, there)
             grad = self._grads[name].index_select(0, there)
             update_once(values, grad, own, spec, self._scratch, step, count, self._factor, self._scale, None)
@@ -119,8 +114,6 @@ class TravellingOuter(Outer):
 
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
         """Take the gradients. The update waits for the next embedding, or for `ready`."""
-        for gathered in self._gathered:
-            gathered.forget()  # what they hold is of the state before the last update
         self._grads = dict(self._taken())
         self._scale, self._factor, self._pending = scale, factor, True
         self._known = self._pipeline.compute.mark()
@@ -144,6 +137,8 @@ class TravellingOuter(Outer):
     def _begin_update(self) -> None:
         if self._pending:
             self._make_room()
+            if self._rows is not None:
+                self._rows.forget()
             self._pending, self._underway = False, self._update_by_piece()
 
     def _update_by_piece(self) -> Iterator[None]:
@@ -172,6 +167,12 @@ class TravellingOuter(Outer):
 
     def refresh(self) -> None:
         """The device's weights are the only ones."""
+        if self._rows is not None:
+            self._rows.forget()
+
+    def close(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
 
 
 def _alone(param: nn.Parameter) -> bool:
@@ -190,34 +191,3 @@ def _pinned(flat: Tensor, device: torch.device) -> Tensor:
     """The host tensor in pinned memory: itself, unless it is small (`pinned_empty`)."""
     return pinned_empty(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)
 
-
-class _Gathered:
-    """Buffers for `ROWS` rows of a parameter's state, on their way to the device."""
-
-    def __init__(self, state: dict[str, Tensor], pipeline: Pipeline) -> None:
-        self._state = {k: v for k, v in state.items() if k != "step"}
-        size = {k: (min(ROWS, len(v)), v.shape[1]) for k, v in self._state.items()}
-        empty = {k: pinned_empty(n * width, self._state[k].dtype, pipeline.device) for k, (n, width) in size.items()}
-        self._buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}
-        self._device, self._compute = pipeline.device, pipeline.compute
-        self._left: Mark = None  # when the rows before have left
-        self._rows, self._count = torch.empty(size[next(iter(size))][0], dtype=torch.int64), 0  # that they hold
-
-    def forget(self) -> None:
-        self._count = 0
-
-    def fill(self, rows: Tensor) -> None:
-        if self._left is not None:
-            self._left.synchronize()
-        for key, buffer in self._buffers.items():
-            torch.index_select(self._state[key], 0, rows, out=buffer[: len(rows)])
-        self._rows[: len(rows)], self._count = rows, len(rows)
-
-    def send(self, rows: Tensor) -> dict[str, Tensor]:
-        """The state of these rows, on the device; a copy."""
-        if not torch.equal(self._rows[: self._count], rows):
-            self.fill(rows)
-        own = {key: buffer[: len(rows)] for key, buffer in self._buffers.items()}
-        found = {key: few.to(self._device, non_blocking=True, copy=True) for key, few in own.items()}
-        self._left, self._count = self._compute.mark(), 0
-        return found

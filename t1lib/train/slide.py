@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from t1lib.errors import choose, require
 from t1lib.measure.memory import GIB, host_available, pinned_empty, trim_heap
 from t1lib.train.activations import Activations
+from t1lib.train.ahead import ROWS_AHEAD
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
 from t1lib.train.optim import Updater, has_no_state, state_bytes
 from t1lib.train.outer import Outer
-from t1lib.train.outer_travel import ROWS_AHEAD, TravellingOuter
+from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.placement import (
     best_place,
@@ -263,4 +264,6 @@ class SlideTrainer(SlideStep):
         if not self.closed:
             self.drain()
             self.pipeline.close()
+            if self._outer is not None:
+                self._outer.close()
         super().close()

@@ -11,14 +11,12 @@ next one comes: weights and gradients cross the link once a step.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from t1lib.errors import T1Error
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train.activations import Activations, Saved
 from t1lib.train.batch import Piece
@@ -114,6 +112,9 @@ class SlideStep(Several):
             kwargs.append(arguments)
         return hidden, kwargs
 
+    def _ids_of(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        return [piece.ids for piece in self._pieces(batch)]
+
     def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
         outputs = self._forward(*self._begin(pieces), save=False)
         timer.mark("forward")
@@ -137,6 +138,8 @@ class SlideStep(Several):
             total, grads = run_head(hidden, pieces, timer)
         if self._outer is not None:
             self._outer.leave()
+            if self._upcoming is not None:
+                self._outer.announce(partial(self._ids_of, self._upcoming))
         self._in_backward = True
         try:
             for index in reversed(range(self._lowest, len(self.parts.layers))):
@@ -251,11 +254,6 @@ class SlideStep(Several):
 
     def _may_update(self, norm: Tensor) -> bool:
         return super()._may_update(norm) if self._together else True  # else layers are updated already
-
-    def _prepare(self, upcoming: dict[str, Tensor]) -> None:
-        if self._outer is not None:
-            with suppress(T1Error):  # of a batch that does not fit; its own step says so
-                self._outer.prepare([piece.ids for piece in self._pieces(upcoming)])
 
     def _settle(self, lost: bool) -> None:
         self.pipeline.settle(lost)

@@ -100,6 +100,7 @@ class Trainer(Layered, Stateful):
         self.steps, self.skipped, self._in_backward, self.closed = 0, 0, False, False
         self._scale: Tensor | float = 1.0  # of the gradients of this step
         self._norms: dict[str, Tensor] = {}  # of gradients that are not on the device any more
+        self._upcoming: dict[str, Tensor] | None = None  # batch of the next step
         # Of the class, not of each layer: like layers share what is compiled, and weights are only its inputs.
         self._compiled = compile_layers
         self._layer_forward = cache(lambda kind: torch.compile(kind.forward) if compile_layers else kind.forward)
@@ -123,14 +124,14 @@ class Trainer(Layered, Stateful):
     def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
         """Train on one batch: `input_ids` (B, S), and `labels` (B, S) where they are not the inputs themselves.
 
-        upcoming: the next step's batch, if it is known. What the host has to do for it is done while it would wait for
-        the device; another batch may follow nevertheless. It is not looked at more closely than that.
+        upcoming: the next step's batch, if it is known. What the host has to do for it is done while the device is in
+        the backward. Another batch may follow nevertheless.
 
         The loss is the mean over the whole batch, in however many micro-batches it is computed. Returns when the
         device is done with the step. Raises `T1Error` for a batch that does not fit the model, before anything is
         changed, and for gradients that are not finite (`nonfinite`).
         """
-        pieces = self._pieces(batch)
+        pieces, self._upcoming = self._pieces(batch), upcoming
         for param in self.model.parameters():
             param.grad = None  # of a step that was given up
         timer = PhaseTimer(self.device)
@@ -138,8 +139,6 @@ class Trainer(Layered, Stateful):
         norm = self._update()
         self._scale = 1.0
         timer.mark("optimizer")
-        if upcoming is not None:
-            self._prepare(upcoming)
         wall_ms, phases = timer.stop()
         norm, lost = float(norm), not math.isfinite(float(norm))
         self._settle(lost)
@@ -207,9 +206,6 @@ class Trainer(Layered, Stateful):
         for embedded, leaf in embeddings:
             if embedded.requires_grad:
                 embedded.backward(leaf.grad)
-
-    def _prepare(self, upcoming: dict[str, Tensor]) -> None:
-        """What can be done for the next step's batch while the device is busy with this one."""
 
     def _settle(self, lost: bool) -> None:
         """What is to be done when the host knows whether the gradients were finite, or the step is lost."""

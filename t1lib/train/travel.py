@@ -184,10 +184,10 @@ class Travel:
 
     def settle(self, lost: bool) -> None:
         """Count the updates since the last call, unless they were lost."""
-        for index in self._updated:
-            for state in self._travellers[index].counted:
-                if "step" in state and not lost:
-                    state["step"] += 1
+        states = (state for index in self._updated for state in self._travellers[index].counted)
+        steps = [] if lost else [state["step"] for state in states if "step" in state]
+        if steps:
+            torch._foreach_add_(steps, 1)
         self._updated = []
 
     def _bring(self, index: int, pieces: list[Piece], grads: Tensor) -> list[Underway]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.measure.timing import PhaseTimer
-from t1lib.train import OptimizerSpec, build_model, make_trainer, outer_travel, travel
+from t1lib.train import OptimizerSpec, ahead, build_model, make_trainer, outer_travel, travel
 from t1lib.train.optim import Schedule
 
 STEPS = 5
@@ -248,7 +248,7 @@ def test_outer_state_travels_a_share_beside_each_layer(monkeypatch):
 @pytest.mark.parametrize("kind", ["qwen3-untied", "gemma2"])
 def test_outer_state_on_the_host_changes_no_bits(kind, update, announced, monkeypatch):
     """Whatever is said of the next step's batch."""
-    monkeypatch.setattr(outer_travel, "ROWS", 4)
+    monkeypatch.setattr(ahead, "ROWS", 4)
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=OPTIMIZERS["adamw"]))
     options = {"outer": "host", "update": update}
     trainer, others = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["adamw"], **options), []
@@ -265,13 +265,14 @@ def test_outer_state_on_the_host_changes_no_bits(kind, update, announced, monkey
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_rows_of_a_batch_that_was_announced_are_there_when_it_comes(micro_batch, monkeypatch):
-    monkeypatch.setattr(outer_travel, "ROWS", 97)
+    monkeypatch.setattr(ahead, "ROWS", 97)
     options = {"update": "device", "outer": "host", "micro_batch": micro_batch}
     trainer = make_trainer(model("qwen3"), "slide", optimizer=OPTIMIZERS["adamw"], **options)
-    filled, fill = [], outer_travel._Gathered.fill
-    monkeypatch.setattr(outer_travel._Gathered, "fill", lambda *a: (filled.append(a[1]), fill(*a)))
+    filled, fill = [], ahead._Gathered.fill
+    monkeypatch.setattr(ahead._Gathered, "fill", lambda *a: (filled.append(a[1]), fill(*a)))
     one, other = batches(2)
     trainer.step(one, upcoming=other)
+    trainer._outer.begin()  # waits for the thread
     looked_up = [torch.unique(ids) for ids in other["input_ids"].split(micro_batch or 97)]
     assert all(map(torch.equal, filled, looked_up)) and len(filled) == len(looked_up)
     trainer.step(other)
@@ -283,7 +284,7 @@ def test_rows_of_a_batch_that_was_announced_are_there_when_it_comes(micro_batch,
 
 def test_rows_that_were_announced_and_did_not_come_are_forgotten(monkeypatch):
     """What was gathered for them is older than the update before they do come."""
-    monkeypatch.setattr(outer_travel, "ROWS", 4)
+    monkeypatch.setattr(ahead, "ROWS", 4)
     one, other = batches(2)
     few = {"input_ids": one["input_ids"][:, :3]}
     data, said = [one, few, other], [other, None, None]

@@ -7,7 +7,7 @@ from races import Races, Watching, watched
 from test_parity import OPTIMIZERS, model
 from test_steps import ragged
 
-from t1lib.train import OptimizerSpec, make_trainer, outer_travel, vocabulary
+from t1lib.train import OptimizerSpec, ahead, make_trainer, vocabulary
 from t1lib.train.outer_travel import TravellingOuter
 
 ADAMW = OPTIMIZERS["adamw"]
@@ -30,7 +30,7 @@ def watch(races: Races, trainer) -> None:
     if isinstance(outer, TravellingOuter):
         state = [t for s in outer.updater.state.values() for key, t in s.items() if key != "step"]
         races.watch("outer state", state, on_host=True)
-        races.watch("gathered rows", (b for g in outer._gathered for b in g._buffers.values()), on_host=True)
+        races.watch("gathered rows", (b for g in outer._rows.gathered for b in g.buffers.values()), on_host=True)
         races.watch("device's outer weight", (p.data for p in outer.params.values()), on_host=False)
     elif outer is not None:
         races.watch("host's outer weight", outer.weights.values(), on_host=True)
@@ -79,7 +79,7 @@ def races_in(options: dict, steps: int = 3) -> Races:
 )
 def test_nothing_is_touched_at_once(options, shared, monkeypatch):
     monkeypatch.setattr(vocabulary, "PIECE_BYTES", 20 * 32 * 4)  # five pieces
-    monkeypatch.setattr(outer_travel, "ROWS", 2)  # more than fit into the gathered rows
+    monkeypatch.setattr(ahead, "ROWS", 2)  # more than fit into the gathered rows
     races = races_in(options | shared)
     assert races.accesses > 200
     assert not races.found, "\n".join(sorted(set(races.found)))

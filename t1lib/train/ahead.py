@@ -1,0 +1,111 @@
+"""The embedding's rows that a step looks up while their update still waits: their optimizer state goes to the device.
+
+The host gathers it, which takes longer than to send it. Where a step's batch is known in the one before, that is done
+by a thread of its own, while the device is in the backward.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import T1Error
+from t1lib.measure.memory import pinned_empty
+from t1lib.train.pipeline import Pipeline
+from t1lib.train.streams import Mark, UpdateWorker
+
+ROWS = 2048  # that are gathered and sent at a time
+GATHERED = 8  # times as many may be gathered before they are sent
+ROWS_AHEAD = GATHERED * ROWS
+
+
+def in_parts(rows: Tensor) -> tuple[Tensor, ...]:
+    """As many rows at a time as `RowsAhead.send` takes."""
+    return rows.split(ROWS)
+
+
+class RowsAhead:
+    """Rows of the optimizer state of a parameter, (V, D) by key.
+
+    settled   returns when the state is what the last update has made of it
+    """
+
+    def __init__(self, state: dict[str, Tensor], pipeline: Pipeline, settled: Callable[[], None]) -> None:
+        self.gathered = [_Gathered(state, pipeline) for _ in range(GATHERED)]  # used in turn
+        self._turn, self._settled, self._worker = 0, settled, UpdateWorker()
+        self._known: list[tuple[Tensor, Tensor, Tensor]] = []  # of the micro-batches announced: ids, rows, places
+        self._found = 0  # of these, looked up
+
+    def begin(self) -> None:
+        """Before a step's look-ups."""
+        self._worker.wait(0)
+        self._turn = self._found = 0
+
+    def announce(self, ids: Callable[[], list[Tensor]]) -> None:
+        """The next step's micro-batches will be these: let their rows be gathered. Raises nothing of `ids`' own."""
+        self._worker.submit(0, partial(self._gather, ids))
+
+    def _gather(self, ids: Callable[[], list[Tensor]]) -> None:
+        """On the worker's thread."""
+        self._known = []
+        with suppress(T1Error):  # a batch that does not fit: its own step says so
+            self._known = [(piece, *_unique(piece)) for piece in ids()]
+        self._settled()
+        few = (part for _, rows, _ in self._known for part in in_parts(rows))
+        for gathered, rows in zip(self.gathered, few, strict=False):
+            gathered.fill(rows)
+
+    def looked_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of a micro-batch, none of them twice, and for each of `ids` its place among them."""
+        if self._found < len(self._known) and torch.equal(self._known[self._found][0], ids.cpu()):
+            self._found += 1
+            return self._known[self._found - 1][1:]
+        return _unique(ids)
+
+    def forget(self) -> None:
+        """The state changes from now on."""
+        self._worker.wait(0)
+        for gathered in self.gathered:
+            gathered.count = 0
+
+    def send(self, rows: Tensor) -> dict[str, Tensor]:
+        """The state of up to `ROWS` rows, on the device; a copy."""
+        gathered, self._turn = self.gathered[self._turn], (self._turn + 1) % GATHERED
+        return gathered.send(rows)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.unique(ids.cpu(), return_inverse=True)
+
+
+class _Gathered:
+    """Buffers for `ROWS` rows, on their way to the device. `count`: how many they hold."""
+
+    def __init__(self, state: dict[str, Tensor], pipeline: Pipeline) -> None:
+        self._state = {k: v for k, v in state.items() if k != "step"}
+        size = {k: (min(ROWS, len(v)), v.shape[1]) for k, v in self._state.items()}
+        empty = {k: pinned_empty(n * width, self._state[k].dtype, pipeline.device) for k, (n, width) in size.items()}
+        self.buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}
+        self._device, self._compute = pipeline.device, pipeline.compute
+        self._left: Mark = None  # when the rows before have left
+        self._rows, self.count = torch.empty(min(n for n, _ in size.values()), dtype=torch.int64), 0
+
+    def fill(self, rows: Tensor) -> None:
+        if self._left is not None:
+            self._left.synchronize()
+        for key, buffer in self.buffers.items():
+            torch.index_select(self._state[key], 0, rows, out=buffer[: len(rows)])
+        self._rows[: len(rows)], self.count = rows, len(rows)
+
+    def send(self, rows: Tensor) -> dict[str, Tensor]:
+        if not torch.equal(self._rows[: self.count], rows):
+            self.fill(rows)
+        own = {key: buffer[: len(rows)] for key, buffer in self.buffers.items()}
+        found = {key: few.to(self._device, non_blocking=True, copy=True) for key, few in own.items()}
+        self._left, self.count = self._compute.mark(), 0
+        return found
