@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import signal
@@ -7,12 +8,21 @@ import time
 from functools import partial
 
 import pytest
+from jupyter_core.utils import ensure_event_loop
 
 from t1lib import driver
 from t1lib.__main__ import main
 from t1lib.measure import manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter's own dependencies
+
+
+@pytest.fixture(autouse=True)
+def no_event_loop_is_left():
+    """To be collected in some later test, where its warning is an error."""
+    yield
+    ensure_event_loop().close()
+    gc.collect()
 
 
 def run(*arguments: str) -> int:
