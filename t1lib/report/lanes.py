@@ -8,7 +8,7 @@ from t1lib.report.style import PHASE_COLOURS, subplots
 
 HOST_SHADES = {
     "weights": "0.35", "weights again": "0.55", "gradients": "0.45", "update": "0.75", "state": "0.65",
-    "device update": "0.25",
+    "inputs": "0.85", "device update": "0.25",
 }  # fmt: skip
 IDLE = {"facecolor": (0.97, 0.85, 0.83), "edgecolor": "none"}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from t1lib.train.streams import HostStore
+from t1lib.train.store import HostStore
 
 
 @dataclass

@@ -30,7 +30,7 @@ from t1lib.train.placement import (
 from t1lib.train.ranks import launched
 from t1lib.train.recompute import Recomputation
 from t1lib.train.slide_step import SlideStep
-from t1lib.train.streams import HostStore
+from t1lib.train.store import HostStore
 from t1lib.train.trainer import default_device
 from t1lib.train.vocabulary import StreamedHead
 
@@ -150,7 +150,7 @@ class SlideTrainer(SlideStep):
         self._lowest = min(trained, default=len(layers)) if frozen else 0  # no layer below wants a gradient
         self.ranks.meet()  # what one of them took over, all of them find
         lanes = self.pipeline.compute, self.pipeline.inward, self.pipeline.outward
-        store = HostStore(self.device, *lanes) if self._inputs == "host" else None
+        store = HostStore(self.device, *lanes, lambda: self.trace) if self._inputs == "host" else None
         self._activations = Activations(len(layers), self.keep, store)
         self._recomputation = Recomputation(whole=self._compiled)
         self._known = {}

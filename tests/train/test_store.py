@@ -5,7 +5,8 @@ from contextlib import nullcontext
 
 import torch
 
-from t1lib.train.streams import LEAVING, HostStore
+from t1lib.measure.timing import NoTrace
+from t1lib.train.store import LEAVING, HostStore
 
 CPU = torch.device("cpu")
 
@@ -14,7 +15,7 @@ class NotedLane:
     """Its marks are its name and a number; it knows which marks it has waited for."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.count, self.waited = name, 0, []
+        self.name, self.count, self.waited, self.stream = name, 0, [], None
 
     def active(self):
         return nullcontext()
@@ -30,7 +31,7 @@ class NotedLane:
 
 def test_no_memory_is_given_back_before_the_computing_has_waited_for_its_copy():
     compute, inward, outward = (NotedLane(name) for name in ("compute", "in", "out"))
-    store, alive = HostStore(CPU, compute, inward, outward), {}
+    store, alive = HostStore(CPU, compute, inward, outward, NoTrace), {}
     for group in range(1, 6):
         tensor = torch.full((3,), float(group))
         store.put((group, 0), tensor)
@@ -55,7 +56,7 @@ def test_no_memory_is_given_back_before_the_computing_has_waited_for_its_copy():
 
 def test_what_a_step_that_was_given_up_left_behind_is_waited_for():
     compute, inward, outward = (NotedLane(name) for name in ("compute", "in", "out"))
-    store = HostStore(CPU, compute, inward, outward)
+    store = HostStore(CPU, compute, inward, outward, NoTrace)
     for group in (1, 2, 3, 4):
         store.put((group, 0), torch.zeros(3))
     store.bring((2, 0))
