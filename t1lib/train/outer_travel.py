@@ -38,7 +38,7 @@ class TravellingOuter(Outer):
         state = {n: _state_on_host(p, spec, pipeline.device) for n, p in params.items()}
         self.updater = Updater({n: p.data for n, p in params.items()}, spec, state=state)
         self._numbers = {n: len(pipeline.layers) + k for k, n in enumerate(params)}  # after all layers
-        self._travellers = {n: Traveller(self._flat(n), None, [state[n]], grads_come=False) for n in params}
+        self._travellers = {n: Traveller(self._flat(n), None, [state[n]], False, pipeline.travel.size) for n in params}
         for name, number in self._numbers.items():
             pipeline.travel.add(number, self._travellers[name])
         settled = partial(self._wait_for, self._name)

@@ -44,12 +44,14 @@ class Traveller:
     weights      None: they are on the device alone
     counted      states of an updater, whose steps go on
     grads_come   whether its gradients are on the host, too
+    size         numbers of a piece of it, for which a slot has room
     """
 
     state: dict[str, Tensor]
     weights: Tensor | None
     counted: Collection[dict[str, Tensor]]
     grads_come: bool
+    size: int
 
     @property
     def count(self) -> int:
@@ -65,7 +67,7 @@ class Traveller:
     def pieces(self) -> list["Piece"]:
         held = self.state | ({} if self.weights is None else {"weight": self.weights})
         numel = len(next(iter(held.values())))
-        spans = [slice(at, min(at + PIECE, numel)) for at in range(0, numel, PIECE)]
+        spans = [slice(at, min(at + self.size, numel)) for at in range(0, numel, self.size)]
         return [Piece(span, {key: flat[span] for key, flat in held.items()}) for span in spans]
 
 
@@ -85,10 +87,10 @@ class Underway(NamedTuple):
     mark: Mark
 
 
-def _layer(host: HostLayers, index: int, grads_come: bool) -> Traveller:
+def _layer(host: HostLayers, index: int, grads_come: bool, size: int) -> Traveller:
     """This rank's part of a layer."""
     state = {key: flat[host.part] for key, flat in host.flat_state(index).items()}
-    return Traveller(state, host.host_flat[index][host.part], host.updaters[index].state.values(), grads_come)
+    return Traveller(state, host.host_flat[index][host.part], host.updaters[index].state.values(), grads_come, size)
 
 
 class Travel:
@@ -99,16 +101,17 @@ class Travel:
     trace        what spans of work are reported to
 
     lanes        in, update, out
+    size         numbers of a piece: what a slot has room for
     """
 
     def __init__(
         self, host: HostLayers, layers: Collection[int], host_grads: bool, trace: Callable[[], Trace | NoTrace]
     ) -> None:
         self.spec, self._trace, self._device = host.spec, trace, host.device
-        self._travellers = {index: _layer(host, index, host_grads) for index in layers}
+        self.size = size = max(1, min(PIECE, host.own_layout.numel))
+        self._travellers = {index: _layer(host, index, host_grads, size) for index in layers}
         self.lanes = Lane(host.device, True), Lane(host.device, True, urgent=True), Lane(host.device, True)
-        kinds, size = {"weight": host.layout.dtype}, max(1, min(PIECE, host.own_layout.numel))
-        self._size = size
+        kinds = {"weight": host.layout.dtype}
         for traveller in list(self._travellers.values())[:1]:
             kinds |= {key: flat.dtype for key, flat in traveller.state.items()}
         kinds |= {"grad": host.layout.dtype} if host_grads else {}
@@ -197,7 +200,7 @@ class Travel:
             for piece in pieces:
                 number, self._turn = self._turn, (self._turn + 1) % SLOTS
                 slot, size = self._slots[number], piece.span.stop - piece.span.start
-                if size < self._size:
+                if size < self.size:
                     slot = {key: buffer[:size] for key, buffer in slot.items()}
                 come = {k: v for k, v in piece.held.items() if k != "weight" or "master" not in piece.held}
                 if traveller.grads_come:

@@ -26,9 +26,9 @@ OPTIMIZERS = {
 }
 
 
-def model(kind: str, dtype: torch.dtype = torch.float32):
+def model(kind: str, dtype: torch.dtype = torch.float32, **more):
     preset, changes = SHAPES[kind]
-    return build_model(preset, dtype=dtype, **changes)
+    return build_model(preset, dtype=dtype, **(changes | more))
 
 
 def batches(count: int = STEPS, vocabulary: int = 97):
@@ -241,6 +241,18 @@ def test_outer_state_travels_a_share_beside_each_layer(monkeypatch):
     times = sum(-(-count // travel.TOGETHER) for count in pieces)
     assert max(map(len, shares)) <= travel.TOGETHER * -(-times // (layers - 1))
     assert not shares[-1]  # none is left for the head
+
+
+def test_outer_state_travels_in_pieces_that_fit_beside_layers_smaller_than_it():
+    few = {"vocab_size": 4000, "num_hidden_layers": 2}
+    data = batches(3, vocabulary=4000)
+    losses, state = run(make_trainer(model("qwen3", **few), "gpu", optimizer=OPTIMIZERS["adamw"]), data)
+    options = {"outer": "host", "update": "device"}
+    trainer = make_trainer(model("qwen3", **few), "slide", optimizer=OPTIMIZERS["adamw"], **options)
+    assert trainer.parts.embed.weight.numel() > 3 * trainer.pipeline.layout.numel
+    others, found = run(trainer, data)
+    assert others == losses
+    assert_same(state, found)
 
 
 @pytest.mark.parametrize("announced", ["nothing", "what comes", "another", "what does not fit"])
