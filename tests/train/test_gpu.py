@@ -63,7 +63,7 @@ def test_schedule_is_without_races(options, shared):
 def test_outer_state_that_travels_trains_as_that_which_stays():
     spec = OptimizerSpec("adamw", lr=1e-3, master_weights=True)
     stays, travels = (trainer("slide", optimizer=spec, update="device", outer=o) for o in ("device", "host"))
-    losses = [[t.step(batch(100 + n)).loss for n in range(20)] for t in (stays, travels)]
+    losses = [[t.step(batch(100 + n), upcoming=batch(101 + n)).loss for n in range(20)] for t in (stays, travels)]
     assert losses[0][-1] < losses[0][0] - 0.1
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
     assert travels.evaluate(batch()) == pytest.approx(stays.evaluate(batch()), rel=2e-3)
@@ -97,7 +97,7 @@ def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
     adamw = OptimizerSpec("adamw", lr=1e-3, master_weights=True)
     slide = trainer("slide", optimizer=adamw if "update" in options else OptimizerSpec("sgd", lr=0.1), **options)
     for _ in range(2):  # the second captures graphs
-        slide.step(batch())
+        slide.step(batch(), upcoming=batch())
     bind, stop = slide.pipeline.bind, PhaseTimer.stop
 
     def bind_strictly(*args, **kwargs):
@@ -111,7 +111,7 @@ def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
     monkeypatch.setattr(slide.pipeline, "bind", bind_strictly)
     monkeypatch.setattr(PhaseTimer, "stop", stop_allowing)
     try:
-        slide.step(batch())
+        slide.step(batch(), upcoming=batch())
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
