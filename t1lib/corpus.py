@@ -11,6 +11,7 @@ every underscore, ends at 44,000. A pair of tokens must be seen twice to be merg
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,13 +48,18 @@ class Rows(NamedTuple):
         """
         require(1 <= size <= len(self), f"batch {size}; the corpus has {len(self)} rows of {self.ids.shape[1]} tokens")
         epoch, place = divmod(step, len(self) // size)
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-        return self.take(order[place * size : (place + 1) * size])
+        return self.take(_order(len(self), seed * 1_000_003 + epoch)[place * size : (place + 1) * size])
 
     def take(self, rows: Tensor | slice) -> dict[str, Tensor]:
         """A batch of these rows."""
         ids = self.ids[rows]
         return {"input_ids": ids, "labels": ids.masked_fill(~self.text[rows], -100)}
+
+
+@lru_cache(maxsize=2)
+def _order(rows: int, seed: int) -> Tensor:
+    """Of an epoch: drawn once, though every step asks for its own batch and for the next one's."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)

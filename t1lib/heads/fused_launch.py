@@ -52,6 +52,7 @@ def exponentials(
     vectors = (o.b, opts.local_class_weight, offset, chunks.flag, *parts, chunks.info)
     z_rows, z_columns = (1, 1) if z is None else z.shape
     sizes = (chunk, chunks.capacity, opts.vocab, o.hidden, blocks, _group(o), splits)
+    panels = (z_columns, room, wrap(opts.vocab, z_columns, room))
     flags = dict(
         STORE=z is not None, BIAS=o.b is not None, SOFTCAP=opts.softcap is not None, PULL=bool(opts.label_smoothing),
         WEIGHTED=opts.class_weight is not None, RAGGED=opts.vocab % t.n != 0, REDO=redo,
@@ -59,7 +60,7 @@ def exponentials(
     if _apart(o, z):
         hopper.exponentials[(blocks * splits,)](
             _box(x, HALF, STEP), _box(o.w, t.n, STEP), _box(z, HALF, QUARTER), *vectors, *sizes,
-            z_columns, room, wrap(opts.vocab, z_columns, room), _number(opts.softcap),
+            *panels, _number(opts.softcap),
             N=t.n, S=STAGES, **flags, num_warps=4,
         )  # fmt: skip
         return
@@ -67,8 +68,7 @@ def exponentials(
     forward.exponentials[(blocks * splits,)](
         tile(x, t.m, t.k, o.device.tma), tile(o.w, t.n, t.k, tma_w),
         None if z is None else tile(z, t.m, t.n, o.device.tma), *vectors, *sizes,
-        z_rows, z_columns, room, wrap(opts.vocab, z_columns, room),
-        x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
+        z_rows, *panels, x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), _number(opts.softcap),
         M=t.m, N=t.n, K=t.k, **flags, TMA=o.device.tma, TMA_W=tma_w, PRECISION=o.precision,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def products_of(
         None if de is None else tile(de, t.m, t.n // 4, tma),
         None if dw is None else tile(dw, t.m, t.n // pieces, tma_dw),
         db, *vectors, *sizes, z.shape[0], x.shape[0], parts, z.stride(0), o.w.stride(0), x.stride(0), *strides,
-        M=t.m, N=t.n, K=t.k, STAGES=t.bias_stages, **flags, TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4,
+        M=t.m, N=t.n, K=t.k, BIAS_STAGES=t.bias_stages, **flags, TMA=tma, TMA_W=tma_w, TMA_DW=tma_dw, PIECES_DE=4,
         PIECES_DW=pieces, PRECISION=o.precision, num_warps=t.warps, num_stages=t.product_stages,
     )  # fmt: skip
 

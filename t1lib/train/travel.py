@@ -68,14 +68,18 @@ class Traveller:
         held = self.state | ({} if self.weights is None else {"weight": self.weights})
         numel = len(next(iter(held.values())))
         spans = [slice(at, min(at + self.size, numel)) for at in range(0, numel, self.size)]
-        return [Piece(span, {key: flat[span] for key, flat in held.items()}) for span in spans]
+        come = [key for key in held if key != "weight" or "master" not in held]
+        parts = [(span, {key: flat[span] for key, flat in held.items()}) for span in spans]
+        return [Piece(span, part, {key: part[key] for key in come}) for span, part in parts]
 
 
 class Piece(NamedTuple):
-    """Which numbers of a traveller, and what the host has of them, by key; "weight" is one."""
+    """Which numbers of a traveller; what the host has of them, by key, "weight" among these; and what of that comes in:
+    not weights that a master makes anew."""
 
     span: slice
     held: dict[str, Tensor]
+    come: dict[str, Tensor]
 
 
 class Underway(NamedTuple):
@@ -202,9 +206,7 @@ class Travel:
                 slot, size = self._slots[number], piece.span.stop - piece.span.start
                 if size < self.size:
                     slot = {key: buffer[:size] for key, buffer in slot.items()}
-                come = {k: v for k, v in piece.held.items() if k != "weight" or "master" not in piece.held}
-                if traveller.grads_come:
-                    come["grad"] = grads[piece.span]
+                come = piece.come | ({"grad": grads[piece.span]} if traveller.grads_come else {})
                 inward.after(self._freed[number])
                 with self._trace().span("in", "state", index, inward.stream):
                     torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)

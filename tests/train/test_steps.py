@@ -183,10 +183,10 @@ def test_the_last_product_is_not_computed_again_where_nothing_needs_it(kind, ski
     made, forward = [], recompute._Unread.forward
     monkeypatch.setattr(recompute._Unread, "forward", lambda *a: (made.append(1), forward(*a))[1])
     slide, held = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["sgd"]), []
-    run = slide._recomputation.run
+    again = slide._recomputation.run
 
     def watched(*arguments):
-        out = run(*arguments)
+        out = again(*arguments)
         held.append(out.untyped_storage().nbytes())
         return out
 

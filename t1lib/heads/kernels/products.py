@@ -51,12 +51,12 @@ def _put_weight_tile(
 @triton.jit
 def _bias_units(
     zt, factors, db, begin, end, inner, first, columns_held, held_until, z_rows, x_rows, z_stride,
-    M: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, BIAS_STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dBias of the rows of dW's tiles from `begin` to `end`. Tiles are small, so STAGES of them may be on their way."""
+    """dBias of the rows of dW's tiles from `begin` to `end`. Tiles are small: BIAS_STAGES of them may be underway."""
     for v in tl.range(begin, end, flatten=True):
         acc = tl.zeros([M, 16], tl.float32)
-        for k in tl.range(0, inner, num_stages=STAGES):
+        for k in tl.range(0, inner, num_stages=BIAS_STAGES):
             a = load_tile(zt, k * K, v * M, z_rows, columns_held, z_stride, K, M, TMA)
             b = load_tile(factors, k * K, 0, x_rows, 16, 16, K, 16, TMA)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
@@ -92,7 +92,7 @@ def _weight_tiles(
 def _deal_weight_tiles(
     zt, x, factors, dw, db, even_sum, class_weight, rows, across, units, unit_steps,
     vocab, hidden, first, columns_held, z_rows, x_rows, z_stride, x_stride, dw_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, DB: tl.constexpr, ADD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIAS_STAGES: tl.constexpr, DB: tl.constexpr, ADD: tl.constexpr,
     EVEN: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, TMA_DW: tl.constexpr, PIECES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def _deal_weight_tiles(
         )  # fmt: skip
         _bias_units(
             zt, factors, db, heights * pid // grid, heights * (pid + 1) // grid, inner,
-            first, columns_held, held_until, z_rows, x_rows, z_stride, M, K, STAGES, TMA, PRECISION,
+            first, columns_held, held_until, z_rows, x_rows, z_stride, M, K, BIAS_STAGES, TMA, PRECISION,
         )  # fmt: skip
     _weight_tiles(
         zt, x, dw, even_sum, class_weight, begin, end, across, inner, mine, early, idle,
@@ -138,7 +138,7 @@ def products(
     z, zt, w, x, factors, de, dw, db, even_sum, class_weight, info,
     chunk, capacity, vocab, hidden, first, columns_held, z_rows, x_rows, parts,
     z_stride, w_stride, x_stride, de_stride, dw_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIAS_STAGES: tl.constexpr,
     DE: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     EVEN: tl.constexpr, WEIGHTED: tl.constexpr,
     TMA: tl.constexpr, TMA_W: tl.constexpr, TMA_DW: tl.constexpr, PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr,
@@ -149,7 +149,7 @@ def products(
     z (z_rows, columns_held) holds the vocabulary's columns from `first` on; zt is z in the transposed product's tiles.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
     EVEN: dw −= c ⊗ even_sum (label smoothing).
-    DB: db (vocab) float32 += zᵀ s, where s is the sum of factors' (rows, 16) columns: a narrow product, by STAGES.
+    DB: db (vocab) float32 += zᵀ s, where s is the sum of factors' (rows, 16) columns: a narrow product, by BIAS_STAGES.
     Programs without a unit of dE take so many more tiles of dW first that all end together.
     """
     rows = live_rows(info, chunk)
@@ -170,5 +170,5 @@ def products(
         _deal_weight_tiles(
             zt, x, factors, dw, db, even_sum, class_weight, rows, across, units, unit_steps,
             vocab, hidden, first, columns_held, z_rows, x_rows, z_stride, x_stride, dw_stride,
-            M, N, K, STAGES, DB, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
+            M, N, K, BIAS_STAGES, DB, ADD_DW, EVEN, WEIGHTED, TMA, TMA_DW, PIECES_DW, PRECISION,
         )  # fmt: skip
