@@ -60,8 +60,8 @@ def device_bytes(work: Work, choice: Choice) -> int:
     if choice.outer == "streamed":  # pieces of the head's weight and gradient; gradients of its input in float32
         outer = 4 * PIECE_BYTES + 2 * work.tokens * work.hidden * (work.itemsize + 4)
     there = choice.resident > 0 or (choice.outer == "device" and work.outer > 0)
-    if work.travelling:  # pieces of it, with weights and gradients; and a gradient, widened
-        streamed += min(PIECE, work.layer) * (SLOTS * (work.travelling + 2 * work.itemsize) + 4)
+    if work.travelling:  # pieces of it, with weights and gradients; and a gradient, if it is widened
+        streamed += min(PIECE, work.layer) * (SLOTS * (work.travelling + 2 * work.itemsize) + 4 * work.widening)
     fixed = streamed + choice.resident * (2 * weights + state) + outer + work.widened * there + work.slack
     hidden = work.tokens * work.hidden * work.itemsize
     others = work.layers - choice.keep
@@ -132,7 +132,9 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
 def choices(work: Work) -> Iterator[Choice]:
     outers = ("device", "host", "streamed") if work.outer and work.head else ("device", "host")
     gradients = (2, 4, 8) if work.travelling and not work.together else (2,)
-    for outer, inputs, slots, places in product(outers, ("device", "host"), (2, 3), gradients):
+    # With two, layers' weights would wait for the update that reads those before them in the slot.
+    counts = (3,) if work.travelling and not work.masters and not work.together else (2, 3)
+    for outer, inputs, slots, places in product(outers, ("device", "host"), counts, gradients):
         for resident in range(work.layers + 1):
             yield Choice(slots, resident, 0, inputs, outer, places)
 

@@ -32,6 +32,7 @@ class Work:
     slack            bytes that any step holds beside all this
     graphed          whether layers that are streamed and computed again run as CUDA graphs
     masters          whether parameters have float32 masters, as a whole
+    widening         whether updates on the device widen gradients of 16 bits, a piece at a time
     on_device        share of slide's layers that are updated there; their optimizer state, if any, travels
     saved            what a layer's backward needs, a token, beyond its weights
     state            optimizer state of a parameter on the device, and on the host
@@ -57,6 +58,7 @@ class Work:
     slack: int = SLACK
     graphed: bool = False
     masters: bool = False
+    widening: bool = False
     on_device: float = 0.0
 
     @property
@@ -65,8 +67,8 @@ class Work:
 
     @property
     def widened(self) -> int:
-        """Bytes that an update on the device takes: gradients of 16 bits are widened a piece at a time."""
-        return 4 * min(self.largest, DEVICE_PIECE) * (self.state > 2 * self.itemsize)
+        """Bytes that an update on the device takes."""
+        return 4 * min(self.largest, DEVICE_PIECE) * self.widening
 
     @property
     def travelling(self) -> int:
@@ -125,6 +127,7 @@ def work_of(
     parts, dtype = split(model), next(model.parameters()).dtype
     if update == "auto":
         update = "host" if train == "marked" else best_place(spec, together, cuda)
+    wide = spec.master_weights and dtype != torch.float32
     in_layers = {id(p) for p in parts.layers.parameters()}
     outside = {p for p in model.parameters() if id(p) not in in_layers}
     trained = {p for p in outside if train == "all" or (train == "marked" and p.requires_grad)}
@@ -140,7 +143,7 @@ def work_of(
         micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
         attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
-        masters=spec.master_weights and not spec.split_master and dtype != torch.float32,
+        masters=wide and not spec.split_master, widening=wide and not (cuda and spec.name == "adamw"),
         on_device={"host": 0.0, "device": 1.0, "both": 1 - host_share}[update],
     )  # fmt: skip
 

@@ -176,6 +176,9 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
         for mode in (other, "slide"):
             out.set(f"t1m1.{phase}.{mode}.wall_ms", wall(phase, mode), "ms")
             out.set(f"t1m1.{phase}.{mode}.reserved_gib", median(frame, "reserved_gib", phase, mode), "GiB")
+    for mode in ("slide-split", "slide-narrow"):
+        out.set(f"t1m1.compiled.{mode}_over_ckpt", wall("compiled", mode) / wall("compiled", "ckpt"), "", ".2f")
+        out.set(f"t1m1.compiled.{mode}.reserved_gib", median(frame, "reserved_gib", "compiled", mode), "GiB")
     out.set("t1m1.clipped.budget_over_ckpt", wall("clipped", "slide-budget") / wall("clipped", "ckpt"), "", ".2f")
     held = median(frame, "reserved_gib", "clipped", "slide-budget")
     out.set("t1m1.clipped.slide-budget.reserved_gib", held, "GiB")

@@ -2,7 +2,7 @@
 
 A 16-bit parameter may have a float32 master, of which it is the rounded copy; moments may be kept in 16 bits. Such
 tensors are updated in pieces: each is widened, updated and rounded while it is in the processor's caches, so that the
-memory sees every number of the state once in and once out.
+memory sees every number of the state once in and once out. On a GPU one kernel does it (`t1lib.train.fused_adamw`).
 """
 
 import math
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from t1lib.errors import T1Error, choose, require
+from t1lib.train.fused_adamw import adamw_, has_kernel
 from t1lib.train.narrow import Scratch, join, split
 
 OPTIMIZERS = ("sgd", "adamw")
@@ -180,8 +181,11 @@ class Updater:
     def _step_wide(
         self, name: str, grad: Tensor, lr: float, scale: Tensor | float, lost: Tensor | None
     ) -> None:
-        """A 16-bit tensor with a master, a piece after the other."""
+        """A 16-bit tensor with a master: by one kernel, or a piece after the other."""
         weight, state, scratch = self.tensors[name].view(-1), self.state[name], self._scratch
+        if self.spec.name == "adamw" and has_kernel(weight):
+            adamw_(weight, grad, state, self.spec, lr, scale, lost)
+            return
         flat = {k: v.view(-1) for k, v in state.items() if k != "step"}
         step = {k: v for k, v in state.items() if k == "step"}
         size = PIECE * torch.get_num_threads() if weight.device.type == "cpu" else DEVICE_PIECE

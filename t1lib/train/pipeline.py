@@ -50,6 +50,7 @@ class Pipeline(Outward):
         )  # fmt: skip
         self.overlap_update = overlap_update
         self._later: dict[int, tuple[Callable[[], None], int]] = {}  # updates on the device to be queued, and gradients
+        self._following = -1  # layer that comes into a slot when the update there is queued
         self.travel = Travel(self, () if self._stays else on_device, together, trace)
 
     def begin(self) -> None:
@@ -66,8 +67,11 @@ class Pipeline(Outward):
             super().fetch(index, again)
 
     def release(self, index: int, following: int, again: bool = False) -> None:
-        """Beside a layer that stays on the device, one that does not is updated ahead of its turn."""
-        super().release(index, following, again)
+        """Beside a layer that stays on the device, one that does not is updated ahead of its turn. The slot of a layer
+        whose update reads the weights there is not free before that."""
+        reads = again and self._reads_slot(index)
+        super().release(index, -1 if reads else following, again)
+        self._following = following if reads and self.overlap_in else -1
         if index < self.first and self._later:
             self._update_waiting(min(self._later))
 
@@ -81,6 +85,12 @@ class Pipeline(Outward):
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
+    def _reads_slot(self, index: int) -> bool:
+        """Whether the layer's update on the device, right after its backward, takes the weights from their slot: no
+        master among its state makes them."""
+        travels = index in self.on_device and not self._slot_updaters and self.landings is None
+        return travels and not self.together and "master" not in self.flat_state(index)
+
     def _travel(
         self, index: int, grads: Tensor, known: Mark, factor: float, scale: Tensor | float, lost: Tensor | None
     ) -> tuple[Mark, Mark, Mark]:
@@ -91,11 +101,14 @@ class Pipeline(Outward):
         held = self.weights.of(index)
         stays = self.weights.holds[held] == index
         onto, freed = (self.weights.flat[held], self.weights.freed[held]) if stays else (None, None)
-        left = self._left.get(index)
-        marks = self.travel.update(index, grads, (known, freed), factor, scale, lost, left, onto)
+        left, there = self._left.get(index), stays and self._reads_slot(index)
+        marks = self.travel.update(index, grads, (known, freed), factor, scale, lost, left, onto, there)
         _, updated, self._left[index] = marks
         if stays:
-            self.weights.filled[held] = updated
+            self.weights.filled[held] = self.weights.freed[held] = updated
+        if self._following in self.streamed:
+            self.fetch(self._following, again=True)
+            self._following = -1
         if not self.overlap_update:
             self.compute.after(self._left[index])
         if self.landings is not None:

@@ -68,18 +68,14 @@ class Traveller:
         held = self.state | ({} if self.weights is None else {"weight": self.weights})
         numel = len(next(iter(held.values())))
         spans = [slice(at, min(at + self.size, numel)) for at in range(0, numel, self.size)]
-        come = [key for key in held if key != "weight" or "master" not in held]
-        parts = [(span, {key: flat[span] for key, flat in held.items()}) for span in spans]
-        return [Piece(span, part, {key: part[key] for key in come}) for span, part in parts]
+        return [Piece(span, {key: flat[span] for key, flat in held.items()}) for span in spans]
 
 
 class Piece(NamedTuple):
-    """Which numbers of a traveller; what the host has of them, by key, "weight" among these; and what of that comes in:
-    not weights that a master makes anew."""
+    """Which numbers of a traveller; what the host has of them, by key, "weight" among these."""
 
     span: slice
     held: dict[str, Tensor]
-    come: dict[str, Tensor]
 
 
 class Underway(NamedTuple):
@@ -147,7 +143,7 @@ class Travel:
 
     def by_piece(
         self, index: int, grads: Tensor, marks: Collection[Mark], factor: float, scale: Tensor | float,
-        lost: Tensor | None, left: Mark, onto: Tensor | None,
+        lost: Tensor | None, left: Mark, onto: Tensor | None, there: bool = False,
     ) -> Iterator[None]:  # fmt: skip
         """Queue an update, a few pieces at a time.
 
@@ -157,9 +153,12 @@ class Travel:
         lost       () float32 on the device: other than 0, nothing changes
         left       mark when the state was last back on the host
         onto       flat, on the device: where the new weights go, too; or alone, where the host has none
+        there      whether the weights are in `onto` already: then they do not come
         """
         inward, lane, _ = self.lanes
         traveller = self._travellers[index]
+        there = there or traveller.weights is None
+        absent = {"weight"} if there or "master" in traveller.state else set()
         self._updated.append(index)
         if lost is not None and not lost.is_cuda and lost:
             return
@@ -172,18 +171,20 @@ class Travel:
         with lane.active():
             step = traveller.step_on(self._device)
         for at in range(0, len(traveller.pieces), TOGETHER):
-            come = self._bring(index, traveller.pieces[at : at + TOGETHER], grads)
+            come = self._bring(index, traveller.pieces[at : at + TOGETHER], grads, absent)
             found = []
             with lane.active():
                 for piece, number, slot, arrived in come:
                     lane.after(arrived)
                     with self._trace().span("update", "device update", index, lane.stream):
                         span = piece.span
-                        weight = slot["weight"] if traveller.weights is not None else onto[span]
+                        weight = onto[span] if there else slot["weight"]
                         grad = slot["grad"] if traveller.grads_come else grads[span]
                         state = {key: slot[key] for key in traveller.state}
                         update_once(weight, grad, state, self.spec, self._scratch, step, count, factor, scale, lost)
-                        if onto is not None and traveller.weights is not None:
+                        if there and traveller.weights is not None:
+                            slot["weight"].copy_(weight)
+                        elif onto is not None and not there:
                             onto[span].copy_(weight)
                     found.append(Underway(piece, number, slot, lane.mark()))
             self._return(index, found)
@@ -197,8 +198,8 @@ class Travel:
             torch._foreach_add_(steps, 1)
         self._updated = []
 
-    def _bring(self, index: int, pieces: list[Piece], grads: Tensor) -> list[Underway]:
-        """Queue the pieces' way in, to the slots that are next."""
+    def _bring(self, index: int, pieces: list[Piece], grads: Tensor, absent: Collection[str]) -> list[Underway]:
+        """Queue the pieces' way in, to the slots that are next; not of these keys."""
         inward, traveller, found = self.lanes[0], self._travellers[index], []
         with inward.active():
             for piece in pieces:
@@ -206,7 +207,8 @@ class Travel:
                 slot, size = self._slots[number], piece.span.stop - piece.span.start
                 if size < self.size:
                     slot = {key: buffer[:size] for key, buffer in slot.items()}
-                come = piece.come | ({"grad": grads[piece.span]} if traveller.grads_come else {})
+                come = {key: flat for key, flat in piece.held.items() if key not in absent}
+                come |= {"grad": grads[piece.span]} if traveller.grads_come else {}
                 inward.after(self._freed[number])
                 with self._trace().span("in", "state", index, inward.stream):
                     torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)

@@ -7,6 +7,7 @@ from t1lib.measure.floors import measure_link
 from t1lib.measure.memory import AllocatorTimeline, pinned_bytes, pinned_empty, read_peak, reset_peak
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train import OptimizerSpec, build_model, make_trainer
+from t1lib.train.optim import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
@@ -58,6 +59,48 @@ def test_schedule_is_without_races(options, shared):
         return [slide.step(batch()).loss for _ in range(30)]
 
     assert losses(**options) == losses(**options) == losses(**off)
+
+
+@pytest.mark.parametrize("options", [{"slots": 2}, {"slots": 3, "outer": "host"}], ids=str)
+@pytest.mark.parametrize("own", [{}, {"split_master": True}, {"split_master": True, "moments": "bfloat16"}], ids=str)
+def test_state_that_travels_is_without_races(own, options):
+    off = {"overlap_in": False, "overlap_out": False, "overlap_update": False, "outer": options.get("outer", "device")}
+    spec = OptimizerSpec("adamw", lr=1e-3, master_weights=True, **own)
+
+    def losses(**kwargs):
+        slide = trainer("slide", optimizer=spec, update="device", **kwargs)
+        return [slide.step(batch()).loss for _ in range(30)]
+
+    assert losses(**options) == losses(**options) == losses(**off)
+
+
+@pytest.mark.parametrize("own", [{}, {"split_master": True}], ids=str)
+@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_one_pass_updates_as_the_host(own, scale):
+    spec = OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1, master_weights=True, **own)
+    torch.manual_seed(0)
+    start = torch.randn(123, 4567).bfloat16()
+    here, there = (Updater({"w": start.to(device, copy=True)}, spec) for device in ("cpu", "cuda"))
+    for _ in range(10):
+        grad = torch.randn_like(start)
+        here.step({"w": grad.clone()}, 0.9, scale)
+        there.step({"w": grad.cuda()}, 0.9, scale.cuda() if isinstance(scale, torch.Tensor) else scale)
+    for key, wanted in here.state_of("w").items():
+        assert (there.state_of("w")[key] - wanted).norm() <= 1e-6 * wanted.norm(), key
+
+
+def test_narrow_moments_follow_the_wide_ones():
+    specs = [OptimizerSpec("adamw", lr=1e-2, master_weights=True, moments=m) for m in ("float32", "bfloat16")]
+    torch.manual_seed(0)
+    start = torch.randn(500, 700, device="cuda").bfloat16()
+    wide, narrow = (Updater({"w": start.clone()}, spec) for spec in specs)
+    for step in range(300):
+        grad = torch.randn_like(start) * (10 if step < 20 else 0.1)
+        for updater in (wide, narrow):
+            updater.step({"w": grad.clone()})
+    for key in ("exp_avg", "exp_avg_sq"):
+        a, b = wide.state["w"][key], narrow.state["w"][key].float()
+        assert (a - b).norm() <= 0.1 * a.norm() and (a - b).mean().abs() <= 1e-3 * a.abs().mean()
 
 
 def test_outer_state_that_travels_trains_as_that_which_stays():

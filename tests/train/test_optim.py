@@ -1,5 +1,11 @@
 """State of 16-bit parameters: split masters are exact, 16-bit moments right on average; both in checkpoints."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_parity import assert_same, batches, model, run
@@ -79,3 +85,13 @@ def test_bytes_a_parameter():
         held = sum(t.nbytes for t in Updater({"w": weight}, OptimizerSpec(**ADAMW, **own)).state_tensors())
         assert held == expected * 1000 + 4
         assert state_bytes(weight, OptimizerSpec(**ADAMW, **own)) == expected * 1000
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernel_by_the_interpreter():
+    """In a process of its own: Triton decides at its import whether kernels are interpreted."""
+    cases = Path(__file__).parent / "adamw_interpreted.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cases.parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -162,7 +162,8 @@ TRAVELLERS = {
     "momentum": (OPTIMIZERS["momentum"], torch.float32),
     "adamw": (OPTIMIZERS["adamw"], torch.float32),
     "masters": (OptimizerSpec("adamw", lr=1e-2, master_weights=True), torch.bfloat16),
-    "split": (
+    "split": (OptimizerSpec("adamw", lr=1e-2, master_weights=True, split_master=True), torch.bfloat16),
+    "narrow": (
         OptimizerSpec("adamw", lr=1e-2, master_weights=True, moments="bfloat16", split_master=True), torch.bfloat16,
     ),
 }  # fmt: skip
@@ -173,6 +174,7 @@ TRAVELLERS = {
     "options",
     [
         {"update": "device"}, {"update": "both", "slots": 5}, {"update": "device", "resident": 2, "outer": "host"},
+        {"update": "device", "slots": 3}, {"update": "device", "slots": 1, "overlap_in": False},
         {"update": "both", "host_share": 0.5, "outer": "host", "inputs": "host", "overlap_update": False},
     ],
     ids=str,
@@ -191,7 +193,7 @@ def test_state_that_travels_changes_no_bits(kind, options, shared, monkeypatch):
         trainer.evaluate(batch)
     assert bool(trainer.pipeline.update_bytes()) == (options["update"] == "both")
     assert trainer.pipeline.travel.bytes_a_step() > 0
-    if kind == "split":
+    if kind == "narrow":
         assert others == pytest.approx(losses, rel=1e-3)
         return
     assert others == losses

@@ -70,6 +70,7 @@ def races_in(options: dict, steps: int = 3) -> Races:
         {"optimizer": OptimizerSpec("sgd", lr=0.1)},
         {"optimizer": OptimizerSpec("sgd", lr=0.1), "update": "device", "slots": 3},
         {"update": "device"},
+        {"update": "device", "slots": 3},
         {"update": "device", "resident": 4},
         {"update": "device", "outer": "host", "inputs": "host"},
         {"update": "both", "grad_slots": 1},
