@@ -17,7 +17,9 @@ SMOKE = ("tests/report/test_report.py", "tests/test_latex.py", "tests/test_noteb
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Under `-n`, the tests of a file stay in one process, and so do those of all files in SMOKE."""
+    """Under `-n`, the tests of a file stay in one process, and so do those of all files in SMOKE; not with `--dist`."""
+    if config.getoption("dist") != "load":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

@@ -100,9 +100,17 @@ def has_no_state(spec: OptimizerSpec) -> bool:
 
 def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     """Euclidean norm of each gradient in float32 (float64 where there are such), on its device."""
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads.values()) else torch.float32
-    found = torch._foreach_norm(list(grads.values()), 2, dtype=wide) if grads else []
-    return dict(zip(grads, found, strict=True))
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads.values()) else torch.float32
+    if all(g.device.type == "cpu" for g in grads.values()):
+        return {name: host_norm(grad, dtype) for name, grad in grads.items()}
+    return dict(zip(grads, torch._foreach_norm(list(grads.values()), 2, dtype=dtype), strict=True))
+
+
+def host_norm(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Euclidean norm by all cores: PyTorch's own takes one, and adds up squares one after the other."""
+    pieces = grad.reshape(-1).split(PIECE * torch.get_num_threads())
+    wide = (piece.to(dtype) for piece in pieces)
+    return torch.stack([torch.dot(piece, piece) for piece in wide]).sum().sqrt()
 
 
 class Updater:

@@ -23,7 +23,7 @@ from t1lib.train.optim import OptimizerSpec, Updater
 from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import Mark, send
-from t1lib.train.travel import PIECE, TOGETHER, Traveller, update_once
+from t1lib.train.travel import PIECE, Traveller, update_once
 
 
 class TravellingOuter(Outer):
@@ -47,9 +47,8 @@ class TravellingOuter(Outer):
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
         self._left: dict[str, Mark] = {}  # marks when new state is back on the host
-        self._underway: Iterator[None] = iter(())  # queues what is left of the update, a few pieces at a time
-        pieces = sum(-(-len(traveller.pieces) // TOGETHER) for traveller in self._travellers.values())
-        self._portion = -(-pieces // max(len(pipeline.layers) - 1, 1))
+        self._underway: Iterator[None] = iter(())  # queues what is left of the update, a piece at a time
+        self._pieces = sum(len(traveller.pieces) for traveller in self._travellers.values())
         self._passed: Mark = None  # mark when the layer before was computed
         self._spare = {n: p for n, p in params.items() if p.ndim > 1 and "master" in state[n] and _alone(p)}
         self._away = False  # these have given up their place
@@ -130,7 +129,9 @@ class TravellingOuter(Outer):
             return
         self._begin_update()
         self._pipeline.travel.lanes[0].after(self._passed)
-        for _ in islice(self._underway, self._portion):
+        others = max(len(self._pipeline.layers) - 1, 1)
+        share = min(index + 1, others) * self._pieces // others - min(index, others) * self._pieces // others
+        for _ in islice(self._underway, share):
             pass
         self._passed = self._pipeline.compute.mark()
 
@@ -146,7 +147,7 @@ class TravellingOuter(Outer):
         for name, number in self._numbers.items():
             grad, weight = self._grads[name].view(-1), self.params[name].data.view(-1)
             known, left = (self._known,), self._left.get(name)
-            for _ in travel.by_piece(number, grad, known, self._factor, self._scale, None, left, weight):
+            for _ in travel.by_piece(number, grad, known, self._factor, self._scale, None, left, weight, together=1):
                 _, self._filled, self._left[name] = travel.marks(number)
                 yield
         travel.settle(lost=False)

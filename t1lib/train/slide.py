@@ -41,7 +41,8 @@ UPDATES = ("auto", *PLACES, "both")
 class SlideTrainer(SlideStep):
     """Streams the layers. Beyond `Trainer`'s arguments:
 
-    slots            device buffers for weights; 2 are enough to send one layer while another computes
+    slots            device buffers for weights; 2 are enough to send one layer while another computes, 3 where updates
+                     on the device read a layer's weights there (state without whole masters)
     grad_slots       device buffers for gradients
     host_grads       pinned host buffers for gradients that wait for their update; with `max_grad_norm` or
                      nonfinite="skip" there is one a layer, because no update may begin before the last gradient

@@ -143,9 +143,9 @@ class Travel:
 
     def by_piece(
         self, index: int, grads: Tensor, marks: Collection[Mark], factor: float, scale: Tensor | float,
-        lost: Tensor | None, left: Mark, onto: Tensor | None, there: bool = False,
+        lost: Tensor | None, left: Mark, onto: Tensor | None, there: bool = False, together: int = TOGETHER,
     ) -> Iterator[None]:  # fmt: skip
-        """Queue an update, a few pieces at a time.
+        """Queue an update, `together` pieces at a time.
 
         grads      flat, as long as the part, on the device, or on the host (`host_grads`)
         marks      before which neither they nor the rest is there
@@ -170,8 +170,8 @@ class Travel:
         count = traveller.count
         with lane.active():
             step = traveller.step_on(self._device)
-        for at in range(0, len(traveller.pieces), TOGETHER):
-            come = self._bring(index, traveller.pieces[at : at + TOGETHER], grads, absent)
+        for at in range(0, len(traveller.pieces), together):
+            come = self._bring(index, traveller.pieces[at : at + together], grads, absent)
             found = []
             with lane.active():
                 for piece, number, slot, arrived in come:
