@@ -184,6 +184,7 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
     out.set("t1m1.clipped.slide-budget.reserved_gib", held, "GiB")
     for phase in ("own", "real"):
         out.set(f"t1m1.{phase}.fsdp_over_slide", wall(phase, "fsdp") / wall(phase, "slide"), "", ".2f")
+        out.set(f"t1m1.{phase}.fsdp.optimizer_ms", median(frame, "optimizer_ms", phase, "fsdp"), "ms")
         held = [median(frame, "reserved_gib", phase, mode) for mode in ("fsdp", "slide")]
         out.set(f"t1m1.{phase}.fsdp_memory_over_slide", held[0] / held[1], "", ".1f")
     took, floor = (median(frame, m, "real", "slide") for m in ("update_sum_ms", "update_floor_ms"))
