@@ -78,12 +78,12 @@ def device_bytes(work: Work, choice: Choice) -> int:
 
 def host_bytes(work: Work, choice: Choice) -> int:
     """What the host holds: streamed layers with their state, gradients that wait, what of the rest is there."""
-    each = work.state + work.itemsize
+    each = work.state + work.beside * (1 - work.on_device) + work.itemsize
     waiting = work.layers if work.together else min(HOST_GRADS, work.layers) * (work.on_device < 1)
     streamed = work.layers - choice.resident
-    held = streamed * work.layer * each + min(waiting, streamed) * work.layer * work.itemsize
+    held = int(streamed * work.layer * each) + min(waiting, streamed) * work.layer * work.itemsize
     if choice.outer != "device":
-        held += work.outer * (work.state if outer_travels(work, choice) else each + 2 * work.itemsize)
+        held += work.outer * (work.state + (0 if outer_travels(work, choice) else 3 * work.itemsize))
     if outer_travels(work, choice):
         held += min(ROWS_AHEAD * work.hidden, work.outer) * work.state
     if choice.inputs == "host":
@@ -122,9 +122,9 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     forward += max(link - backward - choice.resident * one, 0)  # the next one's first streamed layer waits
     in_pieces = 4 / 3 if twice else 1  # the logits are made twice
     head = max(head_ms(work, machine) * in_pieces, twice / machine.link_in * 1e3)
-    each = 2 * (work.state + work.itemsize)  # read and written
     layers = streamed * work.layer * (1 - work.on_device)
-    update = (layers + on_host) * each / machine.update * 1e3
+    moved = (layers + on_host) * (work.state + work.itemsize) + layers * work.beside
+    update = 2 * moved / machine.update * 1e3  # read and written
     step = forward + head + backward
     return max(step, backward + head + update) if work.together else max(step, update)
 

@@ -32,6 +32,7 @@ class Work:
     slack            bytes that any step holds beside all this
     graphed          whether layers that are streamed and computed again run as CUDA graphs
     masters          whether parameters have float32 masters, as a whole
+    beside           bytes of state more of a parameter that the host updates beside the device (`optim.spec_of`)
     widening         whether updates on the device widen gradients of 16 bits, a piece at a time
     on_device        share of slide's layers that are updated there; their optimizer state, if any, travels
     saved            what a layer's backward needs, a token, beyond its weights
@@ -58,6 +59,7 @@ class Work:
     slack: int = SLACK
     graphed: bool = False
     masters: bool = False
+    beside: int = 0
     widening: bool = False
     on_device: float = 0.0
 
@@ -144,6 +146,7 @@ def work_of(
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
         attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
         masters=wide and not spec.split_master, widening=wide and not (cuda and spec.name == "adamw"),
+        beside=2 * (wide and spec.split_master and update == "both"),
         on_device={"host": 0.0, "device": 1.0, "both": 1 - host_share}[update],
     )  # fmt: skip
 

@@ -1,12 +1,12 @@
 """Like layers in flat pinned buffers on the host, and what updates them there."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from t1lib.train.narrow import Scratch
-from t1lib.train.optim import OptimizerSpec, Updater, state_bytes
+from t1lib.train.optim import OptimizerSpec, Updater, spec_of, state_bytes
 from t1lib.train.ranks import Ranks
 from t1lib.train.shared import HostMemory
 from t1lib.train.streams import Layout
@@ -18,6 +18,7 @@ class HostLayers:
 
     names      of the layers in the model
     ranks      processes of this host that hold all this together; each updates its part of every layer
+    on_device  layers that are updated on the device
     streamed   numbers of the layers held here; trained: of those that have something to train
     host_flat, host_views   by number of a layer: its buffer, and its parameters in there by name
     updaters   by number of a layer: its state; own_updaters: what updates this rank's part of it
@@ -26,9 +27,10 @@ class HostLayers:
 
     def __init__(
         self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec,
-        ranks: Ranks,
+        ranks: Ranks, on_device: Collection[int],
     ) -> None:  # fmt: skip
         self.layers, self.first, self.names, self.device, self.spec = layers, first, names, device, spec
+        self.on_device = on_device
         self.ranks, self.memory = ranks, HostMemory(ranks)
         self.streamed = range(first, len(layers))
         self.trained = [i for i in self.streamed if self.trainable(i)]
@@ -57,7 +59,8 @@ class HostLayers:
 
     def _updater(self, index: int) -> Updater:
         """Of the whole layer; what several ranks hold together is in their memory."""
-        updater = Updater({n: self.host_views[index][n] for n, _ in self.trainable(index)}, self.spec, self._scratch)
+        views, spec = self.host_views[index], spec_of(self.spec, index, self.on_device)
+        updater = Updater({n: views[n] for n, _ in self.trainable(index)}, spec, self._scratch)
         if not self.ranks.alone:
             self._flat_state[index] = self._flatten(updater)
         return updater
@@ -87,7 +90,7 @@ class HostLayers:
             inside = self.grad_layout.inside(name, self.part)
             tensors[name] = whole.tensors[name].view(-1)[inside]
             state[name] = {k: v if k == "step" else v.view(-1)[inside] for k, v in whole.state[name].items()}
-        return Updater(tensors, self.spec, self._scratch, state)
+        return Updater(tensors, whole.spec, self._scratch, state)
 
     def update_own(self, index: int, grads: dict[str, Tensor], factor: float, scale: float) -> None:
         """Update this rank's part of the layer, and count that for all of it."""
@@ -106,7 +109,7 @@ class HostLayers:
     def bytes_to_update(self, layers: Iterable[int]) -> int:
         """Least that one update of these moves in the host's memory, by all ranks: gradients and state read, state and
         weights written, and weights read where they have no master."""
-        trained = [p for i in layers for _, p in self.trainable(i)]
-        wide = self.spec.master_weights and not self.spec.split_master
-        weights = sum(p.nbytes * (1 if wide and p.dtype != torch.float32 else 2) for p in trained)
-        return weights + sum(p.nbytes + 2 * state_bytes(p, self.spec) for p in trained)
+        trained = [(p, self.updaters[i].spec) for i in layers for _, p in self.trainable(i)]
+        whole = [spec.master_weights and not spec.split_master and p.dtype != torch.float32 for p, spec in trained]
+        read = sum(p.nbytes for (p, _), master in zip(trained, whole, strict=True) if not master)
+        return read + sum(2 * (p.nbytes + state_bytes(p, spec)) for p, spec in trained)

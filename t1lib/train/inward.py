@@ -1,7 +1,7 @@
 """How weights of layers on the host come to the device: slots, the lane that fills them, and what that waits for."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -24,9 +24,9 @@ class Inward(HostLayers):
 
     def __init__(
         self, layers: Sequence[nn.Module], first: int, names: list[str], device: torch.device, spec: OptimizerSpec,
-        ranks: Ranks, slots: int, overlap_in: bool, trace: Callable[[], Trace | NoTrace],
+        ranks: Ranks, on_device: Collection[int], slots: int, overlap_in: bool, trace: Callable[[], Trace | NoTrace],
     ) -> None:  # fmt: skip
-        super().__init__(layers, first, names, device, spec, ranks)
+        super().__init__(layers, first, names, device, spec, ranks, on_device)
         self.overlap_in, self._trace = overlap_in, trace
         self.weights = Slots(slots, self.layout, device)
         self.compute, self.inward = Lane(device, own_stream=False), Lane(device, own_stream=overlap_in)

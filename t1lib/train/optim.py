@@ -6,7 +6,8 @@ memory sees every number of the state once in and once out. On a GPU one kernel 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class OptimizerSpec:
     """What to update with. Defaults are PyTorch's, except that nothing decays unless asked.
 
     master_weights  a float32 master beside each 16-bit parameter, and moments in float32
-    split_master    of the master, keep only the 16 bits that the parameter lacks: 2 bytes less a parameter
+    split_master    of the master, keep only the 16 bits that the parameter lacks: 2 bytes less a parameter (not of
+                    layers that the host updates beside a GPU that updates others, `spec_of`)
     moments         "float32", or "bfloat16": AdamW's moments beside a master, rounded up or down at random (by
                     chance, not to the nearest: a thousandth of change would never get through 8 bits)
     """
@@ -83,6 +85,13 @@ class Schedule:
         done = min((step - self.warmup) / (self.total - self.warmup), 1.0)
         down = 1.0 - done if self.name == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
         return self.least + (1.0 - self.least) * down
+
+
+def spec_of(spec: OptimizerSpec, layer: int, on_device: Collection[int]) -> OptimizerSpec:
+    """A layer's own, where these are updated on a GPU. Beside it the host keeps masters whole: to join and split them
+    takes its cores three times as long as to read and write them. (Whole ones round to even where they are halfway
+    between two parameters, split ones up.)"""
+    return replace(spec, split_master=False) if on_device and layer not in on_device else spec
 
 
 def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:

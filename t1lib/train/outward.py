@@ -27,8 +27,8 @@ class Outward(Inward):
         ranks: Ranks, slots: int, grad_slots: int, host_grads: int, together: bool, on_device: Collection[int],
         overlap_in: bool, overlap_out: bool, trace: Callable[[], Trace | NoTrace],
     ) -> None:  # fmt: skip
-        super().__init__(layers, first, names, device, spec, ranks, slots, overlap_in, trace)
-        self.together, self.on_device = together, on_device
+        super().__init__(layers, first, names, device, spec, ranks, on_device, slots, overlap_in, trace)
+        self.together = together
         self.grads = Slots(grad_slots, self.grad_layout, device)
         on_host = set(self.trained) - set(on_device)
         waiting = len(self.trained) if together else min(host_grads, len(on_host))

@@ -39,19 +39,14 @@ def trained_outside(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, 
     return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in theirs}
 
 
-def host_bytes(
-    layers: Sequence[nn.Module], spec: OptimizerSpec, waiting: int, outer: dict[str, nn.Parameter], copies: int
-) -> int:
-    """What the host will hold beside the model as it was built, whose weights move one layer at a time.
-
-    waiting    layers whose gradients wait at a time
-    outer      what has its state on the host, too; copies: of its size, for weights and gradients there
+def host_bytes(layers: Sequence[nn.Module], specs: Sequence[OptimizerSpec], waiting: int) -> int:
+    """What the host will hold of layers, each by its own spec, beside the model as it was built, whose weights move one
+    layer at a time. waiting: layers whose gradients wait at a time
     """
-    trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-    state = sum(state_bytes(p, spec) for p in trained)
-    grads = sum(p.nbytes for p in trained) * min(waiting, len(layers)) // max(len(layers), 1)
-    beside = sum(state_bytes(p, spec) + copies * p.nbytes for p in outer.values())
-    return state + grads + beside + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
+    each = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+    state = sum(state_bytes(p, spec) for trained, spec in zip(each, specs, strict=True) for p in trained)
+    grads = sum(p.nbytes for trained in each for p in trained) * min(waiting, len(layers)) // max(len(layers), 1)
+    return state + grads + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
 
 
 OF_WORK = ("train", "loss", "embedding", "graph_tokens", "update", "host_share", "cuda")  # arguments of `work_of`, too

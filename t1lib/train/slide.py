@@ -15,7 +15,7 @@ from t1lib.measure.memory import GIB, host_available, pinned_empty, trim_heap
 from t1lib.train.activations import Activations
 from t1lib.train.ahead import ROWS_AHEAD
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
-from t1lib.train.optim import Updater, has_no_state, state_bytes
+from t1lib.train.optim import Updater, has_no_state, spec_of, state_bytes
 from t1lib.train.outer import Outer
 from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
@@ -215,8 +215,10 @@ class SlideTrainer(SlideStep):
         waiting = len(layers) if self._together else min(self._pipeline_options["host_grads"], on_host)
         outer = trained_outside(self.model, self.parts.layers) if self._outer_place != "device" else {}
         ahead = [p[:ROWS_AHEAD] for p in outer.values() if p is self.parts.embed.weight and self._outer_travels]
-        gathered = sum(state_bytes(p, self.spec) for p in ahead)
-        return gathered + host_bytes(layers, self.spec, waiting, outer, copies=0 if self._outer_travels else 2)
+        specs = [spec_of(self.spec, i, self._on_device) for i in range(self.resident, len(self.parts.layers))]
+        copies = 0 if self._outer_travels else 2  # of its size, for weights and gradients there
+        beside = sum(state_bytes(p, self.spec) + copies * p.nbytes for p in outer.values())
+        return sum(state_bytes(p, self.spec) for p in ahead) + beside + host_bytes(layers, specs, waiting)
 
     def _resident_modules(self) -> list[nn.Module]:
         """Modules that the device needs: all but streamed layers, and a frozen embedding or head that it never uses."""

@@ -181,8 +181,8 @@ TRAVELLERS = {
 )
 @pytest.mark.parametrize("kind", TRAVELLERS)
 def test_state_that_travels_changes_no_bits(kind, options, shared, monkeypatch):
-    """Whatever the pieces, the last of which is shorter. Moments in 16 bits are rounded by noise, piece by piece: there
-    the whole layer is one piece on both sides, as it is one parameter after the other in mode gpu."""
+    """Whatever the pieces, the last of which is shorter. Moments in 16 bits are rounded by noise, piece by piece; masters
+    that the host keeps whole beside the device are rounded to even, split ones up, where they are halfway."""
     monkeypatch.setattr(travel, "PIECE", 1000)
     spec, dtype = TRAVELLERS[kind]
     shared = {"optimizer": spec, "schedule": Schedule("linear", total=9), **shared}
@@ -193,11 +193,19 @@ def test_state_that_travels_changes_no_bits(kind, options, shared, monkeypatch):
         trainer.evaluate(batch)
     assert bool(trainer.pipeline.update_bytes()) == (options["update"] == "both")
     assert trainer.pipeline.travel.bytes_a_step() > 0
-    if kind == "narrow":
+    if kind == "narrow" or (kind == "split" and options["update"] == "both"):
         assert others == pytest.approx(losses, rel=1e-3)
         return
     assert others == losses
     assert_same(state, trainer.state_dict())
+
+
+def test_the_host_keeps_masters_whole_beside_the_device():
+    spec, dtype = TRAVELLERS["split"]
+    for update, expected in (("both", "LWLWL"), ("host", "LLLLL"), ("device", "LLLLL")):
+        trainer = make_trainer(model("qwen3", dtype), "slide", optimizer=spec, update=update, host_share=0.5)
+        assert "".join("W" if "master" in trainer.pipeline.flat_state(i) else "L" for i in range(5)) == expected
+        trainer.close()
 
 
 def test_weights_that_were_updated_on_the_device_are_not_sent_again():
