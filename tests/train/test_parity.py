@@ -181,8 +181,8 @@ TRAVELLERS = {
 )
 @pytest.mark.parametrize("kind", TRAVELLERS)
 def test_state_that_travels_changes_no_bits(kind, options, shared, monkeypatch):
-    """Whatever the pieces, the last of which is shorter. Moments in 16 bits are rounded by noise, piece by piece; masters
-    that the host keeps whole beside the device are rounded to even, split ones up, where they are halfway."""
+    """Whatever the pieces, the last of which is shorter. Moments in 16 bits are rounded by noise, piece by piece; where
+    masters are halfway, those that the host keeps whole beside the device round to even, split ones up."""
     monkeypatch.setattr(travel, "PIECE", 1000)
     spec, dtype = TRAVELLERS[kind]
     shared = {"optimizer": spec, "schedule": Schedule("linear", total=9), **shared}
