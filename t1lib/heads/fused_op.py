@@ -1,5 +1,7 @@
 """Head `fused` as registered operators: PyTorch's compiler sees one call with known shapes and gradients."""
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -117,7 +119,19 @@ def _shapes(
     return shape, shape._replace(vocab=o.opts.widest, room=shape.room * equal)
 
 
+def _where_they_are(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """`operator` with the device of its first tensor as the current one, on which Triton launches."""
+
+    @functools.wraps(operator)
+    def there(first: Tensor, *rest: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return operator(first, *rest)
+
+    return there
+
+
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
+@_where_they_are
 def forward_op(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
     token_weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float, softcap: float | None,
@@ -168,6 +182,7 @@ def _(
 
 
 @torch.library.custom_op("t1lib::linear_cross_entropy_backward", mutates_args=())
+@_where_they_are
 def backward_op(
     upstream: Tensor, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None,
     weight: Tensor | None, token_weight: Tensor | None, offset: Tensor, log_total: Tensor, reduction: str,

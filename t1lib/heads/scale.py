@@ -32,7 +32,8 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     H200, where this takes a quarter of it. Without Triton, or on a CPU, PyTorch's is used.
     """
     if triton is not None and x.is_cuda:
-        _scale_kernel[(min(PROGRAMS, triton.cdiv(x.numel(), BLOCK)),)](x, factor, x.numel(), BLOCK)
+        with torch.cuda.device_of(x):
+            _scale_kernel[(min(PROGRAMS, triton.cdiv(x.numel(), BLOCK)),)](x, factor, x.numel(), BLOCK)
         return x
     # One dimension, not zero: a float32 scalar would be rounded to x's dtype before the product.
     return torch.mul(x, factor.reshape(1), out=x)

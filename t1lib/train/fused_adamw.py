@@ -86,9 +86,9 @@ def adamw_(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], spec: "OptimizerSpec", lr: float,
     scale: Tensor | float = 1.0, lost: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One update of a 16-bit `weight` and its `state`, in place; all contiguous, of one size and on one device.
+    """One update of a 16-bit `weight` (N) and its `state`, in place; all contiguous, and on one device.
 
-    grad    in the weight's dtype, of any contiguous shape
+    grad    (N), 16 or 32 bits
     state   of a master: "step" () float32, this update counted; "exp_avg" and "exp_avg_sq", float32, or bfloat16, which
             are rounded by chance (as the step decides, so a run can be repeated); "master" float32, or "low" int16
             (`t1lib.train.narrow.join`)
@@ -106,10 +106,11 @@ def adamw_(
     by, times = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
     beta1, beta2 = spec.betas
     numel = weight.numel()
-    adamw_kernel[(triton.cdiv(numel, BLOCK),)](
-        weight, grad, first, second, state.get("master"), low, state["step"], by, lost, numel, times, lr,
-        spec.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, _log2(beta1), _log2(beta2), spec.eps, narrow, BLOCK,
-    )  # fmt: skip
+    with torch.cuda.device_of(weight):
+        adamw_kernel[(triton.cdiv(numel, BLOCK),)](
+            weight, grad, first, second, state.get("master"), low, state["step"], by, lost, numel, times, lr,
+            spec.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, _log2(beta1), _log2(beta2), spec.eps, narrow, BLOCK,
+        )  # fmt: skip
 
 
 def _log2(beta: float) -> float:

@@ -200,11 +200,11 @@ class Updater:
     ) -> None:
         """A 16-bit tensor with a master: by one kernel, or a piece after the other."""
         weight, state, scratch = self.tensors[name].view(-1), self.state[name], self._scratch
-        if self.spec.name == "adamw" and has_kernel(weight):
-            adamw_(weight, grad, state, self.spec, lr, scale, lost)
-            return
         flat = {k: v.view(-1) for k, v in state.items() if k != "step"}
         step = {k: v for k, v in state.items() if k == "step"}
+        if self.spec.name == "adamw" and has_kernel(weight):
+            adamw_(weight, grad.view(-1), flat | step, self.spec, lr, scale, lost)
+            return
         size = PIECE * torch.get_num_threads() if weight.device.type == "cpu" else DEVICE_PIECE
         for start in range(0, weight.numel(), size):
             piece = slice(start, start + size)

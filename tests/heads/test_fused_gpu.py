@@ -26,6 +26,18 @@ def test_error_is_at_most_that_of_full(own, name, reduction, dtype):
         assert error <= bound * usual + 1e-6 * x.norm(), f"{what}: {error / usual:.3f} times full's error"
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_on_a_device_that_is_not_the_current_one(reduction):
+    p = problem(200, 3001, 64, dtype=torch.bfloat16, device="cuda:1")
+    up = torch.full(() if reduction == "mean" else (200,), 0.5, device="cuda:1")
+    with torch.cuda.device(1):
+        there = run("fused", p, up, reduction=reduction)
+    with torch.cuda.device(0):
+        here = run("fused", p, up, reduction=reduction)
+    assert all(map(torch.equal, here, there))
+
+
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_kernels_for_any_gpu(name, reduction, monkeypatch):
