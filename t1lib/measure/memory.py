@@ -192,7 +192,10 @@ def pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     """
     if device.type == "cuda" and 0 < numel * dtype.itemsize < SMALL:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
-    return pin(torch.empty(numel, dtype=dtype), device)
+    buffer = torch.empty(numel, dtype=dtype)
+    if device.type == "cuda":
+        buffer.zero_()  # all cores touch its pages; the registration would have one of them do that
+    return pin(buffer, device)
 
 
 def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
