@@ -11,7 +11,7 @@ from itertools import product
 from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
 from t1lib.train.ahead import ROWS_AHEAD
-from t1lib.train.travel import PIECE, SLOTS
+from t1lib.train.travel import PIECE, slots_for
 from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
 
@@ -61,7 +61,8 @@ def device_bytes(work: Work, choice: Choice) -> int:
         outer = 4 * PIECE_BYTES + 2 * work.tokens * work.hidden * (work.itemsize + 4)
     there = choice.resident > 0 or (choice.outer == "device" and work.outer > 0)
     if work.travelling:  # pieces of it, with weights and gradients; and a gradient, if it is widened
-        streamed += min(PIECE, work.layer) * (SLOTS * (work.travelling + 2 * work.itemsize) + 4 * work.widening)
+        each = work.travelling + (1 + work.together) * work.itemsize
+        streamed += min(PIECE, work.layer) * (slots_for(each) * each + 4 * work.widening)
     fixed = streamed + choice.resident * (2 * weights + state) + outer + work.widened * there + work.slack
     hidden = work.tokens * work.hidden * work.itemsize
     others = work.layers - choice.keep

@@ -21,10 +21,16 @@ from t1lib.train.streams import Lane, Mark
 
 PIECE = 5 << 19  # numbers of a layer: enough to keep the link busy, few beside a layer
 SLOTS = 5  # pieces on the device: on their way in, updated, on their way out; enough of these while weights come in
+ROOM = 80  # bytes that a number of a piece may take in all slots together; more of them are further ahead
 TOGETHER = 4  # pieces that the host queues at a time: it changes lanes less often
 
 
 Marks = tuple[Mark, Mark, Mark]
+
+
+def slots_for(nbytes: int) -> int:
+    """How many slots there are for pieces of so many bytes a number."""
+    return max(SLOTS, ROOM // nbytes)
 
 
 def update_once(
@@ -115,12 +121,12 @@ class Travel:
         for traveller in list(self._travellers.values())[:1]:
             kinds |= {key: flat.dtype for key, flat in traveller.state.items()}
         kinds |= {"grad": host.layout.dtype} if host_grads else {}
-        count = SLOTS if self._travellers else 0
+        count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if self._travellers else 0
         self._slots = [
             {key: torch.zeros(size, dtype=dtype, device=host.device) for key, dtype in kinds.items()}
             for _ in range(count)
         ]
-        self._freed: list[Mark] = [None] * SLOTS  # marks when what was in a slot has left
+        self._freed: list[Mark] = [None] * count  # marks when what was in a slot has left
         self._turn = 0
         self._updated: list[int] = []  # what was updated and is not counted yet
         self._scratch = Scratch()
@@ -203,7 +209,7 @@ class Travel:
         inward, traveller, found = self.lanes[0], self._travellers[index], []
         with inward.active():
             for piece in pieces:
-                number, self._turn = self._turn, (self._turn + 1) % SLOTS
+                number, self._turn = self._turn, (self._turn + 1) % len(self._slots)
                 slot, size = self._slots[number], piece.span.stop - piece.span.start
                 if size < self.size:
                     slot = {key: buffer[:size] for key, buffer in slot.items()}
