@@ -10,6 +10,7 @@ from itertools import product
 
 from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
+from t1lib.measure.memory import in_words
 from t1lib.train.ahead import ROWS_AHEAD
 from t1lib.train.travel import PIECE, slots_for
 from t1lib.train.vocabulary import PIECE_BYTES
@@ -167,7 +168,8 @@ def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | No
         least = min(found, key=reserved)
         need = -(-int(reserved(least)) // 2**20)
         raise T1Error(
-            f"gpu_memory of {budget} bytes is too small for one layer at a time; the least that works for "
-            f"{work.tokens} tokens a step, {work.micro_tokens} at a time, is {need}MiB"
+            f"gpu_memory of {in_words(budget)} is too small for one layer at a time; the least that works for "
+            f"{work.tokens} tokens a step, {work.micro_tokens} at a time, is {need}MiB "
+            f"({in_words(work.workspace)} of it are the output layer's workspace)"
         )
     return best[2]

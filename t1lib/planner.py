@@ -12,7 +12,7 @@ import torch
 
 from t1lib.errors import T1Error, choose, require
 from t1lib.machine import Machine
-from t1lib.measure.memory import GIB
+from t1lib.measure.memory import GIB, in_words
 from t1lib.plan import (
     AGAIN,
     SPREAD,
@@ -32,6 +32,7 @@ from t1lib.work import Work, head_bytes, work_of
 
 MODES = ("gpu", "ckpt", "slide")
 HEADS = {"full": 1.7, "chunked": 1.45, "fused": 1.1}  # time over the three products, about (notebook cce)
+ALIKE = 1.02  # times of two predictions that are no reason to choose between them
 PROCESS = int(1.6 * GIB)  # of the host, by Python, torch and CUDA
 
 
@@ -157,14 +158,14 @@ def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Predictio
 
 def _judged(p: Prediction, vram: int, host: int | None) -> Prediction:
     if p.reserved > vram:
-        return replace(p, why=f"needs {p.reserved / GIB:.1f} of {vram / GIB:.1f} GiB on the device")
+        return replace(p, why=f"needs {in_words(p.reserved)} of {in_words(vram)} on the device")
     if host is not None and p.host > host:
-        return replace(p, why=f"needs {p.host / GIB:.1f} of {host / GIB:.1f} GiB on the host")
+        return replace(p, why=f"needs {in_words(p.host)} of {in_words(host)} on the host")
     return p
 
 
 def recommended(predictions: Iterable[Prediction]) -> Prediction:
-    """The fastest that fits; of equally fast ones the one with the fastest head, then the smallest.
+    """The fastest that fits; of those that a prediction cannot tell from it, the plainest mode, then the fastest head.
 
     `T1Error` says what would fit if nothing does.
     """
@@ -173,6 +174,7 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
     if not fitting:
         on_device = [p for p in everything if p.why.endswith("on the host")]
         least = min(on_device, key=lambda p: p.host) if on_device else min(everything, key=lambda p: p.reserved)
-        need = f"{least.reserved / GIB:.1f} GiB on the device and {least.host / GIB:.1f} GiB on the host"
+        need = f"{in_words(least.reserved)} on the device and {in_words(least.host)} on the host"
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
-    return min(fitting, key=lambda p: (round(p.ms), HEADS[p.head], p.reserved))
+    close = [p for p in fitting if p.ms <= ALIKE * min(q.ms for q in fitting)]
+    return min(close, key=lambda p: (MODES.index(p.mode), HEADS[p.head], p.ms))

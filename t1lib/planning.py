@@ -5,8 +5,6 @@ from typing import Any
 
 from t1lib.errors import choose, require
 
-GIB = 2**30
-
 
 def add_parser(commands: Any) -> None:
     """The command's arguments. Nothing is imported for them that takes long."""
@@ -34,6 +32,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
     from t1lib.heads import parse_bytes
     from t1lib.machine import calibrate, machine_file, this_machine
+    from t1lib.measure.memory import in_words
     from t1lib.planner import predict, recommended
     from t1lib.train import PRESETS
 
@@ -41,7 +40,7 @@ def plan(arguments: argparse.Namespace) -> int:
         found = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         print(f"{found.name}: link {found.link_in / 1e9:.1f} GB/s in, {found.link_out / 1e9:.1f} GB/s out; updates on "
               f"the host {found.update / 1e9:.0f} GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in "
-              f"{machine_file()} (without it, an H200's rates)")  # fmt: skip
+              f"{machine_file()} (delete it, and plans take an H200's rates again)")  # fmt: skip
         if arguments.model is None:
             return 0
     require(arguments.max_grad_norm >= 0, f"--max-grad-norm {arguments.max_grad_norm}; allowed: 0 or more")
@@ -55,18 +54,24 @@ def plan(arguments: argparse.Namespace) -> int:
     machine, setting = this_machine(), setting_of(arguments)
     predictions = predict(setting, vram, host, machine)
     print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens a step, {arguments.optimizer}; "
-          f"{vram / GIB:.1f} GiB of GPU memory; times are estimates by the rates of: {machine.name}\n")  # fmt: skip
+          f"{in_words(vram)} of GPU memory; times are estimates by the rates of: {machine.name}\n")  # fmt: skip
     print(f"{'mode':<6} {'head':<8} {'allocated':>10} {'reserved':>10} {'host':>10} {'step':>10} {'tokens/s':>10}")
     tokens = arguments.batch * arguments.seq
     for p in predictions:
-        sizes = " ".join(f"{value / GIB:>6.1f} GiB" for value in (p.allocated, p.reserved, p.host))
-        print(f"{p.mode:<6} {p.head:<8} {sizes} {p.ms / 1e3:>8.2f} s {tokens / p.ms * 1e3:>10,.0f}  {p.why or 'fits'}")
+        sizes = " ".join(f"{in_words(value):>10}" for value in (p.allocated, p.reserved, p.host))
+        times = f"{_digits(p.ms / 1e3):>8} s {_digits(tokens / p.ms * 1e3):>10}"
+        print(f"{p.mode:<6} {p.head:<8} {sizes} {times}  {p.why or 'fits'}")
     best = recommended(predictions)
     print(f"\nrecommended: mode {best.mode}, head {best.head}" + (f" ({best.choice})" if best.choice else ""))
     print(f"  {command_of(arguments, best)}")
     if arguments.model in PRESETS:
-        print("  (predicted for the preset's vocabulary; train makes one of its text: --vocabulary)")
+        print("  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)")
     return 0
+
+
+def _digits(value: float) -> str:
+    """Three of them, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def setting_of(arguments: argparse.Namespace) -> Any:

@@ -112,7 +112,7 @@ def _parquet(path: Path) -> list[Any]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise UnavailableError(f"{path}: reading .parquet needs pyarrow, which is not installed") from None
+        raise UnavailableError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
     return parquet.read_table(path).to_pylist()
 
 

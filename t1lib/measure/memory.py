@@ -159,6 +159,11 @@ class HostPeak:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
+def in_words(nbytes: float) -> str:
+    """Such as "1.5 GiB", or "64 MiB"."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
 def mapped_bytes() -> int:
     """Of this process's resident memory what others may share, libraries and shared memory. 0 but on Linux."""
     try:

@@ -33,11 +33,13 @@ def draw_lanes(frame: pd.DataFrame, variant: str, lanes: dict[str, str]) -> Figu
     found = {lane: spans(frame, variant, lane) for lane in lanes}
     found = {lane: bars[bars["step"] == bars["step"].min()] for lane, bars in found.items()}
     stop, last = _end(found["compute"]), max(map(_end, found.values()))
-    for row, (lane, lane_bars) in enumerate(found.items()):
+    named: set[str] = set()
+    for row, lane_bars in enumerate(found.values()):
         axes.broken_barh([(0, stop)], (row - 0.36, 0.72), label="idle" if row == 0 else None, **IDLE)
         for phase, group in lane_bars.groupby("phase", sort=False):
             bars = list(zip(group["start_ms"], group["end_ms"] - group["start_ms"], strict=True))
-            colour, legend = PHASE_COLOURS.get(phase) or HOST_SHADES[phase], phase if lane == "compute" else None
+            colour, legend = PHASE_COLOURS.get(phase) or HOST_SHADES[phase], None if phase in named else phase
+            named.add(phase)
             edge = {"edgecolor": "white", "linewidth": 0.3} if phase == "update" else {"edgecolor": "none"}
             axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=colour, label=legend, **edge)
         share = 1 - _busy_ms(lane_bars, stop) / max(stop, 1e-9)

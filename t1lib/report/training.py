@@ -17,7 +17,9 @@ def draw_metrics(frame: pd.DataFrame, path: Path) -> Path:
         _losses(losses, frame)
         colours = VARIANTS["slide"].colour, VARIANTS["ckpt"].colour
         rate.plot(frame["step"], frame["tokens_per_s"], color=colours[0], lw=0.8, label="tokens/s")
-        rate.set(xlabel="step", ylabel="tokens / s", ylim=(0, None))
+        rate.set(xlabel="step", ylabel="tokens / s", ylim=(0, 1.1 * frame["tokens_per_s"].max()))
+        for axes in (losses, rate):
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         memory = rate.twinx()
         where = "device_gib" if frame["device_gib"].notna().any() else "host_gib"
         label = f"memory of the {where.removesuffix('_gib')}"
@@ -34,7 +36,7 @@ def draw_metrics(frame: pd.DataFrame, path: Path) -> Path:
 
 def _losses(axes: Axes, frame: pd.DataFrame) -> None:
     window = max(len(frame) // 50, 1)
-    axes.plot(frame["step"], frame["loss"], color="0.75", lw=0.8, label="of each step")
+    axes.plot(frame["step"], frame["loss"], color="0.75", lw=0.8, label="each step")
     if window > 1:
         mean = frame["loss"].rolling(window, center=True, min_periods=1).mean()
         axes.plot(frame["step"], mean, color=VARIANTS["gpu"].colour, lw=1.2, label=f"mean of {window} steps")
@@ -43,5 +45,4 @@ def _losses(axes: Axes, frame: pd.DataFrame) -> None:
         colour = VARIANTS["fsdp"].colour
         axes.plot(held_out["step"], held_out["held_out_loss"], "o", color=colour, ms=3, label="held out")
     axes.set(xlabel="step", ylabel="loss")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handlelength=1.2)
