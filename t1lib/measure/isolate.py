@@ -69,6 +69,8 @@ class Isolated:
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
         # A variant that waits for its turn must not spin on the cores of the one that runs; read when OpenMP loads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # On a CPU PyTorch's profiler warns of blocks that are older than it; read when torch loads.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
         context = mp.get_context(method)
         if method == "forkserver":  # imports are done once, before any device is touched
