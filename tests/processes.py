@@ -5,12 +5,14 @@ A worker is a script that calls `work`; its test module takes `Outcomes` and one
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -112,11 +114,15 @@ def _run(rank: int, size: int, folder: Path, cases: Callable, alone: Callable | 
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """Ports that nobody listens on, below those that the system gives away: it would, before their turn comes."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(20000, 32000), 100 * count):
+        with suppress(OSError):
+            socket.create_server(("127.0.0.1", port)).close()
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 def as_torchrun_does(rank: int, size: int, ports: list[int]) -> None:
