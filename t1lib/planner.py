@@ -176,5 +176,6 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
         least = min(on_device, key=lambda p: p.host) if on_device else min(everything, key=lambda p: p.reserved)
         need = f"{in_words(least.reserved)} on the device and {in_words(least.host)} on the host"
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
-    close = [p for p in fitting if p.ms <= ALIKE * min(q.ms for q in fitting)]
+    fastest = min(p.ms for p in fitting)
+    close = [p for p in fitting if p.ms <= ALIKE * fastest]
     return min(close, key=lambda p: (MODES.index(p.mode), HEADS[p.head], p.ms))

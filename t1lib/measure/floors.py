@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from t1lib.measure.memory import pinned_empty
+from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import LeadIn, PhaseTimer, interleaved_ms, median_ms, settle, synchronize
 
 
@@ -32,7 +32,7 @@ class Link:
 
 def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) -> Link:
     """Measure the link with copies of `nbytes`; on a CPU, where nothing is crossed, plain copies of memory."""
-    host_in, host_out = (pinned_empty(nbytes, torch.uint8, device).fill_(1) for _ in range(2))
+    host_in, host_out = (pinned_zeros(nbytes, torch.uint8, device).fill_(1) for _ in range(2))
     dev_in, dev_out = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     if device.type != "cuda":
         copies = {"in": lambda: dev_in.copy_(host_in), "out": lambda: host_out.copy_(dev_out)}

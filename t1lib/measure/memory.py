@@ -187,8 +187,8 @@ _registered: dict[int, int] = {}
 _refused: dict[int, int] = {}
 
 
-def pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat host tensor that `device` can copy from and to asynchronously; plain memory for a CPU.
+def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat host tensor of zeros that `device` can copy from and to asynchronously; plain memory for a CPU.
 
     Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two
     (96 MiB would take 128); small tensors, which would share pages, come from that allocator. The registration ends
@@ -196,11 +196,11 @@ def pinned_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     and the host waits for them (`unpinned_bytes`).
     """
     if device.type == "cuda" and 0 < numel * dtype.itemsize < SMALL:
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
-    buffer = torch.empty(numel, dtype=dtype)
-    if device.type == "cuda":
-        buffer.zero_()  # all cores touch its pages; the registration would have one of them do that
-    return pin(buffer, device)
+        return torch.zeros(numel, dtype=dtype, pin_memory=True)
+    if device.type != "cuda":
+        return torch.zeros(numel, dtype=dtype)
+    # All cores touch the pages; `torch.zeros` would leave that to the registration, which has one of them do it.
+    return pin(torch.empty(numel, dtype=dtype).zero_(), device)
 
 
 def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _forget(pointer: int) -> None:
 
 
 def unpinned_bytes() -> int:
-    """Bytes that `pinned_empty` was refused to pin."""
+    """Bytes that `pinned_zeros` was refused to pin."""
     return sum(_refused.values())
 
 

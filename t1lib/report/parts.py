@@ -23,7 +23,8 @@ def draw_grouped(
     for index, (metric, (label, colour)) in enumerate(kinds.items()):
         where = [i + (index - (len(kinds) - 1) / 2) * width for i in range(len(names))]
         values = [median(frame, metric, phase, m) * scale for m in names]
-        bar_labels(axes, axes.bar(where, values, width * 0.95, label=label, color=colour))
+        bars = axes.bar(where, values, width * 0.95, label=label, color=colour)
+        bar_labels(axes, bars, 6.5 if len(names) < 4 else 5.5)
     axes.set_xticks(range(len(names)), [VARIANTS[m].tick() for m in names])
     axes.set_ylabel(f"{what} ({unit})")
     axes.grid(axis="x", visible=False)

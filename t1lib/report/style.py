@@ -96,7 +96,7 @@ def plain_numbers(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def bar_labels(axes: Axes, bars: object) -> None:
+def bar_labels(axes: Axes, bars: object, size: float = 6.5) -> None:
     """Write each bar's value on it, so that it can be read without the table."""
-    axes.bar_label(bars, fmt=lambda v: format_number(float(v)) if v else "", fontsize=6.5, padding=1.5)
+    axes.bar_label(bars, fmt=lambda v: format_number(float(v)) if v else "", fontsize=size, padding=1.5)
     axes.margins(y=0.12)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error
-from t1lib.measure.memory import pinned_empty
+from t1lib.measure.memory import pinned_zeros
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import Mark, UpdateWorker
 
@@ -89,7 +89,7 @@ class _Gathered:
     def __init__(self, state: dict[str, Tensor], pipeline: Pipeline) -> None:
         self._state = {k: v for k, v in state.items() if k != "step"}
         size = {k: (min(ROWS, len(v)), v.shape[1]) for k, v in self._state.items()}
-        empty = {k: pinned_empty(n * width, self._state[k].dtype, pipeline.device) for k, (n, width) in size.items()}
+        empty = {k: pinned_zeros(n * width, self._state[k].dtype, pipeline.device) for k, (n, width) in size.items()}
         self.buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}
         self._device, self._compute = pipeline.device, pipeline.compute
         self._left: Mark = None  # when the rows before have left

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from t1lib.errors import require
-from t1lib.measure.memory import pinned_empty
+from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.optim import OptimizerSpec, Updater, norms_of
 from t1lib.train.pipeline import Pipeline
@@ -48,14 +48,14 @@ class Outer:
         self._there = {n: p for n, p in params.items() if n not in streamed}
         device = pipeline.device
         self.weights = {n: _pinned_like(p, device) for n, p in params.items()}
-        self.grads = {n: _pinned_like(p, device).zero_() for n, p in params.items()}
+        self.grads = {n: _pinned_like(p, device) for n, p in params.items()}
         for name in streamed:
             self.weights[name].copy_(params[name].data)
             params[name].data = self.weights[name]
         self.refresh()
         self.updater = Updater(self.weights, spec)
         self.rows = HostRows(self.grads[self._name], pipeline) if self._name in streamed else None
-        self._numbers = pinned_empty(2, torch.float32, device)  # norm of all gradients, factor of these
+        self._numbers = pinned_zeros(2, torch.float32, device)  # norm of all gradients, factor of these
         self._arrived: Mark = None
         self._ready: threading.Event | None = None
 
@@ -224,7 +224,7 @@ class Outer:
 
 
 def _pinned_like(param: nn.Parameter, device: torch.device) -> Tensor:
-    return pinned_empty(param.numel(), param.dtype, device).view(param.shape)
+    return pinned_zeros(param.numel(), param.dtype, device).view(param.shape)
 
 
 def _place_of(value: int | None, rows: Tensor) -> int | None:

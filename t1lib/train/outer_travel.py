@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from t1lib.measure.memory import SMALL, pin, pinned_empty
+from t1lib.measure.memory import SMALL, pin, pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.ahead import RowsAhead, in_parts
 from t1lib.train.narrow import Scratch
@@ -189,6 +189,6 @@ def _state_on_host(param: nn.Parameter, spec: OptimizerSpec, device: torch.devic
 
 
 def _pinned(flat: Tensor, device: torch.device) -> Tensor:
-    """The host tensor in pinned memory: itself, unless it is small (`pinned_empty`)."""
-    return pinned_empty(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)
+    """The host tensor in pinned memory: itself, unless it is small (`pinned_zeros`)."""
+    return pinned_zeros(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.heads.shards import reduce_scatter
-from t1lib.measure.memory import pinned_empty
+from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.inward import Inward
 from t1lib.train.narrow import wide
@@ -33,7 +33,7 @@ class Outward(Inward):
         on_host = set(self.trained) - set(on_device)
         waiting = len(self.trained) if together else min(host_grads, len(on_host))
         self._host_grads = HostPool(waiting, self.own_layout, device)
-        self._host_norms = pinned_empty(len(layers), torch.float32, device)
+        self._host_norms = pinned_zeros(len(layers), torch.float32, device)
         self.outward = Lane(device, own_stream=overlap_out)
         self._norms = torch.zeros(0 if ranks.alone else len(layers), dtype=wide(self.layout.dtype), device=device)
         self._summed: Mark = None  # when the last layer's part is added up, and its norm taken

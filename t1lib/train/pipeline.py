@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from t1lib.measure.memory import pinned_empty
+from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.optim import OptimizerSpec
 from t1lib.train.outward import Outward
@@ -124,7 +124,7 @@ class Pipeline(Outward):
         both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
         lane.after(self.compute.mark())
         with lane.active():
-            host = pinned_empty(2, torch.float32, self.device).copy_(lane.uses(both), non_blocking=True)
+            host = pinned_zeros(2, torch.float32, self.device).copy_(lane.uses(both), non_blocking=True)
         arrived, known = lane.mark(), self.compute.mark()
         for index, held in sorted(self._waiting):
             if index in self.on_device:

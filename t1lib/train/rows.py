@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from t1lib.measure.memory import pinned_empty
+from t1lib.measure.memory import pinned_zeros
 from t1lib.train.narrow import wide
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import send
@@ -18,7 +18,7 @@ class HostRows:
 
     def __init__(self, grad: Tensor, pipeline: Pipeline) -> None:
         self._grad, self._pipeline = grad, pipeline
-        self._host = pinned_empty(0, grad.dtype, pipeline.device)
+        self._host = pinned_zeros(0, grad.dtype, pipeline.device)
         self._here: Tensor | None = None  # (R, D) on the device
         self._left: Tensor | None = None  # rows that are on their way to `grad`
         self._placed: Tensor | None = None  # and that are there
@@ -61,7 +61,7 @@ class HostRows:
         """Queue the copy to the host, on the current lane."""
         rows = self._all()
         if self._host.numel() < self._here.numel():
-            self._host = pinned_empty(self._here.numel(), self._grad.dtype, self._pipeline.device)
+            self._host = pinned_zeros(self._here.numel(), self._grad.dtype, self._pipeline.device)
         lane = self._pipeline.outward
         self._host[: self._here.numel()].view_as(self._here).copy_(lane.uses(self._here), non_blocking=True)
         self._left, self._here = rows, None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error
-from t1lib.measure.memory import pin, pinned_empty
+from t1lib.measure.memory import pin, pinned_zeros
 from t1lib.train.ranks import Ranks
 from t1lib.train.streams import Mark
 
@@ -27,13 +27,13 @@ class HostMemory:
         self.ranks = ranks
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor that `device` can copy from and to, see `pinned_empty`; the same memory for all ranks, which
+        """A flat tensor that `device` can copy from and to, see `pinned_zeros`; the same memory for all ranks, which
         must all ask for it.
 
         Raises `T1Error`, on all ranks, where they cannot share memory.
         """
         if self.ranks.alone:
-            return pinned_empty(numel, dtype, device).zero_()
+            return pinned_zeros(numel, dtype, device)
         held: list[int] = []
         try:
             path = self.ranks.first(partial(_new_memory, max(numel, 1) * dtype.itemsize, held))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t1lib.errors import choose, require
-from t1lib.measure.memory import GIB, host_available, pinned_empty, trim_heap
+from t1lib.measure.memory import GIB, host_available, pinned_zeros, trim_heap
 from t1lib.train.activations import Activations
 from t1lib.train.ahead import ROWS_AHEAD
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
@@ -205,7 +205,7 @@ class SlideTrainer(SlideStep):
             self._head_name = next(n for n, p in self._outer.params.items() if p is weight)
             grad = self._outer.grads[self._head_name]
         else:
-            weight.data = pinned_empty(weight.numel(), weight.dtype, self.device).view(weight.shape).copy_(weight.data)
+            weight.data = pinned_zeros(weight.numel(), weight.dtype, self.device).view(weight.shape).copy_(weight.data)
         options = {"head": self.head, "softcap": self.parts.softcap, **self.head_options}
         return StreamedHead(weight.data, grad, self.pipeline, options, lambda: self.trace)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from t1lib.measure.memory import pinned_empty
+from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.streams import Lane, Mark
 
@@ -34,7 +34,7 @@ class HostStore:
         """Queue the copy to the host. Of the `LEAVING` latest groups all stays on the device."""
         group, buffer = key[0], self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self._buffers[key] = pinned_empty(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
+            buffer = self._buffers[key] = pinned_zeros(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
         self._out.after(self._compute.mark())
         with self._out.active(), self._trace().span("out", "inputs", group, self._out.stream):
             buffer.copy_(tensor, non_blocking=True)

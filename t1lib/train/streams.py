@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.errors import T1Error
-from t1lib.measure.memory import pinned_empty
+from t1lib.measure.memory import pinned_zeros
 
 Mark = torch.cuda.Event | None  # of a point that a lane comes to; None: there is nothing to wait for
 SPARE = 2  # cores that updates leave to the threads that launch, where there are many
@@ -132,7 +132,7 @@ class HostPool:
     """A few pinned host buffers for gradients on their way to the update; `take` waits until one is free."""
 
     def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
-        self.buffers = [pinned_empty(layout.numel, layout.dtype, device) for _ in range(count)]
+        self.buffers = [pinned_zeros(layout.numel, layout.dtype, device) for _ in range(count)]
         self.views = [layout.views(flat) for flat in self.buffers]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(count):

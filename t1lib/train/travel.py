@@ -93,6 +93,16 @@ class Underway(NamedTuple):
     mark: Mark
 
 
+def _weights(
+    piece: Piece, slot: dict[str, Tensor], onto: Tensor | None, there: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Weights to be updated, and where they are wanted besides: those that are there, and leave from the slot if the
+    host has them; or those of the slot, and `onto`."""
+    if there:
+        return onto[piece.span], slot["weight"] if "weight" in piece.held else None
+    return slot["weight"], None if onto is None else onto[piece.span]
+
+
 def _layer(host: HostLayers, index: int, grads_come: bool, size: int) -> Traveller:
     """This rank's part of a layer."""
     state = {key: flat[host.part] for key, flat in host.flat_state(index).items()}
@@ -183,15 +193,12 @@ class Travel:
                 for piece, number, slot, arrived in come:
                     lane.after(arrived)
                     with self._trace().span("update", "device update", index, lane.stream):
-                        span = piece.span
-                        weight = onto[span] if there else slot["weight"]
-                        grad = slot["grad"] if traveller.grads_come else grads[span]
+                        weight, copy = _weights(piece, slot, onto, there)
+                        grad = slot["grad"] if traveller.grads_come else grads[piece.span]
                         state = {key: slot[key] for key in traveller.state}
                         update_once(weight, grad, state, self.spec, self._scratch, step, count, factor, scale, lost)
-                        if there and traveller.weights is not None:
-                            slot["weight"].copy_(weight)
-                        elif onto is not None and not there:
-                            onto[span].copy_(weight)
+                        if copy is not None:
+                            copy.copy_(weight)
                     found.append(Underway(piece, number, slot, lane.mark()))
             self._return(index, found)
             yield

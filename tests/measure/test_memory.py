@@ -12,7 +12,7 @@ from t1lib.measure.memory import (
     AllocatorTimeline,
     HostPeak,
     host_available,
-    pinned_empty,
+    pinned_zeros,
     storage_bytes,
     trim_heap,
     unpinned_bytes,
@@ -87,7 +87,7 @@ def test_host_peak_starts_anew(exact):
 
 
 def test_pinned_memory_for_a_cpu_is_plain():
-    buffer = pinned_empty(10, torch.bfloat16, CPU)
+    buffer = pinned_zeros(10, torch.bfloat16, CPU)
     assert buffer.shape == (10,) and buffer.dtype == torch.bfloat16
     assert not buffer.is_pinned()
 
@@ -96,7 +96,7 @@ def test_memory_that_may_not_be_pinned_is_plain_and_counted(monkeypatch):
     refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
     with pytest.warns(UserWarning, match="refused to pin 0.00 GiB .*CUDA error 2"):
-        buffer = pinned_empty(MIB, torch.float32, torch.device("cuda"))
+        buffer = pinned_zeros(MIB, torch.float32, torch.device("cuda"))
     assert unpinned_bytes() == buffer.nbytes == 4 * MIB
     del buffer
     assert unpinned_bytes() == 0

@@ -191,6 +191,15 @@ def _carried(races: Races, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def lanes_made_by(lane: Callable[..., Any]) -> Iterator[None]:
+    """Trainers that are made here have such lanes."""
+    with ExitStack() as stack:
+        for module in (inward, outward, travel):
+            stack.enter_context(patch.object(module, "Lane", lane))
+        yield
+
+
+@contextmanager
 def watched(races: Races) -> Iterator[None]:
     """Trainers that are made and run here are watched."""
 
@@ -252,8 +261,7 @@ def watched(races: Races) -> Iterator[None]:
     lane = checked_lane(races)
     own = SimpleNamespace(Event=CheckedEvent, Lock=threading.Lock, Thread=threading.Thread)
     with ExitStack() as stack:
-        for module in (inward, outward, travel):
-            stack.enter_context(patch.object(module, "Lane", lane))
+        stack.enter_context(lanes_made_by(lane))
         for module in (streams, inward, outer):
             stack.enter_context(patch.object(module, "threading", own))
         stack.enter_context(patch.object(shared.Landings, "then", checked_landing))

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from races import lanes_made_by
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from t1lib.train import OptimizerSpec, build_model, inward, make_trainer, outward, travel
+from t1lib.train import OptimizerSpec, build_model, make_trainer, travel
 
 LAYERS = 28
 SMALL = {  # the embedding has 6.2 times the numbers of a layer, as that of Qwen3-1.7B
@@ -205,10 +206,7 @@ def simulate(times: Times, steps: int = 3, **options: Any) -> dict[str, float]:
     spec = OptimizerSpec("adamw", lr=1e-4, master_weights=True, **options.pop("layout", {}))
     lean = {"update": "device", "outer": "host", "inputs": "host", "head": "full"} | options
     batch, ends = {"input_ids": torch.randint(SMALL["vocab_size"], (2, 16))}, []
-    with (
-        patch.object(inward, "Lane", graph.lane), patch.object(outward, "Lane", graph.lane),
-        patch.object(travel, "Lane", graph.lane), patch.object(travel, "PIECE", int(travel.PIECE / graph.scale)),
-    ):  # fmt: skip
+    with lanes_made_by(graph.lane), patch.object(travel, "PIECE", int(travel.PIECE / graph.scale)):
         trainer = make_trainer(model, "slide", device="cpu", optimizer=spec, **lean)
         trainer.trace, copy_in = graph, trainer.pipeline._copy_in
 

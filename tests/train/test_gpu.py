@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.measure.floors import measure_link
-from t1lib.measure.memory import AllocatorTimeline, pinned_bytes, pinned_empty, read_peak, reset_peak
+from t1lib.measure.memory import AllocatorTimeline, pinned_bytes, pinned_zeros, read_peak, reset_peak
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train import OptimizerSpec, build_model, make_trainer
 from t1lib.train.optim import Updater
@@ -215,7 +215,7 @@ def test_timeline_ends_at_the_allocators_own_peak():
 
 def test_pinned_memory_is_exact_and_released():
     before = pinned_bytes()
-    buffer = pinned_empty(1_000_003, torch.bfloat16, CUDA)
+    buffer = pinned_zeros(1_000_003, torch.bfloat16, CUDA)
     assert buffer.is_pinned() and pinned_bytes() - before == buffer.nbytes
     view = buffer[:7]
     del buffer
