@@ -50,7 +50,12 @@ def head_ms(work: Work, machine: Machine) -> float:
 
 def outer_travels(work: Work, choice: Choice) -> bool:
     """Whether the state of embedding and head comes to the device, beside the forward."""
-    return choice.outer == "host" and work.travelling > 0
+    return choice.outer in ("host", "parked") and work.travelling > 0
+
+
+def outer_bytes(work: Work, choice: Choice) -> int:
+    """Of a parameter of these, what the host has and sends: state, and the weight where that is parked."""
+    return work.state + work.itemsize * (choice.outer == "parked")
 
 
 def device_bytes(work: Work, choice: Choice) -> int:
@@ -71,7 +76,8 @@ def device_bytes(work: Work, choice: Choice) -> int:
     one = work.micro_tokens * work.saved
     more = work.head * work.itemsize * (work.pieces > 1 and work.outer > 0 and choice.outer != "streamed")
     head = work.workspace + hidden + more  # a piece's gradient of the head, before it is added to the others'
-    away = work.outer * work.itemsize * (work.masters and outer_travels(work, choice))
+    spare = work.masters or choice.outer == "parked"
+    away = work.outer * work.itemsize * (spare and outer_travels(work, choice))
     backward = one * (TEMPORARY if choice.keep == work.layers else 1 + TEMPORARY) - away
     if work.graphed and choice.keep + choice.resident < work.layers:  # graphs keep their memory, and cuBLAS's own
         return int(fixed + kept + head + backward + work.slack)
@@ -85,9 +91,9 @@ def host_bytes(work: Work, choice: Choice) -> int:
     streamed = work.layers - choice.resident
     held = int(streamed * work.layer * each) + min(waiting, streamed) * work.layer * work.itemsize
     if choice.outer != "device":
-        held += work.outer * (work.state + (0 if outer_travels(work, choice) else 3 * work.itemsize))
+        held += work.outer * (outer_bytes(work, choice) + (0 if outer_travels(work, choice) else 3 * work.itemsize))
     if outer_travels(work, choice):
-        held += min(ROWS_AHEAD * work.hidden, work.outer) * work.state
+        held += min(ROWS_AHEAD * work.hidden, work.outer) * outer_bytes(work, choice)
     if choice.inputs == "host":
         held += work.layers * work.tokens * work.hidden * work.itemsize
     return held
@@ -101,7 +107,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     state = streamed * work.layer * work.travelling * work.on_device  # each way, beside the next forward if together
     then, now = (state, 0) if work.together else (0, state)
     on_host = work.outer * (choice.outer != "device" and not outer_travels(work, choice))  # numbers updated there
-    outer, other = on_host * work.itemsize, work.outer * work.state * outer_travels(work, choice)
+    outer, other = on_host * work.itemsize, work.outer * outer_bytes(work, choice) * outer_travels(work, choice)
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
     one, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
@@ -132,7 +138,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
 
 
 def choices(work: Work) -> Iterator[Choice]:
-    outers = ("device", "host", "streamed") if work.outer and work.head else ("device", "host")
+    parked = ("parked",) if work.travelling and not work.masters else ()
+    outers = ("device", "host", *parked, *(("streamed",) if work.outer and work.head else ()))
     gradients = (2, 4, 8) if work.travelling and not work.together else (2,)
     # With two, layers' weights would wait for the update that reads those before them in the slot.
     counts = (3,) if work.travelling and not work.masters and not work.together else (2, 3)

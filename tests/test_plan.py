@@ -50,6 +50,16 @@ def test_frozen_parts_and_a_loss_without_head_take_no_room():
     assert device_bytes(own, Choice()) < device_bytes(lookup, Choice()) < device_bytes(full, Choice())
 
 
+def test_parked_weights_leave_the_device_to_the_backward():
+    work = dataclasses.replace(WORK, on_device=1.0, micro_tokens=16384)
+    there, parked = Choice(outer="host"), Choice(outer="parked")
+    assert device_bytes(work, there) - device_bytes(work, parked) == 2 * work.outer
+    assert host_bytes(work, parked) - host_bytes(work, there) == 2 * (work.outer + 16384 * work.hidden)
+    assert step_ms(work, parked, Machine()) >= step_ms(work, there, Machine())
+    whole = dataclasses.replace(work, masters=True)
+    assert device_bytes(whole, there) == device_bytes(work, parked)
+
+
 def test_graphs_take_the_place_of_kept_activations_where_launches_take_the_time():
     few = dataclasses.replace(WORK, tokens=256, micro_tokens=256, outer=0, state=0)
     with_graphs = dataclasses.replace(few, graphed=True)

@@ -1,5 +1,7 @@
 """Head `fused` on a device: chunks of packed tokens, and the launches that make loss and gradients of each."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -81,14 +83,17 @@ def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
 
 
 class Made(NamedTuple):
-    """Gradients in the making, None where not wanted; what belongs to label smoothing; tau as `kernels.rows` has it."""
+    """Gradients in the making, None where not wanted; what belongs to label smoothing; tau as `kernels.rows` has it.
+
+    frequent: called for the first time after the first chunk's exponentials, beside which the host finds them.
+    """
 
     de: InputGradient | None
     dw: Tensor | None
     db: Tensor | None
     even_vector: Tensor | None
     even_sum: Tensor | None
-    frequent: Frequent | None
+    frequent: Callable[[], Frequent | None]
     tau: Tensor
 
 
@@ -99,7 +104,7 @@ def lent(sweep: Sweep, plan: Lent, f: Factors, made: Made) -> None:
     z, room = lent_panels(made.dw, plan, o.compute)
     c.pack(0)
     sweep.run(0, plan.work.splits, z, room)
-    scale_rows(c, sweep.found, f, z, room, made.tau, 0, made.frequent)
+    scale_rows(c, sweep.found, f, z, room, made.tau, 0, made.frequent())
     c.memory["z"].copy_(z[: plan.capacity])
     for panel, first in enumerate(range(0, o.opts.vocab, plan.width), start=1):
         last = first + plan.width >= o.opts.vocab
@@ -131,8 +136,9 @@ def finish_chunk(c: Chunks, chunk: int, made: Made, parts: int, even_sum: Tensor
     """Once the products are there: dE to its tokens, and the frequent targets' share."""
     if made.de is not None:
         made.de.add(c, chunk, parts, c.memory["per_row"], made.tau, made.even_vector)
-    if made.frequent is not None:
-        add_frequent(c, chunk, made.frequent, even_sum)
+    frequent = made.frequent()
+    if frequent is not None:
+        add_frequent(c, chunk, frequent, even_sum)
 
 
 def early(
@@ -149,7 +155,7 @@ def early(
         db=torch.zeros(opts.vocab, device=like.device) if needs[2] else None,
         even_vector=class_sums(o) if opts.label_smoothing else None,
         even_sum=sum_of_all_rows(o.e, f.even) if opts.label_smoothing else None,
-        frequent=Frequent(tokens, opts.vocab, memory["sums"]) if needs[1] else None,
+        frequent=cache(lambda: Frequent(tokens, opts.vocab, memory["sums"]) if needs[1] else None),
         tau=tau,
     )
     start = 0
@@ -164,11 +170,11 @@ def early(
             even_sum = made.even_sum if first else None
             c.pack(chunk)
             sweep.run(chunk, work.splits, z)
-            scale_rows(c, found, f, z, 0, rest.tau, chunk, made.frequent)
+            scale_rows(c, found, f, z, 0, rest.tau, chunk, made.frequent())
             multiply(c, chunk, z, 0, rest, work.parts, add_de=False, add_dw=not first, even_sum=even_sum)
             finish_chunk(c, chunk, rest, work.parts, even_sum)
     if needs[1] or needs[2]:
-        add_targets(o, tokens, tau, made.frequent, made.dw, made.db)
+        add_targets(o, tokens, tau, made.frequent(), made.dw, made.db)
     db = finish_bias(made.db, f, opts).to(b_like.dtype) if needs[2] else None
     return found, (finished(made.de), made.dw, db)
 

@@ -1,5 +1,7 @@
 """T1M1's figures, as functions of its records alone. The phases of the records are those that the notebook writes."""
 
+from collections.abc import Sequence
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -184,20 +186,29 @@ def fig11_real_lanes(frame: pd.DataFrame) -> Figure:
     return draw_lanes(frame, "slide-real", lanes)
 
 
+ROUNDING = ("gpu-whole", "gpu-single")  # gpu with other micro-batches
+
+
+def losses_apart(frame: pd.DataFrame, variants: Sequence[str]) -> pd.Series:
+    """By step: the largest difference between gpu's loss and one of these, in nats."""
+    losses = [pick(frame, "loss", "parity", mode).reset_index(drop=True) for mode in ("gpu", *variants)]
+    return pd.concat([(loss - losses[0]).abs() for loss in losses[1:]], axis=1).max(axis=1)
+
+
 def fig12_parity(frame: pd.DataFrame) -> Figure:
     """Losses of gpu and slide step by step; and how far they, and a gpu that adds up in another order, lie apart."""
     figure, (losses, apart) = subplots(2.5, 2)
     for mode, width in (("gpu", 2.4), ("slide", 0.9)):
         style = VARIANTS[mode]
         losses.plot(pick(frame, "loss", "parity", mode).to_numpy(), color=style.colour, lw=width, label=style.label)
-    labels = {"slide": "slide and gpu", "gpu-whole": "gpu, with other micro-batches, and gpu"}
-    for variant, label in labels.items():
-        found, style = pick(frame, "apart", "parity", variant).reset_index(drop=True), VARIANTS[variant.split("-")[0]]
+    labels = {"slide and gpu": ("slide",), "gpu, with other micro-batches, and gpu": ROUNDING}
+    for label, variants in labels.items():
+        found, style = losses_apart(frame, variants), VARIANTS[variants[0].split("-")[0]]
         found = found[found > 0]
         label += "" if len(found) else ": no difference"
         apart.plot(found.index, found, color=style.colour, marker=style.marker, ms=2.5, ls="none", label=label)
     losses.set(xlabel="training step", ylabel="loss (nats a token)", ylim=(0, 1.05 * losses.get_ylim()[1]))
-    apart.set(xlabel="training step", ylabel="relative difference", xlim=losses.get_xlim(), ylim=(0, None))
+    apart.set(xlabel="training step", ylabel="difference (nats a token)", xlim=losses.get_xlim(), ylim=(0, None))
     apart.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     losses.legend(loc="best")
     apart.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -8,7 +8,7 @@ from t1lib.measure.memory import GIB
 from t1lib.measure.records import Numbers, statuses
 from t1lib.report import published
 from t1lib.report.select import layer_ms, median, pick
-from t1lib.report.t1m1 import ABLATION, MODES, OWN
+from t1lib.report.t1m1 import ABLATION, MODES, OWN, ROUNDING, losses_apart
 from t1lib.report.tables import MISSING, Table, make_table, mean_std, median_iqr
 
 
@@ -195,8 +195,8 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
     out.set("t1m1.real.update_sum_ms", took, "ms")
     out.set("t1m1.real.update_rate_over_copy", floor / took, "", ".2f")
     out.set("t1m1.parity.steps", len(pick(frame, "loss", "parity", "gpu")))
-    for variant, name in (("slide", "slide"), ("gpu-whole", "rounding")):
-        out.set(f"t1m1.parity.{name}_apart", float(pick(frame, "apart", "parity", variant).max()))
+    for name, variants in (("slide", ("slide",)), ("rounding", ROUNDING)):
+        out.set(f"t1m1.parity.{name}_apart", float(losses_apart(frame, variants).max()), "nats")
     for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
         key, loss = name.split()[0].replace(".", "-"), pick(frame, "loss", "capacity", name)
         out.set(f"t1m1.capacity.{key}.wall_ms", median(frame, "wall_ms", "capacity", name), "ms")
@@ -228,6 +228,9 @@ def _ratios(frame: pd.DataFrame, phase: str, out: Numbers) -> None:
     out.set(f"t1m1.{phase}.tokens", median(frame, "tokens", phase, "all"), "", ".0f")
 
 
+OUTER_PLACES = {0.0: "device", 1.0: "host", 2.0: "host, weights too", 3.0: "host, weights in the backward"}
+
+
 def table3_budget(frame: pd.DataFrame) -> Table:
     """Slide under a budget of device memory: what it keeps, what that takes and costs."""
     rows = []
@@ -238,7 +241,7 @@ def table3_budget(frame: pd.DataFrame) -> Table:
             "layers resident": _whole(found["resident"]),
             "activations kept": _whole(found["keep"]),
             "inputs on": {0.0: "device", 1.0: "host"}.get(found["inputs"], MISSING),
-            "outer state on": {0.0: "device", 1.0: "host", 2.0: "host, weights too"}.get(found["outer"], MISSING),
+            "outer state on": OUTER_PLACES.get(found["outer"], MISSING),
             "predicted (GiB)": median(frame, "predicted_gib", "budget", name),
             "allocated (GiB)": median(frame, "allocated_gib", "budget", name),
             "reserved (GiB)": median(frame, "reserved_gib", "budget", name),

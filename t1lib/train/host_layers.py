@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.train.narrow import Scratch
-from t1lib.train.optim import OptimizerSpec, Updater, spec_of, state_bytes
+from t1lib.train.optim import OptimizerSpec, Updater, has_master, spec_of, state_bytes
 from t1lib.train.ranks import Ranks
 from t1lib.train.shared import HostMemory
 from t1lib.train.streams import Layout
@@ -110,6 +110,5 @@ class HostLayers:
         """Least that one update of these moves in the host's memory, by all ranks: gradients and state read, state and
         weights written, and weights read where they have no master."""
         trained = [(p, self.updaters[i].spec) for i in layers for _, p in self.trainable(i)]
-        whole = [spec.master_weights and not spec.split_master and p.dtype != torch.float32 for p, spec in trained]
-        read = sum(p.nbytes for (p, _), master in zip(trained, whole, strict=True) if not master)
+        read = sum(p.nbytes for p, spec in trained if not has_master(p, spec))
         return read + sum(2 * (p.nbytes + state_bytes(p, spec)) for p, spec in trained)

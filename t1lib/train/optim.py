@@ -102,6 +102,11 @@ def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
     return param.numel() * (count * moment + (2 if spec.split_master else 4) * wide)
 
 
+def has_master(param: Tensor, spec: OptimizerSpec) -> bool:
+    """Whether a whole master is kept beside the parameter, of which it can be made anew."""
+    return spec.master_weights and not spec.split_master and param.dtype != torch.float32
+
+
 def has_no_state(spec: OptimizerSpec) -> bool:
     """Whether an update asks for nothing but weights and gradients."""
     return spec.name == "sgd" and not spec.momentum and not spec.master_weights

@@ -4,8 +4,8 @@ it, and leaves again (`t1lib.train.travel`), beside the next forward.
 As in `outer`, the next step needs few rows of the embedding at once. Their state is gathered by the host, in the step
 before where the batch is known, and sent; a copy of them is updated ahead.
 
-Between the head and that update nothing reads the weights, and an update makes them anew from their masters: for the
-backward, where memory is short, they give up their place on the device.
+Between the head and that update nothing reads the weights. For the backward, where memory is short, they give up their
+place on the device if an update makes them anew from their masters, or if the host has them, too ("parked").
 """
 
 from collections.abc import Callable, Iterator
@@ -27,22 +27,29 @@ from t1lib.train.travel import PIECE, Traveller, update_once
 
 
 class TravellingOuter(Outer):
-    """Updates `params`, none of them on the host, by the pipeline's `travel`."""
+    """Updates `params`, none of them on the host, by the pipeline's `travel`.
+
+    parked   the host holds those without a master, too, and they come and leave with their state
+    """
 
     def __init__(
         self, params: dict[str, nn.Parameter], embed: nn.Embedding, spec: OptimizerSpec, pipeline: Pipeline,
-        trace: Callable[[], Trace | NoTrace],
+        trace: Callable[[], Trace | NoTrace], parked: bool,
     ) -> None:  # fmt: skip
         self._know(params, embed, pipeline, trace)
         self._there = params
         state = {n: _state_on_host(p, spec, pipeline.device) for n, p in params.items()}
         self.updater = Updater({n: p.data for n, p in params.items()}, spec, state=state)
         self._numbers = {n: len(pipeline.layers) + k for k, n in enumerate(params)}  # after all layers
-        self._travellers = {n: Traveller(self._flat(n), None, [state[n]], False, pipeline.travel.size) for n in params}
+        self._spare = {n: p for n, p in params.items() if _is_spare(p) and (parked or "master" in state[n])}
+        bare = [n for n in self._spare if "master" not in state[n]]
+        self._parked = {n: _pinned(params[n].data.view(-1).to("cpu", copy=True), pipeline.device) for n in bare}
+        self._travellers = {
+            n: Traveller(self._flat(n), self._parked.get(n), [state[n]], False, pipeline.travel.size) for n in params
+        }
         for name, number in self._numbers.items():
             pipeline.travel.add(number, self._travellers[name])
-        settled = partial(self._wait_for, self._name)
-        self._rows = None if self._name is None else RowsAhead(state[self._name], pipeline, settled)
+        self._rows = None if self._name is None else self._rows_ahead(self._name)
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
         self._known: Mark = None  # mark before which gradients are not there, or rows are still read
@@ -50,12 +57,17 @@ class TravellingOuter(Outer):
         self._underway: Iterator[None] = iter(())  # queues what is left of the update, a piece at a time
         self._pieces = sum(len(traveller.pieces) for traveller in self._travellers.values())
         self._passed: Mark = None  # mark when the layer before was computed
-        self._spare = {n: p for n, p in params.items() if p.ndim > 1 and "master" in state[n] and _alone(p)}
         self._away = False  # these have given up their place
         self._scratch = Scratch()
 
     def _flat(self, name: str) -> dict[str, Tensor]:
         return {k: v.view(-1) for k, v in self.updater.state[name].items() if k != "step"}
+
+    def _rows_ahead(self, name: str) -> RowsAhead:
+        held = dict(self.updater.state[name])
+        if name in self._parked:
+            held["weight"] = self._parked[name].view(self.params[name].shape)
+        return RowsAhead(held, self._pipeline, partial(self._wait_for, name))
 
     def leave(self) -> None:
         for param in self._spare.values():
@@ -71,13 +83,14 @@ class TravellingOuter(Outer):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """No update will make the weights anew: take them from their masters."""
+        """No update will make the weights anew: take them from the host."""
         self._make_room()
         for name, param in self._spare.items():
-            weight, master = param.data.view(-1), self._flat(name)["master"]
+            weight = param.data.view(-1)
+            exact = self._parked[name] if name in self._parked else self._flat(name)["master"]
             self._wait_for(name)
-            for few, exact in zip(weight.split(PIECE), master.split(PIECE), strict=True):
-                few.copy_(exact)
+            for few, values in zip(weight.split(PIECE), exact.split(PIECE), strict=True):
+                few.copy_(values)
 
     def begin(self) -> None:
         if self._rows is not None:
@@ -104,7 +117,10 @@ class TravellingOuter(Outer):
         found = []
         for few, there in zip(in_parts(rows), in_parts(send(rows, device)), strict=True):
             own = self._rows.send(few)
-            values = weight.new_empty(len(few), weight.shape[1]) if "master" in own else weight.index_select(0, there)
+            values = own.pop("weight", None)
+            if values is None:
+                made = "master" in own
+                values = weight.new_empty(len(few), weight.shape[1]) if made else weight.index_select(0, there)
             grad = self._grads[name].index_select(0, there)
             update_once(values, grad, own, spec, self._scratch, step, count, self._factor, self._scale, None)
             found.append(values)
@@ -170,16 +186,18 @@ class TravellingOuter(Outer):
         """The device's weights are the only ones."""
         if self._rows is not None:
             self._rows.forget()
+        for name, held in self._parked.items():
+            held.copy_(self.params[name].data.view(-1))
 
     def close(self) -> None:
         if self._rows is not None:
             self._rows.close()
 
 
-def _alone(param: nn.Parameter) -> bool:
-    """Whether nothing else is in the parameter's memory, and that may be given up."""
+def _is_spare(param: nn.Parameter) -> bool:
+    """Whether the parameter is large, and alone in its memory, which may be given up."""
     storage = param.untyped_storage()
-    return storage.resizable() and storage.nbytes() == param.nbytes
+    return param.ndim > 1 and storage.resizable() and storage.nbytes() == param.nbytes
 
 
 def _state_on_host(param: nn.Parameter, spec: OptimizerSpec, device: torch.device) -> dict[str, Tensor]:

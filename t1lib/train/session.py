@@ -25,7 +25,7 @@ from t1lib.measure.memory import (
 from t1lib.measure.timing import NoTrace, PhaseTimer, Span, Trace, synchronize
 from t1lib.train import OptimizerSpec, Schedule, SlideTrainer, StepRecord, build_model, make_trainer
 
-PLACES = ("device", "host", "streamed")
+PLACES = ("device", "host", "streamed", "parked")
 Timeline = list[tuple[float, int, int | None]]
 
 
@@ -101,6 +101,14 @@ class TrainSession:
     def step(self) -> StepRecord:
         """One clean step. What the next one brings is known in it, as to every loop that trains."""
         return self.trainer.step(self.batch, upcoming=self.batch_of(self.trainer.steps + 1))
+
+    def turn(self) -> StepRecord:
+        """A clean step among those of other variants: the one before it is its own, whose updates may last into it, and
+        all that it leaves to be done is done when this returns."""
+        self.step()
+        record = self.step()
+        self._settle()
+        return record
 
     def traced_step(self, settle: bool = True) -> tuple[StepRecord, list[Span]]:
         """One instrumented step: its record, and the spans of work on all lanes. settle: after all before it is done,

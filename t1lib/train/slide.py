@@ -15,7 +15,7 @@ from t1lib.measure.memory import GIB, host_available, pinned_zeros, trim_heap
 from t1lib.train.activations import Activations
 from t1lib.train.ahead import ROWS_AHEAD
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
-from t1lib.train.optim import Updater, has_no_state, spec_of, state_bytes
+from t1lib.train.optim import Updater, has_master, has_no_state, spec_of, state_bytes
 from t1lib.train.outer import Outer
 from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
@@ -60,7 +60,9 @@ class SlideTrainer(SlideStep):
     embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
     outer            where embedding, norm and head, when they train, have their optimizer state, "device" or "host";
                      their weights and gradients are on the device. They are updated where that state is
-                     (`t1lib.train.outer`), or as the layers, if that of layers travels (`outer_travel`). Or "streamed":
+                     (`t1lib.train.outer`), or as the layers, if that of layers travels (`outer_travel`). Or "parked":
+                     as "host", but if it travels, the weights are on the host alone while the layers go backward (with
+                     whole masters, which make them anew, they give up their place with "host", too). Or "streamed":
                      on the host, and embedding and head are there altogether, of which the device sees rows that are
                      looked up, and pieces of the vocabulary (`t1lib.train.vocabulary`)
     graph_tokens     micro-batches of up to so many tokens take streamed layers as CUDA graphs (`t1lib.train.graphs`): a
@@ -105,7 +107,7 @@ class SlideTrainer(SlideStep):
             require(0 <= value <= layers, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
         self._update_place = choose("update", update, UPDATES)
         self._embedding, self._inputs = choose("embedding", embedding, PLACES), choose("inputs", inputs, PLACES)
-        self._outer_place = choose("outer", outer, (*PLACES, "streamed"))
+        self._outer_place = choose("outer", outer, (*PLACES, "parked", "streamed"))
         if outer == "streamed":
             with_head = common.get("loss", "cross_entropy") == "cross_entropy"
             require(with_head, "outer='streamed' is for a loss with a head")
@@ -160,13 +162,13 @@ class SlideTrainer(SlideStep):
     def _outer_of(self, params: dict[str, nn.Parameter]) -> Outer:
         common = params, self.parts.embed, self.spec, self.pipeline, lambda: self.trace
         if self._outer_travels:
-            return TravellingOuter(*common)
+            return TravellingOuter(*common, parked=self._outer_place == "parked")
         return Outer(*common, {n for n, p in params.items() if self._streamed(p)})
 
     @property
     def _outer_travels(self) -> bool:
         """Whether embedding, norm and head are updated where the layers are, which is not where their state is."""
-        if self._outer_place != "host" or not self._on_device or has_no_state(self.spec):
+        if self._outer_place not in ("host", "parked") or not self._on_device or has_no_state(self.spec):
             return False
         dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad}
         return len(dtypes) == 1
@@ -218,6 +220,8 @@ class SlideTrainer(SlideStep):
         specs = [spec_of(self.spec, i, self._on_device) for i in range(self.resident, len(self.parts.layers))]
         copies = 0 if self._outer_travels else 2  # of its size, for weights and gradients there
         beside = sum(state_bytes(p, self.spec) + copies * p.nbytes for p in outer.values())
+        parked = [*outer.values(), *ahead] if self._outer_place == "parked" else []
+        beside += sum(p.nbytes for p in parked if not has_master(p, self.spec))
         return sum(state_bytes(p, self.spec) for p in ahead) + beside + host_bytes(layers, specs, waiting)
 
     def _resident_modules(self) -> list[nn.Module]:

@@ -139,11 +139,13 @@ class Travel:
         self._freed: list[Mark] = [None] * count  # marks when what was in a slot has left
         self._turn = 0
         self._updated: list[int] = []  # what was updated and is not counted yet
+        self._beside = 0  # bytes of weights that come with what was added
         self._scratch = Scratch()
 
     def add(self, index: int, traveller: Traveller) -> None:
         """Let this be updated by that number, too."""
         self._travellers[index] = traveller
+        self._beside += 0 if traveller.weights is None else traveller.weights.nbytes
 
     def update(self, index: int, *arguments: Any) -> Marks:
         """Queue an update, all of its pieces (the arguments are those of `by_piece`)."""
@@ -240,8 +242,9 @@ class Travel:
                 self._freed[number] = outward.mark()
 
     def bytes_a_step(self) -> int:
-        """Of state that crosses the link each way."""
-        return sum(flat.nbytes for traveller in self._travellers.values() for flat in traveller.state.values())
+        """Of state that crosses the link each way, and of weights that are no layer's."""
+        state = sum(flat.nbytes for traveller in self._travellers.values() for flat in traveller.state.values())
+        return state + self._beside
 
     def device_tensors(self) -> list[Tensor]:
         return [buffer for slot in self._slots for buffer in slot.values()]

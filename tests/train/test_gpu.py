@@ -61,7 +61,9 @@ def test_schedule_is_without_races(options, shared):
     assert losses(**options) == losses(**options) == losses(**off)
 
 
-@pytest.mark.parametrize("options", [{"slots": 2}, {"slots": 3, "outer": "host"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"slots": 2}, {"slots": 3, "outer": "host"}, {"slots": 3, "outer": "parked"}], ids=str
+)
 @pytest.mark.parametrize("own", [{}, {"split_master": True}, {"split_master": True, "moments": "bfloat16"}], ids=str)
 def test_state_that_travels_is_without_races(own, options):
     off = {"overlap_in": False, "overlap_out": False, "overlap_update": False, "outer": options.get("outer", "device")}

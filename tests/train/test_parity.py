@@ -175,6 +175,7 @@ TRAVELLERS = {
     [
         {"update": "device"}, {"update": "both", "slots": 5}, {"update": "device", "resident": 2, "outer": "host"},
         {"update": "device", "slots": 3}, {"update": "device", "slots": 1, "overlap_in": False},
+        {"update": "device", "slots": 3, "outer": "parked"},
         {"update": "both", "host_share": 0.5, "outer": "host", "inputs": "host", "overlap_update": False},
     ],
     ids=str,
@@ -265,15 +266,16 @@ def test_outer_state_travels_in_pieces_that_fit_beside_layers_smaller_than_it():
 
 
 @pytest.mark.parametrize("announced", ["nothing", "what comes", "another", "what does not fit"])
-@pytest.mark.parametrize("update", ["host", "device"])
+@pytest.mark.parametrize("update, outer", [("host", "host"), ("device", "host"), ("device", "parked")])
 @pytest.mark.parametrize("kind", ["qwen3-untied", "gemma2"])
-def test_outer_state_on_the_host_changes_no_bits(kind, update, announced, monkeypatch):
+def test_outer_state_on_the_host_changes_no_bits(kind, update, outer, announced, monkeypatch):
     """Whatever is said of the next step's batch."""
     monkeypatch.setattr(ahead, "ROWS", 4)
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=OPTIMIZERS["adamw"]))
-    options = {"outer": "host", "update": update}
+    options = {"outer": outer, "update": update}
     trainer, others = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["adamw"], **options), []
     assert isinstance(trainer._outer, outer_travel.TravellingOuter) == (update == "device")
+    assert bool(getattr(trainer._outer, "_spare", {})) == (outer == "parked")  # without masters
     data = batches()
     said = {"what comes": data[1:] + data[:1], "another": data, "what does not fit": [{"input_ids": 7}] * len(data)}
     for k, batch in enumerate(data):

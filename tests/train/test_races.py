@@ -29,7 +29,7 @@ def watch(races: Races, trainer) -> None:
         races.watch(f"state of layer {index}", state, on_host=True)
     if isinstance(outer, TravellingOuter):
         state = [t for s in outer.updater.state.values() for key, t in s.items() if key != "step"]
-        races.watch("outer state", state, on_host=True)
+        races.watch("outer state", [*state, *outer._parked.values()], on_host=True)
         races.watch("gathered rows", (b for g in outer._rows.gathered for b in g.buffers.values()), on_host=True)
         races.watch("device's outer weight", (p.data for p in outer.params.values()), on_host=False)
     elif outer is not None:
@@ -73,6 +73,7 @@ def races_in(options: dict, steps: int = 3) -> Races:
         {"update": "device", "slots": 3},
         {"update": "device", "resident": 4},
         {"update": "device", "outer": "host", "inputs": "host"},
+        {"update": "device", "outer": "parked"},
         {"update": "both", "grad_slots": 1},
         {"update": "both", "overlap_update": False, "outer": "host"},
     ],
