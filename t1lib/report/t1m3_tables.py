@@ -12,7 +12,7 @@ from t1lib.report.tables import MISSING, Table, make_table, median_iqr
 STEP = dict.fromkeys(["wall_ms", "head_forward_ms", "head_backward_ms", "backward_ms"], "ms")
 STEP |= {"forward_ms": "ms", "optimizer_ms": "ms"}
 STEP |= {"allocated_gib": "GiB", "reserved_gib": "GiB"}
-HEAD = dict.fromkeys(["both_ms", "forward_ms", "backward_ms", "floor_ms"], "ms")
+HEAD = dict.fromkeys(["both_ms", "forward_ms", "backward_ms", "host_ms", "floor_ms"], "ms")
 HEAD |= {"workspace_mib": "MiB", "error_loss": "", "error_dE": "", "error_dW": ""}
 OVER_FULL = (("step", "wall_ms"), ("step", "allocated_gib"), ("head", "both_ms"), ("head", "workspace_mib"))
 
@@ -48,6 +48,7 @@ def table2_head(frame: pd.DataFrame) -> Table:
             "loss (ms)": median(frame, "forward_ms", "head", name),
             "both (ms)": median(frame, "both_ms", "head", name),
             "× three products": median(frame, "both_ms", "head", name) / median(frame, "floor_ms", "head", name),
+            "host (ms)": median(frame, "host_ms", "head", name),
             "workspace (MiB)": median(frame, "workspace_mib", "head", name),
             "error loss": median(frame, "error_loss", "head", name),
             "error dE": median(frame, "error_dE", "head", name),

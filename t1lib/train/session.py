@@ -3,7 +3,9 @@
 What the notebooks measure runs in such a session in a process of its own (`t1lib.measure.isolate`).
 """
 
+import time
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from t1lib.measure.memory import (
     storage_bytes,
     unpinned_bytes,
 )
-from t1lib.measure.timing import NoTrace, PhaseTimer, Span, Trace, synchronize
+from t1lib.measure.timing import LeadIn, NoTrace, PhaseTimer, Span, Trace, settle, synchronize
 from t1lib.train import OptimizerSpec, Schedule, SlideTrainer, StepRecord, build_model, make_trainer
 
 PLACES = ("device", "host", "streamed", "parked")
@@ -194,17 +196,23 @@ class HeadSession:
         self.w = (torch.randn(vocabulary, hidden, device=self.device) * 0.02).to(self.dtype).requires_grad_()
         self.y = torch.randint(vocabulary, (tokens,), device=self.device)
 
+    @cached_property
+    def _lead(self) -> LeadIn:
+        return LeadIn(self.device)
+
     def step(self) -> dict[str, float]:
-        """Time in ms of the loss (`forward`), of the gradients (`backward`), and of both."""
+        """Time in ms of the loss (`forward`), of the gradients (`backward`), and of both, behind queued work; and what
+        the host takes to queue both (`host`)."""
         self.e.grad = self.w.grad = None
-        synchronize(self.device)
-        timer = PhaseTimer(self.device)
+        settle(self.device, self._lead)
+        timer, begun = PhaseTimer(self.device), time.perf_counter()
         loss = linear_cross_entropy(self.e, self.w, self.y, head=self.head, **self.options)
         timer.mark("forward")
         loss.backward()
         timer.mark("backward")
+        host = (time.perf_counter() - begun) * 1e3
         _, phases = timer.stop()
-        return phases | {"both": sum(phases.values())}
+        return phases | {"both": sum(phases.values()), "host": host}
 
     def workspace(self) -> int:
         """Peak bytes beyond the inputs and the two gradients."""
