@@ -30,7 +30,7 @@ class Machine:
 
     link_in: float = 50e9
     link_out: float = 50e9
-    update: float = 48e9
+    update: float = 40e9
     flops: float = 700e12
     attention: float = 300e12
     memory: float = 1.5e12

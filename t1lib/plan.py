@@ -19,7 +19,8 @@ from t1lib.work import Work
 TEMPORARY = 0.34  # of a layer's saved activations: what its backward holds beside them at its peak
 MOVED = 1.95, 4.1  # bytes that a layer's forward, its backward, move beside products for one that it saves (measured)
 AGAIN = 0.88  # of a layer's forward, what has to be computed again (measured)
-BESIDE = 1.08  # times the layers' backward takes where optimizer state comes and goes beside it (measured)
+BESIDE = 0.08  # of the layers' backward: what it takes longer where all their state comes and goes beside it (measured)
+CROWDED = 1.2  # times the link's own time: the forward, where the layers' state comes and goes beside it (measured)
 SPREAD = 1.04  # bytes that the allocator reserves for one that is asked for
 HOST_GRADS = 4  # layers whose gradients wait on the host, by default
 
@@ -72,16 +73,18 @@ def device_bytes(work: Work, choice: Choice) -> int:
     fixed = streamed + choice.resident * (2 * weights + state) + outer + work.widened * there + work.slack
     hidden = work.tokens * work.hidden * work.itemsize
     others = work.layers - choice.keep
-    kept = choice.keep * work.tokens * work.saved + others * hidden * (choice.inputs == "device") + 2 * hidden
+    fixed += others * hidden * (choice.inputs == "device") + 2 * hidden
+    kept = choice.keep * (work.tokens * work.saved + hidden)  # with what the layer gives the next one
     one = work.micro_tokens * work.saved
     more = work.head * work.itemsize * (work.pieces > 1 and work.outer > 0 and choice.outer != "streamed")
     head = work.workspace + hidden + more  # a piece's gradient of the head, before it is added to the others'
     spare = work.masters or choice.outer == "parked"
     away = work.outer * work.itemsize * (spare and outer_travels(work, choice))
-    backward = one * (TEMPORARY if choice.keep == work.layers else 1 + TEMPORARY) - away
+    again = one * (1 + TEMPORARY) - away  # the layers that are kept come first, and are gone then
     if work.graphed and choice.keep + choice.resident < work.layers:  # graphs keep their memory, and cuBLAS's own
-        return int(fixed + kept + head + backward + work.slack)
-    return int(fixed + kept + max(head, backward))
+        return int(fixed + kept + head + again + work.slack)
+    backward = max(kept + one * TEMPORARY if choice.keep else 0, again if others else 0)
+    return int(fixed + max(kept + head, backward))
 
 
 def host_bytes(work: Work, choice: Choice) -> int:
@@ -104,21 +107,20 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     streamed = work.layers - choice.resident
     weights = streamed * work.layer * work.itemsize
     again = max(streamed - choice.slots, 0) * work.layer * work.itemsize
-    state = streamed * work.layer * work.travelling * work.on_device  # each way, beside the next forward if together
-    then, now = (state, 0) if work.together else (0, state)
+    there = streamed * work.layer * work.on_device  # numbers that are updated on the device
+    state = there * work.travelling  # each way; if together, beside the next forward, with gradients in and weights out
+    then, now = (state + there * work.itemsize, 0) if work.together else (0, state)
     on_host = work.outer * (choice.outer != "device" and not outer_travels(work, choice))  # numbers updated there
     outer, other = on_host * work.itemsize, work.outer * outer_bytes(work, choice) * outer_travels(work, choice)
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
     one, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
-    beside = BESIDE if now else 1.0
+    beside = 1 + BESIDE * streamed / work.layers * (now > 0)
     graphed = max(streamed - choice.keep, 0) * work.graphed
     eager, recomputed = work.layers - graphed, work.layers - choice.keep
     launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
-    forward = max(
-        eager * max(one, launch) + graphed * max(one, replay),
-        (weights + outer + other + then) / machine.link_in * 1e3, (inputs + other + then) / machine.link_out * 1e3,
-    )  # fmt: skip
+    link = max((weights + outer + other + then) / machine.link_in, (inputs + other + then) / machine.link_out) * 1e3
+    forward = max(eager * max(one, launch) + graphed * max(one, replay), link * (CROWDED if then else 1.0))
     computing = (
         eager * max(beside * back, 2 * launch) + (recomputed - graphed) * max(beside * AGAIN * one, launch)
         + graphed * max(beside * (AGAIN * one + back), replay)
@@ -133,8 +135,11 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     layers = streamed * work.layer * (1 - work.on_device)
     moved = (layers + on_host) * (work.state + work.itemsize) + layers * work.beside
     update = 2 * moved / machine.update * 1e3  # read and written
-    step = forward + head + backward
-    return max(step, backward + head + update) if work.together else max(step, update)
+    last = choice.resident * work.layer + work.outer * (choice.outer == "device")  # updated at the end
+    step = forward + head + backward + last * (2 * (work.state + work.itemsize) + work.itemsize) / machine.memory * 1e3
+    if work.together:  # between backward and head, and then the last layer is computed
+        return max(step, backward + head + update + one * (update > 0))
+    return max(step, update)
 
 
 def choices(work: Work) -> Iterator[Choice]:
@@ -142,7 +147,7 @@ def choices(work: Work) -> Iterator[Choice]:
     outers = ("device", "host", *parked, *(("streamed",) if work.outer and work.head else ()))
     gradients = (2, 4, 8) if work.travelling and not work.together else (2,)
     # With two, layers' weights would wait for the update that reads those before them in the slot.
-    counts = (3,) if work.travelling and not work.masters and not work.together else (2, 3)
+    counts = (3,) if work.travelling and not work.masters else (2, 3)
     for outer, inputs, slots, places in product(outers, ("device", "host"), counts, gradients):
         for resident in range(work.layers + 1):
             yield Choice(slots, resident, 0, inputs, outer, places)
