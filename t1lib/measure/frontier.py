@@ -15,6 +15,7 @@ from t1lib.train.session import TrainSession
 
 LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide at its smallest; longer rows change nothing in it
 POSITIONS = "max_position_embeddings"
+LONG = 4.0  # seconds: a step that long is not measured again, and kernels are warm from shorter rows
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Frontier:
     vram       bytes of the device; what is predicted to need more than `beyond` times as much is skipped
     host       bytes of the host
     longest    seconds that a step may be predicted to take; a longer one is skipped
+    steps      measured at each point, after `warmup` others; one, after none, where it is predicted to take over `LONG`
     update     where slide's layers are updated, as `SlideTrainer` has it
     """
 
@@ -85,8 +87,10 @@ def _lengths(
             continue
         try:
             worker = worker or Isolated(TrainSession, _settings(frontier, *names[:2]))
-            for step, row in enumerate(_measure(frontier, worker, names[2], seq, records, variant, phase)):
-                records.add(variant, "wall_ms", row, "ms", phase, step)
+            once = predicted.ms > 1e3 * LONG
+            counts = (0, 1) if once else (frontier.warmup, frontier.steps)
+            for step, ms in enumerate(_measure(frontier, worker, names[2], seq, counts, records, variant, phase)):
+                records.add(variant, "wall_ms", ms, "ms", phase, step)
             records.status(variant, "ok", phase)
         except VariantOutOfMemory:
             records.status(variant, "oom", phase)
@@ -99,12 +103,14 @@ def _lengths(
 
 
 def _measure(
-    frontier: Frontier, worker: Isolated, head: str, seq: int, records: Records, variant: str, phase: str
-) -> Iterator[float]:
+    frontier: Frontier, worker: Isolated, head: str, seq: int, counts: tuple[int, int], records: Records, variant: str,
+    phase: str,
+) -> Iterator[float]:  # fmt: skip
     options = {"workspace": frontier.workspace} if head == "fused" else {}
     worker.call("set_point", batch=1, seq=seq, head=head, head_options=options)
-    worker.call("warm_up", steps=frontier.warmup)
-    times = [worker.call("step").wall_ms for _ in range(frontier.steps)]
+    warmup, steps = counts
+    worker.call("warm_up", steps=warmup)
+    times = [worker.call("step").wall_ms for _ in range(steps)]
     peaks = worker.call("memory")
     add_memory(records, variant, phase, {k: v for k, v in peaks.items() if k in ("allocated", "reserved", "host")})
     print(f"{variant} {seq}: {min(times):,.0f} ms, {peaks['allocated'] / GIB:.2f} GiB")

@@ -40,7 +40,7 @@ WITHOUT_UNIT = {"layer", "progress within one step", "tokens a step", "number of
 WITHOUT_UNIT |= {"relative error", "relative error of dE", "time / three matrix products", "time / floor"}
 WITHOUT_UNIT |= {"time / without the change", "rank of the token", "mean probability", "training step"}
 WITHOUT_UNIT |= {"loss (nats a token)", "distance: loss (nats a token)", "gradient norm", "distance: gradient norm"}
-WITHOUT_UNIT |= {"relative difference", "tokens a row", "ranks", "speed-up over one rank", "tokens a second"}
+WITHOUT_UNIT |= {"difference (nats a token)", "tokens a row", "ranks", "speed-up over one rank", "tokens a second"}
 
 
 @pytest.fixture(scope="module")
