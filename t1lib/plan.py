@@ -55,8 +55,9 @@ def outer_travels(work: Work, choice: Choice) -> bool:
 
 
 def outer_bytes(work: Work, choice: Choice) -> int:
-    """Of a parameter of these, what the host has and sends: state, and the weight where that is parked."""
-    return work.state + work.itemsize * (choice.outer == "parked")
+    """Of a parameter of these, what the host has and sends: state, and the weight where that is parked (a whole master
+    makes it anew)."""
+    return work.state + work.itemsize * (choice.outer == "parked" and not work.masters)
 
 
 def device_bytes(work: Work, choice: Choice) -> int:
@@ -119,8 +120,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     graphed = max(streamed - choice.keep, 0) * work.graphed
     eager, recomputed = work.layers - graphed, work.layers - choice.keep
     launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
-    link = max((weights + outer + other + then) / machine.link_in, (inputs + other + then) / machine.link_out) * 1e3
-    forward = max(eager * max(one, launch) + graphed * max(one, replay), link * (CROWDED if then else 1.0))
+    sent = max((weights + outer + other + then) / machine.link_in, (inputs + other + then) / machine.link_out) * 1e3
+    forward = max(eager * max(one, launch) + graphed * max(one, replay), sent * (CROWDED if then else 1.0))
     computing = (
         eager * max(beside * back, 2 * launch) + (recomputed - graphed) * max(beside * AGAIN * one, launch)
         + graphed * max(beside * (AGAIN * one + back), replay)

@@ -177,15 +177,11 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
         for mode in (other, "slide"):
             out.set(f"t1m1.{phase}.{mode}.wall_ms", wall(phase, mode), "ms")
             out.set(f"t1m1.{phase}.{mode}.reserved_gib", median(frame, "reserved_gib", phase, mode), "GiB")
-    narrow = wall("compiled", "slide-narrow") / wall("compiled", "ckpt")
-    out.set("t1m1.compiled.slide-narrow_over_ckpt", narrow, "", ".2f")
-    held = median(frame, "reserved_gib", "compiled", "slide-narrow")
-    out.set("t1m1.compiled.slide-narrow.reserved_gib", held, "GiB")
+    for phase, mode, name in (("compiled", "slide-narrow", "slide-narrow"), ("clipped", "slide-budget", "budget")):
+        out.set(f"t1m1.{phase}.{name}_over_ckpt", wall(phase, mode) / wall(phase, "ckpt"), "", ".2f")
+        out.set(f"t1m1.{phase}.{mode}.reserved_gib", median(frame, "reserved_gib", phase, mode), "GiB")
     for phase, mode in (("real", "slide"), ("compiled", "slide-narrow")):
         out.set(f"t1m1.{phase}.{mode}.host_bytes_a_parameter", _host_bytes(frame, phase, mode), "bytes", ".1f")
-    out.set("t1m1.clipped.budget_over_ckpt", wall("clipped", "slide-budget") / wall("clipped", "ckpt"), "", ".2f")
-    held = median(frame, "reserved_gib", "clipped", "slide-budget")
-    out.set("t1m1.clipped.slide-budget.reserved_gib", held, "GiB")
     for phase in ("own", "real"):
         out.set(f"t1m1.{phase}.fsdp_over_slide", wall(phase, "fsdp") / wall(phase, "slide"), "", ".2f")
         out.set(f"t1m1.{phase}.fsdp.optimizer_ms", median(frame, "optimizer_ms", phase, "fsdp"), "ms")
