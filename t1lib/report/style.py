@@ -2,9 +2,12 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
+import matplotlib
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -81,7 +84,16 @@ STYLE = {
 
 def style() -> AbstractContextManager:
     """The kit's style, for as long as a figure is drawn and saved."""
+    _own_fonts()
     return plt.rc_context(STYLE)
+
+
+def _own_fonts() -> None:
+    """See that Matplotlib knows the fonts it brings: its list, one file a user, may be of an environment now gone."""
+    brought = Path(matplotlib.get_data_path(), "fonts", "ttf")
+    if not any(Path(font.fname).parent == brought for font in font_manager.fontManager.ttflist):
+        for path in font_manager.findSystemFonts(str(brought)):
+            font_manager.fontManager.addfont(path)
 
 
 def subplots(height: float, columns: int = 1, **kwargs: object) -> tuple[Figure, Axes]:

@@ -1,0 +1,21 @@
+"""The style of the figures does not hang on what an earlier environment left in the user's cache."""
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib import font_manager
+
+from t1lib.report.style import style
+
+
+def test_a_list_of_fonts_from_an_environment_that_is_gone_does_no_harm(monkeypatch):
+    brought = Path(matplotlib.get_data_path())
+    known = font_manager.fontManager.ttflist
+    others = [font for font in known if brought not in Path(font.fname).parents]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", others)
+    with style():
+        found = font_manager.findfont("STIXGeneral", fallback_to_default=False)
+    assert brought in Path(found).parents
+    again = len(font_manager.fontManager.ttflist)
+    with style():
+        assert len(font_manager.fontManager.ttflist) == again  # added once
