@@ -103,9 +103,22 @@ def host_bytes(work: Work, choice: Choice) -> int:
     return held
 
 
+def computing_ms(work: Work, choice: Choice, machine: Machine, beside: float) -> tuple[float, float]:
+    """Time of the layers' forward and backward; the backward's computing takes `beside` times its own."""
+    one, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
+    graphed = max(work.layers - choice.resident - choice.keep, 0) * work.graphed
+    eager, recomputed = work.layers - graphed, work.layers - choice.keep
+    launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
+    backward = (
+        eager * max(beside * back, 2 * launch) + (recomputed - graphed) * max(beside * AGAIN * one, launch)
+        + graphed * max(beside * (AGAIN * one + back), replay)
+    )  # fmt: skip
+    return eager * max(one, launch) + graphed * max(one, replay), backward
+
+
 def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     """Time of a step: of each half the busiest lane, and of all the host's updates."""
-    streamed = work.layers - choice.resident
+    streamed, one = work.layers - choice.resident, layer_ms(work, machine)
     weights = streamed * work.layer * work.itemsize
     again = max(streamed - choice.slots, 0) * work.layer * work.itemsize
     there = streamed * work.layer * work.on_device  # numbers that are updated on the device
@@ -115,17 +128,9 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     outer, other = on_host * work.itemsize, work.outer * outer_bytes(work, choice) * outer_travels(work, choice)
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
-    one, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
-    beside = 1 + BESIDE * streamed / work.layers * (now > 0)
-    graphed = max(streamed - choice.keep, 0) * work.graphed
-    eager, recomputed = work.layers - graphed, work.layers - choice.keep
-    launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
     sent = max((weights + outer + other + then) / machine.link_in, (inputs + other + then) / machine.link_out) * 1e3
-    forward = max(eager * max(one, launch) + graphed * max(one, replay), sent * (CROWDED if then else 1.0))
-    computing = (
-        eager * max(beside * back, 2 * launch) + (recomputed - graphed) * max(beside * AGAIN * one, launch)
-        + graphed * max(beside * (AGAIN * one + back), replay)
-    )  # fmt: skip
+    forward, computing = computing_ms(work, choice, machine, 1 + BESIDE * streamed / work.layers * (now > 0))
+    forward = max(forward, sent * (CROWDED if then else 1.0))
     link = max((again + inputs + now) / machine.link_in, (weights + outer + now) / machine.link_out) * 1e3
     # Streamed layers come first, and are ahead of the link by the gradients that have a place on the device.
     ahead = (choice.grad_slots - 1) * link / max(streamed, 1)

@@ -6,6 +6,7 @@ bytes that a call asks for, whatever was cached before it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.records import Records
 from t1lib.measure.relative import relative_error
-from t1lib.measure.timing import LeadIn, PhaseTimer, rounds, settle, time_ms
+from t1lib.measure.timing import LeadIn, phases_ms, rounds, time_ms
 
 IGNORED = -100
 
@@ -92,20 +93,14 @@ class OutputLayer:
         loss.backward(upstream.to(loss.dtype) if loss.dim() else None)
 
     def times(self, call: Call, target: Tensor | None = None, alone: bool = False) -> dict[str, float]:
-        """Time in ms of the loss (`forward`), of the gradients (`backward`), and of both.
+        """Times in ms: `t1lib.measure.timing.phases_ms`.
 
         alone: also of the loss where no gradient is wanted (`eval`).
         """
         self.e.grad = self.w.grad = None
         y = self.y if target is None else target
-        settle(self.device, self.lead)
-        timer = PhaseTimer(self.device)
-        loss = call(self.e, self.w, y)
-        timer.mark("forward")
-        self._backward(loss, self.upstream)
-        timer.mark("backward")
-        _, phases = timer.stop()
-        times = phases | {"both": sum(phases.values())}
+        loss = partial(call, self.e, self.w, y)
+        times = phases_ms(loss, lambda loss: self._backward(loss, self.upstream), self.device, self.lead)
         if alone:
             with torch.no_grad():
                 times["eval"] = time_ms(lambda: call(self.e, self.w, y), self.device, self.lead)

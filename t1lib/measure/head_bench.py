@@ -18,7 +18,7 @@ from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.relative import relative_error
 from t1lib.measure.softmax import sparsity
-from t1lib.measure.timing import LeadIn, PhaseTimer, rounds, settle, synchronize, time_ms
+from t1lib.measure.timing import LeadIn, phases_ms, rounds, synchronize, time_ms
 
 REFERENCES = ("float64", "float32")
 CHUNK_BYTES = 2**30  # of the reference's logits at a time
@@ -178,20 +178,13 @@ class HeadBench:
             torch.cuda.empty_cache()
 
     def step(self, case: Case, lead: LeadIn | None = None) -> dict[str, float]:
-        """Times in ms: `loss` alone without autograd; else `forward`, `backward`, and `both`."""
+        """Times in ms: `loss` alone without autograd; else `t1lib.measure.timing.phases_ms`."""
         self._clear()
         call, upstream = self._call(case), self._upstream(case)
         if not case.gradients:
             with torch.no_grad():
                 return {"loss": time_ms(call, self.device, lead)}
-        settle(self.device, lead)
-        timer = PhaseTimer(self.device)
-        loss = call()
-        timer.mark("forward")
-        loss.backward(upstream)
-        timer.mark("backward")
-        _, phases = timer.stop()
-        return phases | {"both": sum(phases.values())}
+        return phases_ms(call, lambda loss: loss.backward(upstream), self.device, lead)
 
     def samples(self, cases: list[Case], repeats: int, turns: int = 1) -> list[tuple[str, dict[str, float]]]:
         """Samples in ms of the floors (key "floor": logits, dE, dW) and of all cases, in `repeats` rounds.

@@ -1,8 +1,8 @@
 """Measures a plan's cases and files the rows: workspaces in a process a method, times in one process a set of operands.
 
 Phases of the records: `workspace/<shape>` and `<data>/<shape>`; variants: those of the cases, and `floor`, the three
-products. Metrics: workspace_mib, forward_ms, backward_ms, both_ms, error_loss, error_dE, error_dW; with the prefix
-`loss_` those of the loss alone, whose time is `loss_ms`.
+products. Metrics: workspace_mib, forward_ms, backward_ms, both_ms, host_ms, error_loss, error_dE, error_dW; with the
+prefix `loss_` those of the loss alone, whose time is `loss_ms`.
 """
 
 from collections import Counter

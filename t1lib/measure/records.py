@@ -18,6 +18,7 @@ from t1lib.errors import T1Error, choose, require
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
 # "wrong": its loss or gradients miss their bound, so it gets no time.
 STATUSES = ("ok", "oom", "unavailable", "skipped", "wrong")
+PLACES = ("device", "host", "streamed", "parked")  # where a plan has things, numbered in this order
 
 
 class Records:

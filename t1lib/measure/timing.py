@@ -189,6 +189,22 @@ def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn |
     return _between_ms(start, end)
 
 
+def phases_ms(
+    loss: Callable[[], T], backward: Callable[[T], object], device: torch.device, lead: LeadIn | None = None
+) -> dict[str, float]:
+    """Times in ms of a loss (`forward`), of its gradients (`backward`), and of both; and what the host takes to issue
+    both (`host`), which a device that has work to go on with does not wait for."""
+    settle(device, lead)
+    timer, begun = PhaseTimer(device), time.perf_counter()
+    found = loss()
+    timer.mark("forward")
+    backward(found)
+    timer.mark("backward")
+    host = (time.perf_counter() - begun) * 1e3
+    _, phases = timer.stop()
+    return phases | {"both": sum(phases.values()), "host": host}
+
+
 def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
     """`number` rounds in which each of `things` has one turn; orders drawn anew for each, from a fixed seed.
 

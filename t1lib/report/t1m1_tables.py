@@ -5,7 +5,7 @@ import math
 import pandas as pd
 
 from t1lib.measure.memory import GIB
-from t1lib.measure.records import Numbers, statuses
+from t1lib.measure.records import PLACES, Numbers, statuses
 from t1lib.report import published
 from t1lib.report.select import layer_ms, median, pick
 from t1lib.report.t1m1 import ABLATION, MODES, OWN, ROUNDING, losses_apart
@@ -224,7 +224,17 @@ def _ratios(frame: pd.DataFrame, phase: str, out: Numbers) -> None:
     out.set(f"t1m1.{phase}.tokens", median(frame, "tokens", phase, "all"), "", ".0f")
 
 
-OUTER_PLACES = {0.0: "device", 1.0: "host", 2.0: "host, weights too", 3.0: "host, weights in the backward"}
+PLACE_TEXTS = {
+    "device": "device",
+    "host": "host",
+    "streamed": "host, weights too",
+    "parked": "host, weights in the backward",
+}
+
+
+def _place(number: float | None) -> str:
+    """What a record of a place means: records hold numbers, by the order of `PLACES`."""
+    return MISSING if number is None or math.isnan(number) else PLACE_TEXTS[PLACES[int(number)]]
 
 
 def table3_budget(frame: pd.DataFrame) -> Table:
@@ -236,8 +246,8 @@ def table3_budget(frame: pd.DataFrame) -> Table:
             "budget": name,
             "layers resident": _whole(found["resident"]),
             "activations kept": _whole(found["keep"]),
-            "inputs on": {0.0: "device", 1.0: "host"}.get(found["inputs"], MISSING),
-            "outer state on": OUTER_PLACES.get(found["outer"], MISSING),
+            "inputs on": _place(found["inputs"]),
+            "outer state on": _place(found["outer"]),
             "predicted (GiB)": median(frame, "predicted_gib", "budget", name),
             "allocated (GiB)": median(frame, "allocated_gib", "budget", name),
             "reserved (GiB)": median(frame, "reserved_gib", "budget", name),

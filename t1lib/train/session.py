@@ -3,12 +3,12 @@
 What the notebooks measure runs in such a session in a process of its own (`t1lib.measure.isolate`).
 """
 
-import time
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from t1lib.errors import choose
 from t1lib.heads import HEADS, linear_cross_entropy
@@ -24,10 +24,10 @@ from t1lib.measure.memory import (
     storage_bytes,
     unpinned_bytes,
 )
-from t1lib.measure.timing import LeadIn, NoTrace, PhaseTimer, Span, Trace, settle, synchronize
+from t1lib.measure.records import PLACES
+from t1lib.measure.timing import LeadIn, NoTrace, Span, Trace, phases_ms, synchronize
 from t1lib.train import OptimizerSpec, Schedule, SlideTrainer, StepRecord, build_model, make_trainer
 
-PLACES = ("device", "host", "streamed", "parked")
 Timeline = list[tuple[float, int, int | None]]
 
 
@@ -201,18 +201,10 @@ class HeadSession:
         return LeadIn(self.device)
 
     def step(self) -> dict[str, float]:
-        """Time in ms of the loss (`forward`), of the gradients (`backward`), and of both, behind queued work; and what
-        the host takes to queue both (`host`)."""
+        """Times in ms behind queued work: `t1lib.measure.timing.phases_ms`."""
         self.e.grad = self.w.grad = None
-        settle(self.device, self._lead)
-        timer, begun = PhaseTimer(self.device), time.perf_counter()
-        loss = linear_cross_entropy(self.e, self.w, self.y, head=self.head, **self.options)
-        timer.mark("forward")
-        loss.backward()
-        timer.mark("backward")
-        host = (time.perf_counter() - begun) * 1e3
-        _, phases = timer.stop()
-        return phases | {"both": sum(phases.values()), "host": host}
+        call = partial(linear_cross_entropy, self.e, self.w, self.y, head=self.head, **self.options)
+        return phases_ms(call, Tensor.backward, self.device, self._lead)
 
     def workspace(self) -> int:
         """Peak bytes beyond the inputs and the two gradients."""

@@ -34,8 +34,8 @@ from t1lib.train.store import HostStore
 from t1lib.train.trainer import default_device
 from t1lib.train.vocabulary import StreamedHead
 
-PLACES = ("host", "device")
-UPDATES = ("auto", *PLACES, "both")
+WHERE = ("host", "device")
+UPDATES = ("auto", *WHERE, "both")
 
 
 class SlideTrainer(SlideStep):
@@ -106,8 +106,8 @@ class SlideTrainer(SlideStep):
         for name, value in (("resident", resident), ("keep", keep)):
             require(0 <= value <= layers, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
         self._update_place = choose("update", update, UPDATES)
-        self._embedding, self._inputs = choose("embedding", embedding, PLACES), choose("inputs", inputs, PLACES)
-        self._outer_place = choose("outer", outer, (*PLACES, "parked", "streamed"))
+        self._embedding, self._inputs = choose("embedding", embedding, WHERE), choose("inputs", inputs, WHERE)
+        self._outer_place = choose("outer", outer, (*WHERE, "parked", "streamed"))
         if outer == "streamed":
             with_head = common.get("loss", "cross_entropy") == "cross_entropy"
             require(with_head, "outer='streamed' is for a loss with a head")

@@ -45,7 +45,7 @@ def test_every_kind_of_case_has_its_errors(bench, case, names):
     errors = bench.errors(case)
     assert set(errors) == names and max(errors.values()) < 1e-5
     times = bench.step(case)
-    assert set(times) == ({"forward", "backward", "both"} if case.gradients else {"loss"})
+    assert set(times) == ({"forward", "backward", "both", "host"} if case.gradients else {"loss"})
 
 
 def test_a_wrong_gradient_is_seen(bench):
