@@ -34,12 +34,13 @@ Layout = dict[str, Buffer]
 def allocate(device: torch.device, *layouts: Layout) -> list[dict[str, torch.Tensor]]:
     """The buffers of each layout, uninitialised, all in one piece of memory that the layouts use in turn."""
     memory = torch.empty(max(_sum(x) for x in layouts), dtype=torch.uint8, device=device)
+    numbers = {dtype: memory.view(dtype) for dtype in {b.dtype for x in layouts for b in x.values()}}
 
     def place(layout: Layout) -> dict[str, torch.Tensor]:
         found, start = {}, 0
         for name, b in layout.items():
-            whole = memory[start : start + b.height * b.stride * b.dtype.itemsize].view(b.dtype)
-            found[name] = whole.view(b.height, b.stride)[:, : b.width]
+            at = start // b.dtype.itemsize
+            found[name] = numbers[b.dtype].as_strided((b.height, b.width), (b.stride, 1), at)
             start += b.nbytes
         return found
 

@@ -55,11 +55,11 @@ class Sweep:
 def factors_of(opts: Options, upstream: Tensor | float) -> Factors:
     """The gradient's factors, given dL / d(what the head returns)."""
     r = opts.token_gradient(upstream).to(torch.float32)
-    target = r * (1.0 - opts.label_smoothing)
-    if opts.target_weight is not None:
-        target = target * opts.target_weight
-    even = r * (opts.label_smoothing / opts.classes)
-    return Factors(target + even * opts.class_sum if opts.label_smoothing else target, target, even, r)
+    weighted = r if opts.target_weight is None else r * opts.target_weight
+    if not opts.label_smoothing:
+        return Factors(weighted, weighted, torch.zeros_like(r), r)
+    target, even = weighted * (1.0 - opts.label_smoothing), r * (opts.label_smoothing / opts.classes)
+    return Factors(target + even * opts.class_sum, target, even, r)
 
 
 def sum_of_all_rows(x: Tensor, factor: Tensor) -> Tensor:
