@@ -34,7 +34,7 @@ class RowsAhead:
 
     def __init__(self, state: dict[str, Tensor], pipeline: Pipeline, settled: Callable[[], None]) -> None:
         self.gathered = [_Gathered(state, pipeline) for _ in range(GATHERED)]  # used in turn
-        self._turn, self._settled, self._worker = 0, settled, UpdateWorker()
+        self._turn, self._settled, self._worker = 0, settled, UpdateWorker(pipeline.device)
         self._known: list[tuple[Tensor, Tensor, Tensor]] = []  # of the micro-batches announced: ids, rows, places
         self._found = 0  # of these, looked up
 

@@ -30,8 +30,8 @@ class Inward(HostLayers):
         self.overlap_in, self._trace = overlap_in, trace
         self.weights = Slots(slots, self.layout, device)
         self.compute, self.inward = Lane(device, own_stream=False), Lane(device, own_stream=overlap_in)
-        self.worker = UpdateWorker()
-        self.landings = None if ranks.alone else Landings(self.memory, len(layers))
+        self.worker = UpdateWorker(device)
+        self.landings = None if ranks.alone else Landings(self.memory, len(layers), device)
         self._coming: dict[int, threading.Event] = {}
         self._left: dict[int, Mark] = {}  # marks when a layer's new weights are back on the host
 

@@ -176,6 +176,10 @@ class Pipeline(Outward):
                 with trace.host_span("update", "update", index):
                     by = 1.0 if scale is None else float(scale)
                     self.update_own(index, self._host_grads.views[held], factor, by)
+        except BaseException as error:
+            if self.landings is not None:  # which other ranks wait for
+                self.landings.fail(error)
+            raise
         finally:
             self._host_grads.give(held)
         if self.landings is not None:

@@ -12,8 +12,6 @@ from t1lib.train.batch import Piece, counted, dealt, pieces_of
 from t1lib.train.ranks import join, own_device, world
 from t1lib.train.trainer import Trainer
 
-GLIMPSE = 16  # numbers of each weight that are compared over the ranks at the start
-
 
 class Several(Trainer):
     """Each rank takes its rows of the whole batch that `step` and `evaluate` get on all of them. What they return is of
@@ -34,7 +32,7 @@ class Several(Trainer):
         facts = {name: getattr(self, name) for name in ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite")}
         facts |= {"head": self.head, "head_options": self.head_options, "optimizer": self.spec}
         params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in self.model.named_parameters()}
-        values = [p.detach().flatten()[:GLIMPSE].tolist() for p in self.model.parameters()]
+        values = [_bits(p.detach()) for p in self.model.parameters()]
         facts |= {"the model's parameters": _digest(params), "the model's weights": _digest(values)}
         return {"mode": self.mode, "device": self.device.type} | self._own_facts() | facts
 
@@ -47,15 +45,18 @@ class Several(Trainer):
             return super()._pieces(batch)
         found: list[Tensor] = []
 
-        def look() -> str:
+        def look() -> tuple[str, float]:
             found.extend(self._checked(batch))
             digest = hashlib.sha256(repr([t.shape for t in found]).encode())
             for tensor in found:
                 digest.update(tensor.cpu().contiguous().numpy())
-            return digest.hexdigest()
+            return digest.hexdigest(), self.schedule(self.steps)
 
-        same = len(set(self.ranks.share(look))) == 1
+        batches, factors = zip(*self.ranks.share(look), strict=True)
+        same = len(set(batches)) == 1
         require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
+        same = len(set(factors)) == 1
+        require(same, f"the ranks' schedules differ in step {self.steps}: factors {', '.join(map(str, factors))}")
         rows, size = len(found[0]), self.ranks.size
         training = torch.is_grad_enabled()  # `evaluate` may leave ranks without a row
         require(rows >= size or not training, f"a batch of {rows} rows for {size} processes; allowed: {size} or more")
@@ -74,6 +75,13 @@ class Several(Trainer):
         if self._own_group:
             dist.destroy_process_group()
             self._own_group = False
+
+
+def _bits(tensor: Tensor) -> tuple[int, list[int]]:
+    """Of a tensor's numbers the sum as integers, which no order of adding up changes, and the first few."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    numbers = tensor.view(integers).flatten()
+    return sum(int(part.sum()) for part in numbers.split(2**24)), numbers[:16].tolist()
 
 
 def _digest(thing: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from t1lib.errors import T1Error
 from t1lib.measure.memory import pin, pinned_zeros
 from t1lib.train.ranks import Ranks
-from t1lib.train.streams import Mark
+from t1lib.train.streams import Mark, way_in
 
 TICK = 1e-4  # seconds between two looks at what another process, or the device, is still to do
 
@@ -71,14 +71,15 @@ class Landings:
     """How often each rank's part of each layer has been updated, and what waits for that.
 
     One thread looks after both: it announces what has come to the host, and lets go what all ranks have announced.
-    An error of an action is raised by `check`.
+    An error of an action, or of another rank's update, is raised by `check`.
     """
 
-    def __init__(self, memory: HostMemory, layers: int) -> None:
-        ranks = memory.ranks
-        counts = memory.zeros(ranks.size * layers, torch.int64, torch.device("cpu"))
-        self._counts = counts.view(ranks.size, layers).numpy()  # each rank writes its own row
-        self._own = self._counts[ranks.rank]
+    def __init__(self, memory: HostMemory, layers: int, device: torch.device) -> None:
+        ranks, self._enter = memory.ranks, way_in(device)
+        counts = memory.zeros(ranks.size * (layers + 1), torch.int64, torch.device("cpu"))
+        counts = counts.view(ranks.size, layers + 1).numpy()  # each rank writes its own row
+        self._counts, self._failed = counts[:, :layers], counts[:, layers]
+        self._rank, self._own = ranks.rank, self._counts[ranks.rank]
         self._due = [0] * layers
         self._coming: list[tuple[int, Mark]] = []
         self._waiting: list[tuple[int, int, Callable[[], None], threading.Event]] = []
@@ -104,8 +105,13 @@ class Landings:
             self._waiting.append((layer, self._due[layer], action, given_up))
             self._changed.notify()
 
+    def fail(self, error: BaseException) -> None:
+        """This rank goes no further: no rank waits for it any longer."""
+        self._error = self._error or error
+        self._failed[self._rank] = 1
+
     def check(self) -> None:
-        """Raise the error of an action, if one failed."""
+        """Raise what failed here, or say which rank failed."""
         if self._error is not None:
             raise self._error
 
@@ -117,6 +123,7 @@ class Landings:
         self._thread.join()
 
     def _run(self) -> None:
+        self._enter()
         while True:
             with self._changed:
                 while not (self._coming or self._waiting or self._closed):
@@ -142,6 +149,9 @@ class Landings:
     def _let_go(self) -> bool:
         with self._changed:
             layer, count, action, given_up = self._waiting[0] if self._waiting else (0, 0, None, None)
+        if self._error is None and self._failed.any():
+            rank = int(self._failed.argmax())
+            self._error = T1Error(f"rank {rank} failed to copy or update a layer, and says why")
         if action is None or (self._error is None and int(self._counts[:, layer].min()) < count):
             return False
         with self._changed:
@@ -150,6 +160,6 @@ class Landings:
             if self._error is None:
                 action()
         except BaseException as error:  # handed to the thread that waits
-            self._error = error
+            self.fail(error)
         given_up.set()
         return True

@@ -133,6 +133,8 @@ class SlideTrainer(SlideStep):
         names = {id(layer): name for name, layer in self.model.named_modules()}
         self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
         self._on_device = self._updated_there()
+        if not self.ranks.alone:  # what a machine has, too, decides that
+            self.ranks.agree({"layers that are updated on the device": self._on_device})
         self.ranks.first(self._require_host_memory)
         self.pipeline = Pipeline(
             layers, self.resident, [names[id(layer)] for layer in layers], self.device, self.spec,

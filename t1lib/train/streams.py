@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,14 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def way_in(device: torch.device) -> Callable[[], object]:
+    """What a new thread calls to have `device` as its current one: it begins with the first, whatever its process
+    works on."""
+    if device.type != "cuda":
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device() if device.index is None else device.index)
 
 
 class Layout:
@@ -153,7 +162,8 @@ class UpdateWorker:
     its layer is waited for, or by `check`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._enter = way_in(device)
         self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None, _Pending | None]]
         self._queue = queue.PriorityQueue()
         self._count = itertools.count()  # of two updates of one layer, the earlier first
@@ -203,6 +213,7 @@ class UpdateWorker:
         self._thread.join()
 
     def _run(self) -> None:
+        self._enter()
         cores = torch.get_num_threads()
         if cores >= 4 * SPARE:
             torch.set_num_threads(cores - SPARE)  # of this thread's loops

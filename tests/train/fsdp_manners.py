@@ -150,6 +150,8 @@ def refusals(size: int) -> Cases:
     return found | {
         "refused: other options on a rank": partial(other_on_last, {"micro_batch": 2}, 0, "micro_batch: None"),
         "refused: other weights on a rank": partial(other_on_last, {}, 1, "the model's weights"),
+        "refused: other numbers in the midst of a weight on a rank": other_midst,
+        "refused: another schedule on a rank": other_schedule,
         "refused: a backend for CUDA alone": no_backend,
         "refused: rows that do not come out even": uneven,
     }
@@ -181,6 +183,21 @@ def other_on_last(options: dict[str, Any], seed: int, message: str) -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     many = partial(make_trainer, tiny(seed=seed * last), "fsdp", **ADAMW, **(options if last else {}))
     refused(many, f"ranks disagree about {message}.*every rank of the group must pass the same")
+
+
+def other_midst() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[50, 3] += dist.get_rank()
+    refused(partial(make_trainer, model, "fsdp", **ADAMW), "ranks disagree about the model's weights")
+
+
+def other_schedule() -> None:
+    """Any function may be one, so that what it gives is compared."""
+    many, last = trainer(schedule=lambda step: 1.0 - step * dist.get_rank() / 4), dist.get_world_size() - 1
+    many.step(even(1)[0])
+    refused(partial(many.step, even(1)[0]), f"the ranks' schedules differ in step 1: factors 1.0, {1 - last / 4}")
+    many.close()
 
 
 def no_backend() -> None:

@@ -80,6 +80,7 @@ def slides(size: int, folder: Path) -> Cases:
         "slide, skip": partial(no_number, "skip"),
         "slide, saved, and on in one process or many": partial(saved_and_on, folder / "slid", "slide"),
         "slide, an error on another thread": error_elsewhere,
+        "slide, an update that fails on a rank": update_fails,
         "slide, memory that is not shared": not_shared,
         "slide, refused: outer": partial(
             refused, partial(trainer, "slide", outer="host"), "^outer='host' in 2 processes; allowed: 'device'"
@@ -88,6 +89,7 @@ def slides(size: int, folder: Path) -> Cases:
             refused, partial(trainer, "slide", gpu_memory="1GiB", plan_for=(6, 9)), "^gpu_memory is for one process"
         ),
         "slide, refused: other options on a rank": other_options,
+        "slide, refused: updates elsewhere on a rank": other_share,
     }
 
 
@@ -211,14 +213,30 @@ def no_number(nonfinite: str) -> None:
 
 
 def error_elsewhere() -> None:
-    """A copy that fails on its thread is an error of the step."""
+    """A copy that fails on its thread is an error of the step, here or on the rank that failed first."""
     many = trainer("slide")
     many.step(even(1)[0])
     given_up = threading.Event()
     many.pipeline.landings.then(0, lambda: 1 / 0, given_up)
     assert given_up.wait(10)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises((ZeroDivisionError, T1Error)):
         many.step(even(1)[0])
+
+
+def update_fails() -> None:
+    """No rank waits for what will never be announced."""
+    last, plain = dist.get_rank() == dist.get_world_size() - 1, Pipeline.update_own
+
+    def failing(self: Pipeline, index: int, *arguments: Any) -> None:
+        if last and index == 0:
+            raise ZeroDivisionError
+        plain(self, index, *arguments)
+
+    with patch.object(Pipeline, "update_own", failing):
+        many = trainer("slide", update="host")
+        many.step(even(1)[0])
+        with pytest.raises(ZeroDivisionError) if last else pytest.raises(T1Error, match=r"^rank 1 failed to copy or"):
+            many.step(even(1)[0])
 
 
 def not_shared() -> None:
@@ -234,3 +252,10 @@ def _not_there(*_: Any, **__: Any) -> None:
 def other_options() -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     refused(partial(trainer, "slide", resident=int(last)), "ranks disagree about resident: 0 on rank 0, 1 on rank 1")
+
+
+def other_share() -> None:
+    """What `update` comes to decides which state lies in the memory that all have."""
+    share = 0.3 if dist.get_rank() == dist.get_world_size() - 1 else 0.7
+    many = partial(trainer, "slide", update="both", host_share=share)
+    refused(many, r"ranks disagree about layers that are updated on the device: \[0\] on rank 0, \[0, 1\] on rank 1")

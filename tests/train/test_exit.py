@@ -1,7 +1,13 @@
-"""A script may end right after a step: the interpreter waits for the updates that still run."""
+"""How updates end beside a step: with the interpreter, which waits for those that run; and with an error."""
 
 import subprocess
 import sys
+
+import pytest
+import torch
+
+from t1lib.train import OptimizerSpec, build_model, make_trainer
+from t1lib.train.pipeline import Pipeline
 
 SCRIPT = """
 import torch
@@ -15,3 +21,14 @@ trainer.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
 def test_a_script_that_ends_after_a_step_ends_well():
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("host_grads", [1, 4])
+def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch, host_grads):
+    """Also where the step waits for a buffer that the failing update has."""
+    monkeypatch.setattr(Pipeline, "update_own", lambda *_: 1 / 0)
+    model = build_model("tiny", dtype=torch.float32, num_hidden_layers=4)
+    trainer = make_trainer(model, "slide", optimizer=OptimizerSpec("sgd"), update="host", host_grads=host_grads)
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(2):
+            trainer.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
