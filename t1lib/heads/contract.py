@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ def as_head(name: str) -> Callable[[Compute], Callable]:
     """Decorator: give `compute` the signature of `linear_cross_entropy`, checked, flat, outside autocast."""
 
     def decorate(compute: Compute) -> Callable:
-        own = [p.name for p in inspect.signature(compute).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        own = list(defaults(compute))
 
         @functools.wraps(compute)
         def head(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs):
@@ -175,6 +175,12 @@ def as_head(name: str) -> Callable[[Compute], Callable]:
         return head
 
     return decorate
+
+
+def defaults(function: Callable) -> dict[str, Any]:
+    """Those of the arguments that are given by name alone."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def reject_unknown(name: str, own: list[str], options: dict) -> None:

@@ -45,9 +45,10 @@ def fused(
                 entry is one float32 sum, by the path with four products
     shards      for `t1lib.heads.parallel`
 
-    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, and for
-    float64, head `chunked` computes instead. Raises `T1Error` for a bad argument, a workspace too small (saying the
-    least that works), a second backward where the forward made the gradients, and create_graph=True.
+    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, for
+    float64, and for bfloat16 by Triton's interpreter, head `chunked` computes instead. Raises `T1Error` for a bad
+    argument, a workspace too small (saying the least that works), a second backward where the forward made the
+    gradients, and create_graph=True.
     """
     reject_unknown("fused", OWN, unknown)
     shared = dict(
@@ -73,11 +74,18 @@ def _check_own(chunks: int | None, accumulate: str | None, workspace: int | str 
 
 
 def runs_on(input: Tensor) -> bool:
-    """Whether the kernels take this input: on CUDA, or on a CPU by Triton's interpreter, up to 32 bits an element."""
+    """Whether the kernels take this input: on CUDA, or on a CPU by Triton's interpreter, up to 32 bits an element.
+
+    Not bfloat16 by the interpreter, autocast's included: it has no products of bfloat16, and does not say so.
+    """
     if not isinstance(input, Tensor) or input.numel() == 0 or input.dtype == torch.float64:
         return False
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not input.is_cuda and not interpreted:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        device = input.device.type
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        if compute == torch.bfloat16:
+            return False
+    elif not input.is_cuda:
         return False
     if triton is None:
         warnings.warn("head 'fused' needs Triton, which is not installed; 'chunked' computes instead", stacklevel=4)

@@ -141,15 +141,16 @@ def _plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tile
         return min(_plain_plans(costs, chunks))[1]
     budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
     plans = _early_plans(costs, budget)
-    fits = [(cost, plan) for cost, plan in plans if _early_bytes(shape, plan) <= budget]
+    fits = [(cost, plan) for cost, plan in plans if early_bytes(shape, plan) <= budget]
     if fits:
         return min(fits, key=lambda p: p[0])[1]
-    least = min((plan for _, plan in plans), key=lambda plan: _early_bytes(shape, plan))
-    need_workspace(workspace, _early_bytes(shape, least), "fused")
+    least = min((plan for _, plan in plans), key=lambda plan: early_bytes(shape, plan))
+    need_workspace(workspace, early_bytes(shape, least), "fused")
     return least
 
 
-def _early_bytes(shape: Shape, plan: Early) -> int:
+def early_bytes(shape: Shape, plan: Early) -> int:
+    """Bytes of a forward that makes gradients by this plan."""
     return bytes_needed(shape, early_layout(shape, plan), lent_layout(shape, plan.lent))
 
 
@@ -175,7 +176,7 @@ def early_from(shape: Shape, device: Device, tiles: Tiles) -> int:
 
     def early_wins(budget: int) -> bool:
         plans = _early_plans(costs, budget)
-        early = min((cost for cost, plan in plans if _early_bytes(shape, plan) <= budget), default=None)
+        early = min((cost for cost, plan in plans if early_bytes(shape, plan) <= budget), default=None)
         if early is None:
             return False
         try:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from t1lib.errors import T1Error, choose, require
 from t1lib.heads import DEFAULT_HEAD, checks, fused_plan
-from t1lib.heads.agreement import agree, require_backend
+from t1lib.heads.agreement import agree, digest_of, require_backend, tell
 from t1lib.heads.chunked import chunked
-from t1lib.heads.contract import HeadStats
+from t1lib.heads.contract import HeadStats, defaults, prepare
 from t1lib.heads.fused import fused
 from t1lib.heads.parallel_full import full
 from t1lib.heads.shards import Shards
@@ -22,6 +22,13 @@ __all__ = ["HEADS", "linear_cross_entropy"]
 
 HEADS = {"full": full, "chunked": chunked, "fused": fused}
 """Those of `t1lib.heads.HEADS` that work on shards of the weight."""
+
+OPERANDS = {"linear_bias", "weight", "token_weight", "shards", "cast"}
+DEFAULTS = {
+    name: {k: v for k, v in (defaults(prepare) | defaults(head)).items() if k not in OPERANDS}
+    for name, head in HEADS.items()
+}
+"""Of the options that each head takes."""
 
 
 def linear_cross_entropy(
@@ -64,24 +71,40 @@ def linear_cross_entropy(
     Raises `T1Error` on every rank if the call differs between them, if the shards do not add up to the vocabulary, for
     a head, an option or an operand that is not allowed, for a backend that lacks the tensors' device, and without
     `torch.distributed.init_process_group`. On CUDA a call whose like agreed before is compared by the device alone:
-    a rank that differs then ends the others by a device assertion. Source: Megatron-LM's vocabulary-parallel
-    cross-entropy (Shoeybi et al. 2019, section 3).
+    a rank that differs then ends the others by a device assertion.
+
+    Not noticed: hidden states that differ (their last bits may), and targets and weights that do where they are not on
+    a CPU. Where a rank knows no group, it alone raises `T1Error`, and the others wait until the backend's timeout; so
+    do all if their operands are on unlike types of device in a group that has a backend for each.
+
+    Source: Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al. 2019, section 3).
     """
     group = _group_of(group, linear_weight)
-    e, w, b, y = input, _local(linear_weight, "linear_weight"), _local(linear_bias, "linear_bias"), target
-    device = _device(group, w if isinstance(w, Tensor) else e)
+    e, y, device = input, target, _device(linear_weight if isinstance(linear_weight, Tensor) else input)
+    try:
+        require_backend(group, device.type)
+        w, b = _local(group, linear_weight, "linear_weight"), _local(group, linear_bias, "linear_bias")
+        called = {"head": choose("head", head, HEADS), **_filled(head, options)}
+    except T1Error as error:
+        tell(group, error, device)
+        raise
     plain = {"input": e, "target": y, "weight": weight, "token_weight": token_weight}
-    called = {"head": head, "vocabulary": vocabulary, "sequence_parallel": sequence_parallel, **options}
-    facts = {**called, **_facts(plain, w, b), **_machine(device)}
-    if not sequence_parallel and isinstance(y, Tensor) and y.device.type == "cpu" and y.numel():
-        facts["the least and the largest target"] = (y.min().item(), y.max().item())
-    rows = agree(group, facts, _rows_of(w), device)
-    choose("head", head, HEADS)
-    _check(plain, w, b, rows)
     whole = linear_weight.shape[0] if isinstance(linear_weight, DTensor) else None
+    called |= {"vocabulary": vocabulary, "sequence_parallel": sequence_parallel, "rows of the DTensor": whole}
+    values = _values(weight=weight, **({} if sequence_parallel else {"target": y, "token_weight": token_weight}))
+    rows = agree(group, {**called, **_facts(plain, w, b), **values, **_machine(device)}, _rows_of(w), device)
+    _check(plain, w, b, rows)
     _check_sizes(rows, vocabulary, whole, weight)
     shards = Shards(group, dist.get_rank(group), rows, sequence_parallel)
     return HEADS[head](e, w, y, linear_bias=b, weight=weight, token_weight=token_weight, shards=shards, **options)
+
+
+def _filled(head: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the defaults of those that were left out: told or not, they are the same call."""
+    filled = DEFAULTS[head] | options
+    if filled["ignore_index"] is None:
+        filled["ignore_index"] = DEFAULTS[head]["ignore_index"]
+    return filled
 
 
 def _facts(plain: dict[str, Any], w: Any, b: Any) -> dict[str, Any]:
@@ -91,6 +114,12 @@ def _facts(plain: dict[str, Any], w: Any, b: Any) -> dict[str, Any]:
     facts |= {"linear_weight": _describe(w, e, 1), "linear_bias": _describe(b, e, 1)}
     facts["linear_bias has as many rows as linear_weight"] = b is None or _rows_of(b) == _rows_of(w)
     return facts
+
+
+def _values(**named: Any) -> dict[str, str]:
+    """Digests of what the plain tensors among them hold, where nothing has to be waited for."""
+    here = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
+    return {f"values of {k}": digest_of(v) for k, v in here.items() if not isinstance(v, DTensor)}
 
 
 def _check(plain: dict[str, Any], w: Any, b: Any, rows: tuple[int, ...]) -> None:
@@ -118,34 +147,31 @@ def _group_of(group: ProcessGroup | DeviceMesh | None, linear_weight: Tensor) ->
     """The group that `group` or the DTensor's mesh stands for."""
     ready = dist.is_available() and dist.is_initialized()
     require(ready, "torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    mesh = None
-    if isinstance(linear_weight, DTensor):
-        mesh = linear_weight.device_mesh
-        group = mesh if group is None else group
+    if group is None and isinstance(linear_weight, DTensor):
+        group = linear_weight.device_mesh
     if isinstance(group, DeviceMesh):
         require(group.ndim == 1, f"group must be a one-dimensional DeviceMesh, got {group.ndim} dimensions")
         group = group.get_group()
     if not isinstance(group, ProcessGroup):
         raise T1Error(f"group must be a ProcessGroup or a one-dimensional DeviceMesh, got {type(group).__name__}")
-    same = mesh is None or (mesh.ndim == 1 and mesh.get_group() == group)
-    require(same, "linear_weight must be sharded on a one-dimensional mesh, and group be that mesh or its group")
     return group
 
 
-def _local(tensor: Tensor | None, name: str) -> Tensor | None:
+def _local(group: ProcessGroup, tensor: Tensor | None, name: str) -> Tensor | None:
     """This process's rows of a DTensor, any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
+    mesh = tensor.device_mesh
+    same = mesh.ndim == 1 and mesh.get_group() == group
+    require(same, f"{name} must be sharded on a one-dimensional mesh, and group be that mesh or its group")
     placements = tuple(tensor.placements)
     require(placements == (Shard(0),), f"{name} must be sharded on dimension 0, (Shard(dim=0),), got {placements}")
     return tensor.to_local()
 
 
-def _device(group: ProcessGroup, tensor: Any) -> torch.device:
-    """Where to compare notes: the device of the operands, which must be one that the group's backend serves."""
-    device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
-    require_backend(group, device.type)
-    return device
+def _device(tensor: Any) -> torch.device:
+    """Where to compare notes: the device of the operands."""
+    return tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
 
 
 def _describe(value: Any, like: Any, skip: int = 0) -> Any:

@@ -64,7 +64,7 @@ class Ranks:
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise `T1Error` on every rank unless all have the same facts."""
         every = self.share(lambda: facts)
-        if any(other != every[0] for other in every):
+        if any(repr(other) != repr(every[0]) for other in every):
             raise T1Error(f"{difference(every)}; {SAME}")
 
     def meet(self) -> None:

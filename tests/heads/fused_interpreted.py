@@ -60,6 +60,15 @@ def test_float16_error_is_that_of_full(reduction):
         assert (g.double() - x).norm() <= 1.05 * (f.double() - x).norm() + 1e-6 * x.norm()
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_chunked_computes_bfloat16(autocast):
+    """Of which the interpreter would make garbage."""
+    p = problem(20, 257, 16, dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        fused, chunked = (run(head, p) for head in ("fused", "chunked"))
+    assert all(torch.equal(f, c) for f, c in zip(fused, chunked, strict=True))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("grad", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
 def test_frozen_operands(reduction, grad):

@@ -2,7 +2,8 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -10,22 +11,35 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from head_cases import Problem, problem
-from parallel_cases import ROWS, Cases, own_rows
+from parallel_cases import ROWS, Cases, on_shards, own_rows
+from processes import next_port
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from t1lib.errors import T1Error
 from t1lib.heads import agreement
-from t1lib.heads.agreement import agree
+from t1lib.heads.agreement import agree, tell
 from t1lib.heads.parallel import linear_cross_entropy
 
 P = problem(36, 257, 16, dtype=torch.float32)
+TWO = torch.full((257,), 2.0)
 SECONDS = 5
 
 
 def refusals(size: int) -> Cases:
+    found = {**by_one(size), **by_all(size), **of_placements(size)}
+    found["refused: a backend for CUDA alone"] = partial(backend, "cuda:nccl", "nccl for cuda; use gloo for cpu")
+    found["refused: a second backward"] = second_backward
+    found["calls that agreed before are compared by the device"] = partial(agreed_before, size)
+    found["options left out are the defaults"] = partial(left_out, size)
+    found["what differs is told on the device of the call"] = told_there
+    return found
+
+
+def by_one(size: int) -> Cases:
     """(what only the last rank does, what all do, the message)."""
-    last = {
+    cases = {
         "dtype": ({"input": P.e.double()}, {}, r"disagree about input: .*float32.* on rank 0, .*float64.* on rank"),
         "tokens": ({"input": P.e[:9], "target": P.target[:9]}, {}, r"disagree about input: .*\(36, 16\).*\(9, 16\)"),
         "reduction": ({"reduction": "sum"}, {"reduction": "mean"}, "disagree about reduction: 'mean' on.*'sum'"),
@@ -35,12 +49,20 @@ def refusals(size: int) -> Cases:
         "frozen": ({"linear_weight": "frozen"}, {}, "disagree about linear_weight: .*requires grad.*constant"),
         "a list": ({"input": [1.0]}, {}, "disagree about input: .*'list' on rank"),
         "bias": ({"linear_bias": P.b[:1]}, {}, "disagree about linear_bias has as many rows as linear_weight: True"),
-        "targets": ({"target": P.target % 7}, {}, "disagree about the least and the largest target"),
+        "targets": ({"target": P.target.roll(1)}, {}, "disagree about values of target: '"),
+        "class weights": ({"weight": TWO}, {"weight": TWO / 2}, "disagree about values of weight: '"),
+        "token weights": ({"token_weight": TWO[:36]}, {"token_weight": TWO[:36] / 2}, "values of token_weight: '"),
+        "unknown option": ({"typo": None}, {}, "disagree about typo: nothing on rank 0.*None on rank"),
+        "backend": ({"linear_weight": P.w.to("meta")}, {}, f"^rank {size - 1}: tensors are on meta, but the group's"),
         "deal of tokens": ({"sequence_parallel": True}, {}, "disagree about sequence_parallel: False on rank 0"),
     }
-    found = {f"another {what} on one rank": partial(refused, size, *case) for what, case in last.items()}
+    return {f"another {what} on one rank": partial(refused, size, *case) for what, case in cases.items()}
+
+
+def by_all(size: int) -> Cases:
+    """(what all do, the message)."""
     rows = r"the ranks hold " + r" \+ ".join(map(str, ROWS[size])) + " = 257 rows of linear_weight, but "
-    alike = {
+    cases = {
         "vocabulary": ({"vocabulary": 256}, rows + "vocabulary is 256 classes"),
         "class weights": ({"weight": torch.ones(258)}, rows + "class weights are given for 258 classes"),
         "a head": ({"head": "torch"}, "unknown head 'torch'; allowed: full, chunked, fused"),
@@ -53,14 +75,19 @@ def refusals(size: int) -> Cases:
         "a mesh of two dimensions": ({"group": "2-D"}, "one-dimensional DeviceMesh, got 2 dimensions"),
     }
     least = 36 * max(ROWS[size]) * 4 * 4  # four float32 a logit
-    for what, (change, message) in alike.items():
-        found[f"refused: {what}"] = partial(refused, size, {}, change, message.format(least=least))
-    found["refused: a DTensor on dimension 1"] = partial(placed, Shard(1), "must be sharded on dimension 0.*dim=1")
-    found["refused: a DTensor that is not sharded"] = partial(placed, Replicate(), "dimension 0.*Replicate")
-    found["refused: a backend for CUDA alone"] = partial(backend, "cuda:nccl", "nccl for cuda; use gloo for cpu")
-    found["refused: a second backward"] = second_backward
-    found["calls that agreed before are compared by the device"] = partial(agreed_before, size)
-    return found
+    return {f"refused: {what}": partial(refused, size, {}, c, m.format(least=least)) for what, (c, m) in cases.items()}
+
+
+def of_placements(size: int) -> Cases:
+    """(the last rank's, that of the others, the message)."""
+    wrong = "linear_weight must be sharded on dimension 0.*"
+    cases = {
+        "refused: a DTensor on dimension 1": (Shard(1), Shard(1), f"^{wrong}dim=1"),
+        "refused: a DTensor that is not sharded": (Replicate(), Replicate(), f"^{wrong}Replicate"),
+        "another placement on one rank": (Replicate(), Shard(0), f"^rank {size - 1}: {wrong}Replicate"),
+        "a DTensor on one rank": (Shard(0), None, "disagree about rows of the DTensor: None on rank 0.* 257 on rank"),
+    }
+    return {name: partial(placed, *case) for name, case in cases.items()}
 
 
 def refused(size: int, last: dict[str, Any], change: dict[str, Any], message: str) -> None:
@@ -91,10 +118,41 @@ def raises(call: Callable[[], Any], message: str) -> None:
     raise AssertionError("no error")
 
 
-def placed(placement: Any, message: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    w = distribute_tensor(P.w, mesh, [placement])
-    raises(lambda: linear_cross_entropy(P.e, w, P.target), message)
+def placed(last: Placement, others: Placement | None, message: str) -> None:
+    """How the last rank places its weight, and how the others do; None: a plain tensor."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    ways = [distribute_tensor(P.w, mesh, [placement or Shard(0)]) for placement in (last, others)]
+    w = ways[0] if dist.get_rank() == size - 1 else ways[1] if others else ways[1].to_local()
+    raises(lambda: linear_cross_entropy(P.e, w, P.target, group=mesh), message)
+
+
+def left_out(size: int) -> None:
+    told = {"label_smoothing": 0.0, "softcap": None, "ignore_index": None, "chunks": None}
+    mine = told if dist.get_rank() == size - 1 else {}
+    on_shards(P, ROWS[size], head="chunked", **mine)
+
+
+def told_there() -> None:
+    """On CUDA objects travel on the current device, which need not be that of the call."""
+    inside: list[torch.device] = []
+    seen: list[torch.device] = []
+    gather = dist.all_gather_object
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        inside.append(tensor.device)
+        yield
+        inside.pop()
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        seen.extend(inside)
+        gather(*args, **kwargs)
+
+    cpu = torch.device("cpu")
+    with patch.object(torch.cuda, "device_of", device_of), patch.object(dist, "all_gather_object", noting):
+        raises(lambda: agree(dist.group.WORLD, {"a": dist.get_rank()}, 1, cpu), "disagree about a: 0 on rank 0")
+    assert seen == [cpu]
 
 
 def backend(config: str, message: str) -> None:
@@ -104,20 +162,33 @@ def backend(config: str, message: str) -> None:
 
 def agreed_before(size: int) -> None:
     """What happens on CUDA, where the integers of such a call are not read."""
-    rank = dist.get_rank()
-    call = partial(agree, dist.group.WORLD, rows=rank + 1, device=torch.device("cpu"))
+    rank, group, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
+    call = partial(agree, group, rows=rank + 1, device=cpu)
     with patch.object(agreement, "READ", ()):
         assert call({"a": 1}) == call({"a": 1}) == tuple(range(1, size + 1))
-        assert agreement.KNOWN
+        assert agreement.KNOWN[group]
         if rank == size - 1:
             raises(lambda: call({"a": 2}), "another rank makes a different call; every rank of the group must pass")
+            raises(lambda: tell(group, T1Error("no weight"), cpu), "^no weight$")
             return
-        try:
-            call({"a": 1})
-        except RuntimeError as e:
-            assert "ranks of the group disagree about the call" in str(e)
-            return
-        raise AssertionError("no assertion on the device")
+        for _ in range(2):
+            try:
+                call({"a": 1})
+            except RuntimeError as e:
+                assert "ranks of the group disagree about the call" in str(e)
+            else:
+                raise AssertionError("no assertion on the device")
+
+
+def agreed_in_a_group_of_that_name(size: int) -> None:
+    """The same, but the group is made anew, and another rank has other rows then."""
+    with patch.object(agreement, "READ", ()):
+        for more in (0, 1):
+            dist.init_process_group("gloo")
+            held = (*range(1, size), size + more)
+            assert agree(dist.group.WORLD, {"a": 1}, held[dist.get_rank()], torch.device("cpu")) == held
+            dist.destroy_process_group()
+            next_port()
 
 
 def second_backward() -> None:

@@ -1,11 +1,12 @@
 """One process of the group of test_heads_parallel.py: every case, in the same order on all of them."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from parallel_cases import Cases, edges, exact, kernels
 from parallel_manners import manners
-from parallel_refusals import refusals
+from parallel_refusals import agreed_in_a_group_of_that_name, refusals
 from processes import work
 
 
@@ -13,5 +14,9 @@ def cases(size: int) -> Cases:
     return {**exact(size), **edges(size), **kernels(size), **manners(size), **refusals(size)}
 
 
+def alone(size: int) -> Cases:
+    return {"a group made anew has agreed to nothing": partial(agreed_in_a_group_of_that_name, size)}
+
+
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), lambda size, folder: cases(size))
+    work(Path(sys.argv[1]), lambda size, folder: cases(size), lambda size, folder: alone(size))

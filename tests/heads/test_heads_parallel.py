@@ -8,11 +8,11 @@ from t1lib.errors import T1Error
 from t1lib.heads.parallel import linear_cross_entropy
 
 pytest.importorskip("triton")
-from parallel_worker import cases
+from parallel_worker import alone, cases
 from processes import SIZES, Outcomes
 
 WORKER = Path(__file__).parent / "parallel_worker.py"
-NAMES = [(size, name) for size in SIZES for name in cases(size)]
+NAMES = [(size, name) for size in SIZES for name in {**cases(size), **alone(size)}]
 
 
 @pytest.fixture(scope="module")
