@@ -1,9 +1,11 @@
 """A machine's rates, by which times are predicted: those of an H200, or measured here in under a minute."""
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -12,6 +14,7 @@ from t1lib.errors import T1Error
 from t1lib.measure.environment import device_name
 from t1lib.measure.floors import measure_link, measure_product
 from t1lib.measure.timing import median_ms
+from t1lib.train.models import build_model, layer_arguments, split
 from t1lib.train.optim import OptimizerSpec, Updater
 
 
@@ -65,6 +68,7 @@ def calibrate(device: torch.device) -> Machine:
     return found
 
 
+GRAPHED = H200.graph_ms / H200.launch_ms  # what a graph takes of an eager layer's launch
 PRACTICE = {"update": 0.55, "flops": 0.9, "attention": 0.65, "memory": 0.36}
 """Of what a single large update, product or copy reaches by itself, a training step's do."""
 
@@ -79,13 +83,28 @@ def measure_machine(device: torch.device) -> Machine:
     update = median_ms(partial(updater.step, {"w": torch.zeros_like(weight)}), torch.device("cpu"), 5)
     big = torch.empty(2**28 if cuda else 2**22, device=device)
     add = median_ms(lambda: big.add_(1), device, 5)
+    launch = _launch_ms(device, dtype)
     return Machine(
         name=device_name(), link_in=link.both_in, link_out=link.both_out,
         update=PRACTICE["update"] * 28 * weight.numel() / update * 1e3,
         flops=PRACTICE["flops"] * measure_product(device, dtype, size),
         attention=PRACTICE["attention"] * _attention_rate(device, dtype),
         memory=PRACTICE["memory"] * 2 * big.nbytes / add * 1e3,
+        launch_ms=launch, graph_ms=GRAPHED * launch,
     )  # fmt: skip
+
+
+def _launch_ms(device: torch.device, dtype: torch.dtype) -> float:
+    """What the host needs for the forward of a small layer of a few tokens, whose work it is not waited for."""
+    parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
+    hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
+    hidden, arguments = layer_arguments(parts, hidden)
+    samples = []
+    for _ in range(40):
+        begun = time.perf_counter()
+        parts.layers[0](hidden, **arguments[0])
+        samples.append((time.perf_counter() - begun) * 1e3)
+    return median(samples[10:])
 
 
 def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:

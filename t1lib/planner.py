@@ -25,6 +25,7 @@ from t1lib.plan import (
     layer_ms,
     step_ms,
 )
+from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import shape_only
 from t1lib.train.optim import OptimizerSpec
 from t1lib.train.slide import UPDATES
@@ -106,7 +107,7 @@ def _work(setting: Setting) -> Work:
     work = work_of(
         model, spec, rows=setting.rows, seq=setting.seq, micro_batch=setting.micro_batch, workspace=setting.workspace,
         together=setting.max_grad_norm is not None, update=choose("update", setting.update, UPDATES),
-        cuda=setting.cuda,
+        cuda=setting.cuda, graph_tokens=GRAPH_TOKENS if setting.cuda else 0,
     )  # fmt: skip
     return work if setting.cuda else replace(work, slack=0)
 

@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
     add("--seq", type=int, default=1024, help="tokens a row (default: 1024)")
     add("--batch", type=int, default=1, help="rows a step (default: 1)")
     add("--micro-batch", type=int, help="rows computed at a time (default: all)")
-    add("--vram", help="of the GPU, such as 16GiB (default: this GPU's)")
+    add("--vram", help="of the GPU, less what CUDA itself takes, such as 15GiB of 16 (default: what is free here)")
     add("--host", help="memory of the host, such as 64GiB (default: enough)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
@@ -47,7 +47,7 @@ def plan(arguments: argparse.Namespace) -> int:
     require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
     if arguments.vram is None:
         require(torch.cuda.is_available(), "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
-    vram = parse_bytes(arguments.vram) if arguments.vram else torch.cuda.get_device_properties(0).total_memory
+    vram = parse_bytes(arguments.vram) if arguments.vram else torch.cuda.mem_get_info()[0]
     host = parse_bytes(arguments.host) if arguments.host else None
     for name, size in (("vram", vram), ("host", host)):
         require(size is None or size >= 2**20, f"--{name} {getattr(arguments, name)} is less than 1MiB; such as 16GiB")
@@ -63,7 +63,7 @@ def plan(arguments: argparse.Namespace) -> int:
         print(f"{p.mode:<6} {p.head:<8} {sizes} {times}  {p.why or 'fits'}")
     best = recommended(predictions)
     print(f"\nrecommended: mode {best.mode}, head {best.head}" + (f" ({best.choice})" if best.choice else ""))
-    print(f"  {command_of(arguments, best)}")
+    print(f"  {command_of(arguments, best, vram)}")
     if arguments.model in PRESETS:
         print("  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)")
     return 0
@@ -91,14 +91,14 @@ def setting_of(arguments: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
-def command_of(arguments: argparse.Namespace, best: Any) -> str:
-    """The training command that does what was recommended."""
+def command_of(arguments: argparse.Namespace, best: Any, vram: int) -> str:
+    """The training command that does what was recommended, mode slide within `vram` bytes."""
     parts = ["python -m t1lib train --model", arguments.model, "--mode", best.mode, "--head", best.head]
     parts += ["--seq", arguments.seq, "--batch", arguments.batch, "--optimizer", arguments.optimizer]
     parts += ["--dtype", arguments.dtype, "--max-grad-norm", f"{arguments.max_grad_norm:g}"]
     parts += ["--micro-batch", arguments.micro_batch] if arguments.micro_batch else []
     parts += ["--workspace", arguments.workspace] if best.head == "fused" else []
-    parts += ["--gpu-memory", arguments.vram] if best.mode == "slide" and arguments.vram else []
+    parts += ["--gpu-memory", arguments.vram or f"{vram // 2**20}MiB"] if best.mode == "slide" else []
     parts += ["--update", arguments.update] if best.mode == "slide" and arguments.update != "auto" else []
     parts += [part for name, text in arguments.change for part in ("--change", name, text)]
     return " ".join(map(str, parts))

@@ -9,6 +9,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from t1lib.heads.fused_memory import TOKEN_BYTES
+from t1lib.heads.fused_plan import TILES, Device, Shape, device_of
+from t1lib.heads.fused_search import early_bytes, early_from, plan_early, plan_late
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import DEVICE_PIECE, OptimizerSpec, state_bytes
@@ -165,9 +168,27 @@ def head_bytes(head: str, work: Work) -> int:
     """Most bytes that a head holds beyond its inputs and gradients.
 
     full: of each logit the log-probability, its gradient, and the one before the softmax, in float32. chunked: of a
-    chunk's, the logit in 16 bits and in 32, and its gradient.
+    chunk's, the logit in 16 bits and in 32, and its gradient. fused: what its plan within the workspace comes to, no
+    more than full (`chunked` takes less, where it computes in its place).
+
+    Raises `T1Error` for a workspace that is too small for head `fused`.
     """
     logits = work.micro_tokens * work.vocabulary
     if head == "full":
         return 12 * logits
-    return 8 * logits // CHUNKS if head == "chunked" else work.workspace
+    if head == "chunked":
+        return 8 * logits // CHUNKS
+    return min(_fused_bytes(work), 12 * logits) if logits and work.itemsize <= 4 else work.workspace
+
+
+def _fused_bytes(work: Work) -> int:
+    """On this GPU, or an H200 where there is none."""
+    device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
+    tiles = TILES[device.kind, work.itemsize]
+    dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
+    shape = Shape(work.micro_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True, room=work.hidden)
+    least = early_from(shape._replace(tokens=0), device, tiles) + TOKEN_BYTES * shape.tokens
+    if work.workspace < least:  # the head makes its gradients later, in what it is given
+        plan_late(shape, work.workspace, device, tiles, None)
+        return work.workspace
+    return min(work.workspace, early_bytes(shape, plan_early(shape, work.workspace, device, tiles, None)))

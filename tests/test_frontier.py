@@ -2,10 +2,11 @@
 
 import pytest
 
+from t1lib.errors import T1Error
 from t1lib.machine import H200
 from t1lib.measure import frontier
 from t1lib.measure.frontier import Frontier, measure_frontier
-from t1lib.measure.isolate import VariantOutOfMemory
+from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records
 
 SESSION = {"dtype": "float32", "device": "cpu", "seed": 0, "optimizer": {"name": "adamw"}}
@@ -73,6 +74,41 @@ def test_each_point_has_its_prediction_and_what_ran_its_times_and_peaks(monkeypa
 def test_what_is_predicted_to_be_too_much_is_skipped(monkeypatch, capsys, limit, why):
     assert set(states(measured(monkeypatch, **limit)).values()) == {"skipped"}
     assert Worker.started == 0 and why in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("error", "state"), [(VariantFailed("no kernel"), "failed"), (T1Error("no host"), "skipped")])
+def test_what_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys, error, state):
+    plain = Worker.call
+
+    def call(self, method, **kwargs):
+        if method == "step" and self.seq == 128 and self.settings["mode"] == "gpu":
+            raise error
+        return plain(self, method, **kwargs)
+
+    monkeypatch.setattr(Worker, "call", call)
+    found = states(measured(monkeypatch, heads=["fused"]))
+    assert [found["tiny/gpu/fused", f"seq/{n}"] for n in (64, 128, 256)] == ["ok", state, "skipped"]
+    assert {found["tiny/slide/fused", f"seq/{n}"] for n in (64, 128, 256)} == {"ok"}
+    assert f"tiny/gpu/fused 128: {state}, {error}" in capsys.readouterr().out
+
+
+def test_long_steps_are_measured_once_but_not_first(monkeypatch):
+    monkeypatch.setattr(frontier, "LONG", 0.0)
+    records = measured(monkeypatch, heads=["fused"], modes=["gpu"])
+    times = [r["phase"] for r in records.rows if r["metric"] == "wall_ms"]
+    assert times == ["seq/64"] * 2 + ["seq/128", "seq/256"]
+
+
+def test_narrow_state_is_what_is_predicted_and_measured(monkeypatch):
+    session = SESSION | {"dtype": "bfloat16", "optimizer": {"name": "adamw", "master_weights": True}}
+    wide, narrow = (
+        Frontier(["tiny"], ["slide"], ["fused"], [64], session, "4MiB", 2**30, 2**33, 60.0, 1, 0, narrow=names)
+        for names in ((), ("tiny",))
+    )
+    assert narrow.settings("tiny", "slide")["optimizer"] == session["optimizer"] | frontier.NARROW
+    assert narrow.settings("tiny", "slide")["slots"] == 3 and "slots" not in narrow.settings("tiny", "gpu")
+    hosts = [f.predict("tiny", "slide", "fused", 64, H200).host for f in (wide, narrow)]
+    assert hosts[1] < hosts[0]
 
 
 def test_the_real_thing_measures_tiny_rows():

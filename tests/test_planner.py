@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from t1lib import machine, planner
+from t1lib import machine, planner, work
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
+from t1lib.heads.fused_plan import Device
 from t1lib.machine import H200, Machine
 from t1lib.measure.memory import GIB
 from t1lib.planner import Setting, head_bytes, predict, predict_point, recommended
@@ -39,13 +40,27 @@ def test_what_an_h200_measured_before_is_about_what_is_predicted():
 
 
 def test_heads_workspaces_are_those_that_were_measured():
-    """Notebook cce, shapes G and Q: full 22839 and 13619 MiB, chunked 2018 and 1203 MiB (without the gradients)."""
+    """Notebook cce, shape Q, beyond the gradients: full 13619 MiB, chunked 1203, fused in 512 MiB 442."""
     model = shape_only("qwen3-1.7b", torch.bfloat16)
-    work = work_of(model, OptimizerSpec("adamw", master_weights=True), rows=8, seq=1024)
+    asked = work_of(model, OptimizerSpec("adamw", master_weights=True), rows=8, seq=1024)
     gradients = (8192 + 151936) * 2048 * 2
-    assert (head_bytes("full", work) - gradients) / 2**20 == pytest.approx(13619, rel=0.01)
-    assert head_bytes("chunked", work) / 2**20 == pytest.approx(1203, rel=0.02)
-    assert head_bytes("fused", work) == work.workspace
+    assert (head_bytes("full", asked) - gradients) / 2**20 == pytest.approx(13619, rel=0.01)
+    assert head_bytes("chunked", asked) / 2**20 == pytest.approx(1203, rel=0.02)
+    assert head_bytes("fused", asked) / 2**20 == pytest.approx(442, rel=0.02)
+
+
+def test_a_workspace_that_no_plan_of_the_head_fits_in_is_refused():
+    with pytest.raises(T1Error, match="workspace of 1024 bytes is too small for head 'fused'"):
+        predict(replace(SETTING, workspace=1024), 141 * GIB, None, H200)
+
+
+def test_without_a_budget_the_command_names_the_memory_that_is_free(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (24 * GIB, 25 * GIB))
+    monkeypatch.setattr(work, "device_of", lambda _: Device("hopper", 132))
+    assert main(["plan", "--model", "qwen3-8b", "--seq", "16384"]) == 0
+    command = capsys.readouterr().out.splitlines()[-2]
+    assert "--mode slide" in command and "--gpu-memory 24576MiB" in command
 
 
 def test_without_a_limit_everything_fits_and_less_memory_takes_longer():

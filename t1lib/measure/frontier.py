@@ -4,16 +4,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from t1lib.errors import T1Error
+from t1lib.heads import parse_bytes
 from t1lib.machine import Machine
-from t1lib.measure.isolate import Isolated, VariantOutOfMemory
+from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory
 from t1lib.plan import Choice
 from t1lib.planner import Prediction, Setting, predict_point
+from t1lib.train import OptimizerSpec
 from t1lib.train.session import TrainSession
 
 LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide at its smallest; longer rows change nothing in it
+NARROW = {"moments": "bfloat16", "split_master": True}
 POSITIONS = "max_position_embeddings"
 LONG = 4.0  # seconds: a step that long is not measured again, and kernels are warm from shorter rows
 
@@ -29,6 +33,7 @@ class Frontier:
     longest    seconds that a step may be predicted to take; a longer one is skipped
     steps      measured at each point, after `warmup` others; one, after none, where it is predicted to take over `LONG`
     update     where slide's layers are updated, as `SlideTrainer` has it
+    narrow     models whose state is narrow: moments of 16 bits, masters as the bits that the weights lack
     """
 
     models: list[str]
@@ -42,26 +47,36 @@ class Frontier:
     longest: float
     steps: int
     warmup: int
-    beyond: float = 1.2
+    beyond: float = 1.05
     update: str = "auto"
+    narrow: tuple[str, ...] = ()
+
+    def settings(self, model: str, mode: str) -> dict[str, Any]:
+        """What a `TrainSession` of the model in the mode takes."""
+        session, own = self.session, {}
+        if mode == "slide":
+            own = LEAN | {"update": self.update}
+        if model in self.narrow:
+            session = session | {"optimizer": session["optimizer"] | NARROW}
+            own |= {"slots": 3} if mode == "slide" else {}  # an update reads the weights in their slot
+        changes = {POSITIONS: max(self.lengths)}
+        return session | dict(model=model, mode=mode, batch=1, seq=self.lengths[0], changes=changes) | own
 
     def predict(self, model: str, mode: str, head: str, seq: int, machine: Machine) -> Prediction:
-        from t1lib.heads import parse_bytes
-        from t1lib.train import OptimizerSpec
-
-        spec = OptimizerSpec(**self.session["optimizer"])
-        changes = {POSITIONS: max(self.lengths)}
-        setting = Setting(model, 1, seq, None, self.session["dtype"], spec, parse_bytes(self.workspace), None, changes)
-        setting = replace(setting, cuda=self.session["device"] == "cuda", update=self.update)
-        return predict_point(setting, mode, head, machine, Choice(**LEAN) if mode == "slide" else None)
+        given = self.settings(model, mode)
+        spec, workspace = OptimizerSpec(**given["optimizer"]), parse_bytes(self.workspace)
+        setting = Setting(model, 1, seq, None, given["dtype"], spec, workspace, None, given["changes"])
+        setting = replace(setting, cuda=given["device"] == "cuda", update=self.update)
+        lean = {name: given[name] for name in LEAN} if mode == "slide" else None
+        return predict_point(setting, mode, head, machine, lean and Choice(**lean))
 
 
 def measure_frontier(records: Records, frontier: Frontier, machine: Machine) -> None:
     """File each point's status, prediction, and, where it runs, its times and peaks; variant `model/mode/head`, phase
     `seq/<length>`.
 
-    A process for a model in a mode; after it ran out of memory a new one. Of a head, lengths beyond the first that did
-    not fit are skipped.
+    A process for a model in a mode; after it ran out of memory, or failed, a new one: what is measured already stays.
+    Of a head, lengths beyond the first that did not fit, or was refused, are skipped.
     """
     for model in frontier.models:
         for mode in frontier.modes:
@@ -76,30 +91,37 @@ def _lengths(
     records: Records, frontier: Frontier, machine: Machine, names: tuple[str, str, str], worker: Isolated | None
 ) -> Isolated | None:
     """All lengths of one head; returns the process that is still good."""
-    variant, full = "/".join(names), False
+    variant, stopped, warm = "/".join(names), "", False
     for seq in frontier.lengths:
         phase, predicted = f"seq/{seq}", frontier.predict(*names, seq, machine)
         _file_prediction(records, variant, phase, predicted)
-        why = "a shorter row did not fit" if full else _skipped(frontier, predicted)
+        why = stopped or _skipped(frontier, predicted)
         if why:
             records.status(variant, "skipped", phase)
             print(f"{variant} {seq}: skipped, {why}")
             continue
         try:
-            worker = worker or Isolated(TrainSession, _settings(frontier, *names[:2]))
-            once = predicted.ms > 1e3 * LONG
+            worker = worker or Isolated(TrainSession, frontier.settings(*names[:2]))
+            once = warm and predicted.ms > 1e3 * LONG
             counts = (0, 1) if once else (frontier.warmup, frontier.steps)
             for step, ms in enumerate(_measure(frontier, worker, names[2], seq, counts, records, variant, phase)):
                 records.add(variant, "wall_ms", ms, "ms", phase, step)
             records.status(variant, "ok", phase)
-        except VariantOutOfMemory:
-            records.status(variant, "oom", phase)
-            print(f"{variant} {seq}: out of memory")
-            full = True
+            warm = True
+        except (VariantOutOfMemory, VariantFailed, T1Error) as error:
+            stopped = _stopped(records, variant, phase, error)
             if worker is not None:
                 worker.close()
             worker = None
     return worker
+
+
+def _stopped(records: Records, variant: str, phase: str, error: Exception) -> str:
+    """File why a point has no times; returns what is said of longer rows."""
+    state = "oom" if isinstance(error, VariantOutOfMemory) else "skipped" if isinstance(error, T1Error) else "failed"
+    records.status(variant, state, phase)
+    print(f"{variant} {phase.removeprefix('seq/')}: {state}, {str(error).strip()}")
+    return "a shorter row " + {"oom": "did not fit", "skipped": "was refused", "failed": "failed"}[state]
 
 
 def _measure(
@@ -115,12 +137,6 @@ def _measure(
     add_memory(records, variant, phase, {k: v for k, v in peaks.items() if k in ("allocated", "reserved", "host")})
     print(f"{variant} {seq}: {min(times):,.0f} ms, {peaks['allocated'] / GIB:.2f} GiB")
     yield from times
-
-
-def _settings(frontier: Frontier, model: str, mode: str) -> dict[str, Any]:
-    own = LEAN | {"update": frontier.update} if mode == "slide" else {}
-    changes = {POSITIONS: max(frontier.lengths)}
-    return frontier.session | dict(model=model, mode=mode, batch=1, seq=frontier.lengths[0], changes=changes) | own
 
 
 def _file_prediction(records: Records, variant: str, phase: str, p: Prediction) -> None:

@@ -17,6 +17,9 @@ import torch
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.measure.records import Records
 
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+"""By which the host's allocator, CUDA's runtime, Triton and cuBLAS say so, in errors of no type of its own."""
+
 
 class VariantOutOfMemory(MemoryError):
     """The variant's process ran out of device or host memory."""
@@ -28,7 +31,8 @@ class VariantFailed(RuntimeError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that device or host memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    said = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def told(error: BaseException) -> tuple[str, str]:

@@ -147,10 +147,10 @@ def _failure(folder: Path, ranks: int, codes: dict[int, int] | None, limit: floa
     silent = {r: c for r, c in (codes or {}).items() if r not in {entry["rank"] for entry in said}}
     first = [r for r, c in silent.items() if c not in SURVIVORS] or ([] if said else list(silent))
     if first:
-        code = silent[first[0]]
-        if code == -getattr(signal, "SIGKILL", 9):  # as the system does to a process when memory runs out
-            return VariantOutOfMemory(f"rank {first[0]} of {ranks} was killed: host memory")
-        return VariantFailed(f"rank {first[0]} of {ranks} ended with exit code {code}, without a message")
+        rank, code = first[0], silent[first[0]]
+        if code == -getattr(signal, "SIGKILL", 9):
+            return VariantFailed(f"rank {rank} of {ranks} was killed, as by a host whose memory runs out")
+        return VariantFailed(f"rank {rank} of {ranks} ended with exit code {code}, without a message")
     if said:
         entry = said[0]
         where = f"rank {entry['rank']} of {ranks}: {entry['line']}\n" if entry["kind"] == "error" else ""

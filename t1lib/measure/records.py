@@ -16,8 +16,8 @@ import pandas as pd
 from t1lib.errors import T1Error, choose, require
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
-# "wrong": its loss or gradients miss their bound, so it gets no time.
-STATUSES = ("ok", "oom", "unavailable", "skipped", "wrong")
+# "wrong": its loss or gradients miss their bound, so it gets no time. "failed": it ended by an error of another kind.
+STATUSES = ("ok", "oom", "unavailable", "skipped", "wrong", "failed")
 PLACES = ("device", "host", "streamed", "parked")  # where a plan has things, numbered in this order
 
 

@@ -78,17 +78,42 @@ def gate_losses(records: Records, phase: str, reference: str, bound: float) -> f
     expected = losses.get(reference) or next(iter(losses.values()), {})
     worst = 0.0
     for variant, found in losses.items():
-        shared = expected.keys() & found.keys()
-        difference = max((_relative_difference(found[k], expected[k]) for k in shared), default=0.0)
+        difference = _largest_difference(found, expected)
         worst = max(worst, difference)
         if difference > bound:
-            records.rows = [
-                r for r in records.rows
-                if not (r["variant"] == variant and r["phase"] == phase and r["metric"].endswith("_ms"))
-            ]  # fmt: skip
-            records.status(variant, "wrong", phase=phase)
+            _is_wrong(records, variant, phase)
     records.add("all", "loss_difference", worst, "", phase)
     return worst
+
+
+def gate_ranks(records: Records, mode: str, bound: float) -> float:
+    """The same of a mode's losses on numbers of ranks, phases `losses/<ranks>`, against those on the fewest; times are
+    those of `step/<ranks>`."""
+    losses: dict[int, dict[int, float]] = {}
+    for row in records.rows:
+        name, _, ranks = row["phase"].partition("/")
+        if name == "losses" and row["variant"] == mode and row["metric"] == "loss":
+            losses.setdefault(int(ranks), {})[row["step"]] = row["value"]
+    worst = 0.0
+    for ranks, found in losses.items():
+        difference = _largest_difference(found, losses[min(losses)])
+        worst = max(worst, difference)
+        if difference > bound:
+            _is_wrong(records, mode, f"step/{ranks}")
+    return worst
+
+
+def _is_wrong(records: Records, variant: str, phase: str) -> None:
+    records.rows = [
+        r for r in records.rows
+        if not (r["variant"] == variant and r["phase"] == phase and r["metric"].endswith("_ms"))
+    ]  # fmt: skip
+    records.status(variant, "wrong", phase=phase)
+
+
+def _largest_difference(found: dict[int, float], expected: dict[int, float]) -> float:
+    shared = expected.keys() & found.keys()
+    return max((_relative_difference(found[k], expected[k]) for k in shared), default=0.0)
 
 
 def _relative_difference(found: float, expected: float) -> float:

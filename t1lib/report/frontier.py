@@ -1,6 +1,4 @@
-"""Figures, tables and numbers of `frontier`: what a step takes, what fits, and how well both were predicted."""
-
-from collections.abc import Iterable
+"""Figures and tables of `frontier`: what a step takes, what fits, and how well both were predicted."""
 
 import numpy as np
 import pandas as pd
@@ -11,7 +9,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLo
 
 from t1lib.heads import parse_bytes
 from t1lib.measure.memory import GIB
-from t1lib.measure.records import Numbers, format_number, numeric
+from t1lib.measure.records import format_number, numeric
 from t1lib.report.select import pick
 from t1lib.report.style import FLOOR, SHADES, VARIANTS, subplots
 from t1lib.report.tables import MISSING, Table, make_table
@@ -20,7 +18,6 @@ MODES, HEADS = ("gpu", "ckpt", "slide"), ("full", "chunked", "fused")
 MEASURED = ("wall_ms", "allocated_gib", "reserved_gib", "host_gib")
 PREDICTED = ("predicted_ms", "predicted_allocated_gib", "predicted_reserved_gib", "predicted_host_gib")
 LINES = {"full": ":", "chunked": "--", "fused": "-"}
-UNITS = {"wall_ms": "ms", "us_a_token": "µs", "allocated_gib": "GiB", "reserved_gib": "GiB"}
 WITHIN = (0.05, 0.10, 0.15, 0.20)  # relative errors of predictions that are asked about
 
 
@@ -42,7 +39,7 @@ def points(frame: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _models(table: pd.DataFrame) -> list[str]:
+def models_of(table: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(table["model"]))
 
 
@@ -52,10 +49,16 @@ def budgets(frame: pd.DataFrame) -> list[str]:
     return sorted(dict.fromkeys(found), key=parse_bytes)
 
 
+def room(frame: pd.DataFrame, budget: str) -> float:
+    """GiB of a device with this memory that CUDA itself leaves to the allocator."""
+    taken = pick(frame, "context_gib", "facts", "all")
+    return parse_bytes(budget) / GIB - (float(taken.iloc[0]) if len(taken) else 0.0)
+
+
 def _by_length(frame: pd.DataFrame, column: str, what: str, lines: dict[str, float]) -> Figure:
     """A panel a model: a quantity over the length, a line for each mode and head."""
     table = points(frame)
-    models = _models(table)
+    models = models_of(table)
     figure, panels = subplots(2.7, len(models), sharey=True, sharex=True, squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
         own = table[(table["model"] == model) & (table["status"] == "ok")]
@@ -99,7 +102,7 @@ def _legend(figure: Figure) -> None:
 
 def fig1_memory(frame: pd.DataFrame) -> Figure:
     """Peak memory over length, and what cards hold."""
-    return _by_length(frame, "reserved_gib", "peak memory (GiB)", {b: parse_bytes(b) / GIB for b in budgets(frame)})
+    return _by_length(frame, "reserved_gib", "peak memory (GiB)", {b: room(frame, b) for b in budgets(frame)})
 
 
 def fig2_time(frame: pd.DataFrame) -> Figure:
@@ -121,7 +124,7 @@ def fig3_pareto(frame: pd.DataFrame) -> Figure:
     chosen = lengths[:: max(len(lengths) - 1, 1)]
     figure, panels = subplots(2.7, len(chosen), sharex=True, sharey=True, squeeze=False)
     for axes, seq in zip(panels[0], chosen, strict=True):
-        for number, model in enumerate(_models(table)):
+        for number, model in enumerate(models_of(table)):
             own, colour = table[(table["model"] == model) & (table["seq"] == seq)], SHADES[number % len(SHADES)]
             for mode in MODES:
                 found = own[own["mode"] == mode]
@@ -131,7 +134,7 @@ def fig3_pareto(frame: pd.DataFrame) -> Figure:
         axes.set(title=f"{seq} tokens a row", xlabel="peak memory (GiB)", xscale="log", yscale="log")
         _plain(axes.xaxis, axes.yaxis)
     panels[0][0].set_ylabel("time a token (µs)")
-    names = [Line2D([], [], color=SHADES[i % len(SHADES)], label=m) for i, m in enumerate(_models(table))]
+    names = [Line2D([], [], color=SHADES[i % len(SHADES)], label=m) for i, m in enumerate(models_of(table))]
     modes = [Line2D([], [], color="0.3", marker=VARIANTS[m].marker, ls="", ms=4, label=m) for m in MODES]
     figure.legend(handles=[*names, *modes], loc="outside upper center", ncols=8)
     return figure
@@ -168,10 +171,10 @@ def errors(table: pd.DataFrame) -> dict[str, pd.Series]:
 def table1_fits(frame: pd.DataFrame) -> Table:
     """By model and length: the fastest mode and head that was measured within each budget."""
     table, rows = points(frame), []
-    for model in _models(table):
+    for model in models_of(table):
         for seq, own in table[table["model"] == model].groupby("seq"):
             row: dict[str, object] = {"model": model, "tokens": f"{seq}"}
-            row |= {f"in {budget}": _best(own, parse_bytes(budget) / GIB) for budget in budgets(frame)}
+            row |= {f"in {budget}": _best(own, room(frame, budget)) for budget in budgets(frame)}
             rows.append(row | {"in all": _best(own, np.inf)})
     return make_table(rows, text_columns=len(rows[0]))
 
@@ -205,48 +208,6 @@ def table3_accuracy(frame: pd.DataFrame) -> Table:
         row |= {f"within {bound:.0%}": f"{(found <= bound).mean():.0%}" for bound in WITHIN}
         rows.append(row | {"largest error": f"{found.max():.0%}"})
     return make_table(rows)
-
-
-def numbers(frame: pd.DataFrame, out: Numbers) -> None:
-    """`frontier.<model>.<mode>.<head>.<tokens>.<metric>`; accuracies; longest rows within each budget."""
-    table = points(frame)
-    for _, p in table.iterrows():
-        key = f"frontier.{p['model']}.{p['mode']}.{p['head']}.{p['seq']}"
-        out.set(f"{key}.status", p["status"])
-        for metric, unit in UNITS.items():
-            out.set(f"{key}.{metric}", p[metric], unit)
-    for what, found in errors(table).items():
-        for bound in WITHIN:
-            out.set(f"frontier.accuracy.{what}.within_{bound * 100:.0f}", float((found <= bound).mean()), "", ".2f")
-        out.set(f"frontier.accuracy.{what}.largest", float(found.max()), "", ".3f")
-    for budget in budgets(frame):
-        fitting = table[(table["status"] == "ok") & (table["reserved_gib"] <= parse_bytes(budget) / GIB)]
-        for (model, mode, head), own in fitting.groupby(["model", "mode", "head"]):
-            out.set(f"frontier.longest.{budget}.{model}.{mode}.{head}", int(own["seq"].max()), "tokens")
-        _reach(fitting, f"frontier.within.{budgets(frame).index(budget) + 1}", budget, out)
-    for state, count in table["status"].value_counts().items():
-        out.set(f"frontier.points.{state}", int(count))
-    for name, value in _facts(frame):
-        out.set(f"frontier.{name}", value)
-
-
-def _reach(fitting: pd.DataFrame, key: str, budget: str, out: Numbers) -> None:
-    """The largest model, and the longest row of the smallest one, that plain ways and slide with fused train within a
-    budget, which may be nothing."""
-    digits = budget.rstrip("KMGTiB")
-    out.set(f"{key}.budget", f"{digits} {budget[len(digits):]}")
-    for mode, head in (("gpu", "full"), ("ckpt", "full"), ("slide", "fused")):
-        own = fitting[(fitting["mode"] == mode) & (fitting["head"] == head)]
-        first = own[own["model"] == own["model"].iloc[0]] if len(own) else own
-        out.set(f"{key}.{mode}-{head}.largest", own["model"].iloc[-1] if len(own) else "none")
-        out.set(f"{key}.{mode}-{head}.longest", int(first["seq"].max()) if len(own) else "none")
-
-
-def _facts(frame: pd.DataFrame) -> Iterable[tuple[str, float]]:
-    for name in ("vram_gib", "steps"):
-        found = pick(frame, name, "facts", "all")
-        if len(found):
-            yield name, float(found.iloc[0])
 
 
 FIGURES = {f.__name__: f for f in (fig1_memory, fig2_time, fig3_pareto, fig4_predicted)}

@@ -9,7 +9,7 @@ import pytest
 from sessions import Diary
 
 from t1lib.errors import T1Error
-from t1lib.measure.isolate import VariantFailed, measure_variants
+from t1lib.measure.isolate import VariantFailed, is_out_of_memory, measure_variants
 from t1lib.measure.records import Records, statuses
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -97,6 +97,20 @@ def test_one_that_cannot_be_built_is_a_status_too(diary, kind, status):
 
 
 @posix
+@pytest.mark.parametrize(
+    ("error", "whether"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_says_that_memory_ran_out(error, whether):
+    assert is_out_of_memory(error) is whether
+
+
 def test_one_killed_while_another_has_its_turn_is_out_of_memory(diary):
     def kills_the_first(call):
         os.kill(diary.first, signal.SIGKILL)

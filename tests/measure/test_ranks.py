@@ -116,7 +116,7 @@ def left_behind(folder: Path, said: dict[int, tuple[float, str, str]], codes: di
         ({0: (1.0, "error", "lost")}, {0: 1, 1: 7}, VariantFailed, "rank 1 of 2 ended with exit code 7"),
         ({1: (1.0, "error", "first")}, {0: -6, 1: 1}, VariantFailed, "rank 1 of 2: Error: first"),
         ({}, {0: -6}, VariantFailed, "rank 0 of 2 ended with exit code -6"),
-        ({0: (1.0, "error", "lost")}, {0: 1, 1: -9}, VariantOutOfMemory, "rank 1 of 2 was killed"),
+        ({0: (1.0, "error", "lost")}, {0: 1, 1: -9}, VariantFailed, "rank 1 of 2 was killed"),
         ({1: (1.0, "oom", "no memory")}, {1: 1}, VariantOutOfMemory, "no memory"),
         ({1: (1.0, "bad", "bad input")}, {1: 1}, T1Error, r"\Abad input\Z"),
         ({1: (1.0, "unavailable", "not here")}, {1: 1}, UnavailableError, r"\Anot here\Z"),

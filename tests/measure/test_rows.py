@@ -4,7 +4,7 @@ import pytest
 
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records, statuses
-from t1lib.measure.rows import add_link, add_memory, add_spans, add_step, add_timeline, gate_losses
+from t1lib.measure.rows import add_link, add_memory, add_spans, add_step, add_timeline, gate_losses, gate_ranks
 from t1lib.measure.timing import Span
 from t1lib.train import StepRecord
 
@@ -116,3 +116,18 @@ def test_a_loss_of_zero_is_compared_too():
     records = trained(gpu=[0.0], ckpt=[0.0], slide=[1e-9])
     assert gate_losses(records, "own", "gpu", 0.1) == math.inf
     assert timed(records) == {"gpu", "ckpt"}
+
+
+def test_ranks_whose_losses_are_others_than_those_of_the_fewest_have_no_times():
+    records = Records()
+    for ranks, losses in {2: [2.0, 1.0], 1: [2.0, 1.0], 4: [2.0, 1.5]}.items():
+        records.add("slide", "wall_ms", 5.0, "ms", f"step/{ranks}", 0)
+        records.status("slide", "ok", f"step/{ranks}")
+        for step, loss in enumerate(losses):
+            records.add("slide", "loss", loss, phase=f"losses/{ranks}", step=step)
+            records.add("fsdp", "loss", 9.0, phase=f"losses/{ranks}", step=step)
+    assert gate_ranks(records, "slide", 0.1) == 0.5
+    assert {r["phase"] for r in records.rows if r["metric"] == "wall_ms"} == {"step/1", "step/2"}
+    frame = records.frame()
+    assert [statuses(frame[frame["phase"] == f"step/{n}"])["slide"] for n in (1, 2, 4)] == ["ok", "ok", "wrong"]
+    assert gate_ranks(records, "gpu", 0.0) == 0.0

@@ -6,7 +6,7 @@ import pytest
 from matplotlib import pyplot
 
 from t1lib.measure.records import Numbers, Records
-from t1lib.report import frontier
+from t1lib.report import frontier, frontier_numbers
 
 POINTS = {  # (mode, head, tokens): reserved GiB and µs a token; None: out of memory
     ("gpu", "full", 512): (20.0, 10.0), ("gpu", "full", 4096): None,
@@ -54,15 +54,38 @@ def test_accuracy_counts_what_ran(frame):
 
 def test_numbers_name_the_longest_rows_and_count_what_did_not_run(frame, tmp_path):
     out = Numbers()
-    frontier.numbers(frame, out)
+    frontier_numbers.numbers(frame, out)
     out.save_json(tmp_path / "numbers.json")
     found = {k: v["value"] for k, v in json.loads((tmp_path / "numbers.json").read_text()).items()}
     assert found["frontier.longest.16GiB.qwen3-0.6b.slide.fused"] == 4096
     assert found["frontier.longest.24GiB.qwen3-0.6b.gpu.full"] == 512
     assert "frontier.longest.16GiB.qwen3-0.6b.gpu.full" not in found
+    assert found["frontier.longest.16GiB.qwen3-0.6b.over_ckpt_full"] == "none"
     assert found["frontier.points.oom"] == 1 and found["frontier.points.ok"] == 5
     assert found["frontier.accuracy.time.largest"] == pytest.approx(0.3)
     assert found["frontier.qwen3-0.6b.slide.fused.4096.us_a_token"] == pytest.approx(12.0)
+
+
+def test_streaming_is_set_against_ckpt_within_a_budget_and_with_all_of_the_device(frame):
+    ckpt = {512: ("full", 15.0, 8.0), 4096: ("fused", 100.0, 10.0)}
+    records = Records()
+    records.rows = frame.to_dict("records")
+    for tokens, (head, gib, us) in ckpt.items():
+        variant, phase = f"qwen3-0.6b/ckpt/{head}", f"seq/{tokens}"
+        records.status(variant, "ok", phase)
+        records.add(variant, "wall_ms", us * tokens / 1e3, "ms", phase, 0)
+        records.add(variant, "reserved_gib", gib, "GiB", phase)
+    table = frontier.points(records.frame())
+    within = table[(table["status"] == "ok") & (table["reserved_gib"] <= 16)]
+    assert frontier_numbers.against_ckpt(table, within) == {"over_ckpt_full": 8.0, "time_over_ckpt": 1.2}
+
+
+def test_what_cuda_takes_is_taken_off_a_budget(frame):
+    records = Records()
+    records.rows = frame.to_dict("records")
+    records.add("all", "context_gib", 7.5, "GiB", "facts")
+    table = frontier.table1_fits(records.frame()).frame.set_index("tokens")
+    assert table.loc["4096", "in 16GiB"] == "–" and table.loc["4096", "in 24GiB"] == "slide, fused: 12.0 µs"
 
 
 def test_points_that_no_other_beats(frame):
