@@ -51,14 +51,18 @@ def corpus_hash(texts: dict[str, str]) -> str:
 def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str) -> dict[str, str]:
     left = None if limit is None else parse_bytes(limit)
     kept: dict[str, str] = {}
+    sizes = []
     for name, text in sorted(texts, key=lambda entry: sha256(entry[0])):
+        if not text.strip():
+            continue
         size = len(text.encode())
-        if not text.strip() or (left is not None and size > left):
+        sizes.append(size)
+        if left is not None and size > left:
             continue
         left = None if left is None else left - size
         kept[name] = text
-    within = "" if limit is None else f" within {limit}"
-    require(bool(kept), f"the corpus is empty: {what} holds no text{within}")
+    require(bool(sizes), f"the corpus is empty: {what} holds no text")
+    require(bool(kept), f"{what} holds no text within limit {limit}; allowed: {min(sizes)}, its smallest text, or more")
     return kept
 
 
@@ -100,7 +104,7 @@ def _json_lines(path: Path) -> list[Any]:
     text = _text(path)
     require(text is not None, f"{path} is not UTF-8 text")
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may stand in a record
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:

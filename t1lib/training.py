@@ -112,9 +112,9 @@ def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace
             checkpoint_every=arguments.checkpoint_every, evaluate_every=arguments.eval_every,
             evaluate_rows=arguments.eval_rows, report_every=arguments.report_every, out=sys.stdout,
         )  # fmt: skip
-        print(f"plot {run.plot()}")
         if arguments.export:
             print(f"model {run.export()}")
+        print(f"plot {run.plot()}")
     except KeyboardInterrupt:
         print(f"interrupted at once; --resume goes on from the last checkpoint in {folder}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -142,6 +142,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from t1lib.heads import HEADS, parse_bytes
+    from t1lib.texts import LIBRARY
     from t1lib.train import MODES, OPTIMIZERS, PRESETS
     from t1lib.train.optim import SCHEDULES, OptimizerSpec, Schedule
     from t1lib.train.slide import UPDATES
@@ -158,8 +159,10 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = arguments.steps or 1000
     warmup = steps // 20 if arguments.warmup is None else arguments.warmup
     settings = {
-        "model": arguments.model, "mode": arguments.mode, "head": arguments.head, "data": arguments.data,
-        "limit": arguments.limit, "packed": not arguments.unpacked, "seq": arguments.seq, "batch": arguments.batch,
+        "model": arguments.model if preset else str(Path(arguments.model).resolve()),
+        "data": arguments.data if arguments.data == LIBRARY else str(Path(arguments.data).resolve()),
+        "mode": arguments.mode, "head": arguments.head, "limit": arguments.limit,
+        "packed": not arguments.unpacked, "seq": arguments.seq, "batch": arguments.batch,
         "micro_batch": arguments.micro_batch, "dtype": dtype, "device": device, "seed": arguments.seed,
         "steps": steps, "max_grad_norm": arguments.max_grad_norm or None, "compile_layers": arguments.compile,
         "optimizer": {

@@ -46,6 +46,13 @@ def test_a_folder_gives_all_text_below_it(tmp_path):
     assert sum(map(len, read_texts(tmp_path, 10).values())) <= 10
 
 
+def test_a_record_may_hold_other_ends_of_lines(tmp_path):
+    found = ["a\u2028b", "c\u2029d\u0085e", "f"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in found]
+    (tmp_path / "a.jsonl").write_bytes("\r\n".join(lines).encode())
+    assert sorted(read_texts(tmp_path / "a.jsonl").values()) == sorted(found)
+
+
 def test_the_hash_is_of_names_and_texts_in_any_order():
     one = texts.corpus_hash({"a": "x", "b": "y"})
     assert one == texts.corpus_hash({"b": "y", "a": "x"})
@@ -74,7 +81,16 @@ def test_what_is_not_there_or_leaves_nothing_is_refused(tmp_path):
         read_texts(tmp_path / "nowhere")
     with pytest.raises(T1Error, match="corpus is empty"):
         read_texts(tmp_path)
-    with pytest.raises(T1Error, match=r"corpus is empty.*within 1"):
+
+
+def test_a_limit_below_every_text_says_what_it_may_be(tmp_path):
+    (tmp_path / "a.txt").write_text("ä" * 50)
+    (tmp_path / "b.txt").write_text("b" * 200)
+    message = r"a\.txt holds no text within limit 99B; allowed: 100, its smallest text, or more$"
+    with pytest.raises(T1Error, match=message):
+        read_texts(tmp_path / "a.txt", "99B")
+    assert read_texts(tmp_path, 100) == {"a.txt": "ä" * 50}
+    with pytest.raises(T1Error, match="the standard library's sources holds no text within limit 1; allowed: "):
         read_texts(LIBRARY, 1)
 
 

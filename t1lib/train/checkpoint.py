@@ -4,9 +4,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, BinaryIO
 
 import torch
@@ -15,37 +16,44 @@ from t1lib.errors import T1Error, require
 from t1lib.train.trainer import Trainer
 
 META = "checkpoint.json"
+KNOWN = ("step", "skipped", "parts")  # what it says
 
 
 def save_checkpoint(trainer: Trainer, folder: str | Path, keep: int = 1) -> Path:
     """Write the trainer's state to `folder/step-<n>` and return that; of older ones only the last `keep` - 1 stay.
 
     One layer is copied at a time. The folder gets its name when all is on the disk: whenever this is interrupted, or
-    the disk is full, the checkpoint before is still whole. Of several processes all must call it; they gather layer
-    after layer, and rank 0 writes: the format says nothing of how many they were. Raises `T1Error`, on all of them, if
-    it cannot be written.
+    the disk is full, the checkpoint before is still whole; what a killed process left half is removed first. Of several
+    processes all must call it; they gather layer after layer, and rank 0 writes: the format says nothing of how many
+    they were. Raises `T1Error`, on all of them, if it cannot be written.
     """
     require(keep >= 1, f"keep={keep} checkpoints; allowed: 1 or more")
-    files = _Files(Path(folder), trainer.steps)
+    files, ranks = _Files(Path(folder), trainer.steps), trainer.ranks
     parts = list(trainer.state_parts())
-    trainer.ranks.first(files.begin)
-    for part in parts:
-        save = partial(torch.save, trainer.state_part(part))
-        trainer.ranks.first(partial(files.add, f"{part}.pt", save))
-    meta = json.dumps({"step": trainer.steps, "skipped": trainer.skipped, "parts": parts})
-    trainer.ranks.first(lambda: files.end(meta, keep))
+    try:
+        ranks.first(files.begin)
+        for part in parts:
+            save = partial(torch.save, trainer.state_part(part))
+            ranks.first(partial(files.add, f"{part}.pt", save))
+        meta = json.dumps({"step": trainer.steps, "skipped": trainer.skipped, "parts": parts})
+        ranks.first(lambda: files.end(meta, keep))
+    except BaseException:
+        if ranks.rank == 0:
+            files.drop()
+        raise
     return files.whole
 
 
 class _Files:
-    """A checkpoint that is being written. Whatever cannot be written ends it."""
+    """A checkpoint that is being written."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.whole = folder, folder / f"step-{step:08d}"
         self._partial = folder / f".step-{step:08d}.partial"
 
     def begin(self) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)
+        for left in self.folder.glob(".step-*.partial"):
+            _remove(left)
         with self._whole_or_not_there():
             self._partial.mkdir(parents=True)
 
@@ -56,18 +64,78 @@ class _Files:
     def end(self, meta: str, keep: int) -> None:
         self.add(META, lambda file: file.write(meta.encode()))
         with self._whole_or_not_there():
-            shutil.rmtree(self.whole, ignore_errors=True)
+            _discard(self.whole)
             os.replace(self._partial, self.whole)
-        for old in _complete(self.folder)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old in checkpoints(self.folder)[:-keep]:
+            _discard(old)
 
     @contextmanager
     def _whole_or_not_there(self) -> Iterator[None]:
+        """Gone, if it cannot be written, before other ranks are told."""
         try:
-            yield
-        except OSError as error:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            raise T1Error(f"cannot write checkpoint {self.whole}: {error.strerror or error}") from error
+            with writing(self.whole):
+                yield
+        except T1Error:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        _remove(self._partial)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `T1Error`, naming `path`, where the disk refuses what is written here, by whatever library."""
+    try:
+        yield
+    except Exception as error:
+        reason = _of_the_disk(error)
+        if reason is None:
+            raise
+        raise T1Error(f"cannot write {path}: {reason}") from error
+
+
+def _of_the_disk(error: BaseException) -> str | None:
+    """Why it refused, None if another thing went wrong. PyTorch's writer of zip files raises an error of its own over
+    the disk's; libraries in Rust raise exceptions of their own that quote it."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError):
+            return found.strerror or str(found)
+        found = found.__context__
+    return str(error).splitlines()[0] if "(os error " in str(error) else None
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A name to write a file or a folder to, which becomes `path` when that is done: it is whole or not there. Raises
+    `T1Error` if it cannot be written."""
+    partial_path = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _remove(partial_path)
+            yield partial_path
+            if path.is_dir():
+                _remove(path)
+            os.replace(partial_path, path)
+    finally:
+        _remove(partial_path)
+
+
+def _discard(checkpoint: Path) -> None:
+    """Remove it, under another name: what is left if this is interrupted is no checkpoint, and goes with the next."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.old.partial")
+    with suppress(OSError):
+        os.replace(checkpoint, aside)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """A file or a folder, if it is there and can be removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -77,8 +145,8 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.fsync(file.fileno())
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Checkpoints in `folder`, the oldest first."""
+def checkpoints(folder: Path) -> list[Path]:
+    """Those in `folder` that are complete, the oldest first."""
     return sorted(p for p in folder.glob("step-*") if (p / META).is_file())
 
 
@@ -105,21 +173,31 @@ def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
 
 
 def _last(folder: Path) -> Path:
-    found = [folder] if (folder / META).is_file() else _complete(folder)
+    found = [folder] if (folder / META).is_file() else checkpoints(folder)
     require(bool(found), f"no checkpoint in {folder}: neither {META} nor a folder step-*")
     return found[-1]
 
 
 def _opened(path: Path) -> dict[str, Any]:
     """A checkpoint as `Trainer.state_dict` gives it; its tensors are mapped, not read."""
-    meta = json.loads((path / META).read_text())
+    meta = _read_meta(path / META)
     parts = [_read(path / f"{part}.pt") for part in meta["parts"]]
-    whole = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in ("model", "optimizer")}
-    return {"step": meta["step"], "skipped": meta["skipped"], **whole}
+    kinds = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in ("model", "optimizer")}
+    return {"step": meta["step"], "skipped": meta["skipped"], **kinds}
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise T1Error(f"cannot read checkpoint file {path}: {error}") from None
+    known = isinstance(meta, dict) and meta.keys() >= set(KNOWN)
+    require(known, f"checkpoint file {path} is broken; allowed: an object with {', '.join(KNOWN)}")
+    return meta
 
 
 def _read(path: Path) -> dict:
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise T1Error(f"cannot read checkpoint file {path}: {str(error).splitlines()[0]}") from error

@@ -1,7 +1,5 @@
 """A language model in training on real text, in any mode and with any head; and its hidden states afterwards."""
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +7,13 @@ import torch
 from torch import Tensor
 
 from t1lib.corpus import load_corpus, save_tokenizer
-from t1lib.errors import T1Error, require
+from t1lib.errors import require
 from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.measure.head_data import save_operands
 from t1lib.texts import LIBRARY
 from t1lib.train import StepRecord
-from t1lib.train.models import PRESETS
+from t1lib.train.checkpoint import whole
+from t1lib.train.models import PRESETS, shape_only
 from t1lib.train.session import TrainSession
 
 
@@ -48,6 +47,8 @@ class LanguageSession(TrainSession):
     ) -> None:  # fmt: skip
         own = None if model in PRESETS else Path(model) / "tokenizer.json"
         require(own is None or own.is_file(), f"model {model!r} is neither a preset nor a folder with a tokenizer.json")
+        positions = shape_only(model, **(changes or {})).config.max_position_embeddings
+        require(seq <= positions, f"seq {seq}; the model has {positions} positions")
         self.data_seed, self._size = seed if data_seed is None else data_seed, batch
         self.corpus = load_corpus(
             vocabulary, seq, source=data, limit=limit or None, seed=seed, packed=packed, tokenizer=own
@@ -59,8 +60,6 @@ class LanguageSession(TrainSession):
         held = self.trainer.parts.embed.num_embeddings
         known = self.corpus.vocabulary
         require(known <= held, f"the tokenizer has {known} tokens, the model's vocabulary {held}")
-        positions = self.trainer.model.config.max_position_embeddings
-        require(seq <= positions, f"seq {seq}; the model has {positions} positions")
 
     def batch_of(self, step: int) -> dict[str, Tensor]:
         return self.corpus.train.batch(step, self._size, self.data_seed)
@@ -116,16 +115,9 @@ class LanguageSession(TrainSession):
         return folder
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        partial = folder.with_name(f".{folder.name}.partial")
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
+        with whole(folder) as partial:
             self.trainer.model.save_pretrained(partial, state_dict=weights)
             save_tokenizer(self.corpus.tokenizer, partial)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(partial, folder)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise T1Error(f"cannot write {folder}: {error.strerror or error}") from error
 
     def held_out(self, tokens: int, path: str) -> dict[str, float]:
         """Write `hidden_states` to `path` (`t1lib.measure.head_data`), and return their mean loss and count."""

@@ -2,11 +2,10 @@
 
 import csv
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -17,7 +16,7 @@ import torch
 from t1lib import __version__
 from t1lib.errors import T1Error, require
 from t1lib.measure.memory import GIB
-from t1lib.train.checkpoint import load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint, whole, writing
 from t1lib.train.language import LanguageSession
 from t1lib.train.ranks import ALONE, Ranks
 from t1lib.train.trainer import StepRecord
@@ -26,6 +25,7 @@ SETTINGS, METRICS, PLOT, MODEL = "run.json", "metrics.csv", "metrics.png", "mode
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "wall_ms", "device_gib", "host_gib", "held_out_loss",
 )  # fmt: skip
+NEEDED = {"model", "mode", "seq", "batch", "steps", "schedule"}  # settings that every run has
 FREE = {"steps", "device"}  # settings that may differ when a run goes on
 
 
@@ -47,6 +47,7 @@ class TrainRun:
         held = before is not None and (resume or begun)
         require(resume or not held, f"{folder} holds a run; --resume goes on with it, or take another --out")
         require(not resume or before is not None, f"{folder} holds no run to go on with")
+        require(before is not None or not begun, f"{folder} holds a run without its {SETTINGS}; take another --out")
         if held:
             self._compare(before["settings"])
         session = {k: v for k, v in self.settings.items() if k != "steps"}
@@ -67,12 +68,10 @@ class TrainRun:
 
     def _begun(self) -> bool:
         """Whether the folder's run came to a step: one that failed before may be begun anew."""
-        metrics = self.folder / METRICS
-        rows = len(metrics.read_text(encoding="utf-8").splitlines()) > 1 if metrics.is_file() else False
-        return rows or self._has_checkpoints()
+        return bool(_read_metrics(self.folder / METRICS)) or self._has_checkpoints()
 
     def _has_checkpoints(self) -> bool:
-        return (self.folder / "checkpoints").is_dir()
+        return bool(checkpoints(self.folder / "checkpoints"))
 
     def _compare(self, before: dict[str, Any]) -> None:
         for name in sorted((self.settings.keys() | before.keys()) - FREE):
@@ -82,11 +81,8 @@ class TrainRun:
     def _write_settings(self) -> None:
         content = {"t1lib": __version__, "torch": torch.__version__, "corpus": self.about["sha256"]}
         content |= {"settings": self.settings}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / SETTINGS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", newline="\n")
-        except OSError as error:
-            raise T1Error(f"cannot write to {self.folder}: {error.strerror or error}") from None
+        with whole(self.folder / SETTINGS) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", newline="\n")
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -97,10 +93,13 @@ class TrainRun:
 
         An interrupt (Ctrl-C) of one process ends all after the step that runs. Whatever ends it, metrics are on the
         disk, and after an interrupt or the last step there is a checkpoint and a plot. A number of 0 switches that off.
+        Raises `T1Error` if metrics cannot be written, after a checkpoint of the step.
         """
         last, saved = self.settings["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
-        with self._metrics() as rows, _interruptible() as interrupted:
-            while self.steps < last and not self.ranks.any(interrupted()):
+        rows = _Metrics(self.folder / METRICS)
+        self.ranks.first(lambda: rows.begin(self.steps))
+        with closing(rows), _interruptible() as interrupted:
+            while self.steps < last and not self.ranks.any(interrupted() or rows.failure is not None):
                 record = self.session.step()
                 done = record.step == last or interrupted()
                 wanted = evaluate_every and (record.step % evaluate_every == 0 or record.step == last)
@@ -112,6 +111,7 @@ class TrainRun:
                     saved = self._save(out)
         if saved != self.steps:
             self._save(out)
+        self.ranks.first(rows.check)
         return self.steps >= last
 
     def _save(self, out: TextIO) -> int:
@@ -119,9 +119,6 @@ class TrainRun:
         path = save_checkpoint(self.session.trainer, self.folder / "checkpoints")
         print(f"checkpoint {path} in {time.monotonic() - began:.1f} s", file=out, flush=True)
         return self.steps
-
-    def _metrics(self) -> "_Metrics":
-        return _Metrics(self.folder / METRICS if self.ranks.rank == 0 else Path(os.devnull), self.steps)
 
     def _row(self, record: StepRecord, held_out: float | None) -> dict[str, float | None]:
         trainer, device = self.session.trainer, self.session.device
@@ -134,7 +131,7 @@ class TrainRun:
         }  # fmt: skip
 
     def plot(self) -> Path:
-        """Draw the metrics so far."""
+        """Draw the metrics so far. Raises `T1Error` if there are none, or the plot cannot be written."""
         return self.ranks.first(self._draw)
 
     def _draw(self) -> Path:
@@ -142,7 +139,11 @@ class TrainRun:
 
         from t1lib.report.training import draw_metrics
 
-        return draw_metrics(pd.read_csv(self.folder / METRICS), self.folder / PLOT)
+        frame = pd.read_csv(self.folder / METRICS)
+        require(len(frame) > 0, f"{self.folder / METRICS} has no step to plot")
+        with whole(self.folder / PLOT) as partial:
+            draw_metrics(frame, partial)
+        return self.folder / PLOT
 
     def export(self) -> Path:
         """Write the model and its tokenizer to model/, as Hugging Face's `from_pretrained` and --model read them."""
@@ -154,39 +155,79 @@ class TrainRun:
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
     """What a run's folder says of it, None where none is. Raises `T1Error` for a file that is broken."""
+    path = folder / SETTINGS
     try:
-        return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise T1Error(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise T1Error(f"{folder / SETTINGS} is broken: {error}") from None
+        raise T1Error(f"{path} is broken: {error}") from None
+    settings = found.get("settings") if isinstance(found, dict) and "corpus" in found else None
+    lacking = sorted(NEEDED - settings.keys()) if isinstance(settings, dict) else ["corpus or settings"]
+    require(not lacking, f"{path} is broken: no {', '.join(lacking)}")
+    return found
 
 
 class _Metrics:
-    """metrics.csv, complete after every row. Rows beyond `step`, of steps that will be done again, are dropped."""
+    """metrics.csv, complete after every row. Only the process that called `begin` writes.
 
-    def __init__(self, path: Path, step: int) -> None:
+    A row that cannot be written is kept as the `failure`, which ends the training, and is raised by `check`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
         self.last: dict[str, float | None] = {}
-        kept = []
-        if path.is_file():
-            with path.open(newline="", encoding="utf-8") as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
-        self._file = path.open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, COLUMNS)
-        self._writer.writeheader()
-        self._writer.writerows(kept)
-        self._file.flush()
+        self.failure: T1Error | None = None
+
+    def begin(self, step: int) -> None:
+        """Drop rows beyond `step`, of steps that will be done again, and those that are damaged."""
+        kept = [row for row in _read_metrics(self._path) if int(row["step"]) <= step]
+        with whole(self._path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(kept)
+        with writing(self._path):
+            self._file = self._path.open("a", newline="", encoding="utf-8")
 
     def write(self, row: dict[str, float | None]) -> None:
         self.last = row
-        self._writer.writerow({k: "" if v is None else v for k, v in row.items()})
-        self._file.flush()
+        if self._file is None:
+            return
+        try:
+            with writing(self._path):
+                csv.DictWriter(self._file, COLUMNS).writerow({k: "" if v is None else v for k, v in row.items()})
+                self._file.flush()
+        except T1Error as error:
+            self.failure = error
 
-    def __enter__(self) -> "_Metrics":
-        return self
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of a row that could not be written, which `failure` says
+                self._file.close()
+
+
+def _read_metrics(path: Path) -> list[dict[str, str]]:
+    """The rows of a metrics.csv. What a full disk or a power cut left of one is none."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = text[: text.rfind("\n") + 1].split("\n")
+    return [row for row in csv.DictReader(lines, COLUMNS, quoting=csv.QUOTE_NONE) if _is_whole(row)]
+
+
+def _is_whole(row: dict[str, str]) -> bool:
+    try:
+        numbers = [float(text) for text in row.values() if text != ""]
+        return bool(numbers) and int(row["step"]) > 0
+    except (TypeError, ValueError):  # the header's names; too few or too many fields
+        return False
 
 
 def _without_length(setting: Any) -> Any:

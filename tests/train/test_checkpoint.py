@@ -3,7 +3,10 @@
 import multiprocessing
 import os
 import random
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,22 @@ from test_parity import assert_same, batches, model
 
 from t1lib.errors import T1Error
 from t1lib.train import OptimizerSpec, make_trainer
-from t1lib.train.checkpoint import load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
 
 SPEC = OptimizerSpec("adamw", lr=1e-2)
 MODULE = "transformers.models.qwen3.modeling_qwen3"
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The system lets no file grow beyond `size` bytes, as a full disk does."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _run(folder: Path, steps: int, threads: int) -> None:
@@ -104,6 +119,68 @@ def test_a_disk_that_fills_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     load_checkpoint(trainer, tmp_path)
     assert_same(state, trainer.state_dict())
+
+
+@pytest.mark.parametrize("size", [10, 1000, 20_000])
+def test_a_file_that_cannot_grow_is_one_error(tmp_path, size):
+    """PyTorch's writer raises an error of its own over the system's."""
+    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
+    trainer.step(batches(1)[0])
+    with largest_file(size), pytest.raises(T1Error, match=r"^cannot write .*step-00000001: File too large$"):
+        save_checkpoint(trainer, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch):
+    trainer, plain, written = make_trainer(model("qwen3"), "gpu", optimizer=SPEC), torch.save, []
+
+    def interrupted(content, file):
+        plain(content, file)
+        written.append(1)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(trainer, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch):
+    """Half a checkpoint of another step; and one that was about to be removed."""
+    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
+    (tmp_path / ".step-00000099.partial").mkdir()
+    (tmp_path / ".step-00000099.partial" / "rest.pt").write_bytes(b"half")
+    save_checkpoint(trainer, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
+    plain = shutil.rmtree
+
+    def killed(path, **options):
+        if (path / META).is_file():
+            (path / META).unlink()
+            raise KeyboardInterrupt
+        plain(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    first, second = batches(2)
+    trainer.step(first)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(trainer, tmp_path)
+    monkeypatch.undo()
+    assert load_checkpoint(trainer, tmp_path) == 1
+    trainer.step(second)
+    save_checkpoint(trainer, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", [META, "rest.pt"])
+@pytest.mark.parametrize("content", ["", "{", "{}", "[1]", "\0\1"])
+def test_a_broken_file_is_named(tmp_path, name, content):
+    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
+    path = save_checkpoint(trainer, tmp_path) / name
+    path.write_text(content)
+    with pytest.raises(T1Error, match=f"checkpoint file {path}"):
+        load_checkpoint(trainer, tmp_path)
 
 
 def test_how_many_are_kept(tmp_path):

@@ -9,11 +9,13 @@ import sys
 import time
 
 import pytest
+from test_checkpoint import largest_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib.__main__ import main
 from t1lib.corpus import load_corpus
-from t1lib.train import checkpoint
+from t1lib.train import checkpoint, language, run, session
+from t1lib.train.language import LanguageSession
 
 SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--limit", "300KB", "--vocabulary", "300",
          "--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked"]  # fmt: skip
@@ -91,6 +93,155 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(checkpoint, "_write", write)
     assert train(tmp_path / "a", "--steps", "6", "--checkpoint-every", "2", "--schedule", "constant", "--resume") == 0
     assert [int(row["step"]) for row in metrics(tmp_path / "a")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_disk_too_full_for_the_first_checkpoint_is_no_dead_end(tmp_path, capsys):
+    with largest_file(100_000):
+        assert train(tmp_path / "a", "--steps", "4", "--checkpoint-every", "2") == 2
+    assert "step-00000002: File too large" in capsys.readouterr().err
+    assert list((tmp_path / "a" / "checkpoints").iterdir()) == []
+    assert train(tmp_path / "a", "--steps", "4", "--checkpoint-every", "2") == 2
+    assert "holds a run; --resume goes on with it" in capsys.readouterr().err
+    assert train(tmp_path / "a", "--steps", "4", "--resume") == 0
+    assert [int(row["step"]) for row in metrics(tmp_path / "a")] == [1, 2, 3, 4]
+
+
+def test_killed_in_its_first_checkpoint_before_any_row_it_begins_anew(tmp_path):
+    assert train(tmp_path / "a", "--steps", "1") == 0
+    (tmp_path / "a" / "metrics.csv").unlink()
+    (tmp_path / "a" / "checkpoints" / "step-00000001").rename(tmp_path / "a" / "checkpoints" / ".step-00000001.partial")
+    assert train(tmp_path / "a", "--steps", "2") == 0
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_metrics_that_cannot_be_written_cost_no_step(tmp_path, monkeypatch, capsys):
+    """The step's checkpoint is written, and the run goes on from there, without the row that is cut."""
+    step, save = LanguageSession.step, run.save_checkpoint
+    with largest_file(2**30), monkeypatch.context() as patch:  # which ends the other limit, whatever happens
+        room = largest_file(300)
+
+        def full_in_the_third(self):
+            record = step(self)
+            if record.step == 3:
+                room.__enter__()
+            return record
+
+        def with_room(*arguments):
+            room.__exit__(None, None, None)
+            return save(*arguments)
+
+        patch.setattr(LanguageSession, "step", full_in_the_third)
+        patch.setattr(run, "save_checkpoint", with_room)
+        assert train(tmp_path / "a", "--steps", "6", "--schedule", "constant", "--eval-every", "0") == 2
+    assert f"error: cannot write {tmp_path / 'a' / 'metrics.csv'}: File too large\n" == capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-00000003"]
+    assert (tmp_path / "a" / "metrics.csv").stat().st_size == 300
+    assert train(tmp_path / "a", "--steps", "6", "--schedule", "constant", "--eval-every", "0", "--resume") == 0
+    assert {4, 5, 6} <= {int(row["step"]) for row in metrics(tmp_path / "a")}
+
+
+@pytest.mark.parametrize(
+    "damage", [b",,\r\n", b",,", b"2,1.0,2", b"\0\0\0", b"\xff\xfe\r\n", b"2,x" + b",1" * 8 + b"\r\n"]
+)
+def test_damaged_rows_are_dropped(tmp_path, damage):
+    assert train(tmp_path / "a", "--steps", "2", "--eval-every", "0") == 0
+    before = (tmp_path / "a" / "metrics.csv").read_bytes()
+    (tmp_path / "a" / "metrics.csv").write_bytes(before + damage)
+    assert train(tmp_path / "a", "--steps", "2", "--eval-every", "0", "--resume") == 0
+    assert (tmp_path / "a" / "metrics.csv").read_bytes() == before
+
+
+def test_a_finished_run_whose_plot_or_model_cannot_be_written_says_so(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "2") == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
+    for name, more in (("metrics.png", []), ("model", ["--export"])):
+        capsys.readouterr()
+        with largest_file(5000):
+            assert train(tmp_path / "a", "--steps", "2", "--resume", *more) == 2
+        err = capsys.readouterr().err
+        assert f"error: cannot write {tmp_path / 'a' / name}: " in err and "File too large" in err
+        assert "Traceback" not in err
+        assert before == {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
+    (tmp_path / "a" / "metrics.csv").unlink()
+    assert train(tmp_path / "a", "--steps", "2", "--resume") == 2
+    assert "metrics.csv has no step to plot" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_cannot_be_written_leaves_no_model(tmp_path, monkeypatch, capsys):
+    """Its library raises a bare Exception."""
+    plain = language.save_tokenizer
+
+    def blocked(tokenizer, folder):
+        (folder / "tokenizer.json").mkdir()
+        plain(tokenizer, folder)
+
+    monkeypatch.setattr(language, "save_tokenizer", blocked)
+    assert train(tmp_path / "a", "--steps", "1", "--export") == 2
+    assert f"error: cannot write {tmp_path / 'a' / 'model'}: Is a directory" in capsys.readouterr().err
+    assert not list((tmp_path / "a").glob("*model*"))
+
+
+def test_a_disk_too_full_for_settings_and_metrics_leaves_those_before(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "2") == 0
+    names = tmp_path / "a" / "run.json", tmp_path / "a" / "metrics.csv"
+    before = [path.read_bytes() for path in names]
+    for path in names:
+        with largest_file(path.stat().st_size - 1):
+            assert train(tmp_path / "a", "--steps", "2", "--resume") == 2
+        assert "File too large" in capsys.readouterr().err
+        assert [path.read_bytes() for path in names] == before
+
+
+def test_a_row_longer_than_the_models_positions_is_refused_before_anything_is_built(tmp_path, monkeypatch, capsys):
+    for module, name in ((session, "build_model"), (language, "load_corpus")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("built"))
+    assert train(tmp_path / "a", "--seq", "4096") == 2
+    assert "seq 4096; the model has 2048 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", "{}", "run.json is broken: no corpus or settings"),
+        ("run.json", "[]", "run.json is broken: no corpus or settings"),
+        ("run.json", '{"corpus": "", "settings": {"model": "tiny"}}', "run.json is broken: no batch, mode"),
+        ("run.json", "{", "run.json is broken"),
+        ("run.json", None, "holds no run to go on with"),
+        ("checkpoints/step-00000001/checkpoint.json", "{", "checkpoint.json"),
+    ],
+)
+def test_a_broken_folder_is_named(tmp_path, capsys, name, content, message):
+    assert train(tmp_path / "a", "--steps", "1") == 0
+    path = tmp_path / "a" / name
+    path.unlink() if content is None else path.write_text(content)
+    assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 2
+    assert train(tmp_path / "a", "--steps", "1", "--resume") == 2
+    err = capsys.readouterr().err
+    assert err.count(message) == 2 and err.count("\n") == 2
+    if content is None:
+        assert train(tmp_path / "a", "--steps", "1") == 2
+        assert "holds a run without its run.json" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path, capsys):
+    (tmp_path / "a").write_text("")
+    for more in ([], ["--resume"]):
+        assert train(tmp_path / "a", *more) == 2
+        assert f"{tmp_path / 'a'}" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 2
+    assert (tmp_path / "a").read_text() == ""
+
+
+def test_it_goes_on_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.txt").write_text("".join(f"line {i} of many\n" for i in range(2000)))
+    monkeypatch.chdir(tmp_path)
+    assert train("a", "--steps", "1", "--data", "own", "--export") == 0
+    more = ["--data", "own", "--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked", "--out", "b"]
+    assert main(["train", "--model", "a/model", *more, "--steps", "1"]) == 0
+    monkeypatch.chdir(tmp_path / "own")
+    for name in ("a", "b"):
+        assert main(["train", "--resume", "--out", f"../{name}", "--steps", "2"]) == 0
 
 
 @pytest.mark.parametrize(
