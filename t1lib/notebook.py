@@ -42,9 +42,11 @@ def _draw(folder: Path, experiment: str, name: str, frame: pd.DataFrame) -> "Fig
     with style():  # sizes and font types count when a figure is drawn and when it is saved
         figure = known[choose(f"figure of {experiment}:", name, known)](frame)
         # Without its date the PDF is the same from run to run.
-        figure.savefig(folder / "figures" / f"{name}.pdf", metadata={"CreationDate": None})
-        figure.savefig(folder / "figures" / f"{name}.png", dpi=150)
-    plt.close(figure)  # else the inline backend shows it once more at the end of the cell
+        try:
+            figure.savefig(folder / "figures" / f"{name}.pdf", metadata={"CreationDate": None})
+            figure.savefig(folder / "figures" / f"{name}.png", dpi=150)
+        finally:
+            plt.close(figure)  # else the inline backend shows it once more at the end of the cell
     return figure
 
 

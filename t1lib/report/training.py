@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 from t1lib.report.style import VARIANTS, style, subplots
 
 
-def draw_metrics(frame: pd.DataFrame, path: Path) -> Path:
-    """Loss, tokens a second and memory over steps, as `t1lib.train.run` writes them. Returns `path`, the figure's."""
+def draw_metrics(frame: pd.DataFrame, path: Path) -> None:
+    """Write to `path` the figure of loss, tokens a second and memory over steps, as `t1lib.train.run` has them."""
     with style():
         figure, (losses, rate) = subplots(2.4, 2)
         _losses(losses, frame)
@@ -29,9 +29,10 @@ def draw_metrics(frame: pd.DataFrame, path: Path) -> Path:
         memory.spines["right"].set_visible(True)
         handles = [*rate.get_lines(), *memory.get_lines()]
         rate.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-        figure.savefig(path)
-    plt.close(figure)
-    return path
+        try:
+            figure.savefig(path)
+        finally:
+            plt.close(figure)
 
 
 def _losses(axes: Axes, frame: pd.DataFrame) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from matplotlib import pyplot
 from test_checkpoint import largest_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -165,6 +166,7 @@ def test_a_finished_run_whose_plot_or_model_cannot_be_written_says_so(tmp_path, 
     (tmp_path / "a" / "metrics.csv").unlink()
     assert train(tmp_path / "a", "--steps", "2", "--resume") == 2
     assert "metrics.csv has no step to plot" in capsys.readouterr().err
+    assert not pyplot.get_fignums()
 
 
 def test_a_tokenizer_that_cannot_be_written_leaves_no_model(tmp_path, monkeypatch, capsys):
