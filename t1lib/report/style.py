@@ -90,10 +90,11 @@ def style() -> AbstractContextManager:
 
 def _own_fonts() -> None:
     """See that Matplotlib knows the fonts it brings: its list, one file a user, may be of an environment now gone."""
-    brought = Path(matplotlib.get_data_path(), "fonts", "ttf")
-    if not any(Path(font.fname).parent == brought for font in font_manager.fontManager.ttflist):
+    brought, known = Path(matplotlib.get_data_path(), "fonts", "ttf"), font_manager.fontManager.ttflist
+    if not any(Path(font.fname).parent == brought for font in known):
         for path in font_manager.findSystemFonts(str(brought)):
             font_manager.fontManager.addfont(path)
+        known.sort(key=lambda font: Path(font.fname).parent != brought)  # first, before the system's of the same name
 
 
 def subplots(height: float, columns: int = 1, **kwargs: object) -> tuple[Figure, Axes]:
