@@ -9,9 +9,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from t1lib.heads.fused_memory import TOKEN_BYTES
 from t1lib.heads.fused_plan import TILES, Device, Shape, device_of
-from t1lib.heads.fused_search import early_bytes, early_from, plan_early, plan_late
+from t1lib.heads.fused_search import early_bytes, early_is_faster, plan_early, plan_late
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import DEVICE_PIECE, OptimizerSpec, state_bytes
@@ -187,8 +186,7 @@ def _fused_bytes(work: Work) -> int:
     tiles = TILES[device.kind, work.itemsize]
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
     shape = Shape(work.micro_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True, room=work.hidden)
-    least = early_from(shape._replace(tokens=0), device, tiles) + TOKEN_BYTES * shape.tokens
-    if work.workspace < least:  # the head makes its gradients later, in what it is given
+    if not early_is_faster(shape, work.workspace, device, tiles):  # it makes its gradients later, in what it is given
         plan_late(shape, work.workspace, device, tiles, None)
         return work.workspace
     return min(work.workspace, early_bytes(shape, plan_early(shape, work.workspace, device, tiles, None)))

@@ -10,7 +10,6 @@ from torch import Tensor
 from t1lib.errors import T1Error, require
 from t1lib.heads import checks, fused_chunks, fused_plan, fused_run, fused_search
 from t1lib.heads.contract import HeadStats, Options, prepare
-from t1lib.heads.fused_memory import TOKEN_BYTES
 from t1lib.heads.logits import token_losses
 from t1lib.heads.scale import scale_
 
@@ -94,8 +93,7 @@ def _is_early(
         return True
     kind = fused_plan.device_of(device)
     tiles = fused_plan.TILES[kind.kind, shape.compute.itemsize]
-    least = fused_search.early_from(shape._replace(tokens=0), kind, tiles)
-    return opts.workspace - TOKEN_BYTES * shape.tokens >= least
+    return fused_search.early_is_faster(shape, opts.workspace, kind, tiles)
 
 
 def _shape(tokens: int, compute: torch.dtype, needs: list[bool], linear_weight: Tensor) -> fused_plan.Shape:

@@ -164,6 +164,11 @@ def _early_plans(costs: _Costs, budget: int) -> list[tuple[float, Early]]:
     return plans
 
 
+def early_is_faster(shape: Shape, workspace: int, device: Device, tiles: Tiles) -> bool:
+    """Whether a forward that makes gradients within the workspace is faster than logits made twice."""
+    return workspace - TOKEN_BYTES * shape.tokens >= early_from(shape._replace(tokens=0), device, tiles)
+
+
 @cache
 def early_from(shape: Shape, device: Device, tiles: Tiles) -> int:
     """Bytes, besides `TOKEN_BYTES` a token, from which gradients made in the forward are the faster ones.

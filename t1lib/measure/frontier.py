@@ -1,6 +1,5 @@
 """Time and memory of a training step over models, modes, heads and lengths, each beside its prediction."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,7 +126,7 @@ def _stopped(records: Records, variant: str, phase: str, error: Exception) -> st
 def _measure(
     frontier: Frontier, worker: Isolated, head: str, seq: int, counts: tuple[int, int], records: Records, variant: str,
     phase: str,
-) -> Iterator[float]:  # fmt: skip
+) -> list[float]:  # fmt: skip
     options = {"workspace": frontier.workspace} if head == "fused" else {}
     worker.call("set_point", batch=1, seq=seq, head=head, head_options=options)
     warmup, steps = counts
@@ -136,7 +135,7 @@ def _measure(
     peaks = worker.call("memory")
     add_memory(records, variant, phase, {k: v for k, v in peaks.items() if k in ("allocated", "reserved", "host")})
     print(f"{variant} {seq}: {min(times):,.0f} ms, {peaks['allocated'] / GIB:.2f} GiB")
-    yield from times
+    return times
 
 
 def _file_prediction(records: Records, variant: str, phase: str, p: Prediction) -> None:

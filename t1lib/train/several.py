@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.errors import require
+from t1lib.heads.agreement import digest_of
 from t1lib.train.batch import Piece, counted, dealt, pieces_of
 from t1lib.train.ranks import join, own_device, world
 from t1lib.train.trainer import Trainer
@@ -32,7 +33,7 @@ class Several(Trainer):
         facts = {name: getattr(self, name) for name in ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite")}
         facts |= {"head": self.head, "head_options": self.head_options, "optimizer": self.spec}
         params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in self.model.named_parameters()}
-        values = [_bits(p.detach()) for p in self.model.parameters()]
+        values = [digest_of(p.cpu()) for p in self.model.parameters()]
         facts |= {"the model's parameters": _digest(params), "the model's weights": _digest(values)}
         return {"mode": self.mode, "device": self.device.type} | self._own_facts() | facts
 
@@ -47,10 +48,7 @@ class Several(Trainer):
 
         def look() -> tuple[str, float]:
             found.extend(self._checked(batch))
-            digest = hashlib.sha256(repr([t.shape for t in found]).encode())
-            for tensor in found:
-                digest.update(tensor.cpu().contiguous().numpy())
-            return digest.hexdigest(), self.schedule(self.steps)
+            return repr([(t.shape, digest_of(t.cpu())) for t in found]), self.schedule(self.steps)
 
         batches, factors = zip(*self.ranks.share(look), strict=True)
         same = len(set(batches)) == 1
@@ -75,13 +73,6 @@ class Several(Trainer):
         if self._own_group:
             dist.destroy_process_group()
             self._own_group = False
-
-
-def _bits(tensor: Tensor) -> tuple[int, list[int]]:
-    """Of a tensor's numbers the sum as integers, which no order of adding up changes, and the first few."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    numbers = tensor.view(integers).flatten()
-    return sum(int(part.sum()) for part in numbers.split(2**24)), numbers[:16].tolist()
 
 
 def _digest(thing: Any) -> str:
