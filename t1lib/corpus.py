@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from t1lib.errors import T1Error, require
+from t1lib.files import whole
 from t1lib.texts import LIBRARY, corpus_hash, read_texts, sha256
 
 END = "<|endoftext|>"  # after each text; id 0
@@ -102,7 +103,9 @@ def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
             f"vocabulary {vocabulary} is more than this corpus supports: {size:.3g} MB reach {reached} tokens; "
             f"allowed: {SMALLEST} to {reached}, or take more text"
         )
-    _keep(tokenizer, kept)
+    # Processes of one run train the same one at once; a cache that cannot be written saves nothing, and costs nothing.
+    with suppress(T1Error), whole(kept, f".{os.getpid()}") as partial:
+        partial.write_text(tokenizer.to_str(), encoding="utf-8")
     return tokenizer
 
 
@@ -118,17 +121,6 @@ def _train(texts: dict[str, str], vocabulary: int) -> Tokenizer:
     )  # fmt: skip
     tokenizer.train_from_iterator((texts[name] for name in sorted(texts)), trainer)
     return tokenizer
-
-
-def _keep(tokenizer: Tokenizer, path: Path) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(tokenizer.to_str(), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:  # a cache that cannot be written saves nothing, and costs nothing
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def split_texts(texts: dict[str, str], held_out: float, seed: int) -> tuple[list[str], list[str]]:

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from t1lib.corpus import cache_folder
-from t1lib.errors import T1Error
+from t1lib.files import write_json
 from t1lib.measure.environment import device_name
 from t1lib.measure.floors import measure_link, measure_product
 from t1lib.measure.timing import median_ms
@@ -59,12 +59,8 @@ def this_machine() -> Machine:
 
 def calibrate(device: torch.device) -> Machine:
     """Measure this machine and keep its rates for `this_machine`. Raises `T1Error` where they cannot be written."""
-    found, path = measure_machine(device), machine_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise T1Error(f"cannot write {path}: {error.strerror or error}") from None
+    found = measure_machine(device)
+    write_json(machine_file(), asdict(found))
     return found
 
 

@@ -17,6 +17,7 @@ import pandas as pd
 
 from t1lib import paths
 from t1lib.errors import T1Error, choose, require
+from t1lib.files import write_json
 from t1lib.measure import manifest
 from t1lib.measure.environment import environment, git_state
 from t1lib.measure.records import Numbers, Records
@@ -115,7 +116,7 @@ class Run:
         """Note the hash of what the run read beside its parameters, such as a corpus: it goes into the manifest."""
         path = self.outdir / manifest.INPUTS
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        path.write_text(json.dumps(known | {name: sha256}, indent=1) + "\n", encoding="utf-8", newline="\n")
+        write_json(path, known | {name: sha256})
 
     def draw(self, name: str) -> "Figure":
         """Draw a figure of `t1lib.report.FIGURES` from the records so far, save it, and return it for display."""
@@ -135,8 +136,7 @@ class Run:
         self.outdir.mkdir(parents=True, exist_ok=True)
         self.records.save(self.outdir / "samples.csv")
         _count(self.outdir, self.experiment, self.records.frame(), self.numbers)
-        text = json.dumps(environment(), indent=1, ensure_ascii=False)
-        (self.outdir / "environment.json").write_text(text + "\n", encoding="utf-8", newline="\n")
+        write_json(self.outdir / "environment.json", environment())
         if not self._driven:
             self._publish()
 

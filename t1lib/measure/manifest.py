@@ -17,6 +17,7 @@ from typing import Any
 import t1lib
 from t1lib import params, paths
 from t1lib.errors import T1Error, require
+from t1lib.files import write_json
 from t1lib.measure.environment import device_name, environment, git_state
 
 NAME = "manifest.json"
@@ -67,11 +68,11 @@ def utc_now() -> str:
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return each file under `folder`, the manifest excepted, with its sha256 and its size in bytes."""
+    """Return each file under `folder`, the manifest and hidden ones excepted, with its sha256 and size in bytes."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in (NAME, NAME + ".tmp"):
+        if path.is_file() and name != NAME and not path.name.startswith("."):
             data = path.read_bytes()
             found[name] = {"sha256": _digest(data), "bytes": len(data)}
     return found
@@ -82,12 +83,6 @@ def _take_inputs(folder: Path) -> dict[str, str]:
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     path.unlink(missing_ok=True)
     return found
-
-
-def _write(folder: Path, content: Mapping[str, Any]) -> None:
-    temporary = folder / (NAME + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", newline="\n")
-    os.replace(temporary, folder / NAME)
 
 
 def write(
@@ -118,7 +113,7 @@ def write(
         "seconds": round(seconds, 1),
         "files": _files(folder),
     }
-    _write(folder, content)
+    write_json(folder / NAME, content)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -173,7 +168,7 @@ def refresh(folder: Path, names: Iterable[str]) -> None:
     redrawn = tuple(names)
     kept = {name: entry for name, entry in content["files"].items() if not name.startswith(redrawn)}
     kept |= {name: entry for name, entry in _files(folder).items() if name.startswith(redrawn)}
-    _write(folder, {**content, "files": dict(sorted(kept.items()))})
+    write_json(folder / NAME, {**content, "files": dict(sorted(kept.items()))})
 
 
 def _aside(final: Path) -> Path:

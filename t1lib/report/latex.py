@@ -15,6 +15,7 @@ from typing import Any
 
 from t1lib import paths
 from t1lib.errors import T1Error, UnavailableError, require
+from t1lib.files import whole
 from t1lib.measure import manifest
 from t1lib.measure.records import Numbers, escape_latex
 
@@ -57,7 +58,7 @@ def _build_one(outputs: Path) -> Path:
         _gather(outputs, folder)
         write_context(content, folder / "context.tex")
         _compile(folder, outputs.name, content["started"])
-        _replace(folder / f"{outputs.name}.pdf", final)
+        _publish(folder / f"{outputs.name}.pdf", final)
     return final
 
 
@@ -161,11 +162,9 @@ def _fail(folder: Path, report: str, output: str) -> None:
     raise T1Error(f"LaTeX could not build the report {report}; its PDF is as it was before:\n{first}")
 
 
-def _replace(made: Path, final: Path) -> None:
-    temporary = final.with_name(f".{final.name}.tmp")
+def _publish(made: Path, final: Path) -> None:
     try:
-        shutil.copyfile(made, temporary)
-        os.replace(temporary, final)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise T1Error(f"cannot write {paths.shown(final)} ({error.strerror}); is it open in a viewer?") from None
+        with whole(final) as partial:
+            shutil.copyfile(made, partial)
+    except T1Error as error:
+        raise T1Error(f"{error}; is it open in a viewer?") from None

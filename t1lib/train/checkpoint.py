@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO
 import torch
 
 from t1lib.errors import T1Error, require
+from t1lib.files import remove, writing
 from t1lib.train.trainer import Trainer
 
 META = "checkpoint.json"
@@ -53,7 +53,7 @@ class _Files:
 
     def begin(self) -> None:
         for left in self.folder.glob(".step-*.partial"):
-            _remove(left)
+            remove(left)
         with self._whole_or_not_there():
             self._partial.mkdir(parents=True)
 
@@ -80,47 +80,7 @@ class _Files:
             raise
 
     def drop(self) -> None:
-        _remove(self._partial)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise `T1Error`, naming `path`, where the disk refuses what is written here, by whatever library."""
-    try:
-        yield
-    except Exception as error:
-        reason = _of_the_disk(error)
-        if reason is None:
-            raise
-        raise T1Error(f"cannot write {path}: {reason}") from error
-
-
-def _of_the_disk(error: BaseException) -> str | None:
-    """Why it refused, None if another thing went wrong. PyTorch's writer of zip files raises an error of its own over
-    the disk's; libraries in Rust raise exceptions of their own that quote it."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError):
-            return found.strerror or str(found)
-        found = found.__context__
-    return str(error).splitlines()[0] if "(os error " in str(error) else None
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A name to write a file or a folder to, which becomes `path` when that is done: it is whole or not there. Raises
-    `T1Error` if it cannot be written."""
-    partial_path = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _remove(partial_path)
-            yield partial_path
-            if path.is_dir():
-                _remove(path)
-            os.replace(partial_path, path)
-    finally:
-        _remove(partial_path)
+        remove(self._partial)
 
 
 def _discard(checkpoint: Path) -> None:
@@ -128,14 +88,7 @@ def _discard(checkpoint: Path) -> None:
     aside = checkpoint.with_name(f".{checkpoint.name}.old.partial")
     with suppress(OSError):
         os.replace(checkpoint, aside)
-    _remove(aside)
-
-
-def _remove(path: Path) -> None:
-    """A file or a folder, if it is there and can be removed."""
-    shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):
-        path.unlink()
+    remove(aside)
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:

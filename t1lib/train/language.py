@@ -8,11 +8,11 @@ from torch import Tensor
 
 from t1lib.corpus import load_corpus, save_tokenizer
 from t1lib.errors import require
+from t1lib.files import whole
 from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.measure.head_data import save_operands
 from t1lib.texts import LIBRARY
 from t1lib.train import StepRecord
-from t1lib.train.checkpoint import whole
 from t1lib.train.models import PRESETS, shape_only
 from t1lib.train.session import TrainSession
 

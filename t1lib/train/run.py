@@ -15,8 +15,9 @@ import torch
 
 from t1lib import __version__
 from t1lib.errors import T1Error, require
+from t1lib.files import whole, write_json, writing
 from t1lib.measure.memory import GIB
-from t1lib.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint, whole, writing
+from t1lib.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from t1lib.train.language import LanguageSession
 from t1lib.train.ranks import ALONE, Ranks
 from t1lib.train.trainer import StepRecord
@@ -81,8 +82,7 @@ class TrainRun:
     def _write_settings(self) -> None:
         content = {"t1lib": __version__, "torch": torch.__version__, "corpus": self.about["sha256"]}
         content |= {"settings": self.settings}
-        with whole(self.folder / SETTINGS) as partial:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", newline="\n")
+        write_json(self.folder / SETTINGS, content)
 
     # -- training --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,67 @@
+"""Files that are whole or not there, and one error where the disk refuses."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from t1lib.errors import T1Error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `T1Error`, naming `path`, where the disk refuses what is written here, by whatever library."""
+    try:
+        yield
+    except Exception as error:
+        reason = _of_the_disk(error)
+        if reason is None:
+            raise
+        raise T1Error(f"cannot write {path}: {reason}") from error
+
+
+def _of_the_disk(error: BaseException) -> str | None:
+    """Why it refused, None if another thing went wrong. PyTorch's writer of zip files raises an error of its own over
+    the disk's; libraries in Rust raise exceptions of their own that quote it."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError):
+            return found.strerror or str(found)
+        found = found.__context__
+    return str(error).splitlines()[0] if "(os error " in str(error) else None
+
+
+@contextmanager
+def whole(path: Path, writers: str = "") -> Iterator[Path]:
+    """A name to write a file or a folder to, which becomes `path` when that is done: it is whole or not there.
+
+    `writers` tells apart processes that may write it at once. Raises `T1Error` if it cannot be written.
+    """
+    partial_path = path.with_name(f".{path.stem}{writers}.partial{path.suffix}")
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove(partial_path)
+            yield partial_path
+            if path.is_dir():
+                remove(path)
+            os.replace(partial_path, path)
+    finally:
+        remove(partial_path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` to `path`, which is whole or as it was. Raises `T1Error` if it cannot be written."""
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    with whole(path) as partial_path:
+        partial_path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if it is there and can be removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
