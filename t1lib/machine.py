@@ -15,7 +15,8 @@ from t1lib.measure.environment import device_name
 from t1lib.measure.floors import measure_link, measure_product
 from t1lib.measure.timing import median_ms
 from t1lib.train.models import build_model, layer_arguments, split
-from t1lib.train.optim import OptimizerSpec, Updater
+from t1lib.train.optim import Updater
+from t1lib.train.spec import OptimizerSpec
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from t1lib.plan import (
 )
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import shape_only
-from t1lib.train.optim import OptimizerSpec
 from t1lib.train.slide import UPDATES
+from t1lib.train.spec import OptimizerSpec
 from t1lib.work import Work, head_bytes, work_of
 
 MODES = ("gpu", "ckpt", "slide")

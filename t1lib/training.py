@@ -144,8 +144,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     from t1lib.heads import HEADS, parse_bytes
     from t1lib.texts import LIBRARY
     from t1lib.train import MODES, OPTIMIZERS, PRESETS
-    from t1lib.train.optim import SCHEDULES, OptimizerSpec, Schedule
     from t1lib.train.slide import UPDATES
+    from t1lib.train.spec import SCHEDULES, OptimizerSpec, Schedule
 
     known = {"mode": MODES, "head": HEADS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
     for name, allowed in known.items():

@@ -13,8 +13,9 @@ from t1lib.heads.fused_plan import TILES, Device, Shape, device_of
 from t1lib.heads.fused_search import early_bytes, early_is_faster, plan_early, plan_late
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
-from t1lib.train.optim import DEVICE_PIECE, OptimizerSpec, state_bytes
+from t1lib.train.optim import DEVICE_PIECE
 from t1lib.train.placement import best_place, spare_modules
+from t1lib.train.spec import OptimizerSpec, state_bytes
 
 CHUNKS = 8  # of head `chunked`, by default
 SLACK = 64 * 2**20  # on a GPU: cuBLAS's workspaces, small tensors
@@ -34,7 +35,7 @@ class Work:
     slack            bytes that any step holds beside all this
     graphed          whether layers that are streamed and computed again run as CUDA graphs
     masters          whether parameters have float32 masters, as a whole
-    beside           bytes of state more of a parameter that the host updates beside the device (`optim.spec_of`)
+    beside           bytes of state more of a parameter that the host updates beside the device (`spec.spec_of`)
     widening         whether updates on the device widen gradients of 16 bits, a piece at a time
     on_device        share of slide's layers that are updated there; their optimizer state, if any, travels
     saved            what a layer's backward needs, a token, beyond its weights

@@ -16,7 +16,7 @@ from t1lib.measure.memory import GIB
 from t1lib.planner import Setting, head_bytes, predict, predict_point, recommended
 from t1lib.train import build_model, make_trainer
 from t1lib.train.models import shape_only
-from t1lib.train.optim import OptimizerSpec
+from t1lib.train.spec import OptimizerSpec
 from t1lib.work import work_of
 
 SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)

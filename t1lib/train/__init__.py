@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 from t1lib.errors import choose
 from t1lib.train.fsdp import FsdpTrainer
 from t1lib.train.models import PRESETS, build_model, sizes, split
-from t1lib.train.optim import OPTIMIZERS, OptimizerSpec, Schedule
 from t1lib.train.resident import CkptTrainer, GpuTrainer
 from t1lib.train.slide import SlideTrainer
+from t1lib.train.spec import OPTIMIZERS, OptimizerSpec, Schedule
 from t1lib.train.trainer import StepRecord, Trainer
 
 MODES: dict[str, type[Trainer]] = {

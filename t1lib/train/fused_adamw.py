@@ -13,7 +13,7 @@ from torch import Tensor
 from t1lib.heads.scale import triton
 
 if TYPE_CHECKING:
-    from t1lib.train.optim import OptimizerSpec
+    from t1lib.train.spec import OptimizerSpec
 
 BLOCK = 1024
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.train.narrow import Scratch
-from t1lib.train.optim import OptimizerSpec, Updater, has_master, spec_of, state_bytes
+from t1lib.train.optim import Updater
 from t1lib.train.ranks import Ranks
 from t1lib.train.shared import HostMemory
+from t1lib.train.spec import OptimizerSpec, has_master, spec_of, state_bytes
 from t1lib.train.streams import Layout
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.host_layers import HostLayers
-from t1lib.train.optim import OptimizerSpec
 from t1lib.train.ranks import Ranks
 from t1lib.train.shared import Landings
+from t1lib.train.spec import OptimizerSpec
 from t1lib.train.streams import Lane, Mark, Slots, UpdateWorker
 
 

@@ -19,9 +19,10 @@ from torch.func import functional_call
 from t1lib.errors import require
 from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
-from t1lib.train.optim import OptimizerSpec, Updater, norms_of
+from t1lib.train.optim import Updater, norms_of
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.rows import HostRows
+from t1lib.train.spec import OptimizerSpec
 from t1lib.train.streams import Mark, send
 
 

@@ -11,8 +11,9 @@ from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.inward import Inward
 from t1lib.train.narrow import wide
-from t1lib.train.optim import OptimizerSpec, Updater, has_no_state, norms_of
+from t1lib.train.optim import Updater, norms_of
 from t1lib.train.ranks import Ranks
+from t1lib.train.spec import OptimizerSpec, has_no_state
 from t1lib.train.streams import HostPool, Lane, Mark, Slots
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
-from t1lib.train.optim import OptimizerSpec
 from t1lib.train.outward import Outward
 from t1lib.train.ranks import Ranks
+from t1lib.train.spec import OptimizerSpec
 from t1lib.train.streams import Mark
 from t1lib.train.travel import Travel
 

@@ -11,7 +11,7 @@ from t1lib.errors import require
 from t1lib.heads import DEFAULT_HEAD, parse_bytes
 from t1lib.measure.memory import host_available
 from t1lib.train.models import Parts
-from t1lib.train.optim import OptimizerSpec, has_no_state, state_bytes
+from t1lib.train.spec import OptimizerSpec, has_no_state, state_bytes
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:

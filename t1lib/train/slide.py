@@ -15,7 +15,7 @@ from t1lib.measure.memory import GIB, host_available, pinned_zeros, trim_heap
 from t1lib.train.activations import Activations
 from t1lib.train.ahead import ROWS_AHEAD
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
-from t1lib.train.optim import Updater, has_master, has_no_state, spec_of, state_bytes
+from t1lib.train.optim import Updater
 from t1lib.train.outer import Outer
 from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
@@ -30,6 +30,7 @@ from t1lib.train.placement import (
 from t1lib.train.ranks import launched
 from t1lib.train.recompute import Recomputation
 from t1lib.train.slide_step import SlideStep
+from t1lib.train.spec import has_master, has_no_state, spec_of, state_bytes
 from t1lib.train.store import HostStore
 from t1lib.train.trainer import default_device
 from t1lib.train.vocabulary import StreamedHead

@@ -1,7 +1,7 @@
-"""What all trainers share: a step, its loss, its checks, the interception of the layers, checkpoints."""
+"""What all trainers share: their settings, a step, its update."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t1lib.errors import T1Error, choose, require
-from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
+from t1lib.heads import DEFAULT_HEAD, HEADS
 from t1lib.measure.timing import NoTrace, PhaseTimer, Trace
-from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.layers import Layered
+from t1lib.train.losses import Losses
 from t1lib.train.models import split
-from t1lib.train.optim import OptimizerSpec, Schedule, Updater, norms_of
+from t1lib.train.optim import Updater, norms_of
+from t1lib.train.spec import OptimizerSpec, Schedule
 from t1lib.train.state import Stateful
-from t1lib.train.streams import send
 
 LOSSES = ("cross_entropy", "mean_square")
 TRAINABLE = ("all", "layers", "marked")
@@ -47,7 +47,7 @@ def default_device(device: torch.device | str | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-class Trainer(Layered, Stateful):
+class Trainer(Layered, Losses, Stateful):
     """Trains a causal language model one batch at a time. Subclasses say where the layers live and how they run.
 
     model      from `build_model`; the trainer places it and owns it until `close`
@@ -147,95 +147,12 @@ class Trainer(Layered, Stateful):
         self.steps, self.skipped = self.steps + 1, self.skipped + lost
         return StepRecord(self.steps, float(loss), batch["input_ids"].numel(), wall_ms, phases, norm, lost)
 
-    @torch.no_grad()
-    def evaluate(self, batch: dict[str, Tensor]) -> float:
-        """The batch's loss, without training on it."""
-        timer = PhaseTimer(self.device)
-        return float(sum(self._losses(self._pieces(batch), timer)))
-
-    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
-        return pieces_of(*self._checked(batch), self.micro_batch, self._width)
-
-    def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(input_ids, targets) of a batch that fits the model."""
-        require(not self.closed, "the trainer was closed: make another one")
-        return check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
-
-    @property
-    def _width(self) -> int | None:
-        return self.model.config.hidden_size if self.loss == "mean_square" else None
-
-    def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Iterator[Tensor]:
-        """Each piece's share of the loss."""
-        for piece in pieces:
-            hidden = self._hidden(self._embed(piece))
-            timer.mark("forward")
-            yield self._loss(hidden, piece, timer)
-
-    def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
-        """Gradients of the batch's loss, which is returned. Those of the embedding come last, of all pieces in turn.
-
-        So they do in mode `slide`, too: a weight that is embedding and head adds up in the same order.
-        """
-        total, embeddings = torch.zeros((), device=self.device), []
-        for piece in pieces:
-            embedded = self._embed(piece)
-            leaf = embedded.detach().requires_grad_(embedded.requires_grad)
-            embeddings.append((embedded, leaf))
-            hidden = self._hidden(leaf)
-            timer.mark("forward")
-            hidden.register_hook(lambda _: timer.mark("head_backward"))
-            loss = self._loss(hidden, piece, timer)
-            total += self._back(loss)
-            self.trace.end("compute", "backward", 0)
-            timer.mark("backward")
-        self._embeddings_backward(embeddings)
-        timer.mark("backward")
-        return total
-
-    def _back(self, loss: Tensor) -> Tensor:
-        """Run the backward of a piece's loss, and return what it is."""
-        self._in_backward = True
-        try:
-            loss.backward()
-        finally:
-            self._in_backward = False
-        return loss.detach()
-
-    def _embeddings_backward(self, embeddings: list[tuple[Tensor, Tensor]]) -> None:
-        for embedded, leaf in embeddings:
-            if embedded.requires_grad:
-                embedded.backward(leaf.grad)
-
     def _settle(self, lost: bool) -> None:
         """What is to be done when the host knows whether the gradients were finite, or the step is lost."""
 
     def _spoiled(self) -> str:
         """What a step has changed when it fails for a gradient that is not finite."""
         return "nothing was updated"
-
-    def _embed(self, piece: Piece) -> Tensor:
-        embed = self.parts.embed
-        return send(embed(send(piece.ids, embed.weight.device)), self.device)
-
-    def _hidden(self, embedded: Tensor) -> Tensor:
-        """What comes out of the model before the head: the last layer's output, through the norm."""
-        return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
-
-    def _loss(self, hidden: Tensor, piece: Piece, timer: PhaseTimer) -> Tensor:
-        """The piece's share of the batch's loss."""
-        reduction = "mean" if piece.total is None else "sum"
-        if self.loss == "mean_square":
-            squares = hidden.float().pow(2)
-            loss = squares.mean() if piece.total is None else squares.sum()
-        else:
-            head = self.parts.head
-            loss = linear_cross_entropy(
-                hidden, head.weight, send(piece.targets, self.device), head=self.head, linear_bias=head.bias,
-                softcap=self.parts.softcap, reduction=reduction, **self.head_options,
-            )  # fmt: skip
-        timer.mark("head_forward")
-        return loss if piece.total is None else loss / (piece.total or math.nan)
 
     @torch.no_grad()
     def _update(self) -> Tensor:

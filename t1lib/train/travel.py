@@ -16,7 +16,8 @@ from torch import Tensor
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.host_layers import HostLayers
 from t1lib.train.narrow import Scratch
-from t1lib.train.optim import OptimizerSpec, Updater
+from t1lib.train.optim import Updater
+from t1lib.train.spec import OptimizerSpec
 from t1lib.train.streams import Lane, Mark
 
 PIECE = 5 << 19  # numbers of a layer: enough to keep the link busy, few beside a layer

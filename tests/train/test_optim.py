@@ -12,7 +12,8 @@ from test_parity import assert_same, batches, model, run
 
 from t1lib.train import OptimizerSpec, make_trainer
 from t1lib.train.narrow import Scratch, join, split
-from t1lib.train.optim import Updater, state_bytes
+from t1lib.train.optim import Updater
+from t1lib.train.spec import state_bytes
 
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "master_weights": True}
 SPLIT, SHORT = {"split_master": True}, {"moments": "bfloat16"}

@@ -5,7 +5,7 @@ import torch
 
 from t1lib.measure.timing import PhaseTimer
 from t1lib.train import OptimizerSpec, ahead, build_model, make_trainer, outer_travel, travel
-from t1lib.train.optim import Schedule
+from t1lib.train.spec import Schedule
 
 STEPS = 5
 SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97}

@@ -1,0 +1,100 @@
+"""What to update with and how fast: an optimizer's specification, and learning rates over steps."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import choose, require
+
+OPTIMIZERS = ("sgd", "adamw")
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What to update with. Defaults are PyTorch's, except that nothing decays unless asked.
+
+    master_weights  a float32 master beside each 16-bit parameter, and moments in float32
+    split_master    of the master, keep only the 16 bits that the parameter lacks: 2 bytes less a parameter (not of
+                    layers that the host updates beside a GPU that updates others, `spec_of`)
+    moments         "float32", or "bfloat16": AdamW's moments beside a master, rounded up or down at random (by
+                    chance, not to the nearest: a thousandth of change would never get through 8 bits)
+    """
+
+    name: str = "sgd"
+    lr: float = 1e-4
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    master_weights: bool = False
+    split_master: bool = False
+    moments: str = "float32"
+
+    def __post_init__(self) -> None:
+        choose("optimizer", self.name, OPTIMIZERS)
+        choose("moments", self.moments, MOMENTS)
+        for name in ("weight_decay", "momentum", "eps"):
+            require(getattr(self, name) >= 0, f"{name} {getattr(self, name)} is negative; allowed: 0 or more")
+        require(all(0 <= beta < 1 for beta in self.betas), f"betas {self.betas}; allowed: each from 0 to below 1")
+        require(self.lr >= 0, f"lr {self.lr} is negative; allowed: lr >= 0")
+        needs = self.split_master or self.moments != "float32"
+        require(
+            not needs or (self.master_weights and self.name == "adamw"),
+            "split_master and moments='bfloat16' are for name='adamw' with master_weights=True",
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over steps, as a factor: up from 0 over `warmup` steps, then constant, or down to `least` at the
+    end of `total` steps, in a line or along a cosine."""
+
+    name: str = "constant"
+    warmup: int = 0
+    total: int = 0
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        choose("schedule", self.name, SCHEDULES)
+        ends = self.name == "constant" or self.total > self.warmup
+        require(ends, f"schedule of total={self.total} steps, warmup={self.warmup}; allowed: total beyond warmup")
+
+    def __call__(self, step: int) -> float:
+        """The factor of step `step`, counted from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.name == "constant":
+            return 1.0
+        done = min((step - self.warmup) / (self.total - self.warmup), 1.0)
+        down = 1.0 - done if self.name == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
+        return self.least + (1.0 - self.least) * down
+
+
+def spec_of(spec: OptimizerSpec, layer: int, on_device: Collection[int]) -> OptimizerSpec:
+    """A layer's own, where these are updated on a GPU. Beside it the host keeps masters whole: to join and split them
+    takes its cores three times as long as to read and write them. (Whole ones round to even where they are halfway
+    between two parameters, split ones up.)"""
+    return replace(spec, split_master=False) if on_device and layer not in on_device else spec
+
+
+def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
+    """Bytes of a parameter's optimizer state: moments and what is kept of a master."""
+    wide = spec.master_weights and param.dtype != torch.float32
+    moment = MOMENTS[spec.moments].itemsize if wide else param.dtype.itemsize
+    count = 2 if spec.name == "adamw" else int(spec.momentum > 0)
+    return param.numel() * (count * moment + (2 if spec.split_master else 4) * wide)
+
+
+def has_master(param: Tensor, spec: OptimizerSpec) -> bool:
+    """Whether a whole master is kept beside the parameter, of which it can be made anew."""
+    return spec.master_weights and not spec.split_master and param.dtype != torch.float32
+
+
+def has_no_state(spec: OptimizerSpec) -> bool:
+    """Whether an update asks for nothing but weights and gradients."""
+    return spec.name == "sgd" and not spec.momentum and not spec.master_weights
