@@ -12,6 +12,7 @@ from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
 from t1lib.measure.memory import in_words
 from t1lib.train.ahead import ROWS_AHEAD
+from t1lib.train.store import LEAVING
 from t1lib.train.travel import PIECE, slots_for
 from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
@@ -21,7 +22,10 @@ MOVED = 1.95, 4.1  # bytes that a layer's forward, its backward, move beside pro
 AGAIN = 0.88  # of a layer's forward, what has to be computed again (measured)
 BESIDE = 0.08  # of the layers' backward: what it takes longer where all their state comes and goes beside it (measured)
 CROWDED = 1.2  # times the link's own time: the forward, where the layers' state comes and goes beside it (measured)
-SPREAD = 1.04  # bytes that the allocator reserves for one that is asked for
+GAPS = 0.55  # of the largest tensor: what the allocator reserves beside all that is alive (measured)
+SPREAD = 1.005  # bytes that it reserves for one that is alive, beside that (measured)
+IN_PIECES = 3.0  # times the time of a whole head: one in pieces of the vocabulary, which makes logits twice (measured)
+NEAR = 8  # how much two lanes wait for one another: exponent of a smooth maximum (measured)
 HOST_GRADS = 4  # layers whose gradients wait on the host, by default
 
 
@@ -76,6 +80,7 @@ def device_bytes(work: Work, choice: Choice) -> int:
     others = work.layers - choice.keep
     fixed += others * hidden * (choice.inputs == "device") + 2 * hidden
     kept = choice.keep * (work.tokens * work.saved + hidden)  # with what the layer gives the next one
+    kept += LEAVING * hidden * (choice.inputs == "host")  # inputs of the last others are there until the backward
     one = work.micro_tokens * work.saved
     more = work.head * work.itemsize * (work.pieces > 1 and work.outer > 0 and choice.outer != "streamed")
     head = work.workspace + hidden + more  # a piece's gradient of the head, before it is added to the others'
@@ -86,6 +91,12 @@ def device_bytes(work: Work, choice: Choice) -> int:
         return int(fixed + kept + head + again + work.slack)
     backward = max(kept + one * TEMPORARY if choice.keep else 0, again if others else 0)
     return int(fixed + max(kept + head, backward))
+
+
+def reserved_bytes(work: Work, allocated: float) -> float:
+    """What the allocator takes from the device for a peak of `allocated` bytes."""
+    largest = max(work.layer, work.largest * (work.outer > 0))
+    return SPREAD * allocated + GAPS * largest * work.itemsize
 
 
 def host_bytes(work: Work, choice: Choice) -> int:
@@ -116,6 +127,11 @@ def computing_ms(work: Work, choice: Choice, machine: Machine, beside: float) ->
     return eager * max(one, launch) + graphed * max(one, replay), backward
 
 
+def _longer(one: float, other: float) -> float:
+    """Time of two lanes side by side: the longer one's, and more where the other is nearly as long."""
+    return (one**NEAR + other**NEAR) ** (1 / NEAR)
+
+
 def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     """Time of a step: of each half the busiest lane, and of all the host's updates."""
     streamed, one = work.layers - choice.resident, layer_ms(work, machine)
@@ -130,14 +146,15 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
     sent = max((weights + outer + other + then) / machine.link_in, (inputs + other + then) / machine.link_out) * 1e3
     forward, computing = computing_ms(work, choice, machine, 1 + BESIDE * streamed / work.layers * (now > 0))
-    forward = max(forward, sent * (CROWDED if then else 1.0))
+    forward = _longer(forward, sent * (CROWDED if then else 1.0))
     link = max((again + inputs + now) / machine.link_in, (weights + outer + now) / machine.link_out) * 1e3
     # Streamed layers come first, and are ahead of the link by the gradients that have a place on the device.
     ahead = (choice.grad_slots - 1) * link / max(streamed, 1)
-    backward = max(computing, link - ahead + choice.resident / work.layers * computing)
+    backward = _longer(computing, link - ahead + choice.resident / work.layers * computing)
+    if there and not work.masters and choice.slots == 2:  # weights wait for the update that reads those in their slot
+        backward += work.layer * work.itemsize / machine.link_in * 1e3
     forward += max(link - backward - choice.resident * one, 0)  # the next one's first streamed layer waits
-    in_pieces = 4 / 3 if twice else 1  # the logits are made twice
-    head = max(head_ms(work, machine) * in_pieces, twice / machine.link_in * 1e3)
+    head = max(head_ms(work, machine) * (IN_PIECES if twice else 1.0), twice / machine.link_in * 1e3)
     layers = streamed * work.layer * (1 - work.on_device)
     moved = (layers + on_host) * (work.state + work.itemsize) + layers * work.beside
     update = 2 * moved / machine.update * 1e3  # read and written
@@ -152,9 +169,7 @@ def choices(work: Work) -> Iterator[Choice]:
     parked = ("parked",) if work.travelling and not work.masters else ()
     outers = ("device", "host", *parked, *(("streamed",) if work.outer and work.head else ()))
     gradients = (2, 4, 8) if work.travelling and not work.together else (2,)
-    # With two, layers' weights would wait for the update that reads those before them in the slot.
-    counts = (3,) if work.travelling and not work.masters else (2, 3)
-    for outer, inputs, slots, places in product(outers, ("device", "host"), counts, gradients):
+    for outer, inputs, slots, places in product(outers, ("device", "host"), (2, 3), gradients):
         for resident in range(work.layers + 1):
             yield Choice(slots, resident, 0, inputs, outer, places)
 
@@ -168,7 +183,7 @@ def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | No
     """
 
     def reserved(choice: Choice) -> float:
-        return device_bytes(work, choice) * SPREAD
+        return reserved_bytes(work, device_bytes(work, choice))
 
     best: tuple[float, float, Choice] | None = None
     found = list(choices(work))

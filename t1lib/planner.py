@@ -15,7 +15,6 @@ from t1lib.machine import Machine
 from t1lib.measure.memory import GIB, in_words
 from t1lib.plan import (
     AGAIN,
-    SPREAD,
     TEMPORARY,
     Choice,
     choose_plan,
@@ -23,6 +22,7 @@ from t1lib.plan import (
     head_ms,
     host_bytes,
     layer_ms,
+    reserved_bytes,
     step_ms,
 )
 from t1lib.train.graphs import GRAPH_TOKENS
@@ -140,7 +140,7 @@ def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
     layers = work.layers * (max(forward, launch) + max(back, 2 * launch) + again)
     update = work.params * 2 * (work.state + work.itemsize) / machine.memory * 1e3
     ms = layers + head_ms(work, machine) + update
-    return Prediction(mode, head, int(peak), int(peak * SPREAD), PROCESS, ms)
+    return Prediction(mode, head, int(peak), int(reserved_bytes(work, peak)), PROCESS, ms)
 
 
 def _chosen(work: Work, vram: int, machine: Machine, host: int | None) -> Choice:
@@ -154,7 +154,7 @@ def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Predictio
     peak = device_bytes(work, choice)
     places = ", ".join(f"{k} {v}" for k, v in asdict(choice).items())
     host, ms = PROCESS + host_bytes(work, choice), step_ms(work, choice, machine)
-    return Prediction("slide", head, peak, int(peak * SPREAD), host, ms, places)
+    return Prediction("slide", head, peak, int(reserved_bytes(work, peak)), host, ms, places)
 
 
 def _judged(p: Prediction, vram: int, host: int | None) -> Prediction:

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from t1lib.errors import T1Error
 from t1lib.machine import Machine
-from t1lib.plan import SPREAD, Choice, choose_plan, device_bytes, host_bytes, step_ms
+from t1lib.plan import Choice, choose_plan, device_bytes, host_bytes, reserved_bytes, step_ms
 from t1lib.train import OptimizerSpec, build_model, make_trainer
 from t1lib.train.models import layer_arguments, split
 from t1lib.work import Work, saved_bytes, work_of
@@ -25,7 +25,7 @@ def test_budgets_are_kept_and_more_memory_is_never_slower():
     times = []
     for gib in (3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
         choice = choose_plan(WORK, gib * 2**30)
-        assert device_bytes(WORK, choice) * SPREAD <= gib * 2**30
+        assert reserved_bytes(WORK, device_bytes(WORK, choice)) <= gib * 2**30
         times.append(step_ms(WORK, choice, Machine()))
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 

@@ -13,6 +13,7 @@ from t1lib.errors import T1Error
 from t1lib.heads.fused_plan import Device
 from t1lib.machine import H200, Machine
 from t1lib.measure.memory import GIB
+from t1lib.plan import Choice
 from t1lib.planner import Setting, head_bytes, predict, predict_point, recommended
 from t1lib.train import build_model, make_trainer
 from t1lib.train.models import shape_only
@@ -31,12 +32,28 @@ def by_name(predictions):
     return {(p.mode, p.head): p for p in predictions}
 
 
-def test_what_an_h200_measured_before_is_about_what_is_predicted():
-    """T1M1's real setting: gpu 74.6 GiB reserved and ckpt 32.4 GiB, with head chunked (README of commit b988d01), whose
-    updates widened all gradients at once."""
-    found = by_name(predict(SETTING, 141 * GIB, None, H200))
-    assert found["gpu", "chunked"].reserved == pytest.approx(74.6 * GIB, rel=0.1)
-    assert found["ckpt", "chunked"].reserved == pytest.approx(32.4 * GIB, rel=0.1)
+LEAN = Choice(slots=2, inputs="host", outer="parked")
+
+
+@pytest.mark.parametrize(
+    ("mode", "choice", "ms", "allocated", "reserved"),
+    [
+        ("gpu", None, 508, 72.1, 72.3),
+        ("ckpt", None, 636, 27.9, 28.2),
+        ("slide", LEAN, 641, 3.60, 3.99),
+        ("slide", replace(LEAN, slots=3, keep=2, resident=2, outer="host"), 627, 7.62, 7.94),
+        ("slide", replace(LEAN, slots=3, keep=11, resident=1, outer="host"), 594, 23.1, 23.5),
+        ("slide", Choice(slots=3, keep=28, resident=2, outer="host", grad_slots=4), 531, 54.0, 54.4),
+    ],
+)
+def test_what_an_h200_measured_is_about_what_is_predicted(mode, choice, ms, allocated, reserved):
+    """T1M1's real setting, of commit bbec29b: ms, GiB."""
+    spec = OptimizerSpec("adamw", master_weights=True, split_master=mode == "slide")
+    setting = replace(SETTING, optimizer=spec, micro_batch=16, update="device")
+    found = predict_point(setting, mode, "fused", H200, choice)
+    assert found.ms == pytest.approx(ms, rel=0.03)
+    assert found.allocated == pytest.approx(allocated * GIB, rel=0.02)
+    assert found.reserved == pytest.approx(reserved * GIB, rel=0.02)
 
 
 def test_heads_workspaces_are_those_that_were_measured():

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from t1lib.measure.records import format_number
 from t1lib.report.select import median, present
-from t1lib.report.style import FLOOR, PHASE_COLOURS, VARIANTS, plain_numbers, subplots
+from t1lib.report.style import BEHIND, FLOOR, PHASE_COLOURS, VARIANTS, plain_numbers, subplots
 
 COUNTED = ("chunked", "fused")  # heads whose number of chunks is set
 HEADS = ("full", "chunked", "chunked-vocabulary", "fused")
@@ -201,8 +201,7 @@ def fig4_reductions(frame: pd.DataFrame) -> Figure:
             colour = PHASE_COLOURS["head backward"]
             bar = axes.bar(where, backward, 0.24, bottom=forward, color=colour, label="backward" if first else None)
             if forward == forward:
-                behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the lines of the floors
-                axes.bar_label(bar, [format_number(forward + backward)], fontsize=6.5, padding=1.5, bbox=behind)
+                axes.bar_label(bar, [format_number(forward + backward)], fontsize=6.5, padding=1.5, bbox=BEHIND)
             ticks.append((where, f"{reduction}\n{VARIANTS[name].tick()}" if place == 1 else reduction))
     floor = floor_ms(frame, "reductions")
     axes.axhline(floor, label="three matrix products", **FLOOR)

@@ -115,7 +115,7 @@ def table1(frame: pd.DataFrame) -> Table:
             "largest difference of loss": facts["largest_difference"],
             "of the mean at the end": facts["final_difference"],
             "of the norm, relative": facts["norm_difference"],
-            "step (ms)": facts["wall_ms"],
+            "step, beside others (ms)": facts["wall_ms"],
         })  # fmt: skip
     return make_table(rows)
 

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from t1lib.measure.records import format_number
 from t1lib.report.select import median, pick
-from t1lib.report.style import PHASE_COLOURS, VARIANTS, bar_labels, subplots
+from t1lib.report.style import BEHIND, PHASE_COLOURS, VARIANTS, bar_labels, subplots
 
 
 def memory_unit(gib: list[float]) -> tuple[float, str]:
@@ -42,7 +42,8 @@ def draw_phases(axes: Axes, frame: pd.DataFrame, setting: str, names: list[str])
             axes.barh([VARIANTS[n].label for n in names], values, left=base, color=colour, height=0.5, label=phase)
             base = base + values
     for row, name in enumerate(names):
-        axes.text(base[name], row, f" {format_number(float(base[name]))}", va="center", fontsize=7)
+        at, text = (base[name], row), format_number(float(base[name]))
+        axes.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=7, bbox=BEHIND)
     axes.set(xlabel="median time of each phase of a step, and their sum (ms)", xlim=(0, 1.1 * max(base, default=1.0)))
     axes.invert_yaxis()
 

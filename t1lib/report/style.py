@@ -59,6 +59,7 @@ PHASE_COLOURS = {
     "head": _SOFT[3],
 }
 SHADES = sns.color_palette("crest", 5)  # of shapes and kinds of data, which are not variants either
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a label, where lines cross it
 FLOOR = {"color": "0.25", "linestyle": "--", "linewidth": 1.0}
 
 STYLE = {
