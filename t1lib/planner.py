@@ -26,7 +26,7 @@ from t1lib.plan import (
     step_ms,
 )
 from t1lib.train.graphs import GRAPH_TOKENS
-from t1lib.train.models import shape_only
+from t1lib.train.models import MORE, shape_only
 from t1lib.train.slide import UPDATES
 from t1lib.train.spec import OptimizerSpec
 from t1lib.work import Work, head_bytes, work_of
@@ -102,7 +102,7 @@ def _work(setting: Setting) -> Work:
     dtype = getattr(torch, setting.dtype)
     model = shape_only(setting.model, dtype, **setting.changes)
     positions = model.config.max_position_embeddings
-    require(setting.seq <= positions, f"seq {setting.seq}; {setting.model} has {positions} positions")
+    require(setting.seq <= positions, f"seq {setting.seq}; {setting.model} has {positions} positions{MORE}")
     spec = setting.optimizer if dtype != torch.float32 else replace(setting.optimizer, master_weights=False)
     work = work_of(
         model, spec, rows=setting.rows, seq=setting.seq, micro_batch=setting.micro_batch, workspace=setting.workspace,

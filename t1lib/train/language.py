@@ -13,7 +13,7 @@ from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.measure.head_data import save_operands
 from t1lib.texts import LIBRARY
 from t1lib.train import StepRecord
-from t1lib.train.models import PRESETS, shape_only
+from t1lib.train.models import MORE, PRESETS, shape_only
 from t1lib.train.session import TrainSession
 
 
@@ -48,7 +48,7 @@ class LanguageSession(TrainSession):
         own = None if model in PRESETS else Path(model) / "tokenizer.json"
         require(own is None or own.is_file(), f"model {model!r} is neither a preset nor a folder with a tokenizer.json")
         positions = shape_only(model, **(changes or {})).config.max_position_embeddings
-        require(seq <= positions, f"seq {seq}; the model has {positions} positions")
+        require(seq <= positions, f"seq {seq}; the model has {positions} positions{MORE}")
         self.data_seed, self._size = seed if data_seed is None else data_seed, batch
         self.corpus = load_corpus(
             vocabulary, seq, source=data, limit=limit or None, seed=seed, packed=packed, tokenizer=own

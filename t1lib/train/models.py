@@ -47,6 +47,8 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 
+MORE = "; allowed: no more, or a preset with another max_position_embeddings (option --change, argument changes)"
+
 
 def build_model(
     name: str,
