@@ -80,7 +80,7 @@ def device_bytes(work: Work, choice: Choice) -> int:
     others = work.layers - choice.keep
     fixed += others * hidden * (choice.inputs == "device") + 2 * hidden
     kept = choice.keep * (work.tokens * work.saved + hidden)  # with what the layer gives the next one
-    kept += LEAVING * hidden * (choice.inputs == "host")  # inputs of the last others are there until the backward
+    kept += min(LEAVING, others) * hidden * (choice.inputs == "host")  # these stay until the backward
     one = work.micro_tokens * work.saved
     more = work.head * work.itemsize * (work.pieces > 1 and work.outer > 0 and choice.outer != "streamed")
     head = work.workspace + hidden + more  # a piece's gradient of the head, before it is added to the others'
@@ -132,32 +132,67 @@ def _longer(one: float, other: float) -> float:
     return (one**NEAR + other**NEAR) ** (1 / NEAR)
 
 
-def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
-    """Time of a step: of each half the busiest lane, and of all the host's updates."""
-    streamed, one = work.layers - choice.resident, layer_ms(work, machine)
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes over the link, into the device and out of it, beside a step's forward and its backward.
+
+    crowded    whether the layers' state comes and goes beside the forward; beside the backward otherwise, if at all
+    """
+
+    forward_in: float
+    forward_out: float
+    backward_in: float
+    backward_out: float
+    crowded: bool
+
+
+def traffic(work: Work, choice: Choice) -> Traffic:
+    """What a choice sends. If all gradients are to come before an update, the layers' state follows in the next
+    forward, with their gradients in and their weights out."""
+    streamed = work.layers - choice.resident
+    outer = work.outer * outer_bytes(work, choice) * outer_travels(work, choice)
     weights = streamed * work.layer * work.itemsize
     again = max(streamed - choice.slots, 0) * work.layer * work.itemsize
     there = streamed * work.layer * work.on_device  # numbers that are updated on the device
-    state = there * work.travelling  # each way; if together, beside the next forward, with gradients in and weights out
-    then, now = (state + there * work.itemsize, 0) if work.together else (0, state)
-    on_host = work.outer * (choice.outer != "device" and not outer_travels(work, choice))  # numbers updated there
-    outer, other = on_host * work.itemsize, work.outer * outer_bytes(work, choice) * outer_travels(work, choice)
-    twice = work.head * work.itemsize * (choice.outer == "streamed")
+    state, gradients = there * work.travelling, there * work.itemsize
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
-    sent = max((weights + outer + other + then) / machine.link_in, (inputs + other + then) / machine.link_out) * 1e3
-    forward, computing = computing_ms(work, choice, machine, 1 + BESIDE * streamed / work.layers * (now > 0))
-    forward = _longer(forward, sent * (CROWDED if then else 1.0))
-    link = max((again + inputs + now) / machine.link_in, (weights + outer + now) / machine.link_out) * 1e3
+    own = outer_on_host(work, choice) * work.itemsize
+    then, now = (state + gradients, 0.0) if work.together else (0.0, state)
+    return Traffic(
+        weights + own + outer + then, inputs + outer + then, again + inputs + now, weights + own + now, then > 0
+    )
+
+
+def outer_on_host(work: Work, choice: Choice) -> int:
+    """Numbers of embedding and head that the host updates."""
+    return work.outer * (choice.outer != "device" and not outer_travels(work, choice))
+
+
+def update_ms(work: Work, choice: Choice, machine: Machine) -> float:
+    """Time of the host's updates, which read and write what they move."""
+    layers = (work.layers - choice.resident) * work.layer * (1 - work.on_device)
+    moved = (layers + outer_on_host(work, choice)) * (work.state + work.itemsize) + layers * work.beside
+    return 2 * moved / machine.update * 1e3
+
+
+def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
+    """Time of a step: of each half the busiest lane, and of all the host's updates."""
+    sent, one, streamed = traffic(work, choice), layer_ms(work, machine), work.layers - choice.resident
+    beside = BESIDE * streamed / work.layers * (work.travelling > 0 and not work.together)
+    forward, computing = computing_ms(work, choice, machine, 1 + beside)
+    weights = max(sent.forward_in / machine.link_in, sent.forward_out / machine.link_out) * 1e3
+    forward = _longer(forward, weights * (CROWDED if sent.crowded else 1.0))
+    link = max(sent.backward_in / machine.link_in, sent.backward_out / machine.link_out) * 1e3
     # Streamed layers come first, and are ahead of the link by the gradients that have a place on the device.
     ahead = (choice.grad_slots - 1) * link / max(streamed, 1)
     backward = _longer(computing, link - ahead + choice.resident / work.layers * computing)
-    if there and not work.masters and choice.slots == 2:  # weights wait for the update that reads those in their slot
+    reads = streamed and work.on_device and not work.masters  # an update reads the weights
+    if reads and choice.slots == 2:  # for whose slot the next ones wait
         backward += work.layer * work.itemsize / machine.link_in * 1e3
     forward += max(link - backward - choice.resident * one, 0)  # the next one's first streamed layer waits
+    twice = work.head * work.itemsize * (choice.outer == "streamed")
     head = max(head_ms(work, machine) * (IN_PIECES if twice else 1.0), twice / machine.link_in * 1e3)
-    layers = streamed * work.layer * (1 - work.on_device)
-    moved = (layers + on_host) * (work.state + work.itemsize) + layers * work.beside
-    update = 2 * moved / machine.update * 1e3  # read and written
+    update = update_ms(work, choice, machine)
     last = choice.resident * work.layer + work.outer * (choice.outer == "device")  # updated at the end
     step = forward + head + backward + last * (2 * (work.state + work.itemsize) + work.itemsize) / machine.memory * 1e3
     if work.together:  # between backward and head, and then the last layer is computed
