@@ -11,7 +11,7 @@ from itertools import product
 from t1lib.errors import T1Error
 from t1lib.machine import H200, Machine
 from t1lib.measure.memory import in_words
-from t1lib.train.ahead import ROWS_AHEAD
+from t1lib.train.ahead import GATHERED, ROWS
 from t1lib.train.store import LEAVING
 from t1lib.train.travel import PIECE, slots_for
 from t1lib.train.vocabulary import PIECE_BYTES
@@ -108,7 +108,7 @@ def host_bytes(work: Work, choice: Choice) -> int:
     if choice.outer != "device":
         held += work.outer * (outer_bytes(work, choice) + (0 if outer_travels(work, choice) else 3 * work.itemsize))
     if outer_travels(work, choice):
-        held += min(ROWS_AHEAD * work.hidden, work.outer) * outer_bytes(work, choice)
+        held += GATHERED * min(ROWS * work.hidden, work.outer) * outer_bytes(work, choice)
     if choice.inputs == "host":
         held += work.layers * work.tokens * work.hidden * work.itemsize
     return held
@@ -129,7 +129,7 @@ def computing_ms(work: Work, choice: Choice, machine: Machine, beside: float) ->
 
 def _longer(one: float, other: float) -> float:
     """Time of two lanes side by side: the longer one's, and more where the other is nearly as long."""
-    return (one**NEAR + other**NEAR) ** (1 / NEAR)
+    return (one**NEAR + max(other, 0.0) ** NEAR) ** (1 / NEAR)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
 
 def choices(work: Work) -> Iterator[Choice]:
     parked = ("parked",) if work.travelling and not work.masters else ()
-    outers = ("device", "host", *parked, *(("streamed",) if work.outer and work.head else ()))
+    outers = ("device", "host", *parked, *(("streamed",) if work.outer and work.head and not work.whole_head else ()))
     gradients = (2, 4, 8) if work.travelling and not work.together else (2,)
     for outer, inputs, slots, places in product(outers, ("device", "host"), (2, 3), gradients):
         for resident in range(work.layers + 1):

@@ -14,7 +14,7 @@ from t1lib.heads.fused_search import early_bytes, early_is_faster, plan_early, p
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import DEVICE_PIECE
-from t1lib.train.placement import best_place, spare_modules
+from t1lib.train.placement import place_of, spare_modules
 from t1lib.train.spec import OptimizerSpec, state_bytes
 
 CHUNKS = 8  # of head `chunked`, by default
@@ -38,6 +38,7 @@ class Work:
     beside           bytes of state more of a parameter that the host updates beside the device (`spec.spec_of`)
     widening         whether updates on the device widen gradients of 16 bits, a piece at a time
     on_device        share of slide's layers that are updated there; their optimizer state, if any, travels
+    whole_head       whether the output layer cannot be made in pieces
     saved            what a layer's backward needs, a token, beyond its weights
     state            optimizer state of a parameter on the device, and on the host
     """
@@ -65,6 +66,7 @@ class Work:
     beside: int = 0
     widening: bool = False
     on_device: float = 0.0
+    whole_head: bool = False
 
     @property
     def params(self) -> int:
@@ -125,14 +127,14 @@ def work_of(
     model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = False, train: str = "all", loss: str = "cross_entropy",
     embedding: str = "host", graph_tokens: int = GRAPH_TOKENS, update: str = "auto", host_share: float = 1 / 3,
-    cuda: bool = True,
+    cuda: bool = True, overlap_update: bool = True,
 ) -> Work:  # fmt: skip
     """Counts of a step of `rows` × `seq` tokens, `micro_batch` rows at a time, on a GPU or not; the rest as
     `SlideTrainer` has it."""
     parts, dtype = split(model), next(model.parameters()).dtype
-    if update == "auto":
-        update = "host" if train == "marked" else best_place(spec, together, cuda)
     wide = spec.master_weights and dtype != torch.float32
+    whole = overlap_update and (train != "marked" or all(p.requires_grad for p in parts.layers.parameters()))
+    update = place_of(update, spec, together, cuda, whole)
     in_layers = {id(p) for p in parts.layers.parameters()}
     outside = {p for p in model.parameters() if id(p) not in in_layers}
     trained = {p for p in outside if train == "all" or (train == "marked" and p.requires_grad)}

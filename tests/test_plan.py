@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from t1lib import plan
 from t1lib.errors import T1Error
 from t1lib.machine import Machine
 from t1lib.plan import Choice, choose_plan, device_bytes, host_bytes, reserved_bytes, step_ms
-from t1lib.train import OptimizerSpec, build_model, make_trainer
+from t1lib.train import OptimizerSpec, build_model, make_trainer, placement
 from t1lib.train.models import layer_arguments, split
 from t1lib.work import Work, saved_bytes, work_of
 
@@ -139,3 +140,29 @@ def test_slide_takes_the_choice_and_changes_no_bits():
 def test_bad_budgets(options, part):
     with pytest.raises(T1Error, match=part):
         make_trainer(build_model("tiny", dtype=torch.float32), "slide", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}, {"filter_eps": 1e-3}], ids=str)
+def test_a_head_that_cannot_be_made_in_pieces_is_left_whole(options, monkeypatch):
+    """Nor does a budget take it to pieces."""
+    found = []
+    monkeypatch.setattr(plan, "choose_plan", lambda work, *_: found.append(work) or Choice())
+    head = {"head_options": options | {"workspace": "4MiB"}}
+    make_trainer(build_model("tiny", dtype=torch.float32), "slide", gpu_memory="1GiB", plan_for=(4, 8), **head)
+    assert {"streamed" in {choice.outer for choice in plan.choices(work)} for work in found} == {not options}
+
+
+@pytest.mark.parametrize("options", [{"overlap_update": False}, {"train": "marked"}, {}], ids=str)
+def test_a_plan_updates_layers_where_the_trainer_does(options, monkeypatch):
+    monkeypatch.setattr(placement, "best_place", lambda *_: "device")
+    model = build_model("tiny", dtype=torch.float32)
+    counts = []
+    monkeypatch.setattr(plan, "choose_plan", lambda work, *_: counts.append(work.on_device) or Choice())
+    trainer = make_trainer(model, "slide", optimizer=ADAMW, gpu_memory="1GiB", plan_for=(4, 8), **options)
+    assert counts == [len(trainer._on_device) / len(trainer.parts.layers)]
+
+
+def test_places_for_gradients_never_cost_time_where_all_but_one_layer_stay():
+    few = dataclasses.replace(WORK, layers=4, on_device=1.0, micro_tokens=16384)
+    times = [step_ms(few, Choice(resident=3, grad_slots=slots), Machine()) for slots in (2, 4, 8)]
+    assert times == sorted(times, reverse=True)

@@ -18,7 +18,6 @@ from t1lib.train.streams import Mark, UpdateWorker
 
 ROWS = 2048  # that are gathered and sent at a time
 GATHERED = 8  # times as many may be gathered before they are sent
-ROWS_AHEAD = GATHERED * ROWS
 
 
 def in_parts(rows: Tensor) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from t1lib.files import remove, writing
 from t1lib.train.trainer import Trainer
 
 META = "checkpoint.json"
-KNOWN = ("step", "skipped", "parts")  # what it says
+KNOWN = {"step": int, "skipped": int, "parts": list}  # what it says
 
 
 def save_checkpoint(trainer: Trainer, folder: str | Path, keep: int = 1) -> Path:
@@ -144,7 +144,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise T1Error(f"cannot read checkpoint file {path}: {error}") from None
-    known = isinstance(meta, dict) and meta.keys() >= set(KNOWN)
+    known = isinstance(meta, dict) and all(isinstance(meta.get(name), kind) for name, kind in KNOWN.items())
     require(known, f"checkpoint file {path} is broken; allowed: an object with {', '.join(KNOWN)}")
     return meta
 

@@ -35,8 +35,8 @@ class HostLayers:
         self.ranks, self.memory = ranks, HostMemory(ranks)
         self.streamed = range(first, len(layers))
         self.trained = [i for i in self.streamed if self.trainable(i)]
-        self.layout = Layout([layers[i] for i in self.streamed], parts=ranks.size)
-        self.grad_layout = Layout([layers[i] for i in self.trained], trained_only=True, parts=ranks.size)
+        self.layout = Layout({i: layers[i] for i in self.streamed}, parts=ranks.size)
+        self.grad_layout = Layout({i: layers[i] for i in self.trained}, trained_only=True, parts=ranks.size)
         each = self.grad_layout.numel // ranks.size
         self.part = slice(ranks.rank * each, (ranks.rank + 1) * each)
         self.own_layout = self.grad_layout if ranks.alone else self.grad_layout.part(self.part)

@@ -32,9 +32,14 @@ class Losses:
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
-        """The batch's loss, without training on it."""
-        timer = PhaseTimer(self.device)
-        return float(sum(self._losses(self._pieces(batch), timer)))
+        """The batch's loss, without training on it, and without dropout."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            return float(sum(self._losses(self._pieces(batch), PhaseTimer(self.device))))
+        finally:
+            for module in training:
+                module.training = True
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
         return pieces_of(*self._checked(batch), self.micro_batch, self._width)
@@ -67,7 +72,8 @@ class Losses:
             embeddings.append((embedded, leaf))
             hidden = self._hidden(leaf)
             timer.mark("forward")
-            hidden.register_hook(lambda _: timer.mark("head_backward"))
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: timer.mark("head_backward"))
             loss = self._loss(hidden, piece, timer)
             total += self._back(loss)
             self.trace.end("compute", "backward", 0)

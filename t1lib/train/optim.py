@@ -16,7 +16,6 @@ from t1lib.train.fused_adamw import adamw_, has_kernel
 from t1lib.train.narrow import Scratch, join, split
 from t1lib.train.spec import MOMENTS, OptimizerSpec
 
-STATE = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # what is kept of a parameter
 DEVICE_PIECE = 1 << 25  # numbers that a device updates at a time: enough to keep it busy, little to widen
 PIECE = 1 << 17  # numbers that a core of the host updates at a time: their float32 state stays in its caches
 
@@ -184,13 +183,13 @@ class Updater:
             raise T1Error(f"the checkpoint has no optimizer state for {missing[0]!r} ({len(missing)} missing)")
         for name in self.tensors:
             saved = state[prefix + name]
-            foreign = saved.keys() - STATE[self.spec.name] - {"master"}
+            foreign = saved.keys() - self.state[name].keys() - {"master"}
             require(
                 not foreign,
                 f"the checkpoint's {prefix + name!r} has state of another optimizer ({', '.join(sorted(foreign))}); "
                 f"the trainer's is {self.spec.name!r}",
             )
-            lacking = STATE[self.spec.name] & self.state[name].keys() - saved.keys()
+            lacking = self.state[name].keys() - saved.keys() - {"low", "master"}
             require(not lacking, f"the checkpoint's {prefix + name!r} lacks {', '.join(sorted(lacking))}")
             theirs, own = "master" in saved, name in self._wide
             require(

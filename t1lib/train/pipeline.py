@@ -54,6 +54,9 @@ class Pipeline(Outward):
         self.travel = Travel(self, () if self._stays else on_device, together, trace)
 
     def begin(self) -> None:
+        for _, held in self._waiting:  # of a step that was given up
+            self._host_grads.give(held)
+        self._waiting = []
         super().begin()
         for index in self.streamed[: len(self.weights.flat)]:  # what the slots still hold
             self._update_waiting(index)

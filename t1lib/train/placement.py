@@ -49,7 +49,21 @@ def host_bytes(layers: Sequence[nn.Module], specs: Sequence[OptimizerSpec], wait
     return state + grads + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
 
 
-OF_WORK = ("train", "loss", "embedding", "graph_tokens", "update", "host_share", "cuda")  # arguments of `work_of`, too
+# Arguments of `work_of`, too.
+OF_WORK = ("train", "loss", "embedding", "graph_tokens", "update", "host_share", "cuda", "overlap_update")
+
+
+def not_in_pieces(model: PreTrainedModel, head_options: dict[str, Any] | None) -> str:
+    """What of a head cannot be made in pieces of the vocabulary, "" if all can."""
+    found = [name for name in ("z_loss", "label_smoothing", "filter_eps") if (head_options or {}).get(name)]
+    return ", ".join(found + ["a bias"] * (model.get_output_embeddings().bias is not None))
+
+
+def place_of(update: str, spec: OptimizerSpec, together: bool, cuda: bool, whole: bool) -> str:
+    """Where `update` has layers updated. whole: they are trained as a whole, and updates may overlap"""
+    if update != "auto":
+        return update
+    return best_place(spec, together, cuda) if whole else "host"
 
 
 def best_place(spec: OptimizerSpec, together: bool, cuda: bool) -> str:
@@ -73,6 +87,8 @@ def choose_by_budget(
     from t1lib.work import head_bytes, work_of
 
     require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
+    pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(isinstance(n, int) for n in plan_for)
+    require(pair and min(plan_for) >= 1, f"plan_for={plan_for!r}; allowed: (rows, tokens a row), each 1 or more")
     rows, seq = plan_for
     spec = common.get("optimizer", "sgd")
     head = common.get("head_options") or {}
@@ -84,6 +100,7 @@ def choose_by_budget(
         **{k: common[k] for k in OF_WORK if k in common},
     )  # fmt: skip
     work = replace(work, workspace=head_bytes(common.get("head", DEFAULT_HEAD), work))
+    work = replace(work, whole_head=bool(not_in_pieces(model, head)))
     machine = this_machine()
     held = sum(p.nbytes for p in model.parameters() if not p.is_cuda)  # already, of what the host is to hold
     choice = choose_plan(work, parse_bytes(gpu_memory), machine, host_available() * 9 // 10 + held)

@@ -13,16 +13,17 @@ from transformers import PreTrainedModel
 from t1lib.errors import choose, require
 from t1lib.measure.memory import GIB, host_available, pinned_zeros, trim_heap
 from t1lib.train.activations import Activations
-from t1lib.train.ahead import ROWS_AHEAD
+from t1lib.train.ahead import GATHERED, ROWS
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
 from t1lib.train.optim import Updater
 from t1lib.train.outer import Outer
 from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.placement import (
-    best_place,
     choose_by_budget,
     host_bytes,
+    not_in_pieces,
+    place_of,
     refuse_dropout,
     spare_modules,
     trained_outside,
@@ -95,24 +96,26 @@ class SlideTrainer(SlideStep):
             device = default_device(common.get("device"))
             tokens = graph_tokens if can_capture(device) else 0
             options = {"embedding": embedding, "graph_tokens": tokens, "update": update, "host_share": host_share}
-            options |= {"cuda": device.type == "cuda"}
+            options |= {"cuda": device.type == "cuda", "overlap_update": overlap_update}
             self.chosen, self.predicted = choose_by_budget(model, gpu_memory, plan_for, common | options)
             slots, resident, keep, inputs, outer, grad_slots = astuple(self.chosen)
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
-            require(value >= 1, f"{name}={value}; allowed: 1 or more")
+            require(isinstance(value, int) and value >= 1, f"{name}={value}; allowed: 1 or more, whole numbers")
         require(graph_tokens >= 0, f"graph_tokens={graph_tokens}; allowed: 0 or more")
         require(0 < host_share < 1, f"host_share={host_share}; allowed: between 0 and 1")
         self._graph_tokens, self._host_share = graph_tokens, host_share
         layers = model.config.num_hidden_layers
         for name, value in (("resident", resident), ("keep", keep)):
-            require(0 <= value <= layers, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
+            fits = isinstance(value, int) and 0 <= value <= layers
+            require(fits, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
         self._update_place = choose("update", update, UPDATES)
         self._embedding, self._inputs = choose("embedding", embedding, WHERE), choose("inputs", inputs, WHERE)
         self._outer_place = choose("outer", outer, (*WHERE, "parked", "streamed"))
         if outer == "streamed":
             with_head = common.get("loss", "cross_entropy") == "cross_entropy"
             require(with_head, "outer='streamed' is for a loss with a head")
-            require(model.get_output_embeddings().bias is None, "outer='streamed' takes a head without bias")
+            odd = not_in_pieces(model, common.get("head_options"))
+            require(not odd, f"outer='streamed' makes the head in pieces of the vocabulary, without {odd}")
         enough = slots >= 2 or overlap_in is False
         require(enough, f"slots={slots} cannot overlap; allowed: 2 or more, or overlap_in=False")
         self.slots, self.resident, self.keep = slots, resident, keep
@@ -194,9 +197,8 @@ class SlideTrainer(SlideStep):
         """Streamed layers that are updated on the device."""
         streamed, place = range(self.resident, len(self.parts.layers)), self._update_place
         trained = all(p.requires_grad for i in streamed for p in self.parts.layers[i].parameters())
-        if place == "auto":
-            whole = trained and self._pipeline_options["overlap_update"]
-            place = best_place(self.spec, self._together, self.device.type == "cuda") if whole else "host"
+        whole = trained and self._pipeline_options["overlap_update"]
+        place = place_of(place, self.spec, self._together, self.device.type == "cuda", whole)
         require(trained or place == "host", f"update={place!r} is for layers that are trained as a whole; take 'host'")
         share = {"host": 1.0, "device": 0.0, "both": self._host_share}[place]
         return [i for i in streamed if int((i + 1) * share + 1e-9) == int(i * share + 1e-9)]
@@ -219,7 +221,8 @@ class SlideTrainer(SlideStep):
         on_host = len(layers) - len(self._on_device)
         waiting = len(layers) if self._together else min(self._pipeline_options["host_grads"], on_host)
         outer = trained_outside(self.model, self.parts.layers) if self._outer_place != "device" else {}
-        ahead = [p[:ROWS_AHEAD] for p in outer.values() if p is self.parts.embed.weight and self._outer_travels]
+        embed = [p for p in outer.values() if p is self.parts.embed.weight and self._outer_travels]
+        ahead = [p[:ROWS] for p in embed for _ in range(GATHERED)]
         specs = [spec_of(self.spec, i, self._on_device) for i in range(self.resident, len(self.parts.layers))]
         copies = 0 if self._outer_travels else 2  # of its size, for weights and gradients there
         beside = sum(state_bytes(p, self.spec) + copies * p.nbytes for p in outer.values())

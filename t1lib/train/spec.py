@@ -40,8 +40,10 @@ class OptimizerSpec:
         choose("moments", self.moments, MOMENTS)
         for name in ("weight_decay", "momentum", "eps"):
             require(getattr(self, name) >= 0, f"{name} {getattr(self, name)} is negative; allowed: 0 or more")
-        require(all(0 <= beta < 1 for beta in self.betas), f"betas {self.betas}; allowed: each from 0 to below 1")
-        require(self.lr >= 0, f"lr {self.lr} is negative; allowed: lr >= 0")
+        betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(betas, f"betas {self.betas}; allowed: two, each from 0 to below 1")
+        require(not self.lr < 0, f"lr {self.lr} is negative; allowed: lr >= 0")
+        require(math.isfinite(self.lr), f"lr {self.lr}; allowed: a finite number")
         needs = self.split_master or self.moments != "float32"
         require(
             not needs or (self.master_weights and self.name == "adamw"),
@@ -61,6 +63,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         choose("schedule", self.name, SCHEDULES)
+        require(self.warmup >= 0, f"schedule of warmup={self.warmup} steps; allowed: 0 or more")
+        require(0 <= self.least <= 1, f"schedule of least={self.least}; allowed: a factor from 0 to 1")
         ends = self.name == "constant" or self.total > self.warmup
         require(ends, f"schedule of total={self.total} steps, warmup={self.warmup}; allowed: total beyond warmup")
 

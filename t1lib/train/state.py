@@ -74,6 +74,8 @@ class Stateful:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over `state_dict`'s result. Raises `T1Error`, before anything is changed, if it is of another model."""
+        lacking = sorted({"step", "skipped", "model", "optimizer"} - state.keys())
+        require(not lacking, f"the state lacks {', '.join(lacking)}; allowed: what `state_dict` returned")
         self.check_state(state["model"], state["optimizer"])
         for part in self.state_parts():
             self.load_part(part, state)
@@ -93,6 +95,10 @@ class Stateful:
             )
         for prefix, updater in self._named_updaters():
             updater.check_state(optimizer, prefix)
+        for name in self._owners():
+            for key, value in optimizer[name].items():
+                found, shape = tuple(value.shape), () if key == "step" else tuple(own[name].shape)
+                require(found == shape, f"the checkpoint's {key} of {name!r} has shape {found}, allowed: {shape}")
 
     @torch.no_grad()
     def load_part(self, part: str, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -37,7 +37,8 @@ def way_in(device: torch.device) -> Callable[[], object]:
 
 
 class Layout:
-    """Where each parameter of a layer lies in one flat buffer. Layers must be alike in names, shapes and dtype.
+    """Where each parameter of a layer lies in one flat buffer. Layers, by number, must be alike in names, shapes and
+    dtype.
 
     trained_only   of the parameters that require a gradient
     parts          into which the buffer is to be cut: as long, each of them
@@ -45,19 +46,21 @@ class Layout:
     Without layers, a buffer of nothing.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], trained_only: bool = False, parts: int = 1) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], trained_only: bool = False, parts: int = 1) -> None:
         def params(layer: nn.Module) -> dict[str, nn.Parameter]:
             return {n: p for n, p in layer.named_parameters() if p.requires_grad or not trained_only}
 
-        first = params(layers[0]) if len(layers) else {}
+        number, first = next(((i, params(layer)) for i, layer in layers.items()), (0, {}))
         self.shapes = {n: p.shape for n, p in first.items()}
         self.dtype = next((p.dtype for p in first.values()), torch.float32)
-        for index, layer in enumerate(layers):
+        for index, layer in layers.items():
             found = {n: p.shape for n, p in params(layer).items()}
             odd = [n for n in {**self.shapes, **found} if found.get(n) != self.shapes.get(n)]
             odd += [n for n, p in params(layer).items() if p.dtype != self.dtype]
             if odd:
-                raise T1Error(f"layer {index} differs from layer 0 at {odd[0]!r}: slide streams layers that are alike")
+                what = " in what is trained," if trained_only else ""
+                differs = f"layer {index} differs from layer {number}{what} at {odd[0]!r}"
+                raise T1Error(f"{differs}: slide streams layers that are alike")
         self.offsets, self.numel = {}, 0
         for name, shape in self.shapes.items():
             self.offsets[name] = self.numel

@@ -23,6 +23,7 @@ from t1lib.train.state import Stateful
 LOSSES = ("cross_entropy", "mean_square")
 TRAINABLE = ("all", "layers", "marked")
 NONFINITE = ("raise", "skip")
+HEAD_OPTIONS = ("workspace", "chunks", "by", "chunked", "accumulate", "filter_eps", "label_smoothing", "z_loss")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class StepRecord:
 
 def default_device(device: torch.device | str | None) -> torch.device:
     """What is asked for, or a GPU where there is one."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    there = torch.cuda.is_available()
+    found = torch.device(device or ("cuda" if there else "cpu"))
+    require(found.type != "cuda" or there, f"device {str(found)!r}; allowed here: 'cpu', as there is no CUDA device")
+    return found
 
 
 class Trainer(Layered, Losses, Stateful):
@@ -52,7 +56,7 @@ class Trainer(Layered, Losses, Stateful):
 
     model      from `build_model`; the trainer places it and owns it until `close`
     device     where the computing is done: a CUDA device, or the CPU
-    head       name of an output layer in `t1lib.heads.HEADS`; `head_options` go with it
+    head       name of an output layer in `t1lib.heads.HEADS`; `head_options`, of those in `HEAD_OPTIONS`, go with it
     optimizer  an `OptimizerSpec`, or its name
     loss       "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm: T1M1's
                setting, which has no output layer
@@ -84,7 +88,11 @@ class Trainer(Layered, Losses, Stateful):
     ) -> None:
         self.head, self.loss = choose("head", head, HEADS), choose("loss", loss, LOSSES)
         self.train, self.nonfinite = choose("train", train, TRAINABLE), choose("nonfinite", nonfinite, NONFINITE)
-        require(micro_batch is None or micro_batch >= 1, f"micro_batch={micro_batch}; allowed: 1 or more")
+        whole = micro_batch is None or (isinstance(micro_batch, int) and micro_batch >= 1)
+        require(whole, f"micro_batch={micro_batch!r}; allowed: 1 or more, whole numbers, or None")
+        require(callable(schedule), f"schedule={schedule!r}; allowed: a `Schedule`, or another function of the step")
+        spec = isinstance(optimizer, str | OptimizerSpec)
+        require(spec, f"optimizer={optimizer!r}; allowed: an `OptimizerSpec`, or its name")
         positive = max_grad_norm is None or max_grad_norm > 0
         require(positive, f"max_grad_norm={max_grad_norm}; allowed: more than 0, or None")
         self.schedule, self.micro_batch, self.max_grad_norm = schedule, micro_batch, max_grad_norm
@@ -95,6 +103,8 @@ class Trainer(Layered, Losses, Stateful):
         )
         self.device = default_device(device)
         self.model, self.parts, self.head_options = model, split(model), head_options or {}
+        for option in self.head_options:
+            choose("option of the head", option, HEAD_OPTIONS)
         self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.trace: Trace | NoTrace = NoTrace()
         self.steps, self.skipped, self._in_backward, self.closed = 0, 0, False, False
@@ -132,6 +142,7 @@ class Trainer(Layered, Losses, Stateful):
         changed, and for gradients that are not finite (`nonfinite`).
         """
         pieces, self._upcoming = self._pieces(batch), upcoming
+        self._norms = {}
         for param in self.model.parameters():
             param.grad = None  # of a step that was given up
         timer = PhaseTimer(self.device)

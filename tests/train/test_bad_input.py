@@ -47,6 +47,17 @@ def refused(call, *parts):
         ({"micro_batch": 0}, ["micro_batch=0", "allowed: 1 or more"]),
         ({"max_grad_norm": 0.0}, ["max_grad_norm=0.0", "allowed: more than 0"]),
         ({"nonfinite": "ignore"}, ["nonfinite 'ignore'", "allowed: raise, skip"]),
+        ({"micro_batch": 1.5}, ["micro_batch=1.5", "whole numbers"]),
+        ({"mode": "slide", "slots": 2.5}, ["slots=2.5", "whole numbers"]),
+        ({"mode": "slide", "resident": 0.5}, ["resident=0.5", "allowed: 0 to 2"]),
+        ({"schedule": "cosine"}, ["schedule='cosine'", "`Schedule`"]),
+        ({"optimizer": {"name": "sgd"}}, ["optimizer={'name': 'sgd'}", "`OptimizerSpec`"]),
+        ({"head_options": {"reduction": "sum"}}, ["option of the head 'reduction'", "allowed: workspace"]),
+        ({"head_options": {"weight": None}}, ["option of the head 'weight'", "allowed: workspace"]),
+        ({"mode": "slide", "outer": "streamed", "head_options": {"z_loss": 0.1}}, ["'streamed'", "without z_loss"]),
+        ({"mode": "slide", "gpu_memory": "1GiB", "plan_for": (4,)}, ["plan_for=(4,)", "(rows, tokens a row)"]),
+        ({"mode": "slide", "gpu_memory": "1GiB", "plan_for": (4, 0)}, ["plan_for=(4, 0)", "each 1 or more"]),
+        ({"mode": "slide", "gpu_memory": "1GiB", "plan_for": 8}, ["plan_for=8", "(rows, tokens a row)"]),
     ],
     ids=str,
 )
@@ -60,6 +71,11 @@ def test_options_of_a_trainer(options, parts):
         (lambda: OptimizerSpec("adamw", moments="bfloat16"), ["moments='bfloat16'", "master_weights=True"]),
         (lambda: OptimizerSpec("adamw", moments="fp8"), ["moments 'fp8'", "allowed: float32, bfloat16"]),
         (lambda: OptimizerSpec("sgd", master_weights=True, split_master=True), ["split_master", "name='adamw'"]),
+        (lambda: OptimizerSpec("adamw", betas=(0.9,)), ["betas (0.9,)", "allowed: two"]),
+        (lambda: OptimizerSpec("sgd", lr=float("inf")), ["lr inf", "a finite number"]),
+        (lambda: OptimizerSpec("sgd", lr=float("nan")), ["lr nan", "a finite number"]),
+        (lambda: Schedule("linear", warmup=-3, total=5), ["warmup=-3", "0 or more"]),
+        (lambda: Schedule("linear", total=5, least=-1.0), ["least=-1.0", "0 to 1"]),
         (lambda: Schedule("step"), ["schedule 'step'", "constant, linear, cosine"]),
         (lambda: Schedule("cosine", warmup=5, total=5), ["total=5", "warmup=5", "beyond warmup"]),
     ],
@@ -68,13 +84,21 @@ def test_optimizers_and_schedules(call, parts):
     refused(call, *parts)
 
 
+def _needed(whole) -> int:
+    """Masters and two moments of both layers, their gradients as they wait, and a layer on its way."""
+    layer = sum(p.numel() for p in whole.model.layers[0].parameters())
+    return 2 * layer * (12 + 2) + layer * 2
+
+
 def test_a_host_that_cannot_hold_the_state(monkeypatch):
     """Seen before anything is allocated or moved."""
     monkeypatch.setattr(slide, "host_available", lambda: 1000)
     spec = OptimizerSpec("adamw", master_weights=True)
     whole = model(torch.bfloat16)
     before = whole.model.layers[0].mlp.up_proj.weight.data_ptr()
-    refused(lambda: make_trainer(whole, "slide", optimizer=spec), "the host has 0.0 GiB to give", "GiB of it more")
+    monkeypatch.setattr(slide, "GIB", 2**10)  # so that the number is seen
+    need = f"slide needs {_needed(whole) / 2**10:.1f} GiB of it more"
+    refused(lambda: make_trainer(whole, "slide", optimizer=spec), "the host has 1.0 GiB to give", need)
     assert whole.model.layers[0].mlp.up_proj.weight.data_ptr() == before
 
 
@@ -101,6 +125,16 @@ def test_slide_refuses_layers_that_are_not_alike(odd):
     uneven = model()
     odd(uneven.model.layers[1])
     refused(lambda: make_trainer(uneven, "slide"), "layer 1", "layer 0", "mlp.up_proj", "alike")
+
+
+def test_layers_that_are_not_alike_are_named_by_their_place_in_the_model():
+    uneven = model(num_hidden_layers=4)
+    uneven.model.layers[3].mlp.up_proj = torch.nn.Linear(32, 40, bias=False)
+    refused(lambda: make_trainer(uneven, "slide", resident=2), "layer 3", "layer 2", "mlp.up_proj")
+    marked = model(num_hidden_layers=4)
+    for name, param in marked.named_parameters():
+        param.requires_grad_("layers.1.self_attn.q_proj" in name or "layers.3.mlp" in name)
+    refused(lambda: make_trainer(marked, "slide", train="marked"), "layer 3", "layer 1", "in what is trained")
 
 
 def test_unknown_models(tmp_path):
@@ -179,10 +213,20 @@ def with_master(state):
     state["optimizer"][LAST]["master"] = torch.zeros(32, 48)
 
 
+def of_another_moment(state):
+    state["optimizer"][LAST]["exp_avg"] = torch.zeros(3, 3)
+
+
+def of_nothing(state):
+    del state["optimizer"]
+
+
 STATES = {
     without_weight: [f"{LAST!r}", "another model"],
     of_other_shape: [f"{LAST!r}", "(32, 49)", "(32, 48)"],
     without_optimizer: [f"{LAST!r}", "no optimizer state"],
+    of_another_moment: [f"{LAST!r}", "exp_avg", "(3, 3)", "(32, 48)"],
+    of_nothing: ["lacks optimizer"],
     with_master: [f"{LAST!r}", "master_weights=True", "master_weights=False"],
 }
 
@@ -226,6 +270,8 @@ def test_state_of_another_optimizer():
     adamw, sgd = make_trainer(model(), "gpu", optimizer="adamw"), make_trainer(model(), "slide", optimizer="sgd")
     adamw.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
     refused(lambda: sgd.load_state_dict(adamw.state_dict()), "exp_avg", "sgd")
+    momentum = make_trainer(model(), "gpu", optimizer=OptimizerSpec("sgd", momentum=0.9))
+    refused(lambda: sgd.load_state_dict(momentum.state_dict()), "momentum_buffer", "sgd")
 
 
 def test_checkpoint_directory_without_a_usable_configuration(tmp_path):

@@ -148,6 +148,52 @@ def test_frozen_parameters(which):
         assert torch.equal(weight, start[name]) != any(part in name for part in which), name
 
 
+@pytest.mark.parametrize("mode", ["ckpt", "slide", "fsdp"])
+def test_the_output_layer_alone(mode):
+    def marked():
+        found = model("qwen3-untied")
+        for name, param in found.named_parameters():
+            param.requires_grad_("lm_head" in name)
+        return found
+
+    losses, _ = run(make_trainer(marked(), "gpu", optimizer=SPEC, train="marked"))
+    assert losses[-1] < losses[0]
+    assert run(make_trainer(marked(), mode, optimizer=SPEC, train="marked"))[0] == losses
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "device"}, {"outer": "host"}, {"outer": "parked"}], ids=str)
+def test_after_a_step_that_was_given_up_the_next_is_as_if_it_had_not_been(options, monkeypatch):
+    """With clipping nothing was updated. (The processes' buffers for gradients are few: one too few would hang.)"""
+    clipped = {"optimizer": SPEC, "max_grad_norm": 0.5}
+    trainer, first = make_trainer(model("qwen3"), "slide", **clipped, **options), batches(3)
+    losses = [trainer.step(first[0]).loss]
+    run_piece = trainer._piece_backward
+
+    def failing(index, *rest):
+        if index == 1:
+            raise KeyboardInterrupt
+        return run_piece(index, *rest)
+
+    for _ in range(2):
+        monkeypatch.setattr(trainer, "_piece_backward", failing)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(first[1])
+        monkeypatch.undo()
+    losses += [trainer.step(batch).loss for batch in first[1:]]
+    expected, state = run(make_trainer(model("qwen3"), "gpu", **clipped), first)
+    assert losses == expected
+    assert_same(state, trainer.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["gpu", "ckpt"])
+def test_evaluation_drops_nothing_out(mode):
+    trainer = make_trainer(model("qwen3", attention_dropout=0.5), mode, optimizer=SPEC)
+    plain = make_trainer(model("qwen3"), mode, optimizer=SPEC)
+    batch = ragged(1)[0]
+    assert trainer.evaluate(batch) == trainer.evaluate(batch) == plain.evaluate(batch)
+    assert trainer.step(batch).loss != plain.step(batch).loss  # training does
+
+
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=str)
 @pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide", "fsdp"])
 def test_evaluation_changes_nothing(mode, options):
