@@ -56,6 +56,26 @@ def test_what_an_h200_measured_is_about_what_is_predicted(mode, choice, ms, allo
     assert found.reserved == pytest.approx(reserved * GIB, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("setting", "choice", "ms", "allocated"),
+    [
+        ({"rows": 32, "max_grad_norm": 1.0, "update": "both"}, replace(LEAN, slots=3), 1378, 4.06),
+        ({"model": "qwen3-8b"}, Choice(3, 2, 1, "host", "streamed", 4), 2979, 14.2),
+        ({"model": "qwen3-14b"}, Choice(3, 1, 18, "host", "host", 2), 3817, 93.3),
+    ],
+    ids=["clipped", "8B", "14B"],
+)
+def test_what_an_h200_measured_of_other_settings_is_near_what_is_predicted(setting, choice, ms, allocated):
+    """Of the same run: clipping with a third of the layers on the host; large models."""
+    layout = {"qwen3-8b": {}, "qwen3-14b": {"split_master": True, "moments": "bfloat16"}}
+    own = layout.get(setting.get("model"), {"split_master": True})
+    spec = OptimizerSpec("adamw", master_weights=True, **own)
+    asked = replace(SETTING, **{"optimizer": spec, "micro_batch": 16, "update": "device"} | setting)
+    found = predict_point(asked, "slide", "fused", H200, choice)
+    assert found.ms == pytest.approx(ms, rel=0.12)
+    assert found.allocated == pytest.approx(allocated * GIB, rel=0.06)
+
+
 def test_heads_workspaces_are_those_that_were_measured():
     """Notebook cce, shape Q, beyond the gradients: full 13619 MiB, chunked 1203, fused in 512 MiB 442."""
     model = shape_only("qwen3-1.7b", torch.bfloat16)

@@ -75,7 +75,7 @@ def _longest_floor(frame: pd.DataFrame, phase: str, variant: str) -> float:
 
 
 def table4_capacity(frame: pd.DataFrame) -> Table:
-    """Models whose state only the host holds."""
+    """Models whose state the host holds, within a budget."""
     rows = []
     for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
         loss = pick(frame, "loss", "capacity", name)

@@ -112,11 +112,9 @@ class TrainSession:
         self._settle()
         return record
 
-    def traced_step(self, settle: bool = True) -> tuple[StepRecord, list[Span]]:
-        """One instrumented step: its record, and the spans of work on all lanes. settle: after all before it is done,
-        the updates, too"""
-        if settle:
-            self._settle()
+    def traced_step(self) -> tuple[StepRecord, list[Span]]:
+        """A `turn` whose second step is instrumented: its record, and the spans of its work on all lanes."""
+        self.step()
         self.trainer.trace = Trace(self.device)
         record = self.step()
         trace, self.trainer.trace = self.trainer.trace, NoTrace()
