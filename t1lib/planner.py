@@ -26,7 +26,7 @@ from t1lib.plan import (
     step_ms,
 )
 from t1lib.train.graphs import GRAPH_TOKENS
-from t1lib.train.models import MORE, shape_only
+from t1lib.train.models import MORE, PRESETS, shape_only
 from t1lib.train.slide import UPDATES
 from t1lib.train.spec import OptimizerSpec
 from t1lib.work import Work, head_bytes, work_of
@@ -180,3 +180,39 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
     fastest = min(p.ms for p in fitting)
     close = [p for p in fitting if p.ms <= ALIKE * fastest]
     return min(close, key=lambda p: (MODES.index(p.mode), HEADS[p.head], p.ms))
+
+
+def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
+    """What fits of settings near this one, by what is another in them (as options of the command `plan`): fewer rows at
+    a time, shorter rows, a narrower optimizer state, none, a smaller preset of the family. One change each, the least
+    of its kind."""
+
+    def fit(change: str, other: dict[str, Any]) -> dict[str, Prediction]:
+        try:
+            return {change: recommended(predict(replace(setting, **other), vram, host, machine))}
+        except T1Error:
+            return {}
+
+    found = {}
+    for kind in map(list, map(dict.items, _near(setting))):
+        if kind and fit(*kind[-1]):  # else less of it does not help, either
+            found |= next(filter(None, (fit(*one) for one in kind)))
+    return found
+
+
+def _near(setting: Setting) -> list[dict[str, dict[str, Any]]]:
+    """Kinds of changes, each with the least first."""
+    spec, adamw = setting.optimizer, setting.optimizer.name == "adamw"
+    masters = setting.dtype != "float32"
+    narrow = {"moments": "bfloat16", "split_master": True}
+    state = replace(spec, master_weights=True, **narrow) if adamw and masters else spec
+    family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
+    smaller = family[: family.index(setting.model)] if setting.model in family else []
+    shorter = [setting.seq // 2**n for n in range(1, 8) if setting.seq // 2**n >= 128]
+    return [
+        {"--micro-batch 1": {"micro_batch": 1}} if (setting.micro_batch or setting.rows) > 1 else {},
+        {f"--seq {seq}": {"seq": seq} for seq in shorter},
+        {"--moments bfloat16 --split-master": {"optimizer": state}} if state != spec else {},
+        {"--optimizer sgd": {"optimizer": OptimizerSpec("sgd", master_weights=masters)}} if adamw else {},
+        {f"--model {name}": {"model": name} for name in reversed(smaller)},
+    ]

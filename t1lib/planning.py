@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from t1lib.errors import choose, require
+from t1lib.errors import T1Error, choose, require
 
 
 def add_parser(commands: Any) -> None:
@@ -18,6 +18,8 @@ def add_parser(commands: Any) -> None:
     add("--vram", help="of the GPU, less what CUDA itself takes, such as 15GiB of 16 (default: what is free here)")
     add("--host", help="memory of the host, such as 64GiB (default: enough)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
+    add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
+    add("--split-master", action="store_true", help="of float32 masters keep the bits that bfloat16 weights lack")
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
     add("--max-grad-norm", type=float, default=0.0, help="clip, updates wait (default: 0, no; train's: 1)")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
@@ -33,7 +35,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from t1lib.heads import parse_bytes
     from t1lib.machine import calibrate, machine_file, this_machine
     from t1lib.measure.memory import in_words
-    from t1lib.planner import predict, recommended
+    from t1lib.planner import predict, recommended, would_fit
     from t1lib.train import PRESETS
 
     if arguments.calibrate:
@@ -61,7 +63,12 @@ def plan(arguments: argparse.Namespace) -> int:
         sizes = " ".join(f"{in_words(value):>10}" for value in (p.allocated, p.reserved, p.host))
         times = f"{_digits(p.ms / 1e3):>8} s {_digits(tokens / p.ms * 1e3):>10}"
         print(f"{p.mode:<6} {p.head:<8} {sizes} {times}  {p.why or 'fits'}")
-    best = recommended(predictions)
+    try:
+        best = recommended(predictions)
+    except T1Error as error:
+        near = would_fit(setting, vram, host, machine)
+        told = (f"{c} ({in_words(p.reserved)}, host {in_words(p.host)})" for c, p in near.items())
+        raise T1Error(f"{error}\nwould fit: {', '.join(told) or 'nothing near it, either'}") from None
     print(f"\nrecommended: mode {best.mode}, head {best.head}" + (f" ({best.choice})" if best.choice else ""))
     print(f"  {command_of(arguments, best, vram)}")
     if arguments.model in PRESETS:
@@ -79,13 +86,13 @@ def setting_of(arguments: argparse.Namespace) -> Any:
     from t1lib.heads import parse_bytes
     from t1lib.planner import Setting
     from t1lib.train import OPTIMIZERS, OptimizerSpec
-    from t1lib.training import value_of
+    from t1lib.training import state_of, value_of
 
     choose("optimizer", arguments.optimizer, OPTIMIZERS)
     choose("dtype", arguments.dtype, ("bfloat16", "float32"))
     return Setting(
         arguments.model, arguments.batch, arguments.seq, arguments.micro_batch, arguments.dtype,
-        OptimizerSpec(arguments.optimizer, master_weights=arguments.dtype != "float32"),
+        OptimizerSpec(arguments.optimizer, **state_of(arguments, arguments.dtype)),
         parse_bytes(arguments.workspace), arguments.max_grad_norm or None,
         {name: value_of(text) for name, text in arguments.change}, update=arguments.update,
     )  # fmt: skip
@@ -96,6 +103,8 @@ def command_of(arguments: argparse.Namespace, best: Any, vram: int) -> str:
     parts = ["python -m t1lib train --model", arguments.model, "--mode", best.mode, "--head", best.head]
     parts += ["--seq", arguments.seq, "--batch", arguments.batch, "--optimizer", arguments.optimizer]
     parts += ["--dtype", arguments.dtype, "--max-grad-norm", f"{arguments.max_grad_norm:g}"]
+    parts += ["--moments", arguments.moments] if arguments.moments != "float32" else []
+    parts += ["--split-master"] if arguments.split_master else []
     parts += ["--micro-batch", arguments.micro_batch] if arguments.micro_batch else []
     parts += ["--workspace", arguments.workspace] if best.head == "fused" else []
     parts += ["--gpu-memory", arguments.vram or f"{vram // 2**20}MiB"] if best.mode == "slide" else []

@@ -40,6 +40,8 @@ def add_parser(commands: Any) -> None:
     add("--compute-dtype", help="of mode fsdp: bfloat16 computes in it what is kept in --dtype float32")
     add("--steps", type=int, help="in all, to which the schedule stretches (default: 1000, or what a run has)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
+    add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
+    add("--split-master", action="store_true", help="of float32 masters keep the bits that bfloat16 weights lack")
     add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
     add("--weight-decay", type=float, default=0.0, help="(default: 0)")
     add("--schedule", default="cosine", help="constant, linear or cosine (default: cosine)")
@@ -137,6 +139,15 @@ def goes_on_with(folder: Path, steps: int | None) -> dict[str, Any]:
     return settings
 
 
+def state_of(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """Fields of an `OptimizerSpec` that say what is kept of a parameter."""
+    narrow = arguments.moments != "float32" or arguments.split_master
+    fits = not narrow or (arguments.optimizer == "adamw" and dtype != "float32")
+    require(fits, f"--moments and --split-master are for adamw and bfloat16, not {arguments.optimizer} and {dtype}")
+    state = {"moments": arguments.moments, "split_master": arguments.split_master} if narrow else {}
+    return {"master_weights": dtype != "float32"} | state
+
+
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `t1lib.train.run.TrainRun` takes."""
     import torch
@@ -167,7 +178,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "steps": steps, "max_grad_norm": arguments.max_grad_norm or None, "compile_layers": arguments.compile,
         "optimizer": {
             "name": arguments.optimizer, "lr": arguments.lr, "weight_decay": arguments.weight_decay,
-            "betas": [0.9, 0.95], "master_weights": dtype != "float32",
+            "betas": [0.9, 0.95], **state_of(arguments, dtype),
         },
         "schedule": {"name": arguments.schedule, "warmup": warmup, "total": steps},
     }  # fmt: skip

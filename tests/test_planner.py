@@ -117,6 +117,15 @@ def test_why_the_others_fail_and_what_would_fit():
         recommended(cramped)
 
 
+def test_what_would_fit_instead_does():
+    """Of each kind of change the least; what does not help is not named."""
+    short_host = planner.would_fit(SETTING, 16 * GIB, 16 * GIB, H200)
+    assert {"--moments bfloat16 --split-master", "--optimizer sgd", "--model qwen3-0.6b"} <= short_host.keys()
+    assert all(p.fits and p.host <= 16 * GIB for p in short_host.values())
+    short_device = planner.would_fit(SETTING, 2 * GIB, None, H200)
+    assert "--micro-batch 1" in short_device and not any("moments" in change for change in short_device)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -161,6 +170,10 @@ def test_state_that_travels_is_counted_and_passed_on(capsys):
     ("arguments", "message"),
     [
         (["--model", "qwen3-8b", "--vram", "1GiB"], "nothing fits; the least is"),
+        (["--model", "tiny", "--vram", "1MiB"], "would fit: nothing near it, either"),
+        (["--model", "qwen3-1.7b", "--vram", "8GiB", "--host", "16GiB"], "--moments bfloat16 --split-master ("),
+        (["--model", "tiny", "--vram", "1GiB", "--moments", "fp8"], "unknown moments 'fp8'"),
+        (["--model", "tiny", "--vram", "1GiB", "--optimizer", "sgd", "--split-master"], "bfloat16, not sgd"),
         (["--vram", "16GiB"], "--model is missing"),
         (["--model", "tiny", "--vram", "lots"], "lots"),
         (["--model", "tiny", "--vram", "1GiB", "--optimizer", "adam"], "unknown optimizer 'adam'"),
