@@ -30,16 +30,20 @@ def _state(experiment: str, profile: str) -> str:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    profiles = params.profiles()
+    profiles, named = params.profiles(), arguments.experiments
+    for name in named:
+        choose("experiment", name, params.experiments())
     print(f"profiles: {', '.join(profiles)} (auto here: {default_profile()})")
-    for experiment in params.experiments():
+    for experiment in named or params.experiments():
         kit = params.read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
         print(f"\n{experiment}  {kit.get('title', '')}".rstrip())
         for profile in profiles:
             has_file = paths.params_file(profile, experiment).is_file()
             print(f"  {profile:<8} {_state(experiment, profile) if has_file else 'no parameters'}")
-        for name, parameter in params.declared(experiment).items():
+        for name, parameter in params.declared(experiment).items() if named else ():
             print(f"    -p {name} {parameter.type} = {parameter.default!r}  {parameter.help}".rstrip())
+    if not named:
+        print("\nparameters of one: python -m t1lib list EXPERIMENT")
     return 0
 
 
@@ -80,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(command=_run)
 
-    listing = commands.add_parser("list", help="show experiments, their parameters and the state of their outputs")
+    listing = commands.add_parser("list", help="show experiments and the state of their outputs, or all about one")
+    listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")
     listing.set_defaults(command=_list)
 
     report = commands.add_parser("report", help="redraw everything from the samples and build the reports")

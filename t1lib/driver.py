@@ -171,7 +171,8 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
         print("interrupted: the experiment that was running is not finished; run again to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
     print(f"{len(due) - len(failed)} run, {len(jobs) - len(due)} up to date, {len(failed)} failed", end="")
-    print(f": {', '.join(job.experiment for job in failed)}" if failed else "")
+    where = f"; see {paths.shown(due[0].final.parent)}"
+    print(f": {', '.join(job.experiment for job in failed)}" if failed else where)
     return EXIT_FAILED if failed else EXIT_OK
 
 

@@ -160,7 +160,11 @@ def test_list_shows_parameters_and_states(checkout, capsys):
     assert "demo  About demo" in told
     assert "smoke    missing" in told
     assert "h200     no parameters" in told
-    assert "-p steps int = 3  measured steps" in told
+    assert "-p steps" not in told and "parameters of one: python -m t1lib list EXPERIMENT" in told
+    assert main(["list", "demo"]) == 0
+    assert "-p steps int = 3  measured steps" in capsys.readouterr().out
+    assert main(["list", "dmo"]) == 2
+    assert "unknown experiment 'dmo'; allowed: demo. Did you mean 'demo'?" in capsys.readouterr().err
 
 
 def test_a_root_that_is_none_is_an_error(checkout, capsys, monkeypatch):

@@ -122,7 +122,7 @@ def test_what_would_fit_instead_does():
     short_host = planner.would_fit(SETTING, 16 * GIB, 16 * GIB, H200)
     assert {"--moments bfloat16 --split-master", "--optimizer sgd", "--model qwen3-0.6b"} <= short_host.keys()
     assert all(p.fits and p.host <= 16 * GIB for p in short_host.values())
-    short_device = planner.would_fit(SETTING, 2 * GIB, None, H200)
+    short_device = planner.would_fit(SETTING, 5 * GIB // 2, None, H200)
     assert "--micro-batch 1" in short_device and not any("moments" in change for change in short_device)
 
 
