@@ -190,7 +190,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         settings["vocabulary"] = arguments.vocabulary or min(VOCABULARY, int(preset["vocab_size"]))
         settings["changes"] = {field: value_of(text) for field, text in arguments.change}
     else:
-        choose("model", arguments.model, [*PRESETS, *([arguments.model] if Path(arguments.model).is_dir() else [])])
+        folder = Path(arguments.model).is_dir()
+        choose("model", "a checkpoint folder" if folder else arguments.model, [*PRESETS, "a checkpoint folder"])
         plain = not arguments.change and not arguments.vocabulary
         require(plain, "--change and --vocabulary are of presets: a checkpoint has its own shape and tokenizer")
     if arguments.workspace:

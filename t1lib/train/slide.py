@@ -73,6 +73,9 @@ class SlideTrainer(SlideStep):
                      `plan_for` (rows, tokens a row) are as fast as fit into it, and into nine tenths of what
                      the host has free (`t1lib.plan`); `chosen` says what it came to
 
+    Without `max_grad_norm` and nonfinite="skip" a layer is updated as soon as its gradients are there: a step that is
+    given up (an error, Ctrl-C) leaves some layers updated and others not. Go on from a checkpoint then.
+
     In several processes of one host (by torchrun, or in a group that there is), each with a GPU, the host holds one
     copy of the streamed layers and their state for all (Linux). Each process trains on its rows of the batch, which
     `step` gets whole on every rank; gradients are added up on the GPUs, in their own dtype, and each process updates

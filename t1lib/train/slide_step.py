@@ -261,4 +261,4 @@ class SlideStep(Several):
             self._outer.settle(lost)
 
     def _spoiled(self) -> str:
-        return super()._spoiled() if self._together else "layers above are updated: go on from a checkpoint"
+        return super()._spoiled() if self._together else "updates had begun, some by it: go on from a checkpoint"
