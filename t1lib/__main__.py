@@ -101,12 +101,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 1 (an experiment failed), 2 (bad input), 130 (interrupted)."""
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.command(arguments)
+        code = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
     except (T1Error, UnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return driver.EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return driver.EXIT_FAILED
 
 
 if __name__ == "__main__":

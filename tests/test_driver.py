@@ -167,6 +167,15 @@ def test_list_shows_parameters_and_states(checkout, capsys):
     assert "unknown experiment 'dmo'; allowed: demo. Did you mean 'demo'?" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_enough_ends_it_quietly(checkout):
+    checkout.add("demo")
+    command = [sys.executable, "-m", "t1lib", "list"]
+    listing = subprocess.Popen(command, cwd=checkout.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    listing.stdout.close()
+    assert listing.stderr.read() == b"" and listing.wait() == 1
+    listing.stderr.close()
+
+
 def test_a_root_that_is_none_is_an_error(checkout, capsys, monkeypatch):
     monkeypatch.setenv("T1_ROOT", str(checkout.root / "nowhere"))
     assert main(["list"]) == 2

@@ -33,6 +33,10 @@ class Activations:
         self._first_kept, self._store = layers - kept, store
         self._saved: dict[int, list[Saved]] = {}
 
+    def begin(self) -> None:
+        """Before a forward: forget what a step that was given up has left."""
+        self._saved.clear()
+
     def run(
         self, index: int, hidden: list[Tensor], wanted: bool, compute: Callable[[int, Tensor], Tensor],
         buffer: Callable[[], Tensor | None],

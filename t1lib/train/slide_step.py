@@ -55,6 +55,7 @@ class SlideStep(Several):
         `kwargs` by micro-batch and layer. save: for a backward
         """
         self.pipeline.begin()
+        self._activations.begin()
         for index in range(len(self.parts.layers)):
             self.pipeline.bind(index)
             compute = partial(self._compute_piece, index, kwargs)
