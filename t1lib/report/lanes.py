@@ -1,5 +1,7 @@
 """A traced step as lanes: what runs when, beside what, and where nothing does."""
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -11,6 +13,7 @@ HOST_SHADES = {
     "inputs": "0.85", "device update": "0.25",
 }  # fmt: skip
 IDLE = {"facecolor": (0.97, 0.85, 0.83), "edgecolor": "none"}
+REST = "left by the step before"
 
 
 def _busy_ms(bars: pd.DataFrame, until: float) -> float:
@@ -23,26 +26,34 @@ def _busy_ms(bars: pd.DataFrame, until: float) -> float:
     return busy
 
 
+def _rest(bars: pd.DataFrame, stop: float) -> pd.DataFrame:
+    """What is left of a lane at `stop`, as the next step finds it at its beginning."""
+    left = bars[bars["end_ms"] > stop]
+    return left.assign(start_ms=left["start_ms"].clip(lower=stop) - stop, end_ms=left["end_ms"] - stop)
+
+
 def _end(bars: pd.DataFrame) -> float:
     return float(bars["end_ms"].max()) if len(bars) else 0.0
 
 
 def draw_lanes(frame: pd.DataFrame, variant: str, lanes: dict[str, str]) -> Figure:
-    """One traced step: what each lane does when, and how much of the time until the computing ends it does nothing."""
+    """One traced step: what each lane does when, and how much of the time until the computing ends it does nothing.
+
+    What the step before left over is not traced; in its place stands what this one leaves.
+    """
     figure, axes = subplots(2.4)
     found = {lane: spans(frame, variant, lane) for lane in lanes}
     found = {lane: bars[bars["step"] == bars["step"].min()] for lane, bars in found.items()}
     stop, last = _end(found["compute"]), max(map(_end, found.values()))
     named: set[str] = set()
-    for row, lane_bars in enumerate(found.values()):
+    for row, bars in enumerate(found.values()):
         axes.broken_barh([(0, stop)], (row - 0.36, 0.72), label="idle" if row == 0 else None, **IDLE)
-        for phase, group in lane_bars.groupby("phase", sort=False):
-            bars = list(zip(group["start_ms"], group["end_ms"] - group["start_ms"], strict=True))
-            colour, legend = PHASE_COLOURS.get(phase) or HOST_SHADES[phase], None if phase in named else phase
+        rest = _rest(bars, stop).assign(phase=REST)
+        for phase, group in pd.concat([bars, rest]).groupby("phase", sort=False):
+            times = list(zip(group["start_ms"], group["end_ms"] - group["start_ms"], strict=True))
+            axes.broken_barh(times, (row - 0.36, 0.72), label=None if phase in named else phase, **_look(phase))
             named.add(phase)
-            edge = {"edgecolor": "white", "linewidth": 0.3} if phase == "update" else {"edgecolor": "none"}
-            axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=colour, label=legend, **edge)
-        share = 1 - _busy_ms(lane_bars, stop) / max(stop, 1e-9)
+        share = 1 - _busy_ms(pd.concat([bars, rest]), stop) / max(stop, 1e-9)
         axes.annotate(f"{share:.0%} idle", (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=7)
     axes.set_yticks(range(len(lanes)), list(lanes.values()))
     axes.invert_yaxis()
@@ -50,3 +61,10 @@ def draw_lanes(frame: pd.DataFrame, variant: str, lanes: dict[str, str]) -> Figu
     axes.set(xlabel="time within the step (ms)", xlim=(0, last or 1))
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=5)
     return figure
+
+
+def _look(phase: str) -> dict[str, Any]:
+    if phase == REST:
+        return {"facecolor": "0.9", "edgecolor": "0.6", "hatch": "/////", "linewidth": 0.3}
+    edge = {"edgecolor": "white", "linewidth": 0.3} if phase == "update" else {"edgecolor": "none"}
+    return {"facecolor": PHASE_COLOURS.get(phase) or HOST_SHADES[phase]} | edge
