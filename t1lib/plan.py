@@ -1,6 +1,7 @@
-"""What mode `slide` should keep on the device within a budget: memory from shapes, time from a machine's rates.
+"""What mode `slide` should keep on the device within a budget: memory from shapes (`t1lib.footprint`), time from a
+machine's rates.
 
-Memory is counted from what each phase of a step holds alive. Time is the longest of what must follow one another on
+Time is the longest of what must follow one another on
 the lanes: computing, the link in both directions, the host's updates.
 """
 
@@ -9,36 +10,21 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from t1lib.errors import T1Error
+from t1lib.footprint import Choice, device_bytes, host_bytes, outer_bytes, outer_travels, reserved_bytes
 from t1lib.machine import H200, Machine
 from t1lib.measure.memory import in_words
-from t1lib.train.ahead import GATHERED, ROWS
-from t1lib.train.store import LEAVING
-from t1lib.train.travel import PIECE, slots_for
-from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
 
-TEMPORARY = 0.34  # of a layer's saved activations: what its backward holds beside them at its peak
 MOVED = 1.95, 4.1  # bytes that a layer's forward, its backward, move beside products for one that it saves (measured)
 AGAIN = 0.88  # of a layer's forward, what has to be computed again (measured)
+LAUNCHES = (1.2, 2.0), (2.05, 4.45)  # of launching a bare layer: a trainer's layer forward and backward, then with its
+# activations computed again; and its update on the device (measured)
+UPDATE_LAUNCHES = 0.85
+UPDATE = 2.0  # times the rate of what layers move: a fused update on the device (measured)
 BESIDE = 0.08  # of the layers' backward: what it takes longer where all their state comes and goes beside it (measured)
 CROWDED = 1.2  # times the link's own time: the forward, where the layers' state comes and goes beside it (measured)
-GAPS = 0.55  # of the largest tensor: what the allocator reserves beside all that is alive (measured)
-SPREAD = 1.005  # bytes that it reserves for one that is alive, beside that (measured)
 IN_PIECES = 3.0  # times the time of a whole head: one in pieces of the vocabulary, which makes logits twice (measured)
 NEAR = 8  # how much two lanes wait for one another: exponent of a smooth maximum (measured)
-HOST_GRADS = 4  # layers whose gradients wait on the host, by default
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Options of `SlideTrainer` that trade memory for time."""
-
-    slots: int = 2
-    resident: int = 0
-    keep: int = 0
-    inputs: str = "device"
-    outer: str = "host"
-    grad_slots: int = 2
 
 
 def layer_ms(work: Work, machine: Machine, backward: bool = False) -> float:
@@ -50,81 +36,33 @@ def layer_ms(work: Work, machine: Machine, backward: bool = False) -> float:
 
 def head_ms(work: Work, machine: Machine) -> float:
     """Time of the output layer's loss and gradients over all tokens of a step."""
-    return work.head_cost * 6 * work.tokens * work.head / machine.flops * 1e3
+    products, moved = 6 * work.head / machine.flops, work.head_moves * work.vocabulary / machine.memory
+    return work.tokens * (products + moved) * 1e3
 
 
-def outer_travels(work: Work, choice: Choice) -> bool:
-    """Whether the state of embedding and head comes to the device, beside the forward."""
-    return choice.outer in ("host", "parked") and work.travelling > 0
+def eager_ms(work: Work, machine: Machine, recomputed: bool, beside: float = 1.0) -> tuple[float, float]:
+    """Time of one eager layer's forward and backward, of the computing or of launching it."""
+    one, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
+    forward, backward = (share * machine.launch_ms * work.pieces for share in LAUNCHES[recomputed])
+    return max(one, forward), max(beside * (back + AGAIN * one * recomputed), backward)
 
 
-def outer_bytes(work: Work, choice: Choice) -> int:
-    """Of a parameter of these, what the host has and sends: state, and the weight where that is parked (a whole master
-    makes it anew)."""
-    return work.state + work.itemsize * (choice.outer == "parked" and not work.masters)
-
-
-def device_bytes(work: Work, choice: Choice) -> int:
-    """Peak of allocated bytes on the device."""
-    weights, state = work.layer * work.itemsize, work.layer * work.state
-    streamed = min(work.layers - choice.resident, 1) * (choice.slots + choice.grad_slots) * weights
-    outer = work.still * work.itemsize + work.outer * (2 * work.itemsize + work.state * (choice.outer == "device"))
-    if choice.outer == "streamed":  # pieces of the head's weight and gradient; gradients of its input in float32
-        outer = 4 * PIECE_BYTES + 2 * work.tokens * work.hidden * (work.itemsize + 4)
-    there = choice.resident > 0 or (choice.outer == "device" and work.outer > 0)
-    if work.travelling:  # pieces of it, with weights and gradients; and a gradient, if it is widened
-        each = work.travelling + (1 + work.together) * work.itemsize
-        streamed += min(PIECE, work.layer) * (slots_for(each) * each + 4 * work.widening)
-    fixed = streamed + choice.resident * (2 * weights + state) + outer + work.widened * there + work.slack
-    hidden = work.tokens * work.hidden * work.itemsize
-    others = work.layers - choice.keep
-    fixed += others * hidden * (choice.inputs == "device") + 2 * hidden
-    kept = choice.keep * (work.tokens * work.saved + hidden)  # with what the layer gives the next one
-    kept += min(LEAVING, others) * hidden * (choice.inputs == "host")  # these stay until the backward
-    one = work.micro_tokens * work.saved
-    more = work.head * work.itemsize * (work.pieces > 1 and work.outer > 0 and choice.outer != "streamed")
-    head = work.workspace + hidden + more  # a piece's gradient of the head, before it is added to the others'
-    spare = work.masters or choice.outer == "parked"
-    away = work.outer * work.itemsize * (spare and outer_travels(work, choice))
-    again = one * (1 + TEMPORARY) - away  # the layers that are kept come first, and are gone then
-    if work.graphed and choice.keep + choice.resident < work.layers:  # graphs keep their memory, and cuBLAS's own
-        return int(fixed + kept + head + again + work.slack)
-    backward = max(kept + one * TEMPORARY if choice.keep else 0, again if others else 0)
-    return int(fixed + max(kept + head, backward))
-
-
-def reserved_bytes(work: Work, allocated: float) -> float:
-    """What the allocator takes from the device for a peak of `allocated` bytes."""
-    largest = max(work.layer, work.largest * (work.outer > 0))
-    return SPREAD * allocated + GAPS * largest * work.itemsize
-
-
-def host_bytes(work: Work, choice: Choice) -> int:
-    """What the host holds: streamed layers with their state, gradients that wait, what of the rest is there."""
-    each = work.state + work.beside * (1 - work.on_device) + work.itemsize
-    waiting = work.layers if work.together else min(HOST_GRADS, work.layers) * (work.on_device < 1)
-    streamed = work.layers - choice.resident
-    held = int(streamed * work.layer * each) + min(waiting, streamed) * work.layer * work.itemsize
-    if choice.outer != "device":
-        held += work.outer * (outer_bytes(work, choice) + (0 if outer_travels(work, choice) else 3 * work.itemsize))
-    if outer_travels(work, choice):
-        held += GATHERED * min(ROWS * work.hidden, work.outer) * outer_bytes(work, choice)
-    if choice.inputs == "host":
-        held += work.layers * work.tokens * work.hidden * work.itemsize
-    return held
+def device_update_ms(work: Work, machine: Machine, layers: int, outer: int) -> float:
+    """Time of updating so many layers, and so many parameters outside of them, on the device at a step's end."""
+    moved = (layers * work.layer + outer) * (2 * (work.state + work.itemsize) + work.itemsize)
+    return max(moved / (UPDATE * machine.memory) * 1e3, layers * UPDATE_LAUNCHES * machine.launch_ms)
 
 
 def computing_ms(work: Work, choice: Choice, machine: Machine, beside: float) -> tuple[float, float]:
     """Time of the layers' forward and backward; the backward's computing takes `beside` times its own."""
-    one, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
     graphed = max(work.layers - choice.resident - choice.keep, 0) * work.graphed
-    eager, recomputed = work.layers - graphed, work.layers - choice.keep
-    launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
-    backward = (
-        eager * max(beside * back, 2 * launch) + (recomputed - graphed) * max(beside * AGAIN * one, launch)
-        + graphed * max(beside * (AGAIN * one + back), replay)
-    )  # fmt: skip
-    return eager * max(one, launch) + graphed * max(one, replay), backward
+    replay, one = machine.graph_ms * work.pieces, layer_ms(work, machine)
+    again = beside * (AGAIN * one + layer_ms(work, machine, backward=True))
+    forward, backward = graphed * max(one, replay), graphed * max(again, replay)
+    for count, recomputed in ((choice.keep, False), (work.layers - choice.keep - graphed, True)):
+        there, back = eager_ms(work, machine, recomputed, beside)
+        forward, backward = forward + count * there, backward + count * back
+    return forward, backward
 
 
 def _longer(one: float, other: float) -> float:
@@ -193,8 +131,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> float:
     twice = work.head * work.itemsize * (choice.outer == "streamed")
     head = max(head_ms(work, machine) * (IN_PIECES if twice else 1.0), twice / machine.link_in * 1e3)
     update = update_ms(work, choice, machine)
-    last = choice.resident * work.layer + work.outer * (choice.outer == "device")  # updated at the end
-    step = forward + head + backward + last * (2 * (work.state + work.itemsize) + work.itemsize) / machine.memory * 1e3
+    last = device_update_ms(work, machine, choice.resident, work.outer * (choice.outer == "device"))
+    step = forward + head + backward + last
     if work.together:  # between backward and head, and then the last layer is computed
         return max(step, backward + head + update + one * (update > 0))
     return max(step, update)
@@ -218,7 +156,7 @@ def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | No
     """
 
     def reserved(choice: Choice) -> float:
-        return reserved_bytes(work, device_bytes(work, choice))
+        return reserved_bytes(work, device_bytes(work, choice), choice)
 
     best: tuple[float, float, Choice] | None = None
     found = list(choices(work))

@@ -11,30 +11,19 @@ from typing import Any
 import torch
 
 from t1lib.errors import T1Error, choose, require
+from t1lib.footprint import Choice, device_bytes, host_bytes, reserved_bytes, resident_bytes
 from t1lib.machine import Machine
 from t1lib.measure.memory import GIB, in_words
-from t1lib.plan import (
-    AGAIN,
-    TEMPORARY,
-    Choice,
-    choose_plan,
-    device_bytes,
-    head_ms,
-    host_bytes,
-    layer_ms,
-    reserved_bytes,
-    step_ms,
-)
+from t1lib.plan import choose_plan, device_update_ms, eager_ms, head_ms, step_ms
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import MORE, PRESETS, shape_only
 from t1lib.train.slide import UPDATES
 from t1lib.train.spec import OptimizerSpec
-from t1lib.work import Work, head_bytes, work_of
+from t1lib.work import HEADS, Work, with_head, work_of
 
 MODES = ("gpu", "ckpt", "slide")
-HEADS = {"full": 1.7, "chunked": 1.45, "fused": 1.1}  # time over the three products, about (notebook cce)
 ALIKE = 1.02  # times of two predictions that are no reason to choose between them
-PROCESS = int(1.6 * GIB)  # of the host, by Python, torch and CUDA
+PROCESS = int(1.5 * GIB)  # of the host, by Python, torch and CUDA
 
 
 @dataclass(frozen=True)
@@ -116,30 +105,16 @@ def predict_one(
     work: Work, mode: str, head: str, machine: Machine, vram: int, choice: Choice | None = None, host: int | None = None
 ) -> Prediction:
     """One mode with one head; what slide keeps is chosen for `vram` bytes, and `host`, unless it is given."""
-    one = replace(work, workspace=head_bytes(head, work), head_cost=HEADS[head])
+    one = with_head(work, head)
     if mode == "slide":
         return _slide(one, head, choice or _chosen(one, vram, machine, host), machine)
     return _resident(one, mode, head, machine)
 
 
 def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
-    """Modes gpu and ckpt: the most of the head's phase, the backward's begin and end, and the update."""
-    weights, state = work.params * work.itemsize, work.params * work.state
-    base = weights + state + work.widened + work.slack + (weights if work.pieces > 1 else 0)
-    hidden = work.micro_tokens * work.hidden * work.itemsize
-    one = work.micro_tokens * work.saved
-    kept = work.layers * (one if mode == "gpu" else hidden) + 6 * hidden
-    first = work.head * work.itemsize  # the head's gradient; in head full it comes when logits have gone
-    grads = weights * (work.pieces == 1)
-    backward = one * (TEMPORARY if mode == "gpu" else 1 + TEMPORARY)
-    begin = kept + first * (work.pieces == 1) + backward
-    peak = base + max(kept + work.workspace + first * (head != "full"), begin, grads + backward + 2 * hidden)
-    forward, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
-    launch = machine.launch_ms * work.pieces
-    again = max(AGAIN * forward, launch) if mode == "ckpt" else 0.0
-    layers = work.layers * (max(forward, launch) + max(back, 2 * launch) + again)
-    update = work.params * 2 * (work.state + work.itemsize) / machine.memory * 1e3
-    ms = layers + head_ms(work, machine) + update
+    peak = resident_bytes(work, recomputed=mode == "ckpt")
+    layers = work.layers * sum(eager_ms(work, machine, recomputed=mode == "ckpt"))
+    ms = layers + head_ms(work, machine) + device_update_ms(work, machine, work.layers, work.outer)
     return Prediction(mode, head, int(peak), int(reserved_bytes(work, peak)), PROCESS, ms)
 
 
@@ -154,7 +129,7 @@ def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Predictio
     peak = device_bytes(work, choice)
     places = ", ".join(f"{k} {v}" for k, v in asdict(choice).items())
     host, ms = PROCESS + host_bytes(work, choice), step_ms(work, choice, machine)
-    return Prediction("slide", head, peak, int(reserved_bytes(work, peak)), host, ms, places)
+    return Prediction("slide", head, peak, int(reserved_bytes(work, peak, choice)), host, ms, places)
 
 
 def _judged(p: Prediction, vram: int, host: int | None) -> Prediction:

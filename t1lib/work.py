@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from t1lib.heads.fused_plan import TILES, Device, Shape, device_of
 from t1lib.heads.fused_search import early_bytes, early_is_faster, plan_early, plan_late
+from t1lib.machine import SHORT
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import DEVICE_PIECE
 from t1lib.train.placement import place_of, spare_modules
 from t1lib.train.spec import OptimizerSpec, state_bytes
 
+HEADS = {"full": 20.0, "chunked": 10.5, "fused": 1.5}  # bytes moved a logit, beside the products (by notebook cce)
 CHUNKS = 8  # of head `chunked`, by default
 SLACK = 64 * 2**20  # on a GPU: cuBLAS's workspaces, small tensors
 
@@ -30,8 +32,9 @@ class Work:
     head             of the output layer that the loss takes
     largest          of the largest one
     vocabulary       rows of the output layer
-    attention        operations of a layer's forward, a token, beside those with its weights
-    head_cost        time of loss and gradients over that of the three products
+    logits           bytes of the largest tensor of its phase, where that is all logits
+    attention        operations of a layer's forward, a token, beside those with its weights, as long rows have them
+    head_moves       bytes a logit that it moves beside its three products
     slack            bytes that any step holds beside all this
     graphed          whether layers that are streamed and computed again run as CUDA graphs
     masters          whether parameters have float32 masters, as a whole
@@ -40,6 +43,7 @@ class Work:
     on_device        share of slide's layers that are updated there; their optimizer state, if any, travels
     whole_head       whether the output layer cannot be made in pieces
     saved            what a layer's backward needs, a token, beyond its weights
+    inner            the widest of a layer's activations, numbers a token
     state            optimizer state of a parameter on the device, and on the host
     """
 
@@ -54,12 +58,14 @@ class Work:
     micro_tokens: int
     workspace: int
     together: bool
+    inner: int = 0
     still: int = 0
     head: int = 0
     largest: int = 0
     vocabulary: int = 0
+    logits: int = 0
     attention: int = 0
-    head_cost: float = 1.0
+    head_moves: float = 0.0
     slack: int = SLACK
     graphed: bool = False
     masters: bool = False
@@ -145,7 +151,8 @@ def work_of(
     return Work(
         layers=len(parts.layers), layer=_count(parts.layers[0].parameters()), outer=_count(trained),
         still=_count((outside - trained) & held), head=_count(parts.head.parameters()) * with_head,
-        hidden=model.config.hidden_size, itemsize=dtype.itemsize, saved=saved_bytes(model.config, dtype, seq),
+        hidden=model.config.hidden_size, inner=_widest(parts.layers[0]), itemsize=dtype.itemsize,
+        saved=saved_bytes(model.config, dtype, seq),
         state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq,
         micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
@@ -157,19 +164,31 @@ def work_of(
 
 
 def _attention(config: PreTrainedConfig, seq: int) -> int:
-    """Operations a token of causal attention's two products, half of whose entries count; windows are not looked at."""
+    """Operations a token of causal attention's two products, half of whose entries count, with what short rows take
+    longer; windows are not looked at."""
     width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    return 2 * seq * width
+    return 2 * (seq + SHORT) * width
+
+
+def _widest(layer: nn.Module) -> int:
+    return max((max(p.shape) for p in layer.parameters() if p.dim() == 2), default=0)
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in params)
 
 
+def with_head(work: Work, head: str) -> Work:
+    """The same with what an output layer holds, of which `work.workspace` are given to head `fused`."""
+    logits = 4 * work.micro_tokens * work.vocabulary * (head == "full")
+    return replace(work, workspace=head_bytes(head, work), logits=logits, head_moves=HEADS.get(head, HEADS["fused"]))
+
+
 def head_bytes(head: str, work: Work) -> int:
     """Most bytes that a head holds beyond its inputs and gradients.
 
-    full: of each logit the log-probability, its gradient, and the one before the softmax, in float32. chunked: of a
+    full: of each logit the log-probability, its gradient, and the one before the softmax, in float32; the weight's
+    gradient comes when they have gone. chunked: of a
     chunk's, the logit in 16 bits and in 32, and its gradient. fused: what its plan within the workspace comes to, no
     more than full (`chunked` takes less, where it computes in its place).
 
@@ -177,7 +196,7 @@ def head_bytes(head: str, work: Work) -> int:
     """
     logits = work.micro_tokens * work.vocabulary
     if head == "full":
-        return 12 * logits
+        return max(12 * logits - work.head * work.itemsize * (work.outer > 0), 0)
     if head == "chunked":
         return 8 * logits // CHUNKS
     return min(_fused_bytes(work), 12 * logits) if logits and work.itemsize <= 4 else work.workspace

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t1lib.errors import T1Error
+from t1lib.errors import T1Error, require
 from t1lib.machine import H200
 from t1lib.measure import frontier
 from t1lib.measure.frontier import Frontier, measure_frontier
@@ -92,11 +92,33 @@ def test_what_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys, error, st
     assert f"tiny/gpu/fused 128: {state}, {error}" in capsys.readouterr().out
 
 
-def test_long_steps_are_measured_once_but_not_first(monkeypatch):
-    monkeypatch.setattr(frontier, "LONG", 0.0)
+@pytest.mark.parametrize(("long", "steps", "warm"), [((0.0, 1e9), 1, [1, 1, 1]), ((0.0, 0.0), 1, [1, 0, 0])])
+def test_long_steps_are_measured_once_and_very_long_ones_after_shorter_rows(long, steps, warm, monkeypatch):
+    counts, plain = [], Worker.call
+
+    def call(self, method, **kwargs):
+        if method == "warm_up":
+            counts.append(kwargs["steps"])
+        return plain(self, method, **kwargs)
+
+    monkeypatch.setattr(frontier, "LONG", long)
+    monkeypatch.setattr(Worker, "call", call)
     records = measured(monkeypatch, heads=["fused"], modes=["gpu"])
     times = [r["phase"] for r in records.rows if r["metric"] == "wall_ms"]
-    assert times == ["seq/64"] * 2 + ["seq/128", "seq/256"]
+    assert times == [f"seq/{n}" for n in (64, 128, 256) for _ in range(steps)] and counts == warm
+
+
+def test_what_cannot_be_predicted_is_a_row_and_longer_ones_are_skipped(monkeypatch, capsys):
+    plain = Frontier.predict
+
+    def predict(self, model, mode, head, seq, machine):
+        require(seq < 128, "workspace too small")
+        return plain(self, model, mode, head, seq, machine)
+
+    monkeypatch.setattr(Frontier, "predict", predict)
+    found = states(measured(monkeypatch, heads=["fused"], modes=["gpu"]))
+    assert [found["tiny/gpu/fused", f"seq/{n}"] for n in (64, 128, 256)] == ["ok", "skipped", "skipped"]
+    assert "128: skipped, workspace too small" in capsys.readouterr().out
 
 
 def test_narrow_state_is_what_is_predicted_and_measured(monkeypatch):

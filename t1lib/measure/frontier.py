@@ -18,7 +18,10 @@ from t1lib.train.session import TrainSession
 LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide at its smallest; longer rows change nothing in it
 NARROW = {"moments": "bfloat16", "split_master": True}
 POSITIONS = "max_position_embeddings"
-LONG = 4.0  # seconds: a step that long is not measured again, and kernels are warm from shorter rows
+LONG = (
+    1.0,
+    15.0,
+)  # seconds: a step that long is measured once; not before another, as kernels are warm from shorter rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Frontier:
     vram       bytes of the device; what is predicted to need more than `beyond` times as much is skipped
     host       bytes of the host
     longest    seconds that a step may be predicted to take; a longer one is skipped
-    steps      measured at each point, after `warmup` others; one, after none, where it is predicted to take over `LONG`
+    steps      measured at each point, after `warmup` others; fewer where it is predicted to take long (`LONG`)
     update     where slide's layers are updated, as `SlideTrainer` has it
     narrow     models whose state is narrow: moments of 16 bits, masters as the bits that the weights lack
     """
@@ -92,7 +95,12 @@ def _lengths(
     """All lengths of one head; returns the process that is still good."""
     variant, stopped, warm = "/".join(names), "", False
     for seq in frontier.lengths:
-        phase, predicted = f"seq/{seq}", frontier.predict(*names, seq, machine)
+        phase = f"seq/{seq}"
+        try:
+            predicted = frontier.predict(*names, seq, machine)
+        except T1Error as error:  # such as a workspace that is too small for so many tokens
+            stopped = _stopped(records, variant, phase, error)
+            continue
         _file_prediction(records, variant, phase, predicted)
         why = stopped or _skipped(frontier, predicted)
         if why:
@@ -101,8 +109,8 @@ def _lengths(
             continue
         try:
             worker = worker or Isolated(TrainSession, frontier.settings(*names[:2]))
-            once = warm and predicted.ms > 1e3 * LONG
-            counts = (0, 1) if once else (frontier.warmup, frontier.steps)
+            once, cold = (predicted.ms > 1e3 * seconds for seconds in LONG)
+            counts = 0 if cold and warm else frontier.warmup, 1 if once else frontier.steps
             for step, ms in enumerate(_measure(frontier, worker, names[2], seq, counts, records, variant, phase)):
                 records.add(variant, "wall_ms", ms, "ms", phase, step)
             records.status(variant, "ok", phase)

@@ -103,9 +103,7 @@ def measure_times(
     print(f"{phase}: {len(fine)} of {len(cases)} cases timed")
 
 
-def _prepare(
-    records: Records, phase: str, cases: list[Case], worker: Isolated, gate: Gate, warmup: int
-) -> list[Case]:
+def _prepare(records: Records, phase: str, cases: list[Case], worker: Isolated, gate: Gate, warmup: int) -> list[Case]:
     """File errors and statuses; return the cases that may be timed. A variant is as its worst case is."""
     fine, states = [], {}
     for case in cases:

@@ -40,7 +40,7 @@ def variant_label(variant: str) -> str:
         return VARIANTS[variant].label
     head, *change, workspace = variant.split("-")
     digits = workspace.rstrip("KMGTiB")
-    return ", ".join([head, *(["-".join(change)] if change else []), f"{digits} {workspace[len(digits):]}"])
+    return ", ".join([head, *(["-".join(change)] if change else []), f"{digits} {workspace[len(digits) :]}"])
 
 
 def three(frame: pd.DataFrame, phase: str) -> float:

@@ -164,7 +164,7 @@ def fig4_predicted(frame: pd.DataFrame) -> Figure:
 def errors(table: pd.DataFrame) -> dict[str, pd.Series]:
     """Relative errors of the predictions of points that ran, without sign."""
     ok = table[table["status"] == "ok"]
-    found = {k: (ok[f"predicted_{k}_gib"] / ok[f"{k}_gib"] - 1).abs() for k in ("allocated", "reserved")}
+    found = {k: (ok[f"predicted_{k}_gib"] / ok[f"{k}_gib"] - 1).abs() for k in ("allocated", "reserved", "host")}
     return found | {"time": (ok["predicted_ms"] / ok["wall_ms"] - 1).abs()}
 
 

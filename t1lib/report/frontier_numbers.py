@@ -33,6 +33,9 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         _reach(fitting, f"frontier.within.{budgets(frame).index(budget) + 1}", budget, out)
     for state, count in table["status"].value_counts().items():
         out.set(f"frontier.points.{state}", int(count))
+    vram = float(pick(frame, "vram_gib", "facts", "all").iloc[0])
+    lost = table[(table["status"] == "oom") & (table["predicted_reserved_gib"] <= vram)]
+    out.set("frontier.points.unforeseen", len(lost))
     for name, value in _facts(frame):
         out.set(f"frontier.{name}", value)
 
@@ -55,7 +58,7 @@ def _reach(fitting: pd.DataFrame, key: str, budget: str, out: Numbers) -> None:
     """The largest model, and the longest row of the smallest one, that plain ways and slide with fused train within a
     budget, which may be nothing."""
     digits = budget.rstrip("KMGTiB")
-    out.set(f"{key}.budget", f"{digits} {budget[len(digits):]}")
+    out.set(f"{key}.budget", f"{digits} {budget[len(digits) :]}")
     for mode, head in (("gpu", "full"), ("ckpt", "full"), ("slide", "fused")):
         own = fitting[(fitting["mode"] == mode) & (fitting["head"] == head)]
         first = own[own["model"] == own["model"].iloc[0]] if len(own) else own

@@ -86,9 +86,7 @@ class Updater:
         self.apply(found, factor, scale, lost)
 
     @torch.no_grad()
-    def apply(
-        self, found: dict[str, Tensor], factor: float, scale: Tensor | float, lost: Tensor | None
-    ) -> None:
+    def apply(self, found: dict[str, Tensor], factor: float, scale: Tensor | float, lost: Tensor | None) -> None:
         """An update that is counted already."""
         lr = self.spec.lr * factor
         plain = [n for n in found if n not in self._wide]
@@ -108,9 +106,7 @@ class Updater:
         other.step({name: grad[rows]}, factor, scale)
         return other.tensors[name]
 
-    def _step_wide(
-        self, name: str, grad: Tensor, lr: float, scale: Tensor | float, lost: Tensor | None
-    ) -> None:
+    def _step_wide(self, name: str, grad: Tensor, lr: float, scale: Tensor | float, lost: Tensor | None) -> None:
         """A 16-bit tensor with a master: by one kernel, or a piece after the other."""
         weight, state, scratch = self.tensors[name].view(-1), self.state[name], self._scratch
         flat = {k: v.view(-1) for k, v in state.items() if k != "step"}

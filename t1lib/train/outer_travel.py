@@ -210,4 +210,3 @@ def _state_on_host(param: nn.Parameter, spec: OptimizerSpec, device: torch.devic
 def _pinned(flat: Tensor, device: torch.device) -> Tensor:
     """The host tensor in pinned memory: itself, unless it is small (`pinned_zeros`)."""
     return pinned_zeros(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)
-

@@ -84,7 +84,7 @@ def choose_by_budget(
     ms a step that it is predicted to take."""
     from t1lib.machine import this_machine  # these import this package
     from t1lib.plan import choose_plan, device_bytes, step_ms
-    from t1lib.work import head_bytes, work_of
+    from t1lib.work import with_head, work_of
 
     require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
     pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(isinstance(n, int) for n in plan_for)
@@ -99,8 +99,7 @@ def choose_by_budget(
         together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
         **{k: common[k] for k in OF_WORK if k in common},
     )  # fmt: skip
-    work = replace(work, workspace=head_bytes(common.get("head", DEFAULT_HEAD), work))
-    work = replace(work, whole_head=bool(not_in_pieces(model, head)))
+    work = replace(with_head(work, common.get("head", DEFAULT_HEAD)), whole_head=bool(not_in_pieces(model, head)))
     machine = this_machine()
     held = sum(p.nbytes for p in model.parameters() if not p.is_cuda)  # already, of what the host is to hold
     choice = choose_plan(work, parse_bytes(gpu_memory), machine, host_available() * 9 // 10 + held)

@@ -89,6 +89,7 @@ class TrainSession:
         """From now on, another number of tokens and another head; memory that nothing uses is given back."""
         self.trainer.head, self.trainer.head_options = choose("head", head, HEADS), head_options
         self.set_tokens(batch, seq)
+        self.trainer.forget_shapes()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

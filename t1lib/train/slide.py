@@ -166,7 +166,12 @@ class SlideTrainer(SlideStep):
         self._activations = Activations(len(layers), self.keep, store)
         self._recomputation = Recomputation(whole=self._compiled)
         self._known = {}
-        self._graphs = LayerGraphs(layers) if self._graph_tokens and can_capture(self.device) else None
+        self.forget_shapes()
+
+    def forget_shapes(self) -> None:
+        self._graphs = None
+        if self._graph_tokens and can_capture(self.device):
+            self._graphs = LayerGraphs(self.parts.layers)
 
     def _outer_of(self, params: dict[str, nn.Parameter]) -> Outer:
         common = params, self.parts.embed, self.spec, self.pipeline, lambda: self.trace

@@ -208,9 +208,7 @@ class SlideStep(Several):
         pipeline.send(index, factor)
         return onward
 
-    def _piece_backward(
-        self, index: int, k: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor | None:
+    def _piece_backward(self, index: int, k: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's k-th micro-batch. The slot of its gradients is waited for as late as can be: when the layer is
         computed again, but before a graph, which does both."""
         x, out = saved.input, saved.output

@@ -211,6 +211,9 @@ class Trainer(Layered, Losses, Stateful):
             groups.setdefault(layer_of.get(id(param), -1), []).append(name)
         return groups
 
+    def forget_shapes(self) -> None:
+        """Give up memory that is kept for batches of earlier shapes, if any is."""
+
     def close(self) -> None:
         """Give the model back: its layers run as before. Weights stay where they are."""
         self.closed = True

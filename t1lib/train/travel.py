@@ -94,9 +94,7 @@ class Underway(NamedTuple):
     mark: Mark
 
 
-def _weights(
-    piece: Piece, slot: dict[str, Tensor], onto: Tensor | None, there: bool
-) -> tuple[Tensor, Tensor | None]:
+def _weights(piece: Piece, slot: dict[str, Tensor], onto: Tensor | None, there: bool) -> tuple[Tensor, Tensor | None]:
     """Weights to be updated, and where they are wanted besides: those that are there, and leave from the slot if the
     host has them; or those of the slot, and `onto`."""
     if there:

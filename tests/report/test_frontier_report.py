@@ -46,7 +46,7 @@ def test_the_fastest_within_each_budget(frame):
 
 def test_accuracy_counts_what_ran(frame):
     table = frontier.table3_accuracy(frame).frame.set_index("predicted")
-    assert list(table["points"]) == ["5"] * 3
+    assert list(table["points"]) == ["5"] * 4
     assert table.loc["allocated", "within 5%"] == "100%" and table.loc["allocated", "largest error"] == "4%"
     assert table.loc["reserved", "within 5%"] == "0%" and table.loc["reserved", "within 15%"] == "100%"
     assert table.loc["time", "within 20%"] == "0%" and table.loc["time", "largest error"] == "30%"
@@ -62,6 +62,8 @@ def test_numbers_name_the_longest_rows_and_count_what_did_not_run(frame, tmp_pat
     assert "frontier.longest.16GiB.qwen3-0.6b.gpu.full" not in found
     assert found["frontier.longest.16GiB.qwen3-0.6b.over_ckpt_full"] == "none"
     assert found["frontier.points.oom"] == 1 and found["frontier.points.ok"] == 5
+    assert found["frontier.points.unforeseen"] == 0  # 220 GiB were predicted
+    assert found["frontier.accuracy.host.largest"] == 0
     assert found["frontier.accuracy.time.largest"] == pytest.approx(0.3)
     assert found["frontier.qwen3-0.6b.slide.fused.4096.us_a_token"] == pytest.approx(12.0)
 

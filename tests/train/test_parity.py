@@ -173,8 +173,11 @@ TRAVELLERS = {
 @pytest.mark.parametrize(
     "options",
     [
-        {"update": "device"}, {"update": "both", "slots": 5}, {"update": "device", "resident": 2, "outer": "host"},
-        {"update": "device", "slots": 3}, {"update": "device", "slots": 1, "overlap_in": False},
+        {"update": "device"},
+        {"update": "both", "slots": 5},
+        {"update": "device", "resident": 2, "outer": "host"},
+        {"update": "device", "slots": 3},
+        {"update": "device", "slots": 1, "overlap_in": False},
         {"update": "device", "slots": 3, "outer": "parked"},
         {"update": "both", "host_share": 0.5, "outer": "host", "inputs": "host", "overlap_update": False},
     ],

@@ -69,7 +69,6 @@ def test_clipping_is_that_of_pytorch(mode):
         torch.testing.assert_close(after[name], param.detach() - param.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide", "fsdp"])
 def test_a_gradient_that_is_no_number_is_raised(mode, options):
