@@ -120,11 +120,16 @@ class Run:
 
     def draw(self, name: str) -> "Figure":
         """Draw a figure of `t1lib.report.FIGURES` from the records so far, save it, and return it for display."""
-        return _draw(self.outdir, self.experiment, name, self.records.frame())
+        return _draw(self.outdir, self.experiment, name, self._kept())
 
     def table(self, name: str) -> pd.DataFrame:
         """Make a table of `t1lib.report.TABLES` from the records so far, save it, and return it for display."""
-        return _tabulate(self.outdir, self.experiment, name, self.records.frame())
+        return _tabulate(self.outdir, self.experiment, name, self._kept())
+
+    def _kept(self) -> pd.DataFrame:
+        """The records so far, on the disk, too: a cell that fails later does not lose them."""
+        self.records.save(self.outdir / "samples.csv")
+        return self.records.frame()
 
     def finish(self) -> None:
         """Save records, numbers and environment. Without the driver, also publish the folder.

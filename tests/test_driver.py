@@ -99,6 +99,15 @@ def test_a_failing_cell_stops_only_its_own_notebook(checkout, capsys):
     assert (checkout.root / "outputs/smoke/.bad.partial/executed.ipynb").is_file()
 
 
+def test_what_was_measured_before_a_cell_failed_is_kept(checkout):
+    measure = "for step in range(2):\n    run.records.add('slide', 'wall', step, 'ms', step=step)\n"
+    table = "from t1lib import notebook\nnotebook._tabulate = lambda *_: None\nrun.table('any')\n"
+    checkout.add("bad", measure, table, "raise ValueError('boom')")
+    assert run() == 1
+    rows = (checkout.root / "outputs/smoke/.bad.partial/samples.csv").read_text().splitlines()
+    assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
+
+
 def test_plain_papermill_with_an_unknown_parameter_fails_in_the_notebook(checkout, monkeypatch):
     import papermill
 

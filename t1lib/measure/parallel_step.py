@@ -2,7 +2,7 @@
 
 Phases: `step/<ranks>`, the same number of rows on each rank, for time and memory; `losses/<ranks>`, the same rows in
 all, whatever the ranks, for the losses. The variant is the mode. Times are the slowest rank's, memory the largest;
-`host_all` is that of all ranks, with what they share counted once.
+`host_all` is that of all ranks, with what they share counted once; `host_setup_all` the same while they are set up.
 """
 
 import gc
@@ -52,6 +52,7 @@ def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, s
         add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
     peaks = train.memory()
     add_memory(records, mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
-    own, mapped = total({"": peaks["host"] - peaks["mapped"]})[""], largest({"": peaks["mapped"]})[""]
-    add_memory(records, mode, phase, {"host_all": own + mapped})
+    whole = {"host_all": peaks["host"], "host_setup_all": peaks["host_setup"]}
+    own, mapped = total({k: v - peaks["mapped"] for k, v in whole.items()}), largest({"": peaks["mapped"]})[""]
+    add_memory(records, mode, phase, {k: v + mapped for k, v in own.items()})
     train.trainer.close()

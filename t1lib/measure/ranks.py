@@ -45,14 +45,13 @@ def measure_ranks(
     Raises what a rank raised, see `run_ranks`.
     """
     there = torch.cuda.device_count() if device == "cuda" else max(counts)
-    most = max(1, min(there, max(counts)))
-    threads = max(1, torch.get_num_threads() // most)  # as many for a rank, whatever their number
     for ranks in counts:
         phase, state = f"{name}/{ranks}", ""
         if ranks > there:
             state, why = "skipped", f"{ranks} ranks need as many GPUs; there are {there}"
         else:
             try:
+                threads = max(1, torch.get_num_threads() // ranks)  # a rank alone has all cores
                 records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit, threads))
             except VariantOutOfMemory as error:
                 state, why = "oom", str(error).partition("\n")[0]

@@ -21,7 +21,7 @@ from t1lib.report.select import median, pick
 from t1lib.report.tables import MISSING, Table, make_table, median_iqr
 
 ERRORS = ("error_loss", "error_dE", "error_dW")
-MEMORY = ("allocated_gib", "reserved_gib", "host_gib", "host_all_gib")
+MEMORY = ("allocated_gib", "reserved_gib", "host_gib", "host_all_gib", "host_setup_all_gib")
 NAN = float("nan")
 
 

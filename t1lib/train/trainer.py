@@ -141,11 +141,11 @@ class Trainer(Layered, Losses, Stateful):
         device is done with the step. Raises `T1Error` for a batch that does not fit the model, before anything is
         changed, and for gradients that are not finite (`nonfinite`).
         """
+        timer = PhaseTimer(self.device)
         pieces, self._upcoming = self._pieces(batch), upcoming
         self._norms = {}
         for param in self.model.parameters():
             param.grad = None  # of a step that was given up
-        timer = PhaseTimer(self.device)
         loss = self._backward(pieces, timer)
         norm = self._update()
         self._scale = 1.0

@@ -154,3 +154,16 @@ def test_a_rank_that_sleeps_ends_all_with_where_it_is(ended):
     """The last test here: the others run meanwhile."""
     message = rf"\A2 ranks took longer than {LIMIT:g} s: rank 0 in \S+:\d+ all_reduce; rank 1 in \S+:\d+ oversleep\n"
     ends_all(ended["sleeps"], message, LIMIT + ranks.PATIENCE + 10)
+
+
+def test_a_rank_alone_has_all_cores(monkeypatch):
+    found = {}
+
+    def run(task, settings, number, device, limit, threads):
+        found[number] = threads
+        return []
+
+    monkeypatch.setattr(ranks, "run_ranks", run)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    ranks.measure_ranks(Records(), rank_tasks.add_up, {}, [1, 2, 4, 8], name="a", variants=[], device="cpu", limit=1.0)
+    assert found == {1: 6, 2: 3, 4: 1, 8: 1}

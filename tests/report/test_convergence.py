@@ -41,6 +41,10 @@ def test_numbers_hold_the_worst_exact_variant_against_another_order(frame, tmp_p
     assert found["convergence.order.tenth"] == pytest.approx(0.001)
     assert found["convergence.fused-slide.norm_difference"] == pytest.approx(1e-4)
     assert found["convergence.full-gpu.final_loss"] == pytest.approx(5 - 0.98)
+    assert found["convergence.filter-gpu.final_difference"] == pytest.approx(0.5 * 0.98)
+    assert found["convergence.fused-slide.final_difference"] == pytest.approx(-2e-4 * 0.98)
+    assert found["convergence.exact.smooth_difference"] == pytest.approx(2e-4 * 0.995)
+    assert found["convergence.exact.held_out_spread"] == pytest.approx(3e-4)
     assert found["convergence.filter-gpu.held_out_loss"] == pytest.approx(5.0)
     assert found["convergence.steps"] == STEPS
 
