@@ -28,8 +28,9 @@ from t1lib.texts import LIBRARY, corpus_hash, read_texts, sha256
 END = "<|endoftext|>"  # after each text; id 0
 ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # of tokenizers that were not trained here
 SMALLEST = 257  # the bytes and END
-WORDS = r"[^\r\n\w]?\w+|[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_RECIPE = "2"  # part of the cache's key: to be raised with any change of the recipe
+# Bounded, because training takes time by a word's length squared; the library's longest run is of 95 characters.
+WORDS = r"[^\r\n\w]?\w{1,256}|[^\s\w]{1,256}[\r\n]{0,256}|\s{0,256}[\r\n]{1,256}|\s{1,256}(?!\S)|\s{1,256}"
+_RECIPE = "3"  # part of the cache's key: to be raised with any change of the recipe
 
 
 class Rows(NamedTuple):
@@ -65,7 +66,7 @@ def _order(rows: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """`train` and `held_out` rows, of different texts; `sha256` is that of all texts."""
+    """`train` and `held_out` rows, of different texts (see `split_texts`); `sha256` is that of all texts."""
 
     train: Rows
     held_out: Rows
@@ -124,31 +125,36 @@ def _train(texts: dict[str, str], vocabulary: int) -> Tokenizer:
 
 
 def split_texts(texts: dict[str, str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
-    """(training, held-out) texts in an order drawn from `seed`; the latter hold the share `held_out`. A single text is
-    cut in two, at the end of a line where it has any."""
+    """(training, held-out) texts in an order drawn from `seed`; the latter hold the share `held_out` of the characters.
+
+    The share may be off by half (of itself, or of the rest where that is smaller), so that texts stay whole. Where
+    whole ones do not come that near, the next one is cut in two, at the end of a line if one is as near: its beginning
+    is for training.
+    """
     require(0 < held_out < 1, f"held_out {held_out}; allowed: a share between 0 and 1")
-    wanted = held_out * sum(len(text) for text in texts.values())
-    if len(texts) == 1:
-        (text,) = texts.values()
-        cut = text.rfind("\n", 0, len(text) - int(wanted)) + 1 or len(text) - int(wanted)
-        return [text[:cut]], [text[cut:]]
-    order = sorted(texts, key=lambda name: sha256(str(seed), name))
-    taken, count = 0, 0
-    while taken < wanted:
-        taken += len(texts[order[count]])
+    order = [texts[name] for name in sorted(texts, key=lambda name: sha256(str(seed), name))]
+    size = sum(map(len, order))
+    missing = max(1, int(held_out * size))
+    slack, count = min(missing, size - missing) // 2, 0
+    while missing > 0 and len(order[count]) <= missing + slack:
+        missing -= len(order[count])
         count += 1
-    return [texts[name] for name in order[count:]], [texts[name] for name in order[:count]]
+    if missing <= slack:
+        return order[count:], order[:count]
+    cut = len(order[count]) - missing
+    cut = order[count].rfind("\n", cut - slack, cut) + 1 or cut
+    return [order[count][:cut], *order[count + 1 :]], [*order[:count], order[count][cut:]]
 
 
 def load_corpus(
     vocabulary: int | None, seq: int, *, source: str | Path = LIBRARY, limit: int | str | None = None,
     held_out: float = 0.05, seed: int = 0, packed: bool = True, tokenizer: str | Path | None = None,
 ) -> Corpus:  # fmt: skip
-    """Texts as rows of `seq` tokens, split by text.
+    """Texts as rows of `seq` tokens, split by `split_texts`.
 
     source, limit   as `t1lib.texts.read_texts` has them
     packed          texts joined by their end token and cut into whole rows; else each begins a row of its own, and its
-                    last one is padded with end tokens
+                    last one is padded with end tokens; a rest of one token, which has nothing to predict, is left out
     tokenizer       a tokenizer.json; without it one of `vocabulary` tokens is trained, on both parts
 
     Raises `T1Error` for an empty corpus, a vocabulary that it does not support, and a split that leaves a part without
@@ -201,7 +207,7 @@ def _pack(texts: list[Tensor], seq: int) -> Rows:
 
 
 def _pad(texts: list[Tensor], seq: int) -> Rows:
-    rows = [piece for ids in texts for piece in ids.split(seq)]
+    rows = [piece for ids in texts for piece in ids.split(seq) if len(piece) > 1]
     full = torch.stack([F.pad(row, (0, seq - len(row)), value=int(row[-1])) for row in rows]) if rows else None
     if full is None:
         full = torch.empty(0, seq, dtype=torch.int64)

@@ -4,8 +4,11 @@ Memory is counted from what each phase of a step holds alive, beginning with sha
 machine (`t1lib.machine`). Nothing is trained and no weight is made.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from math import inf
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from t1lib.errors import T1Error, choose, require
 from t1lib.footprint import Choice, device_bytes, host_bytes, reserved_bytes, resident_bytes
 from t1lib.machine import Machine
 from t1lib.measure.memory import GIB, in_words
-from t1lib.plan import choose_plan, device_update_ms, eager_ms, head_ms, step_ms
+from t1lib.plan import choices, choose_plan, device_update_ms, eager_ms, head_ms, step_ms
 from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import MORE, PRESETS, shape_only
 from t1lib.train.slide import UPDATES
@@ -24,6 +27,7 @@ from t1lib.work import HEADS, Work, with_head, work_of
 MODES = ("gpu", "ckpt", "slide")
 ALIKE = 1.02  # times of two predictions that are no reason to choose between them
 PROCESS = int(1.5 * GIB)  # of the host, by Python, torch and CUDA
+AT_A_TIME = 2**27  # tokens, which no device holds: beyond them the search for head `fused`'s plan takes long
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,14 @@ class Setting:
 @dataclass(frozen=True)
 class Prediction:
     """Of one mode with one head: peak bytes on the device, allocated and reserved by the allocator, and on the host;
-    ms a step; what mode slide keeps where; and why it does not fit, if it does not."""
+    ms a step; what mode slide keeps where; and why it does not fit, if it does not. All numbers are infinite where the
+    head refuses."""
 
     mode: str
     head: str
-    allocated: int
-    reserved: int
-    host: int
+    allocated: float
+    reserved: float
+    host: float
     ms: float
     choice: str = ""
     why: str = ""
@@ -75,19 +80,34 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
     Raises `T1Error` for a setting that no mode can train: positions, sizes.
     """
     work = _work(setting)
-    found = [predict_one(work, mode, head, machine, vram, host=host) for mode in MODES for head in HEADS]
-    return [_judged(p, vram, host) for p in found]
+    found = [p for head in HEADS for p in _with_modes(work, head, vram, host, machine)]
+    return sorted(found, key=lambda p: MODES.index(p.mode))
+
+
+def _with_modes(work: Work, head: str, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
+    """Every mode with one head; what the head refuses is why it does not fit."""
+    try:
+        one = with_head(work, head)
+    except T1Error as error:
+        return [Prediction(mode, head, inf, inf, inf, inf, why=str(error)) for mode in MODES]
+    return [_judged(predict_one(one, mode, head, machine, vram, host=host), vram, host) for mode in MODES]
 
 
 def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choice: Choice | None = None) -> Prediction:
-    """One mode with one head; slide with the options of `choice`. Whether it fits is not asked."""
-    return predict_one(_work(setting), mode, head, machine, 2**62, choice)
+    """One mode with one head; slide with the options of `choice`. Whether it fits is not asked.
+
+    Raises `T1Error` as `predict` does, and for a workspace that is too small for the head.
+    """
+    return predict_one(with_head(_work(setting), head), mode, head, machine, 2**62, choice)
 
 
 def _work(setting: Setting) -> Work:
     for name in ("rows", "seq"):
         require(getattr(setting, name) >= 1, f"{name}={getattr(setting, name)}; allowed: 1 or more")
     require(setting.micro_batch is None or setting.micro_batch >= 1, f"micro_batch={setting.micro_batch}; allowed: ≥ 1")
+    piece = min(setting.micro_batch or setting.rows, setting.rows) * setting.seq
+    few = f"{piece} tokens at a time of rows={setting.rows}, seq={setting.seq}; allowed: {AT_A_TIME}, by a micro_batch"
+    require(piece <= AT_A_TIME, few)
     dtype = getattr(torch, setting.dtype)
     model = shape_only(setting.model, dtype, **setting.changes)
     positions = model.config.max_position_embeddings
@@ -104,11 +124,10 @@ def _work(setting: Setting) -> Work:
 def predict_one(
     work: Work, mode: str, head: str, machine: Machine, vram: int, choice: Choice | None = None, host: int | None = None
 ) -> Prediction:
-    """One mode with one head; what slide keeps is chosen for `vram` bytes, and `host`, unless it is given."""
-    one = with_head(work, head)
+    """One mode of `work` with this head; what slide keeps is chosen for `vram` bytes and `host`, unless it is given."""
     if mode == "slide":
-        return _slide(one, head, choice or _chosen(one, vram, machine, host), machine)
-    return _resident(one, mode, head, machine)
+        return _slide(work, head, choice or _chosen(work, vram, machine, host), machine)
+    return _resident(work, mode, head, machine)
 
 
 def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
@@ -119,10 +138,13 @@ def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
 
 
 def _chosen(work: Work, vram: int, machine: Machine, host: int | None) -> Choice:
-    try:
-        return choose_plan(work, vram, machine, None if host is None else host - PROCESS)
-    except T1Error:
-        return Choice(slots=2, inputs="host", outer="streamed")  # does not fit either, and is the least
+    def reserved(choice: Choice) -> float:
+        return reserved_bytes(work, device_bytes(work, choice), choice)
+
+    least = min(choices(work), key=reserved)
+    if reserved(least) > vram:
+        return least  # does not fit either
+    return choose_plan(work, vram, machine, None if host is None else host - PROCESS)
 
 
 def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Prediction:
@@ -159,19 +181,23 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
 
 def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
     """What fits of settings near this one, by what is another in them (as options of the command `plan`): fewer rows at
-    a time, shorter rows, a narrower optimizer state, none, a smaller preset of the family. One change each, the least
-    of its kind."""
+    a time, fewer rows, shorter ones, a narrower optimizer state, none, a smaller preset of the family. One change each,
+    the least of its kind."""
+    near = _near(setting)
+    changes = {change: other for kind in near for change, other in kind.items()}
 
-    def fit(change: str, other: dict[str, Any]) -> dict[str, Prediction]:
+    @cache
+    def fit(change: str) -> Prediction | None:
         try:
-            return {change: recommended(predict(replace(setting, **other), vram, host, machine))}
+            return recommended(predict(replace(setting, **changes[change]), vram, host, machine))
         except T1Error:
-            return {}
+            return None
 
     found = {}
-    for kind in map(list, map(dict.items, _near(setting))):
-        if kind and fit(*kind[-1]):  # else less of it does not help, either
-            found |= next(filter(None, (fit(*one) for one in kind)))
+    for kind in map(list, near):
+        if kind and fit(kind[-1]):  # else less of it does not help, either
+            least = kind[bisect_left(kind, True, key=lambda change: fit(change) is not None)]
+            found[least] = fit(least)
     return found
 
 
@@ -183,9 +209,11 @@ def _near(setting: Setting) -> list[dict[str, dict[str, Any]]]:
     state = replace(spec, master_weights=True, **narrow) if adamw and masters else spec
     family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
     smaller = family[: family.index(setting.model)] if setting.model in family else []
+    fewer = [setting.rows >> n for n in range(1, setting.rows.bit_length())]
     shorter = [setting.seq // 2**n for n in range(1, 8) if setting.seq // 2**n >= 128]
     return [
         {"--micro-batch 1": {"micro_batch": 1}} if (setting.micro_batch or setting.rows) > 1 else {},
+        {f"--batch {rows}": {"rows": rows} for rows in fewer},
         {f"--seq {seq}": {"seq": seq} for seq in shorter},
         {"--moments bfloat16 --split-master": {"optimizer": state}} if state != spec else {},
         {"--optimizer sgd": {"optimizer": OptimizerSpec("sgd", master_weights=masters)}} if adamw else {},

@@ -1,6 +1,9 @@
 """`python -m t1lib plan`: will it fit, and how long will a step take?"""
 
 import argparse
+import shlex
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from t1lib.errors import T1Error, choose, require
@@ -36,7 +39,6 @@ def plan(arguments: argparse.Namespace) -> int:
     from t1lib.machine import calibrate, machine_file, this_machine
     from t1lib.measure.memory import in_words
     from t1lib.planner import predict, recommended, would_fit
-    from t1lib.train import PRESETS
 
     if arguments.calibrate:
         found = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -58,11 +60,8 @@ def plan(arguments: argparse.Namespace) -> int:
     print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens a step, {arguments.optimizer}; "
           f"{in_words(vram)} of GPU memory; times are estimates by the rates of: {machine.name}\n")  # fmt: skip
     print(f"{'mode':<6} {'head':<8} {'allocated':>10} {'reserved':>10} {'host':>10} {'step':>10} {'tokens/s':>10}")
-    tokens = arguments.batch * arguments.seq
     for p in predictions:
-        sizes = " ".join(f"{in_words(value):>10}" for value in (p.allocated, p.reserved, p.host))
-        times = f"{_digits(p.ms / 1e3):>8} s {_digits(tokens / p.ms * 1e3):>10}"
-        print(f"{p.mode:<6} {p.head:<8} {sizes} {times}  {p.why or 'fits'}")
+        print(_row(p, arguments.batch * arguments.seq))
     try:
         best = recommended(predictions)
     except T1Error as error:
@@ -70,10 +69,30 @@ def plan(arguments: argparse.Namespace) -> int:
         told = (f"{c} ({in_words(p.reserved)}, host {in_words(p.host)})" for c, p in near.items())
         raise T1Error(f"{error}\nwould fit: {', '.join(told) or 'nothing near it, either'}") from None
     print(f"\nrecommended: mode {best.mode}, head {best.head}" + (f" ({best.choice})" if best.choice else ""))
+    _print_command(arguments, best, vram)
+    return 0
+
+
+def _row(p: Any, tokens: int) -> str:
+    """A prediction's line of the table, of a step of so many tokens; dashes where its head refuses."""
+    from t1lib.measure.memory import in_words
+
+    values = ["-"] * 5
+    if isfinite(p.ms):
+        values = [*map(in_words, (p.allocated, p.reserved, p.host)), f"{_digits(p.ms / 1e3)} s"]
+        values += [_digits(tokens / p.ms * 1e3)]
+    return f"{p.mode:<6} {p.head:<8} {' '.join(f'{value:>10}' for value in values)}  {p.why or 'fits'}"
+
+
+def _print_command(arguments: argparse.Namespace, best: Any, vram: int) -> None:
+    from t1lib.train import PRESETS
+
+    if arguments.model not in PRESETS and not Path(arguments.model).is_dir():
+        print("  (train takes presets and checkpoint folders only, no names of the hub)")
+        return
     print(f"  {command_of(arguments, best, vram)}")
     if arguments.model in PRESETS:
         print("  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)")
-    return 0
 
 
 def _digits(value: float) -> str:
@@ -99,8 +118,8 @@ def setting_of(arguments: argparse.Namespace) -> Any:
 
 
 def command_of(arguments: argparse.Namespace, best: Any, vram: int) -> str:
-    """The training command that does what was recommended, mode slide within `vram` bytes."""
-    parts = ["python -m t1lib train --model", arguments.model, "--mode", best.mode, "--head", best.head]
+    """The training command that does what was recommended, mode slide within `vram` bytes, as a shell takes it."""
+    parts = ["python", "-m", "t1lib", "train", "--model", arguments.model, "--mode", best.mode, "--head", best.head]
     parts += ["--seq", arguments.seq, "--batch", arguments.batch, "--optimizer", arguments.optimizer]
     parts += ["--dtype", arguments.dtype, "--max-grad-norm", f"{arguments.max_grad_norm:g}"]
     parts += ["--moments", arguments.moments] if arguments.moments != "float32" else []
@@ -110,4 +129,4 @@ def command_of(arguments: argparse.Namespace, best: Any, vram: int) -> str:
     parts += ["--gpu-memory", arguments.vram or f"{vram // 2**20}MiB"] if best.mode == "slide" else []
     parts += ["--update", arguments.update] if best.mode == "slide" and arguments.update != "auto" else []
     parts += [part for name, text in arguments.change for part in ("--change", name, text)]
-    return " ".join(map(str, parts))
+    return shlex.join(map(str, parts))

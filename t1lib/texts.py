@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,12 +15,15 @@ LIBRARY = "stdlib"
 FIELDS = ("text", "content")  # of a record of a dataset, the first that is there
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _SHARDS = {".jsonl", ".parquet"}
+_UNREAD = {".arrow", ".bz2", ".gz", ".xz", ".zst"}  # datasets too: what stands beside them is hardly the text
+_READ = "UTF-8 text, or a dataset's .jsonl or .parquet shards"
+_RUN = "run.json"  # of a training run's folder (t1lib.train.run)
 
 
 def sha256(*texts: str) -> str:
     digest = hashlib.sha256()
     for text in texts:
-        digest.update(text.encode() + b"\0")
+        digest.update(text.encode(errors="surrogateescape") + b"\0")  # names of files need not be UTF-8
     return digest.hexdigest()
 
 
@@ -27,10 +31,11 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
     """Name → text of `source`: "stdlib", a file, or a folder with all that is below it.
 
     A file is UTF-8 text, or a dataset's shard with a text a record, in the field "text" or "content": `.jsonl`, or
-    `.parquet` where pyarrow is installed. In a folder, files that are no text (bytes that are not UTF-8, or NULs) and
-    hidden ones are left out. `limit` (bytes, or "2MB") keeps whole texts up to it, in an order by the hash of their
-    names, which does not depend on the machine. Raises `T1Error` for a source that is not there, a file that is no
-    text, and when nothing is left.
+    `.parquet` where pyarrow is installed. In a folder, files that are no text (bytes that are not UTF-8, or NULs),
+    hidden ones, and folders with a training run are left out; linked folders are read, each folder once. `limit`
+    (bytes, or "2MB") keeps whole texts up to it, in an order by the hash of their names, which does not depend on the
+    machine. Raises `T1Error` for a source that is not there, a file that is no text, a shard that is broken, compressed
+    or of another kind, even if it is one file of a folder, a folder that itself holds a run, and when nothing is left.
     """
     if source == LIBRARY:
         return _within(_library(Path(sysconfig.get_paths()["stdlib"])), limit, "the standard library's sources")
@@ -40,6 +45,7 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
         found = _records(path, path.name)
         require(found is not None, f"{path} is not UTF-8 text, nor a .jsonl or .parquet shard of a dataset")
         return _within(found, limit, str(path))
+    require(not _holds_run(path), f"{path} holds a run, whose files change; move them, or its texts, to another folder")
     return _within(_folder(path), limit, f"text in {path}")
 
 
@@ -77,24 +83,48 @@ def _library(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _folder(root: Path) -> Iterator[tuple[str, str]]:
-    for path in root.rglob("*"):
-        relative = path.relative_to(root)
-        if path.is_file() and not any(part.startswith(".") for part in relative.parts):
-            yield from _records(path, relative.as_posix()) or ()
+    for path in _files(root):
+        yield from _records(path, path.relative_to(root).as_posix()) or ()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """All below `root` but what is hidden or of a run. A link to a folder is followed if that is neither read yet nor
+    above `root`."""
+    seen, tops = set(map(str, root.resolve().parents)), [root]
+    for top in tops:  # grows by the links that are found
+        for place, folders, names in os.walk(top):
+            folder, real = Path(place), os.path.realpath(place)
+            if real in seen or _holds_run(folder):
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            tops += [folder / name for name in folders if (folder / name).is_symlink()]
+            yield from (folder / name for name in names if not name.startswith(".") and (folder / name).is_file())
+
+
+def _holds_run(folder: Path) -> bool:
+    try:
+        found = json.loads(_text(folder / _RUN) or "null")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"corpus", "settings"} <= found.keys()
 
 
 def _records(path: Path, name: str) -> list[tuple[str, str]] | None:
     """(name, text) of all that a file holds; None if it is no text."""
-    if path.suffix not in _SHARDS:
+    kind = path.suffix.lower()
+    require(kind not in _UNREAD, f"{path}: {kind} is not read; allowed: {_READ}; unpack it or take it out")
+    if kind not in _SHARDS:
         text = _text(path)
         return None if text is None else [(name, text)]
-    rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+    rows = _parquet(path) if kind == ".parquet" else _json_lines(path)
     return [(f"{name}#{number}", _field(row, f"{path}, record {number}")) for number, row in enumerate(rows)]
 
 
 def _text(path: Path) -> str | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return None
     return None if "\0" in text else text
@@ -107,21 +137,28 @@ def _json_lines(path: Path) -> list[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may stand in a record
         try:
             rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise T1Error(f"{path}, line {number}: not JSON ({error})") from None
     return rows
 
 
 def _parquet(path: Path) -> list[Any]:
     try:
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
     except ImportError:
         raise UnavailableError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
-    return parquet.read_table(path).to_pylist()
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (ArrowException, OSError, ValueError) as error:
+        raise T1Error(f"cannot read {path}: {' '.join(str(error).split())}") from None
 
 
 def _field(row: Any, where: str) -> str:
     held = row if isinstance(row, dict) else {}
     text = next((held[field] for field in FIELDS if isinstance(held.get(field), str)), None)
     require(text is not None, f"{where}: no text; allowed: an object with a string in {' or '.join(map(repr, FIELDS))}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise T1Error(f"{where}: the text is not Unicode ({error})") from None
     return text

@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
     add("--weight-decay", type=float, default=0.0, help="(default: 0)")
     add("--schedule", default="cosine", help="constant, linear or cosine (default: cosine)")
-    add("--warmup", type=int, help="steps (default: a twentieth of all)")
+    add("--warmup", type=int, help="steps (default: a twentieth of all, or what a run has)")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to it; 0: do not (default: 1)")
     add("--dtype", help="of weights: float32, bfloat16 (default: bfloat16 on a GPU, with float32 masters)")
     add("--device", help="cuda or cpu (default: a GPU where there is one)")
@@ -72,6 +72,8 @@ def train(arguments: argparse.Namespace) -> int:
         goes_on = arguments.resume and arguments.model is None
         folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
         settings = ranks.first(lambda: goes_on_with(folder, arguments.steps)) if goes_on else settings_of(arguments)
+        if arguments.resume and arguments.warmup is None:
+            settings["schedule"] |= ranks.first(lambda: warmup_of(folder))
         mode, rows = settings["mode"], settings["batch"]
         one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp or slide, or start one"
         require(ranks.alone or mode in ("fsdp", "slide"), one)
@@ -81,7 +83,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise `T1Error` for numbers that cannot be, and for what a run that goes on does not take."""
-    for name in ("steps", "batch", "seq", "micro_batch"):
+    for name in ("steps", "batch", "seq", "micro_batch", "vocabulary"):
         value = getattr(arguments, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
     for name in ("checkpoint_every", "eval_every", "eval_rows", "report_every"):
@@ -137,6 +139,14 @@ def goes_on_with(folder: Path, steps: int | None) -> dict[str, Any]:
     if steps is not None:
         settings |= {"steps": steps, "schedule": settings["schedule"] | {"total": steps}}
     return settings
+
+
+def warmup_of(folder: Path) -> dict[str, int]:
+    """Of the schedule of the run in `folder` what it keeps however long the run gets; nothing where no run is."""
+    from t1lib.train.run import read_settings
+
+    found = read_settings(folder)
+    return {} if found is None else {"warmup": found["settings"]["schedule"].get("warmup", 0)}
 
 
 def state_of(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:

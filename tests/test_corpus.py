@@ -135,3 +135,44 @@ def test_a_single_text_is_cut_in_two(tmp_path):
     train, held = corpus.split_texts(read_texts(tmp_path / "one.txt"), 0.1, 0)
     assert held[0].startswith("line ") and train[0].endswith("\n")
     assert (train[0] + held[0]).count("\n") == 200 and 15 <= held[0].count("\n") <= 25
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "sizes", [[100_000], [85_000, 800], [85_000, 4_000], [30_000] * 4, [1_000] * 100, [10, 20, 50_000, 5]]
+)
+def test_the_held_out_share_is_near_what_is_asked_for(sizes, share):
+    texts = {str(i): "Title\n" + chr(97 + i) * size for i, size in enumerate(sizes)}  # no line ends near a cut
+    for seed in range(4):
+        train, held = corpus.split_texts(texts, share, seed)
+        assert (train, held) == corpus.split_texts(texts, share, seed)
+        total, kept = sum(map(len, texts.values())), sum(map(len, held))
+        assert abs(kept - share * total) <= min(share, 1 - share) * total / 2 + 1
+        pieces = [text for text in train + held if text not in texts.values()]
+        whole = [text for text in train + held if text in texts.values()]
+        assert sorted(whole + (["".join(pieces)] if pieces else [])) == sorted(texts.values())
+        assert len(pieces) in (0, 2)
+
+
+def test_texts_stay_whole_where_their_sizes_allow_it_and_else_are_cut_at_the_end_of_a_line():
+    assert sorted(map(len, corpus.split_texts({"a": "x" * 93, "b": "y" * 7}, 0.05, 0)[1])) in ([5], [7])
+    assert [len(corpus.split_texts({str(i): "x" * 10 for i in range(10)}, 0.3, seed)[1]) for seed in (0, 1)] == [3, 3]
+    text = "".join(f"line {i}\n" for i in range(1000))
+    train, held = corpus.split_texts({"a": text, "b": text.upper()}, 0.05, 0)
+    assert train[0].endswith("\n") and held[0].lower().startswith("line ")
+
+
+def test_long_runs_of_one_kind_come_back_from_their_tokens():
+    runs = [kind * 700 for kind in ("x", "7", " ", "=", "\n", "\r\n", "ä", " \n", "\u3000")]
+    text = "a".join(runs) + "".join(runs)
+    tokenizer = corpus.byte_pairs({"a": text}, 300)
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert max(end - begin for _, (begin, end) in words) <= 513  # 256 characters and the end of the line after them
+
+
+def test_a_rest_without_anything_to_predict_is_no_row(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"{i:016d}")  # 17 tokens with the end
+    found = corpus.load_corpus(257, 16, source=tmp_path, packed=False, held_out=0.2)
+    assert len(found.train) + len(found.held_out) == 20 and found.train.text.all() and found.held_out.text.all()

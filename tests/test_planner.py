@@ -1,7 +1,9 @@
 """The planner: what it counts, what it recommends, and what it says when nothing fits."""
 
 import json
+import shlex
 from dataclasses import asdict, replace
+from math import inf
 
 import pytest
 import torch
@@ -12,11 +14,12 @@ from t1lib.errors import T1Error
 from t1lib.heads.fused_plan import Device
 from t1lib.machine import H200, Machine
 from t1lib.measure.memory import GIB
+from t1lib.plan import choose_plan
 from t1lib.planner import Setting, predict, recommended
-from t1lib.train import build_model, make_trainer
+from t1lib.train import build_model, make_trainer, models
 from t1lib.train.models import shape_only
 from t1lib.train.spec import OptimizerSpec
-from t1lib.work import head_bytes, work_of
+from t1lib.work import head_bytes, with_head, work_of
 
 SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)
 
@@ -40,9 +43,21 @@ def test_heads_workspaces_are_those_that_were_measured():
     assert head_bytes("fused", asked) / 2**20 == pytest.approx(442, rel=0.02)
 
 
-def test_a_workspace_that_no_plan_of_the_head_fits_in_is_refused():
-    with pytest.raises(T1Error, match="workspace of 1024 bytes is too small for head 'fused'"):
-        predict(replace(SETTING, workspace=1024), 141 * GIB, None, H200)
+def test_a_workspace_that_is_too_small_for_the_head_is_why_that_alone_does_not_fit(capsys):
+    why, small = "workspace of 1024 bytes is too small for head 'fused'", replace(SETTING, workspace=1024)
+    found = predict(small, 141 * GIB, None, H200)
+    assert [(p.mode, p.head) for p in found] == [(m, h) for m in planner.MODES for h in planner.HEADS]
+    assert all((why in p.why and p.reserved == inf) == (p.head == "fused") for p in found)
+    assert recommended(found).head == "chunked"
+    with pytest.raises(T1Error, match="nothing fits; the least is mode slide with head chunked"):
+        recommended(predict(small, GIB, None, H200))
+    with pytest.raises(T1Error, match=why):
+        planner.predict_point(small, "gpu", "fused", H200)
+    assert main(["plan", "--model", "tiny", "--vram", "1GiB", "--workspace", "1KiB"]) == 0
+    out = capsys.readouterr().out
+    assert "inf" not in out and "nan" not in out
+    rows = [line.split(maxsplit=7) for line in out.splitlines() if why in line]
+    assert [(row[1], row[2:7]) for row in rows] == [("fused", ["-"] * 5)] * 3
 
 
 def test_without_a_budget_the_command_names_the_memory_that_is_free(capsys, monkeypatch):
@@ -80,11 +95,40 @@ def test_what_would_fit_instead_does():
     assert "--micro-batch 1" in short_device and not any("moments" in change for change in short_device)
 
 
+def test_fewer_rows_are_halved_until_they_fit():
+    many = Setting("tiny", rows=1000, seq=1024)
+    change = next(c for c in planner.would_fit(many, GIB, None, H200) if c.startswith("--batch "))
+    rows = int(change.split()[1])
+    assert rows in (500, 250, 125, 62, 31, 15, 7, 3, 1)
+    assert any(p.fits for p in predict(replace(many, rows=rows), GIB, None, H200))
+    assert not any(p.fits for p in predict(replace(many, rows=2 * rows), GIB, None, H200))
+
+
+def test_no_setting_is_asked_twice_for_what_would_fit(monkeypatch):
+    asked, many = [], Setting("tiny", rows=1000, seq=1024)
+    monkeypatch.setattr(planner, "predict", lambda setting, *rest: asked.append(setting) or predict(setting, *rest))
+    assert "--micro-batch 1" in planner.would_fit(many, GIB, None, H200)
+    assert all(one not in asked[:i] for i, one in enumerate(asked))
+
+
+def test_where_not_even_the_least_fits_no_plan_is_searched_for(monkeypatch):
+    monkeypatch.setattr(planner, "choose_plan", lambda *_: pytest.fail("searched"))
+    found = by_name(predict(SETTING, GIB, None, H200))
+    assert not any(p.fits for p in found.values())
+    least = found["slide", "fused"]
+    monkeypatch.undo()
+    with pytest.raises(T1Error, match=f"the least that works .* is {-(-least.reserved // 2**20)}MiB"):
+        choose_plan(with_head(planner._work(SETTING), "fused"), GIB, H200)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         ({"seq": 50000}, "seq 50000; qwen3-1.7b has 40960 positions"),
         ({"rows": 0}, "rows=0; allowed: 1 or more"),
+        ({"rows": 10**9}, "1024000000000 tokens at a time of rows=1000000000, seq=1024; allowed: 134217728"),
+        ({"changes": {"hidden_size": -64}}, "hidden_size=-64; allowed: 1 or more"),
+        ({"changes": {"dtype": "float16"}}, "dtype='float16' is no change of the shape"),
         ({"micro_batch": 0}, "micro_batch=0"),
         ({"model": "qwen3-17b"}, "unknown model 'qwen3-17b'"),
     ],
@@ -97,7 +141,7 @@ def test_bad_settings_are_named(other, message):
 @pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
 def test_on_a_cpu_tensors_held_between_steps_are_within_the_prediction(mode):
     spec = OptimizerSpec("adamw")
-    setting = Setting("tiny", rows=2, seq=64, dtype="float32", optimizer=spec)
+    setting = Setting("tiny", rows=2, seq=64, dtype="float32", optimizer=spec, cuda=False)
     trainer = make_trainer(build_model("tiny", dtype=torch.float32), mode, optimizer=spec)
     trainer.step({"input_ids": torch.zeros(2, 64, dtype=torch.int64)})
     held = sum(t.nbytes for t in trainer.device_tensors())
@@ -110,6 +154,23 @@ def test_the_command_prints_the_table_and_a_command_to_train(capsys):
     assert out.count("GiB on the device") == 6 and "recommended: mode slide, head fused" in out
     assert "python -m t1lib train --model qwen3-8b --mode slide --head fused --seq 4096" in out
     assert "--gpu-memory 16GiB" in out
+
+
+def test_the_command_to_train_is_as_a_shell_takes_it(capsys):
+    value = "{'rope_type': 'default', 'rope_theta': 1e4}"
+    assert main(["plan", "--model", "tiny", "--vram", "1 GiB", "--change", "rope_parameters", value]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-2])
+    assert command[:6] == ["python", "-m", "t1lib", "train", "--model", "tiny"]
+    assert command[-3:] == ["--change", "rope_parameters", value] and "1 GiB" in command
+
+
+def test_of_a_model_of_the_hub_there_is_no_command_to_train(capsys, monkeypatch):
+    config = shape_only("tiny").config
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", lambda *_, **__: config)
+    assert main(["plan", "--model", "owner/model", "--vram", "1GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "t1lib train" not in out
+    assert out.splitlines()[-1] == "  (train takes presets and checkpoint folders only, no names of the hub)"
 
 
 def test_state_that_travels_is_counted_and_passed_on(capsys):

@@ -1,12 +1,15 @@
 """Texts: what is read of the library, of files and folders, and what is refused."""
 
 import json
+import os
+from contextlib import suppress
 
 import pytest
 
 from t1lib import texts
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.texts import LIBRARY, read_texts
+from t1lib.train.run import SETTINGS
 
 LIMIT = "400KB"
 
@@ -68,6 +71,8 @@ def test_the_hash_is_of_names_and_texts_in_any_order():
         ("a.jsonl", b"{", "line 1: not JSON"),
         ("a.jsonl", b'{"title": "x"}', "record 0: no text; allowed: an object with a string in 'text' or 'content'"),
         ("a.jsonl", b"[1]", "record 0: no text"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1: not JSON"),
+        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl, record 0: the text is not Unicode"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, content, message):
@@ -106,3 +111,61 @@ def test_parquet_needs_its_library(tmp_path):
 
     pd.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
     assert read_texts(tmp_path) == {"a.parquet#0": "one", "a.parquet#1": "two"}
+
+
+def test_a_broken_parquet_shard_is_refused_by_name(tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(T1Error, match=r"cannot read .*a\.parquet: "):
+        read_texts(tmp_path)
+
+
+def test_folders_with_a_run_are_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "run.json").write_text('{"kind": "of another program"}')
+    run = tmp_path / "runs" / "one"
+    (run / "model").mkdir(parents=True)
+    assert texts._RUN == SETTINGS
+    (run / SETTINGS).write_text('{"t1lib": "1", "corpus": "", "settings": {}}')
+    (run / "metrics.csv").write_text("step,loss")
+    (run / "model" / "config.json").write_text("{}")
+    assert sorted(read_texts(tmp_path)) == ["a.txt", "run.json"]
+    with pytest.raises(T1Error, match="one holds a run, whose files change; move them"):
+        read_texts(run)
+
+
+@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "part.jsonl.gz", "A.JSONL.GZ", "a.zst", "a.bz2", "a.xz"])
+def test_a_dataset_of_a_kind_that_is_not_read_is_refused_by_name(tmp_path, name):
+    (tmp_path / "README.md").write_text("about the dataset")
+    (tmp_path / name).write_bytes(b"\xff\x00")
+    message = rf"{name}: \.\w+ is not read; allowed: UTF-8 text, or a dataset's \.jsonl or \.parquet shards"
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(T1Error, match=message):
+            read_texts(source)
+
+
+def test_suffixes_are_of_any_case_and_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "A.JSONL").write_bytes(b'\xef\xbb\xbf{"text": "first"}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfsecond")
+    assert read_texts(tmp_path) == {"A.JSONL#0": "first", "b.txt": "second"}
+
+
+def test_linked_folders_are_read_once_and_without_end(tmp_path):
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root / "own", other):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text(f"text of {folder.name}")
+    for place, target in {"data": other, "again": other, "self": root, "up": tmp_path, "to-own": root / "own"}.items():
+        (root / place).symlink_to(target)
+    (root / "loop").symlink_to("loop")
+    (other / "back").symlink_to(root)
+    assert read_texts(root) == {"own/a.txt": "text of own", "again/a.txt": "text of other"}
+
+
+def test_a_file_may_have_a_name_that_is_not_unicode(tmp_path):
+    with suppress(OSError), open(os.fsencode(tmp_path) + b"/a\xff.txt", "w") as file:  # some file systems refuse it
+        file.write("some text")
+    (tmp_path / "b.txt").write_text("other text")
+    found = read_texts(tmp_path)
+    assert set(found.values()) <= {"some text", "other text"} and len(texts.corpus_hash(found)) == 64
+    assert len(texts.corpus_hash({"a\udcff.txt": "some text"})) == 64

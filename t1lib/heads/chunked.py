@@ -7,7 +7,7 @@ from torch import Tensor
 
 from t1lib.errors import T1Error, choose, require
 from t1lib.heads import checks, sweeps
-from t1lib.heads.contract import HeadStats, Options, as_head, need_workspace
+from t1lib.heads.contract import HeadStats, Options, as_head, need_workspace, refuse_create_graph
 from t1lib.heads.logits import Rows, entry_bytes, token_losses
 from t1lib.heads.scale import scale_
 
@@ -75,14 +75,15 @@ def _costs(e: Tensor, opts: Options, by: str, needs: tuple[bool, bool, bool]) ->
     """(fixed bytes, bytes a token or column of a chunk)."""
     tokens, hidden = len(opts.target), e.shape[1]
     wide = opts.dtype.itemsize if e.dtype != opts.dtype else 0
+    summed = max(wide, opts.dtype.itemsize if opts.shards is not None and opts.shards.sequence else 0)
     fixed = TOKEN_BYTES * tokens + (3 * SLACK if e.is_cuda else 0)
     if by == "sequence":
         unit = entry_bytes(e.dtype, opts, any(needs), blocks=sweeps.PAIR) * opts.widest
         fixed += 2 * opts.dtype.itemsize * opts.widest if needs[2] else 0
-        fixed += opts.dtype.itemsize * tokens * hidden if needs[0] and opts.shards is not None else 0
+        fixed += summed * tokens * hidden if needs[0] and opts.shards is not None else 0
         return fixed + (e.dtype.itemsize * tokens * hidden if needs[1] else 0), unit
     entry = entry_bytes(e.dtype, opts, any(needs))
-    return fixed + (2 * wide * tokens * hidden if needs[0] else 0), max(1, entry * tokens)
+    return fixed + ((wide + summed) * tokens * hidden if needs[0] else 0), max(1, entry * tokens)
 
 
 def _outputs(ctx, rows: Rows, opts: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,11 +94,6 @@ def _outputs(ctx, rows: Rows, opts: Options) -> tuple[Tensor, Tensor, Tensor, Te
     ctx.mark_non_differentiable(*stats)
     ctx.set_materialize_grads(False)
     return loss, *stats
-
-
-def _refuse_create_graph() -> None:
-    """Grad mode is on in a backward only under create_graph=True; constants there would be silently wrong."""
-    require(not torch.is_grad_enabled(), 'head "chunked" has no second derivative (create_graph=True); use head "full"')
 
 
 def _early_gradient(opts: Options, b: Tensor | None) -> tuple[Tensor, Tensor | float]:
@@ -119,7 +115,7 @@ def _early_gradient(opts: Options, b: Tensor | None) -> tuple[Tensor, Tensor | f
 class _BySequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, plan: Plan):
-        ctx.early = opts.reduction != "none" and any(plan.needs)
+        ctx.early, ctx.dealt = opts.reduction != "none" and any(plan.needs), opts.shards is not None
         if ctx.early:
             gradient, ctx.rest = _early_gradient(opts, b)
             rows, ctx.gradients = sweeps.by_sequence(e, w, b, opts, plan.size, plan.needs, gradient)
@@ -131,7 +127,7 @@ class _BySequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None, *_):
-        _refuse_create_graph()
+        refuse_create_graph("chunked", ctx.dealt)
         if upstream is None:
             return (None,) * 5
         if not ctx.early:
@@ -159,7 +155,7 @@ class _ByVocabulary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None, *_):
-        _refuse_create_graph()
+        refuse_create_graph("chunked", ctx.opts.shards is not None)
         if upstream is None:
             return (None,) * 5
         opts, plan = ctx.opts, ctx.plan

@@ -270,3 +270,10 @@ def need_workspace(workspace: int | None, least: int, head: str) -> None:
             f"workspace of {workspace} bytes is too small for head {head!r} here; "
             f"the least that works is {least} bytes ({least / 2**20:.2f}MiB)"
         )
+
+
+def refuse_create_graph(head: str, dealt: bool) -> None:
+    """Raise a `T1Error` in a backward under create_graph=True, where alone grad mode is on: constants there would be
+    silently wrong. `dealt`: the vocabulary is dealt to a group."""
+    advice = "nor has any other under a group" if dealt else 'use head "full"'
+    require(not torch.is_grad_enabled(), f'head "{head}" has no second derivative (create_graph=True); {advice}')

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from t1lib.errors import T1Error, require
+from t1lib.errors import T1Error
 from t1lib.heads import checks, fused_chunks, fused_plan, fused_run, fused_search
-from t1lib.heads.contract import HeadStats, Options, prepare
+from t1lib.heads.contract import HeadStats, Options, prepare, refuse_create_graph
 from t1lib.heads.logits import token_losses
 from t1lib.heads.scale import scale_
 
@@ -219,7 +219,8 @@ def scale_op(x: Tensor, factor: Tensor) -> None:
 
 def _setup(ctx, inputs, output) -> None:
     ctx.settings = inputs[6:]
-    ctx.needs = inputs[-1]
+    *_, shards, _, ctx.needs = inputs
+    ctx.dealt = shards is not None
     offset, log_total, *gradients = output[4:]
     ctx.early = any(g.numel() for g in gradients)
     ctx.spent = False
@@ -232,7 +233,7 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
-    require(not torch.is_grad_enabled(), 'head "fused" has no second derivative (create_graph=True); use head "full"')
+    refuse_create_graph("fused", ctx.dealt)
     rest = (None,) * 14
     if upstream is None:
         return (None,) * 18

@@ -107,11 +107,14 @@ def pull_of(z: Tensor, class_weight: Tensor | None, opts: Options) -> Tensor:
 def softmax_rows(z: Tensor, index: Tensor, opts: Options) -> Rows:
     """Statistics of whole rows of logits z, which become p in place; index (rows, 1): the target's column.
 
-    softmax's own denominator is read back from its largest entry, p_top = 1 / total, instead of another pass.
+    softmax's own denominator is read back from its largest entry, p_top = 1 / total, instead of another pass. On a
+    shard where all logits of a row are −inf, p is one of its entries' alone: `Shards.combine` finds none of it here.
     """
     where = z.argmax(-1, keepdim=True)
     top, at_target = z.gather(1, where), z.gather(1, index)
     pull = pull_of(z, opts.local_class_weight, opts)
+    if opts.shards is not None:
+        z.scatter_(1, where, top.clamp(min=torch.finfo(z.dtype).min))
     torch.softmax(z, -1, out=z)
     return Rows(top, z.gather(1, where).reciprocal(), at_target, pull)
 

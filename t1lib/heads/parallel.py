@@ -54,8 +54,8 @@ def linear_cross_entropy(
     sequence_parallel   input, target and token_weight are each rank's own tokens, as many on each, in the order of
                         ranks; losses per token, statistics and dE are then those of its own tokens, "mean" and "sum"
                         are over all
-    linear_weight       (rows, D): the classes that follow on those of the ranks below, in any number. Or a DTensor
-                        sharded on dimension 0 of a one-dimensional mesh; its gradient is one, too
+    linear_weight       (rows, D): the classes that follow on those of the ranks below, in any number, but at least one
+                        on each. Or a DTensor sharded on dimension 0 of a one-dimensional mesh; its gradient is one, too
     linear_bias         (rows), or a DTensor likewise
     group               ProcessGroup or one-dimensional DeviceMesh; None: the mesh of the DTensor
     vocabulary          V, to be checked against the shards; otherwise V is what they add up to
@@ -67,6 +67,18 @@ def linear_cross_entropy(
     Every rank returns the same loss, and must call backward with the same gradient of it. Each has the gradient of its
     own rows; dE is added up in float32 (float64) and is the same everywhere, or that of its own tokens. There is no
     second derivative. No rank ever holds another's logits: what a token costs is some 16 bytes a rank, and its dE.
+
+    What a call and its backward exchange, after the integers by which the ranks compare it, and the tokens where they
+    are dealt:
+
+    full                    two small collectives for the loss; one of dE, beside the product of the weight's gradient
+    fused                   a small one for the loss; for each chunk of tokens a small one, and one of its rows of dE,
+                            which overlaps the next chunk. With sequence_parallel too those rows are added up on all
+                            ranks, by an all-reduce: twice the bytes of the reduce-scatter of other heads
+    chunked by sequence     for each chunk a small one (under "none" again in the backward), and one of its rows of dE,
+                            which overlaps the next chunk; with sequence_parallel one reduce-scatter of dE after the
+                            last chunk instead
+    chunked by vocabulary   a small one for the loss, and one of dE, with nothing beside it
 
     Raises `T1Error` on every rank if the call differs between them, if the shards do not add up to the vocabulary, for
     a head, an option or an operand that is not allowed, for a backend that lacks the tensors' device, and without
@@ -100,10 +112,15 @@ def linear_cross_entropy(
 
 
 def _filled(head: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the defaults of those that were left out: told or not, they are the same call."""
+    """The options with the defaults of those that were left out: told or not, they are the same call.
+
+    The workspace in bytes, in whatever units it was told.
+    """
     filled = DEFAULTS[head] | options
     if filled["ignore_index"] is None:
         filled["ignore_index"] = DEFAULTS[head]["ignore_index"]
+    if filled["workspace"] is not None:
+        filled["workspace"] = checks.parse_bytes(filled["workspace"])
     return filled
 
 

@@ -4,9 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from t1lib.heads.contract import HeadStats, Options, as_head, need_workspace
+from t1lib.heads.contract import HeadStats, Options, as_head, need_workspace, refuse_create_graph
 from t1lib.heads.full import entry_bytes
 from t1lib.heads.logits import local_targets, pull_of, token_losses, wide_product
 from t1lib.heads.shards import Shards
@@ -17,7 +16,7 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     """The equation of `t1lib.heads.full`, the logits N × (rows of the weight here) held whole.
 
     With the largest logit of each token known to all, Σ_v exp(z_v − top), z_y and Σ_v c_v z_v add up over the shards:
-    two collectives, and one for dE. Everything after that is the same on every process.
+    two collectives, and one for dE. Everything after that is the same on every process. There is no second derivative.
     """
     shards, least = opts.shards, len(opts.target) * opts.widest * (entry_bytes(opts) + opts.dtype.itemsize)
     need_workspace(opts.workspace, least, "full")
@@ -50,8 +49,8 @@ class _Linear(torch.autograd.Function):
         return F.linear(opts.tokens(e), w, b)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dz: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph("full", dealt=True)  # every gradient comes through here
         (e, w), opts, needs = ctx.saved_tensors, ctx.opts, ctx.needs_input_grad
         de = opts.shards.sum_of(wide_product(dz, w, opts.dtype)) if needs[0] else None
         if de is not None:
@@ -71,7 +70,6 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
@@ -85,6 +83,5 @@ class _Own(torch.autograd.Function):
         return shards.own(losses).clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.shards.tokens(gradient), None

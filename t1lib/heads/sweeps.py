@@ -127,8 +127,9 @@ def columns_forward(e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size:
         at_target = torch.where(hit, z.gather(1, index), at_target)
         pull += pull_of(z, _part(opts.local_class_weight, columns), opts)
         higher = torch.maximum(top, z.amax(-1, keepdim=True))
-        rescaled = total * torch.exp(top - higher)
-        total = rescaled + z.sub_(higher).exp_().sum(-1, keepdim=True)
+        floor = higher.clamp(min=torch.finfo(z.dtype).min)  # −inf − −inf where all logits so far are −inf
+        rescaled = total * torch.exp(top - floor)
+        total = rescaled + z.sub_(floor).exp_().sum(-1, keepdim=True)
         top = higher
     rows = Rows(top, total, at_target, pull)
     if opts.shards is None:

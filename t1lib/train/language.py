@@ -79,10 +79,12 @@ class LanguageSession(TrainSession):
         return [self.step() for _ in range(steps)]
 
     def evaluate(self, rows: int) -> float:
-        """Mean loss of the first `rows` held-out rows, or of all if there are fewer."""
+        """Mean loss of `rows` held-out rows, evenly spaced over all of them, or of all if there are no more."""
         total, count = 0.0, 0
-        for start in range(0, min(rows, len(self.corpus.held_out)), self._size):
-            batch = self.corpus.held_out.take(slice(start, min(start + self._size, rows)))
+        held, taken = self.corpus.held_out, min(rows, len(self.corpus.held_out))
+        for start in range(0, taken, self._size):
+            places = torch.arange(start, min(start + self._size, taken))
+            batch = held.take(places * len(held) // taken)
             tokens = int((next_token_targets(batch["labels"]) != -100).sum())
             total, count = total + self.trainer.evaluate(batch) * tokens if tokens else total, count + tokens
         return total / max(count, 1)

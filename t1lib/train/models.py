@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
 from t1lib.errors import T1Error, choose, require
@@ -47,6 +48,10 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 
+COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
 MORE = "; allowed: no more, or a preset with another max_position_embeddings (option --change, argument changes)"
 
 
@@ -89,8 +94,7 @@ def _loading(name: str) -> Iterator[None]:
 
 def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
     fields = {**PRESETS[name], **changes}
-    layers = fields["num_hidden_layers"]
-    require(isinstance(layers, int) and layers >= 1, f"num_hidden_layers={layers!r}; allowed: 1 or more")
+    _check(fields)
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # of validators of many kinds
@@ -99,6 +103,19 @@ def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
     for field in changes.keys() - {"model_type"}:
         choose(f"field of {config.model_type}'s configuration", field, plain.to_dict())
     return config
+
+
+def _check(fields: dict[str, Any]) -> None:
+    """Raise `T1Error` for what transformers takes for a configuration, but makes no model of."""
+    own = f"dtype={fields.get('dtype')!r} is no change of the shape; allowed: by its own option --dtype, argument dtype"
+    require("dtype" not in fields, own)
+    for name in COUNTS:
+        value = fields[name]
+        require(isinstance(value, int) and value >= 1, f"{name}={value!r}; allowed: 1 or more")
+    heads, shared = fields["num_attention_heads"], fields["num_key_value_heads"]
+    require(heads % shared == 0, f"num_key_value_heads={shared}; allowed: divisors of num_attention_heads={heads}")
+    for name in fields.keys() & {"hidden_act", "hidden_activation"}:
+        choose(name, fields[name], ACT2FN)
 
 
 def _is_local(name: str, changes: dict[str, object]) -> bool:
@@ -191,7 +208,7 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[s
     return first, [kwargs for _, kwargs in seen]
 
 
-def shape_only(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
+def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: object) -> PreTrainedModel:
     """The model of a preset or checkpoint on PyTorch's device "meta": shapes without numbers."""
     if name in PRESETS:
         config = _preset_config(name, changes)

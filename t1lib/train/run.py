@@ -91,26 +91,28 @@ class TrainRun:
     ) -> bool:
         """Train up to `steps` of the settings; whether it came so far.
 
-        An interrupt (Ctrl-C) of one process ends all after the step that runs. Whatever ends it, metrics are on the
-        disk, and after an interrupt or the last step there is a checkpoint and a plot. A number of 0 switches that off.
+        An interrupt (Ctrl-C) of one process ends all after the step or the checkpoint that is under way. Whatever ends
+        it, metrics are on the disk, and after an interrupt or the last step there is a checkpoint and a plot. A number
+        of 0 switches that off.
         Raises `T1Error` if metrics cannot be written, after a checkpoint of the step.
         """
         last, saved = self.settings["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
         rows = _Metrics(self.folder / METRICS)
         self.ranks.first(lambda: rows.begin(self.steps))
-        with closing(rows), _interruptible() as interrupted:
-            while self.steps < last and not self.ranks.any(interrupted() or rows.failure is not None):
-                record = self.session.step()
-                done = record.step == last or interrupted()
-                wanted = evaluate_every and (record.step % evaluate_every == 0 or record.step == last)
-                held_out = self.session.evaluate(evaluate_rows) if wanted else None
-                rows.write(self._row(record, held_out))
-                if report_every and (record.step % report_every == 0 or done):
-                    print(_line(rows.last, last), file=out, flush=True)
-                if checkpoint_every and record.step % checkpoint_every == 0:
-                    saved = self._save(out)
-        if saved != self.steps:
-            self._save(out)
+        with _interruptible() as interrupted:
+            with closing(rows):
+                while self.steps < last and not self.ranks.any(interrupted() or rows.failure is not None):
+                    record = self.session.step()
+                    done = record.step == last or interrupted()
+                    wanted = evaluate_every and (record.step % evaluate_every == 0 or record.step == last)
+                    held_out = self.session.evaluate(evaluate_rows) if wanted else None
+                    rows.write(self._row(record, held_out))
+                    if report_every and (record.step % report_every == 0 or done):
+                        print(_line(rows.last, last), file=out, flush=True)
+                    if checkpoint_every and record.step % checkpoint_every == 0:
+                        saved = self._save(out)
+            if saved != self.steps:
+                self._save(out)
         self.ranks.first(rows.check)
         return self.steps >= last
 
@@ -231,10 +233,10 @@ def _is_whole(row: dict[str, str]) -> bool:
 
 
 def _without_length(setting: Any) -> Any:
-    """A setting without what follows from the number of steps, which may grow."""
+    """A setting without the number of steps, which may grow."""
     if not isinstance(setting, dict):
         return setting
-    return {k: v for k, v in setting.items() if k not in ("warmup", "total")}
+    return {k: v for k, v in setting.items() if k != "total"}
 
 
 def _line(row: dict[str, Any], last: int) -> str:

@@ -62,6 +62,9 @@ def edges(size: int) -> Cases:
         far = problem(36, 257, 16)
         far.b[50] += 2000.0  # where only the first rank has it
         found[f"{head}, a logit far above the others"] = partial(agrees, far, rows, 1e-11, **own)
+        masked = Problem(p.e, p.w, p.b.clone(), p.target.where(p.target < 0, p.target % (257 - rows[-1])))
+        masked.b[-rows[-1] :] = float("-inf")  # all that the last rank has
+        found[f"{head}, a rank all masked"] = partial(agrees, masked, rows, 1e-11, **own)
         none = Problem(p.e[:0], p.w, p.b, p.target[:0])
         found[f"{head}, no tokens"] = partial(agrees, none, rows, 1e-11, reduction="sum", **own)
     return found
@@ -88,6 +91,9 @@ def kernels(size: int) -> Cases:
         far = problem(20, 100, 16, dtype=torch.float32)
         far.b[3] += 1000.0
         found["a logit far above the others"] = dict(p=far, tolerance=1e-4)
+        masked = Problem(few.e, few.w, few.b.clone(), few.target.where(few.target < 0, few.target % FEW[2][0]))
+        masked.b[FEW[2][0] :] = float("-inf")
+        found["a rank all masked"] = dict(p=masked)
     return {
         f"fused, {name}": partial(agrees, rows=FEW[size], **{"tolerance": 3e-6, "head": "fused"} | c)
         for name, c in found.items()
@@ -116,12 +122,13 @@ def own_rows(rows: tuple[int, ...]) -> slice:
 
 
 def expected(
-    p: Problem, rows: tuple[int, ...], *, bias: bool, grad: tuple[bool, ...], sequence_parallel: bool, **kwargs: Any
-) -> dict[str, Tensor]:
-    """What this process should find, from the whole weight."""
+    p: Problem, rows: tuple[int, ...], *, bias: bool = True, grad: tuple[bool, ...] = ALL,
+    sequence_parallel: bool = False, dtype: torch.dtype = torch.float64, **kwargs: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What this process should find, from the whole weight; by head `full` in `dtype`."""
     of_heads = ("head", "chunks", "by", "accumulate", "workspace", "group")
     rest = {k: v for k, v in kwargs.items() if k not in of_heads}
-    want = results(partial(in_one, head="full"), p.to(torch.float64), p.target, bias=bias, grad=grad, **rest)
+    want = results(partial(in_one, head="full"), p.to(dtype), p.target, bias=bias, grad=grad, **rest)
     part, rank = own_rows(rows), dist.get_rank()
     for name in {"linear_weight", "linear_bias"} & want.keys():
         want[name] = want[name][part]

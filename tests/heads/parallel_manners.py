@@ -8,13 +8,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from head_cases import options, problem
+from head_cases import Problem, options, problem
 from parallel_cases import ALL, FEW, ROWS, TORCH_HEADS, Cases, agrees, expected, on_shards, own_rows, results
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from t1lib.heads import fused_memory, fused_op, fused_plan, fused_run, fused_search, fused_shards, shards
+from t1lib.errors import T1Error
+from t1lib.heads import agreement, fused_memory, fused_op, fused_plan, fused_run, fused_search, fused_shards, shards
 from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.parallel import linear_cross_entropy
 from t1lib.heads.shards import Shards
@@ -25,7 +26,8 @@ def manners(size: int) -> Cases:
     for head, own in TORCH_HEADS.items():
         found[f"{head}, 16 bits"] = partial(sixteen_bits, size, torch.bfloat16, **own)
         found[f"{head}, autocast"] = partial(autocast, size, **own)
-        found[f"{head}, what is exchanged"] = partial(exchanged, size, **own)
+        found[f"{head}, what is exchanged"] = partial(exchanged, size, False, **own)
+        found[f"{head}, tokens dealt, what is exchanged"] = partial(exchanged, size, True, **own)
         found[f"{head}, DTensor"] = partial(sharded, **own)
     found["leading dimensions"] = partial(leading_dimensions, size)
     found["a device mesh"] = partial(by_mesh, size)
@@ -36,7 +38,10 @@ def manners(size: int) -> Cases:
         problem(20, 100, 16, dtype=torch.float32), FEW[size], 1e-2, head="fused",
     )  # fmt: skip
     found["fused, 16 bits"] = partial(sixteen_bits, size, torch.float16, tokens=20, head="fused")
-    found["fused, what is exchanged"] = partial(exchanged, size, head="fused", chunks=2)
+    found["fused, what is exchanged"] = partial(exchanged, size, False, head="fused", chunks=2)
+    found["fused, tokens dealt, what is exchanged"] = partial(exchanged, size, True, head="fused", chunks=2)
+    for by in ("sequence", "vocabulary"):
+        found[f"by {by}, the least workspace"] = partial(counted, size, by)
     found["fused, shards that are not equal lend nothing"] = partial(lends_nothing, size)
     found["fused, targets elsewhere write nothing"] = partial(within_bounds, size)
     if size == 2:
@@ -75,25 +80,71 @@ def autocast(size: int, **own: Any) -> None:
         assert 1e-5 < error < 0.05 and got[name].dtype == torch.float32, f"{name}: {error}"
 
 
-def exchanged(size: int, **own: Any) -> None:
-    """Never more than the statistics of tokens, or dE."""
-    p = problem(32 * size, 100 * size, 3, dtype=torch.float32)  # fewer dimensions than classes
-    sent: list[int] = []
+def exchanged(size: int, sequence_parallel: bool, **own: Any) -> None:
+    """Each collective and the numbers in the larger of its tensors: never more than statistics of tokens, or dE."""
+    n, d = 64 * size, 5  # fewer dimensions than classes
+    p = problem(n, 100 * size, d, dtype=torch.float32)
+    sent: list[tuple[str, int]] = []
 
-    def noting(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Tensor, **kwargs: Any) -> Any:
-            sent.append(max(t.numel() for t in args if isinstance(t, Tensor)))
+    def noting(owner: Any, name: str) -> Any:
+        collective = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.append((name, max(t.numel() for t in args if isinstance(t, Tensor))))
             return collective(*args, **kwargs)
 
-        return call
+        return patch.object(owner, name, call)
 
     with (
-        patch.object(shards, "all_gather", noting(shards.all_gather)),
-        patch.object(dist, "all_reduce", noting(dist.all_reduce)),
+        noting(agreement, "all_gather"), noting(shards, "all_gather"), noting(shards, "reduce_scatter"),
+        noting(dist, "all_reduce"),
+    ):  # fmt: skip
+        on_shards(p, (100,) * size, sequence_parallel=sequence_parallel, **own)
+    assert sent == [("all_gather", 3 * size), *exchanges(size, n, d, sequence_parallel, **own)], sent
+
+
+def exchanges(
+    size: int, n: int, d: int, dealt: bool, head: str, chunks: int = 1, by: str = "sequence"
+) -> list[tuple[str, int]]:
+    """What a loss of n tokens and its backward exchange, after the ranks have agreed."""
+    tokens = [("all_gather", n * d)] if dealt else []
+    found = [("all_gather", n), *tokens] if dealt else []
+    whole = [("reduce_scatter" if dealt else "all_reduce", n * d)]
+    if head == "full":
+        return [*found, ("all_reduce", n), ("all_reduce", 3 * n), *whole, *tokens]
+    if by == "vocabulary":
+        return [*found, ("all_gather", 4 * n * size), *tokens, *whole]
+    if head == "fused":
+        found.append(("all_reduce", n))
+        d = fused_plan.up(d, 4)
+    for start in range(0, n, -(-n // chunks)):
+        rows = min(-(-n // chunks), n - start)
+        of_rows = [] if dealt and head == "chunked" else [("all_reduce", rows * d)]
+        found += [("all_gather", 4 * rows * size), *of_rows]
+    return [*found, *whole] if dealt and head == "chunked" else found
+
+
+def counted(size: int, by: str) -> None:
+    """The least workspace of `chunked` is that of one process, and the sum of dE where it is not dE itself."""
+    apart = 36 * 16 * 4
+    for dtype, dealt, more in (
+        (torch.float32, False, 0),
+        (torch.float32, True, apart),
+        (torch.bfloat16, False, 0 if by == "vocabulary" else apart),
     ):
-        on_shards(p, (100,) * size, **own)
-    assert 2 <= len(sent) <= 8, sent
-    assert max(sent) <= 4 * len(p.e) * size < len(p.e) * 100, sent
+        p, most = problem(36, 257, 16, dtype=dtype, bias=False), max(ROWS[size])
+        one = Problem(p.e, p.w[:most], None, p.target % most)
+        kwargs = {"bias": False, "head": "chunked", "by": by, "workspace": 1}
+        alone = least_of(partial(results, in_one, one, one.target, **kwargs))
+        assert least_of(partial(on_shards, p, ROWS[size], sequence_parallel=dealt, **kwargs)) == alone + more
+
+
+def least_of(call: Callable[[], Any]) -> int:
+    try:
+        call()
+    except T1Error as e:
+        return int(str(e).split("the least that works is ")[1].split()[0])
+    raise AssertionError("no error")
 
 
 def sharded(**own: Any) -> None:

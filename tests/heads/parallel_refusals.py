@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from head_cases import Problem, problem
-from parallel_cases import ROWS, Cases, on_shards, own_rows
+from parallel_cases import ROWS, TORCH_HEADS, Cases, on_shards, own_rows
 from processes import next_port
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,8 +31,11 @@ def refusals(size: int) -> Cases:
     found = {**by_one(size), **by_all(size), **of_placements(size)}
     found["refused: a backend for CUDA alone"] = partial(backend, "cuda:nccl", "nccl for cuda; use gloo for cpu")
     found["refused: a second backward"] = second_backward
+    for head in ("full", "by sequence", "by vocabulary", "fused"):
+        found[f"refused: a gradient of the gradient, {head}"] = partial(gradient_of_gradient, head)
     found["calls that agreed before are compared by the device"] = partial(agreed_before, size)
     found["options left out are the defaults"] = partial(left_out, size)
+    found["a workspace in other units"] = partial(other_units, size)
     found["what differs is told on the device of the call"] = told_there
     return found
 
@@ -45,6 +48,8 @@ def by_one(size: int) -> Cases:
         "reduction": ({"reduction": "sum"}, {"reduction": "mean"}, "disagree about reduction: 'mean' on.*'sum'"),
         "an option": ({"softcap": 3.0}, {"softcap": None}, "disagree about softcap: None on rank 0.*3.0 on rank"),
         "an option of the head": ({"chunks": 2}, {"head": "chunked", "chunks": 3}, "disagree about chunks: 3 on"),
+        "workspace": ({"workspace": "2KiB"}, {"workspace": 1024}, "disagree about workspace: 1024 on rank 0.*2048 on"),
+        "bad workspace": ({"workspace": "2 miles"}, {}, f"^rank {size - 1}: bad size '2 miles'|^bad size '2 miles'"),
         "heads": ({"head": "full"}, {}, "disagree about head: 'fused' on rank 0.*'full' on rank"),
         "frozen": ({"linear_weight": "frozen"}, {}, "disagree about linear_weight: .*requires grad.*constant"),
         "a list": ({"input": [1.0]}, {}, "disagree about input: .*'list' on rank"),
@@ -133,6 +138,10 @@ def left_out(size: int) -> None:
     on_shards(P, ROWS[size], head="chunked", **mine)
 
 
+def other_units(size: int) -> None:
+    on_shards(P, ROWS[size], head="chunked", workspace="1MiB" if dist.get_rank() == size - 1 else 2**20)
+
+
 def told_there() -> None:
     """On CUDA objects travel on the current device, which need not be that of the call."""
     inside: list[torch.device] = []
@@ -197,3 +206,12 @@ def second_backward() -> None:
     loss = linear_cross_entropy(e, p.w, p.target.clamp(max=49), group=dist.group.WORLD, head="chunked")
     torch.autograd.grad(loss, e, retain_graph=True)
     raises(lambda: torch.autograd.grad(loss, e), "second backward")
+
+
+def gradient_of_gradient(head: str) -> None:
+    p = problem(9, 50, 4, dtype=torch.float32)
+    e = p.e.requires_grad_()
+    own = TORCH_HEADS.get(head, {"head": head})
+    loss = linear_cross_entropy(e, p.w, p.target.clamp(max=49), group=dist.group.WORLD, **own)
+    message = f'^head "{own["head"]}" has no second derivative .*; nor has any other under a group$'
+    raises(lambda: torch.autograd.grad(loss, e, create_graph=True), message)

@@ -69,6 +69,19 @@ def test_certain_targets(head, own):
     assert (losses >= 0).all() and losses[3] == 0
 
 
+@pytest.mark.parametrize("head, own", HEADS)
+@pytest.mark.parametrize("masked", [slice(0, 86), slice(86, 200), slice(1, None)], ids=str)
+def test_logits_of_minus_infinity(head, own, masked):
+    """Whole chunks of the vocabulary by a bias of −inf: the first, the second, all but one column of the first."""
+    p = problem(5, 257, 16)
+    p.b[masked] = -math.inf
+    allowed = (~p.b.isinf()).nonzero()[:, 0]
+    p.target = torch.where(p.target < 0, p.target, allowed[p.target % len(allowed)])
+    got, want = run(head, p, **own), run("full", p)
+    assert all(t.isfinite().all() for t in got)
+    assert_close(got, want, 1e-11)
+
+
 @pytest.mark.parametrize("own", CHUNKED, ids=str)
 def test_wrong_targets_of_large_loss(own):
     e, w = torch.ones(1, 1), torch.tensor([[0.0], [1e4]])

@@ -1,9 +1,11 @@
 """A small language model on real text: it learns, and its hidden states are those that enter the head."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from t1lib.corpus import byte_pairs
+from t1lib.corpus import Rows, byte_pairs
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.head_cases import Shape
@@ -36,16 +38,21 @@ def test_it_learns_and_says_what_from(session, tmp_path):
     assert float(linear_cross_entropy(e, w, y, head="full").detach()) == pytest.approx(found["loss"], rel=1e-5)
 
 
-def test_its_loss_on_hidden_states_is_the_models_own(session):
+def test_its_loss_on_hidden_states_is_the_models_own(session, monkeypatch):
     e, w, y = session.hidden_states(10**9)
     rows = session.corpus.held_out.ids
     assert len(e) == len(y) == rows.shape[0] * (rows.shape[1] - 1) and int(y.min()) >= 0
     model = session.trainer.model
     with torch.no_grad():
         wanted = torch.stack([model(input_ids=ids, labels=ids).loss for ids in rows[:4].split(1)]).mean()
+        spread = rows[[place * len(rows) // 6 for place in range(6)]]  # two batches, of four rows and of two
+        spread_loss = float(torch.stack([model(input_ids=ids, labels=ids).loss for ids in spread.split(1)]).mean())
     count = 4 * (rows.shape[1] - 1)
     torch.testing.assert_close(linear_cross_entropy(e[:count], w, y[:count], head="full"), wanted)
-    assert session.evaluate(4) == pytest.approx(float(wanted), rel=1e-5)
+    assert session.evaluate(6) == pytest.approx(spread_loss, rel=1e-5)
+    few = Rows(spread, torch.ones_like(spread, dtype=torch.bool))
+    monkeypatch.setattr(session, "corpus", replace(session.corpus, held_out=few))
+    assert session.evaluate(100) == pytest.approx(spread_loss, rel=1e-5)
 
 
 def test_the_same_seed_gives_the_same_losses():

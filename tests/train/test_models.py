@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from t1lib.errors import T1Error
 from t1lib.train import PRESETS, build_model, sizes, split
+from t1lib.train.models import shape_only
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
 FAMILIES = {
@@ -114,6 +115,28 @@ def test_presets_have_the_published_number_of_parameters(preset, billions):
 def test_every_preset_is_a_decoder_that_can_be_taken_apart():
     for name in PRESETS:
         assert sizes(name)["layers"] == PRESETS[name]["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "message"),
+    [
+        ("tiny", {"num_key_value_heads": 3}, "num_key_value_heads=3; allowed: divisors of num_attention_heads=4"),
+        ("tiny", {"num_attention_heads": 3}, "num_key_value_heads=2; allowed: divisors of num_attention_heads=3"),
+        ("tiny", {"hidden_size": -64}, "hidden_size=-64; allowed: 1 or more"),
+        ("tiny", {"intermediate_size": 1.5}, "intermediate_size=1.5; allowed: 1 or more"),
+        ("tiny", {"vocab_size": 0}, "vocab_size=0; allowed: 1 or more"),
+        ("tiny", {"hidden_act": "foo"}, "unknown hidden_act 'foo'; allowed: gelu, .*silu"),
+        ("gemma-2-2b", {"hidden_activation": "foo"}, "unknown hidden_activation 'foo'; allowed: gelu, .*silu"),
+        ("tiny", {"dtype": "float16"}, "dtype='float16' is no change of the shape; allowed: by its own option --dtype"),
+        ("tiny", {"name": "x"}, "unknown field of qwen3's configuration 'name'"),
+    ],
+)
+def test_changes_that_make_no_model_are_named(preset, changes, message):
+    with pytest.raises(T1Error, match=message):
+        shape_only(preset, torch.float32, **changes)
+    if not changes.keys() & {"dtype", "name"}:
+        with pytest.raises(T1Error, match=message):
+            build_model(preset, **changes)
 
 
 def test_split_names_the_parts():

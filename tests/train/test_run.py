@@ -39,8 +39,8 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys):
     assert train(tmp_path / "a", "--steps", "12", "--eval-every", "5", "--report-every", "4") == 0
     rows = metrics(tmp_path / "a")
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
-    assert losses(tmp_path / "a")[-1] < losses(tmp_path / "a")[0]
-    assert [int(row["step"]) for row in rows if row["held_out_loss"]] == [5, 10, 12]
+    held_out = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
+    assert list(held_out) == [5, 10, 12] and held_out[12] < held_out[5]
     assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
     assert float(rows[0]["lr"]) > float(rows[-1]["lr"]) > 0
     assert (tmp_path / "a" / "metrics.png").read_bytes().startswith(b"\x89PNG")
@@ -75,6 +75,23 @@ def test_interrupted_it_keeps_what_it_has(tmp_path):
     assert f"interrupted after step {done}" in out and "Traceback" not in out
     assert [p.name for p in (tmp_path / "a" / "checkpoints").iterdir()] == [f"step-{done:08d}"]
     assert (tmp_path / "a" / "metrics.png").is_file()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(tmp_path, monkeypatch, signals):
+    write, sent = checkpoint._write, []
+
+    def interrupted(path, content):
+        if "00000003" in str(path) and len(sent) < signals:
+            sent.append(path)
+            os.kill(os.getpid(), signal.SIGINT)
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write", interrupted)
+    assert train(tmp_path / "a", "--steps", "3", "--checkpoint-every", "2") == (0 if signals == 1 else 130)
+    assert len(sent) == signals
+    kept = "step-00000003" if signals == 1 else "step-00000002"
+    assert [p.name for p in (tmp_path / "a" / "checkpoints").glob("step-*")] == [kept]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys):
@@ -255,7 +272,14 @@ def test_it_goes_on_from_another_folder(tmp_path, monkeypatch):
         (["--device", "tpu"], "--device tpu; allowed here: cpu"),
         (["--change", "num_hidden_layers", "0"], "num_hidden_layers=0; allowed: 1 or more"),
         (["--change", "num_hidden_layers", "x"], "num_hidden_layers='x'; allowed: 1 or more"),
-        (["--change", "hidden_size", "x"], "tiny cannot be changed so"),
+        (["--change", "hidden_size", "x"], "hidden_size='x'; allowed: 1 or more"),
+        (["--change", "hidden_size", "-64"], "hidden_size=-64; allowed: 1 or more"),
+        (["--change", "vocab_size", "0"], "vocab_size=0; allowed: 1 or more"),
+        (["--change", "num_key_value_heads", "3"], "num_key_value_heads=3; allowed: divisors of num_attention_heads=4"),
+        (["--change", "hidden_act", "foo"], "unknown hidden_act 'foo'; allowed: gelu, "),
+        (["--change", "dtype", "float16"], "dtype='float16' is no change of the shape; allowed: by its own option"),
+        (["--change", "rms_norm_eps", "x"], "tiny cannot be changed so"),
+        (["--vocabulary", "0"], "--vocabulary 0; allowed: 1 or more"),
         (["--weight-decay", "-1"], "weight_decay -1.0 is negative"),
         (["--mode", "slid"], "unknown mode 'slid'"),
         (["--head", "best"], "unknown head 'best'"),
@@ -292,6 +316,20 @@ def test_it_goes_on_with_nothing_but_its_folder(tmp_path, capsys):
     assert main(["train", "--out", str(tmp_path / "none")]) == 2 and "--model is missing" in capsys.readouterr().err
 
 
+def test_it_goes_on_with_the_warm_up_that_it_has(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "2", "--warmup", "1") == 0
+    before = (tmp_path / "a" / "run.json").read_bytes()
+    assert train(tmp_path / "a", "--steps", "60", "--resume", "--warmup", "5") == 2
+    err = capsys.readouterr().err
+    assert "schedule is {'name': 'cosine', 'warmup': 5}; the run in" in err and "'warmup': 1} and goes on with" in err
+    assert main(["train", "--out", str(tmp_path / "a"), "--resume", "--warmup", "1"]) == 2
+    assert "leave out --warmup" in capsys.readouterr().err
+    assert (tmp_path / "a" / "run.json").read_bytes() == before
+    for more in ([], ["--warmup", "1"]):
+        assert train(tmp_path / "a", "--steps", "60", "--resume", "--eval-every", "0", *more) == 0
+        assert run.read_settings(tmp_path / "a")["settings"]["schedule"]["warmup"] == 1
+
+
 def test_what_is_the_runs_own_is_not_given_again(tmp_path, capsys):
     assert train(tmp_path / "a", "--steps", "2") == 0
     assert main(["train", "--out", str(tmp_path / "a"), "--resume", "--lr", "1", "--batch", "8"]) == 2
@@ -312,7 +350,8 @@ def test_what_it_exports_is_the_model_that_was_trained(tmp_path, mode):
     exported = tmp_path / "a" / "model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     assert tokenizer.decode(tokenizer("def f(x):\n    return x")["input_ids"]) == "def f(x):\n    return x"
-    rows = load_corpus(None, 16, limit="300KB", tokenizer=exported / "tokenizer.json").held_out.take(slice(0, 8))
+    held_out = load_corpus(None, 16, limit="300KB", tokenizer=exported / "tokenizer.json").held_out
+    rows = held_out.take([place * len(held_out) // 8 for place in range(8)])
     loss = model(input_ids=rows["input_ids"], labels=rows["labels"]).loss.item()
     assert loss == pytest.approx(float(metrics(tmp_path / "a")[-1]["held_out_loss"]), rel=1e-5)
     more = ["train", "--model", str(exported), "--limit", "300KB", "--seq", "16", "--batch", "4", "--device", "cpu"]
