@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,24 +24,37 @@ def save_checkpoint(trainer: Trainer, folder: str | Path, keep: int = 1) -> Path
 
     One layer is copied at a time. The folder gets its name when all is on the disk: whenever this is interrupted, or
     the disk is full, the checkpoint before is still whole; what a killed process left half is removed first. Of several
-    processes all must call it; they gather layer after layer, and rank 0 writes: the format says nothing of how many
-    they were. Raises `T1Error`, on all of them, if it cannot be written.
+    processes all must call it, with a folder that all see; they gather layer after layer, and write in turn, as many
+    side by side as they are: the format says nothing of how many. Raises `T1Error`, on all of them, if it cannot be
+    written.
     """
     require(keep >= 1, f"keep={keep} checkpoints; allowed: 1 or more")
     files, ranks = _Files(Path(folder), trainer.steps), trainer.ranks
     parts = list(trainer.state_parts())
     try:
         ranks.first(files.begin)
-        for part in parts:
-            save = partial(torch.save, trainer.state_part(part))
-            ranks.first(partial(files.add, f"{part}.pt", save))
+        for at in range(0, len(parts), ranks.size):
+            ranks.share(partial(files.save, _gather(trainer, parts[at : at + ranks.size])))
         meta = json.dumps({"step": trainer.steps, "skipped": trainer.skipped, "parts": parts})
         ranks.first(lambda: files.end(meta, keep))
+    except T1Error:
+        ranks.first(files.drop)  # gone before any rank goes on
+        raise
     except BaseException:
         if ranks.rank == 0:
             files.drop()
         raise
     return files.whole
+
+
+def _gather(trainer: Trainer, some: Sequence[str]) -> dict[str, Any]:
+    """Gather these parts, at most one for each rank. Returns this rank's, if there is one, by its file."""
+    own = {}
+    for turn, part in enumerate(some):
+        state = trainer.state_part(part)
+        if turn == trainer.ranks.rank:
+            own[f"{part}.pt"] = state
+    return own
 
 
 class _Files:
@@ -54,30 +67,24 @@ class _Files:
     def begin(self) -> None:
         for left in self.folder.glob(".step-*.partial"):
             remove(left)
-        with self._whole_or_not_there():
+        with writing(self.whole):
             self._partial.mkdir(parents=True)
 
+    def save(self, states: dict[str, Any]) -> None:
+        for name, state in states.items():
+            self.add(name, partial(torch.save, state))
+
     def add(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        with self._whole_or_not_there():
+        with writing(self.whole):
             _write(self._partial / name, write)
 
     def end(self, meta: str, keep: int) -> None:
         self.add(META, lambda file: file.write(meta.encode()))
-        with self._whole_or_not_there():
+        with writing(self.whole):
             _discard(self.whole)
             os.replace(self._partial, self.whole)
         for old in checkpoints(self.folder)[:-keep]:
             _discard(old)
-
-    @contextmanager
-    def _whole_or_not_there(self) -> Iterator[None]:
-        """Gone, if it cannot be written, before other ranks are told."""
-        try:
-            with writing(self.whole):
-                yield
-        except T1Error:
-            self.drop()
-            raise
 
     def drop(self) -> None:
         remove(self._partial)

@@ -16,7 +16,7 @@ from test_parity import OPTIMIZERS, assert_same
 
 from t1lib.errors import T1Error
 from t1lib.train import OptimizerSpec, Trainer, checkpoint, make_trainer
-from t1lib.train.checkpoint import load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
 
 LONGEST = 10  # seconds that a refusal may take
 SAVED = 2  # steps before a checkpoint
@@ -106,18 +106,26 @@ def refused(call: Any, message: str) -> None:
 
 
 def full_disk(folder: Path) -> None:
-    """Only rank 0 writes, and all are told."""
-    many, plain = trainer(), checkpoint._write
-    save_checkpoint(many, folder)
+    """Each rank writes its share, and all are told of the one whose disk is full."""
+    many, plain, written = trainer(), checkpoint._write, []
+    parts, size, rank = list(many.state_parts()), dist.get_world_size(), dist.get_rank()
+
+    def notes(path: Path, write: Any) -> None:
+        written.append(path.name)
+        plain(path, write)
+
+    with patch.object(checkpoint, "_write", notes):
+        save_checkpoint(many, folder)
+    assert written == [f"{part}.pt" for part in parts[rank::size]] + [META] * (rank == 0)
 
     def full(path: Path, write: Any) -> None:
-        if "layer-0001" in path.name:
+        if path.name == f"{parts[1]}.pt":
             raise OSError(28, "No space left on device")
         plain(path, write)
 
     many.step(even(1)[0])
     with patch.object(checkpoint, "_write", full):
-        refused(lambda: save_checkpoint(many, folder), "step-00000001: No space left on device")
+        refused(lambda: save_checkpoint(many, folder), "^rank 1: cannot write .*step-00000001: No space left on device")
     assert [p.name for p in folder.iterdir()] == ["step-00000000"]
     assert load_checkpoint(many, folder) == 0
     many.close()
