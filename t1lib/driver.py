@@ -16,7 +16,7 @@ from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require
 from t1lib.execute import NotebookError, execute
 from t1lib.measure import manifest
-from t1lib.measure.environment import default_profile
+from t1lib.measure.environment import default_profile, require_gpu
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
@@ -148,7 +148,7 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130).
 
     A notebook that fails keeps its executed copy in the staging folder, and the others still run.
-    Raises `T1Error` before anything runs, see `plan`.
+    Raises `T1Error` before anything runs: see `plan`, and where a profile for GPUs finds none.
     """
     jobs = plan(names, profile, overrides)
     for job in jobs:
@@ -164,6 +164,7 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     if not due:
         print(f"nothing to do: {len(jobs)} experiments up to date")
         return EXIT_OK
+    require_gpu(jobs[0].profile)
     try:
         with _terminable():
             failed = [job for job in due if not _attempt(job)]

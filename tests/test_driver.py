@@ -1,6 +1,7 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,18 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_work(checkout, capsy
     (checkout.root / "outputs").write_text("a file in the way")
     assert run() == 2
     assert "cannot write to the output folder outputs/smoke" in capsys.readouterr().err
+
+
+def test_a_profile_for_gpus_needs_one(checkout, capsys, monkeypatch):
+    checkout.add("demo")
+    monkeypatch.setattr(sys.modules["t1lib.measure.environment"], "_gpu", lambda: None)
+    smoke = checkout.root / "params" / "smoke"
+    shutil.copytree(smoke, smoke.with_name("h200"))
+    yaml = smoke.with_name("h200") / "demo.yaml"
+    yaml.write_text(yaml.read_text().replace("smoke", "h200"))
+    assert main(["run", "--profile", "h200"]) == 2
+    assert "profile 'h200' is for a GPU, and there is no CUDA device here; allowed: smoke" in capsys.readouterr().err
+    assert not (checkout.root / "outputs" / "h200" / "demo").exists()
 
 
 def test_list_shows_parameters_and_states(checkout, capsys):

@@ -15,6 +15,7 @@ from t1lib import __version__, paths
 from t1lib.errors import require
 
 _GIB = 2**30
+_FOR_GPUS = "laptop", "h200"  # profiles
 _H200_GIB = 70  # an 80 GB card counts as large, and reports some GiB less than 80
 
 
@@ -82,6 +83,12 @@ def default_profile() -> str:
     if gpu is None:
         return "smoke"
     return "h200" if float(gpu["memory"]) >= _H200_GIB else "laptop"
+
+
+def require_gpu(profile: str) -> None:
+    """Raise `T1Error` where there is no GPU and the profile is for one: a CPU would take days."""
+    there = profile not in _FOR_GPUS or _gpu() is not None
+    require(there, f"profile {profile!r} is for a GPU, and there is no CUDA device here; allowed: smoke, auto")
 
 
 def environment() -> dict[str, str | int | float]:
