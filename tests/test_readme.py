@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from t1lib.claims import doubts, read_claims
 from t1lib.report.published import DIFFERENCES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,23 +16,24 @@ REFERENCE = ROOT / "outputs" / "h200"
 EXPERIMENTS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
 
 
-def claims() -> list[tuple[str, str]]:
-    """(key, the cell with our value) of every row that names a key."""
-    lines = [line.strip().strip("|") for line in README.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
-    key = re.compile(rf"`((?:{'|'.join(EXPERIMENTS)})\.[\w.-]+)`")
-    return [(match[1], row[-2]) for row in rows if (match := key.fullmatch(row[-1]))]
+CLAIMS = read_claims(README)
 
 
 def test_there_are_claims_of_every_committed_run():
-    assert {key.split(".")[0] for key, _ in claims()} == set(EXPERIMENTS)
-    assert len(claims()) >= 10
+    assert {claim.experiment for claim in CLAIMS} == set(EXPERIMENTS)
+    assert len(CLAIMS) >= 10
 
 
-@pytest.mark.parametrize("key, ours", claims())
-def test_a_claims_number_is_the_reference_runs(key, ours):
-    numbers = json.loads((REFERENCE / key.split(".")[0] / "numbers.json").read_text(encoding="utf-8"))
-    assert numbers[key]["text"] == re.match(r"[\d.,e+-]+", ours)[0]
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.key)
+def test_a_claims_number_is_the_reference_runs(claim):
+    numbers = json.loads((REFERENCE / claim.experiment / "numbers.json").read_text(encoding="utf-8"))
+    assert numbers[claim.key]["text"] == claim.ours
+    assert claim.holds(numbers[claim.key]["value"])
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_reference_run_is_no_others(experiment):
+    assert doubts(REFERENCE / experiment, experiment) is None
 
 
 @pytest.mark.parametrize("key", DIFFERENCES)

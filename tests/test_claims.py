@@ -1,0 +1,104 @@
+"""`python -m t1lib check` passes what was measured, and nothing else."""
+
+import json
+import shutil
+
+import pytest
+
+from t1lib import paths
+from t1lib.__main__ import main
+from t1lib.claims import Claim, read_claims
+from t1lib.errors import T1Error
+from t1lib.measure import manifest
+
+ROW = "| a claim | – | {ours} | {bound} | `t1m3.head.full.over_floor` |"
+MARKED = "text\n<!-- claims -->\n| claim | published | ours | within | key |\n{rows}\n<!-- end of claims -->\n"
+
+
+@pytest.mark.parametrize(
+    ("ours", "bound", "value", "holds"),
+    [
+        ("2.00", "5 %", 2.1, True),
+        ("2.00", "5 %", 1.9, True),
+        ("2.00", "5 %", 2.11, False),
+        ("2.00", "5 %", 1.89, False),
+        ("12,345", "1 %", 12_400, True),
+        ("3.20e-04", "≤ 0.02", 0.02, True),
+        ("3.20e-04", "≤ 0.02", 0.021, False),
+        ("0", "exact", 0, True),
+        ("0", "exact", 1e-9, False),
+        ("2.00", "5 %", None, False),
+    ],
+)
+def test_a_claim_holds_within_its_bound(ours, bound, value, holds):
+    assert Claim("", "", ours, bound, "t1m3.x").holds(value) is holds
+
+
+def test_claims_are_the_marked_rows_that_name_a_key():
+    rows = "\n".join([ROW.format(ours="1.78 ×", bound="15 %"), "| a table | without | a key |"])
+    found = read_claims(MARKED.format(rows=rows) + ROW.format(ours="2", bound="1 %"))
+    assert found == [Claim("a claim", "–", "1.78", "15 %", "t1m3.head.full.over_floor")]
+    assert found[0].experiment == "t1m3"
+
+
+@pytest.mark.parametrize(("ours", "bound"), [("1.78 ×", "15%"), ("many", "15 %"), ("1.78", ""), ("1.78", "≤ few")])
+def test_a_row_that_cannot_be_read_is_an_error(ours, bound):
+    with pytest.raises(T1Error, match=r"allowed: \| claim \| published \| ours"):
+        read_claims(MARKED.format(rows=ROW.format(ours=ours, bound=bound)))
+    with pytest.raises(T1Error, match="no tables between"):
+        read_claims("no claims")
+
+
+@pytest.fixture
+def kit(tmp_path, monkeypatch):
+    """A checkout with the reference run of t1m3, and a README with two claims about it and one about another run."""
+    root = paths.root()
+    for folder in ("notebooks", "params"):
+        shutil.copytree(root / folder, tmp_path / folder)
+    shutil.copytree(root / "outputs/h200/t1m3", tmp_path / "outputs/h200/t1m3")
+    numbers = json.loads((root / "outputs/h200/t1m3/numbers.json").read_text(encoding="utf-8"))
+    ours = numbers["t1m3.head.full.over_floor"]["text"]
+    rows = [ROW.format(ours=ours, bound="5 %"), ROW.format(ours="9.5", bound="5 %").replace("full", "fused")]
+    rows.append(ROW.format(ours="1", bound="5 %").replace("t1m3", "cce"))
+    (tmp_path / "README.md").write_text(MARKED.format(rows="\n".join(rows)), encoding="utf-8")
+    monkeypatch.setenv("T1_ROOT", str(tmp_path))
+    return tmp_path
+
+
+def test_each_claim_gets_its_verdict(kit, capsys):
+    assert main(["check"]) == 1
+    told = capsys.readouterr().out
+    assert "PASS  t1m3.head.full.over_floor" in told and "FAIL  t1m3.head.fused.over_floor" in told
+    assert "cce: NOT RUN; python -m t1lib run cce --profile h200" in told
+    assert told.endswith("3 claims: 1 PASS, 1 FAIL, 1 NOT RUN\n")
+    assert main(["check", "cce"]) == 0
+    assert main(["check", "cse"]) == 2
+    (kit / "README.md").unlink()
+    assert main(["check"]) == 2
+    assert "error: cannot read the claims in README.md: No such file or directory" in capsys.readouterr().err
+
+
+def test_an_edited_file_fails_every_claim(kit, capsys):
+    path = next((kit / "outputs/h200/t1m3/figures").glob("*.png"))
+    path.write_bytes(b"another picture")
+    assert main(["check", "t1m3"]) == 1
+    told = capsys.readouterr().out
+    assert f"figures/{path.name} is not the file that the manifest lists" in told and "2 FAIL" in told
+
+
+def test_a_run_with_other_parameters_fails(kit, capsys):
+    yaml = kit / "params/h200/t1m3.yaml"
+    yaml.write_text(yaml.read_text(encoding="utf-8").replace("\niters: ", "\niters: 1"), encoding="utf-8")
+    assert main(["check", "t1m3"]) == 1
+    assert "run with iters=" in capsys.readouterr().out
+
+
+def test_numbers_that_the_samples_do_not_give_fail(kit, capsys):
+    """Though the manifest was made to agree with them."""
+    folder = kit / "outputs/h200/t1m3"
+    numbers = json.loads((folder / "numbers.json").read_text(encoding="utf-8"))
+    numbers["t1m3.head.full.over_floor"]["value"] *= 1.01
+    (folder / "numbers.json").write_text(json.dumps(numbers), encoding="utf-8")
+    manifest.refresh(folder, ["numbers."])
+    assert main(["check", "t1m3"]) == 1
+    assert "t1m3.head.full.over_floor does not follow from samples.csv" in capsys.readouterr().out
