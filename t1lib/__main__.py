@@ -18,7 +18,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _state(experiment: str, profile: str) -> str:
-    """Return done, stale or missing for an experiment under a profile, with when and where or why."""
+    """Return "done", "stale" (and why) or "missing" for an experiment under a profile; when and where it was run."""
     folder = paths.outputs(profile, experiment)
     content = manifest.read(folder)
     if content is None:
@@ -48,7 +48,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    os.environ["MPLBACKEND"] = "Agg"  # files only, also where there is no display
+    os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
     from t1lib.notebook import redraw
 
     profile = default_profile() if arguments.profile == "auto" else arguments.profile
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return driver.EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has enough of it
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return driver.EXIT_FAILED
 

@@ -3,9 +3,10 @@
     corpus = load_corpus(vocabulary=65536, seq=512)      # the running Python's own standard library: no download
     batch = corpus.train.batch(step, size=16, seed=0)    # {"input_ids": (16, 512), "labels": (16, 512)}
 
-`Corpus.sha256` names the text, which depends on the Python version. The 11.5 MB of Python 3.12 support about 79,000
-tokens, because an identifier is one word here, together with the character before it; GPT-2's splitting, which cuts at
-every underscore, ends at 44,000. A pair of tokens must be seen twice to be merged, so every token is in the text.
+`Corpus.sha256` identifies the text, which depends on the Python version. The 11.5 MB of Python 3.12 support about
+79,000 tokens, because an identifier counts as one word here, together with the character before it; GPT-2's splitting,
+which cuts at every underscore, reaches only 44,000. A pair of tokens is merged only if it occurs at least twice, so
+every token occurs in the text.
 """
 
 import os
@@ -26,15 +27,15 @@ from t1lib.files import whole
 from t1lib.texts import LIBRARY, corpus_hash, read_texts, sha256
 
 END = "<|endoftext|>"  # after each text; id 0
-ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # of tokenizers that were not trained here
-SMALLEST = 257  # the bytes and END
-# Bounded, because training takes time by a word's length squared; the library's longest run is of 95 characters.
+ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of tokenizers trained elsewhere
+SMALLEST = 257  # the 256 bytes and END
+# Bounded, because training time grows with the square of a word's length; the library's longest run has 95 characters.
 WORDS = r"[^\r\n\w]?\w{1,256}|[^\s\w]{1,256}[\r\n]{0,256}|\s{0,256}[\r\n]{1,256}|\s{1,256}(?!\S)|\s{1,256}"
-_RECIPE = "3"  # part of the cache's key: to be raised with any change of the recipe
+_RECIPE = "3"  # part of the cache's key; to be raised with every change to the recipe
 
 
 class Rows(NamedTuple):
-    """Token ids int64 (rows, seq), and which of them are text (rows, seq); the others are padding, after it."""
+    """Token ids int64 (rows, seq), and which of them are text (rows, seq); the others are padding at a row's end."""
 
     ids: Tensor
     text: Tensor
@@ -43,9 +44,9 @@ class Rows(NamedTuple):
         return len(self.ids)
 
     def batch(self, step: int, size: int, seed: int) -> dict[str, Tensor]:
-        """The batch of step `step`, from 0 on: `size` rows, in an order of `seed` that is another one each epoch.
+        """The batch of step `step`, counted from 0: `size` rows, in an order drawn from `seed` anew for each epoch.
 
-        It depends on the arguments alone, so that a run can go on at any step. Padding has the label -100. Rows beyond
+        It depends on the arguments alone, so that a run can resume at any step. Padding has the label -100. Rows beyond
         the last whole batch of an epoch are left out. Raises `T1Error` for more rows than there are.
         """
         require(1 <= size <= len(self), f"batch {size}; the corpus has {len(self)} rows of {self.ids.shape[1]} tokens")
@@ -60,13 +61,13 @@ class Rows(NamedTuple):
 
 @lru_cache(maxsize=2)
 def _order(rows: int, seed: int) -> Tensor:
-    """Of an epoch: drawn once, though every step asks for its own batch and for the next one's."""
+    """The order of rows in an epoch; cached, because every step asks for its own batch and for the next one's."""
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """`train` and `held_out` rows, of different texts (see `split_texts`); `sha256` is that of all texts."""
+    """`train` and `held_out` rows, from different texts (see `split_texts`); `sha256` covers all texts."""
 
     train: Rows
     held_out: Rows
@@ -80,7 +81,7 @@ class Corpus:
 def cache_folder() -> Path:
     """Where tokenizers are kept, by the hash of what they were trained on: `T1_CACHE`, else ~/.cache/t1kit.
 
-    `XDG_CACHE_HOME` stands in for ~/.cache where it is set.
+    `XDG_CACHE_HOME` replaces ~/.cache if it is set.
     """
     named = os.environ.get("T1_CACHE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"
@@ -89,13 +90,13 @@ def cache_folder() -> Path:
 def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
     """A byte-level BPE tokenizer of exactly `vocabulary` tokens, trained on the texts or taken from `cache_folder()`.
 
-    Raises `T1Error` for a vocabulary that the texts do not support, saying what they reach.
+    Raises `T1Error` for a vocabulary that the texts do not support; the message says what they do.
     """
     require(vocabulary >= SMALLEST, f"vocabulary {vocabulary}; allowed: {SMALLEST} (256 bytes and {END}) or more")
     kept = cache_folder() / f"bpe-{vocabulary}-{sha256(_RECIPE, WORDS, corpus_hash(texts))[:32]}.json"
     try:
         return Tokenizer.from_str(kept.read_text(encoding="utf-8"))
-    except Exception:  # not there, or not whole: the library raises a bare Exception
+    except Exception:  # missing or incomplete: the library raises a bare Exception
         tokenizer = _train(texts, vocabulary)
     reached = tokenizer.get_vocab_size()
     if reached < vocabulary:
@@ -104,7 +105,7 @@ def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
             f"vocabulary {vocabulary} is more than this corpus supports: {size:.3g} MB reach {reached} tokens; "
             f"allowed: {SMALLEST} to {reached}, or take more text"
         )
-    # Processes of one run train the same one at once; a cache that cannot be written saves nothing, and costs nothing.
+    # The processes of a run may train the same tokenizer at once. A cache that cannot be written is no error.
     with suppress(T1Error), whole(kept, f".{os.getpid()}") as partial:
         partial.write_text(tokenizer.to_str(), encoding="utf-8")
     return tokenizer
@@ -127,9 +128,9 @@ def _train(texts: dict[str, str], vocabulary: int) -> Tokenizer:
 def split_texts(texts: dict[str, str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
     """(training, held-out) texts in an order drawn from `seed`; the latter hold the share `held_out` of the characters.
 
-    The share may be off by half (of itself, or of the rest where that is smaller), so that texts stay whole. Where
-    whole ones do not come that near, the next one is cut in two, at the end of a line if one is as near: its beginning
-    is for training.
+    To keep texts whole, the share may be off by half (of itself, or of the rest if that is smaller). If whole texts do
+    not come that close, the next text is cut in two, at the end of a line if there is one within that tolerance; its
+    beginning is for training.
     """
     require(0 < held_out < 1, f"held_out {held_out}; allowed: a share between 0 and 1")
     order = [texts[name] for name in sorted(texts, key=lambda name: sha256(str(seed), name))]
@@ -152,10 +153,11 @@ def load_corpus(
 ) -> Corpus:  # fmt: skip
     """Texts as rows of `seq` tokens, split by `split_texts`.
 
-    source, limit   as `t1lib.texts.read_texts` has them
-    packed          texts joined by their end token and cut into whole rows; else each begins a row of its own, and its
-                    last one is padded with end tokens; a rest of one token, which has nothing to predict, is left out
-    tokenizer       a tokenizer.json; without it one of `vocabulary` tokens is trained, on both parts
+    source, limit   as in `t1lib.texts.read_texts`
+    packed          join the texts, with an end token after each, and cut them into whole rows; otherwise each text
+                    begins a new row, its last row is padded with end tokens, and a remainder of one token, which has
+                    nothing to predict, is left out
+    tokenizer       a tokenizer.json; without it a tokenizer of `vocabulary` tokens is trained, on both parts
 
     Raises `T1Error` for an empty corpus, a vocabulary that it does not support, and a split that leaves a part without
     a row.
@@ -182,7 +184,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write it as Hugging Face's `AutoTokenizer` reads it, with its end token."""
+    """Write the tokenizer, with its end token, in the format that Hugging Face's `AutoTokenizer` reads."""
     end = tokenizer.id_to_token(_end_of(tokenizer))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
 
@@ -195,7 +197,7 @@ def _end_of(tokenizer: Tokenizer) -> int:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
-    """Token ids of each text, with an end token."""
+    """Token ids of each text, followed by an end token."""
     end = [_end_of(tokenizer)]
     return [torch.tensor(encoding.ids + end) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 

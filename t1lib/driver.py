@@ -1,4 +1,4 @@
-"""Runs experiments headless and resumably: validate everything, skip what is done, publish what finishes."""
+"""Runs experiments headless and resumably: validates everything first, skips what is done, publishes what finishes."""
 
 import contextlib
 import shutil
@@ -43,11 +43,11 @@ class Job:
         return paths.staging(self.profile, self.experiment)
 
     def difference(self) -> str | None:
-        """Return why the experiment has to run; None when its outputs are those it would give again."""
+        """Return why the experiment has to run; None if its outputs are up to date."""
         return manifest.difference(self.final, manifest.fingerprint_of(self.made_of), self.made_of)
 
     def expected_seconds(self) -> float | None:
-        """Return how long the last run took, else what the notebook's metadata says, else None."""
+        """Return how long the last run took, else the estimate in the notebook's metadata, else None."""
         last = (manifest.read(self.final) or {}).get("seconds")
         kit = params.read_notebook(paths.notebook(self.experiment)).get("metadata", {}).get("t1", {})
         return last or kit.get("expected_seconds", {}).get(self.profile)
@@ -92,7 +92,7 @@ def _clock(seconds: float) -> str:
 
 
 class _Progress:
-    """One line a notebook: refreshed in place on a terminal, else printed at its start and its end."""
+    """One line per notebook: refreshed in place on a terminal, otherwise printed at its start and at its end."""
 
     def __init__(self, label: str, expected: float | None, stream: TextIO) -> None:
         self.label, self.stream, self.live = label, stream, stream.isatty()
@@ -113,8 +113,8 @@ class _Progress:
 
 
 def _run_one(job: Job, progress: _Progress) -> None:
-    """Run one experiment up to its published folder."""
-    shutil.rmtree(job.staging, ignore_errors=True)  # of a run that failed or was killed
+    """Run one experiment and publish its folder."""
+    shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
     job.staging.mkdir(parents=True)
     started, clock = manifest.utc_now(), time.perf_counter()
     execute(job.experiment, job.parameters, job.staging, progress.tick)
@@ -132,7 +132,7 @@ def _run_one(job: Job, progress: _Progress) -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM end a run like Ctrl-C, with the kernel shut down."""
+    """Let SIGTERM end a run as Ctrl-C does, with the kernel shut down."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -148,7 +148,7 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130).
 
     A notebook that fails keeps its executed copy in the staging folder, and the others still run.
-    Raises `T1Error` before anything runs: see `plan`, and where a profile for GPUs finds none.
+    Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile on a machine without a GPU.
     """
     jobs = plan(names, profile, overrides)
     for job in jobs:

@@ -55,7 +55,7 @@ def _papermill(experiment: str, parameters: Mapping[str, Any], staging: Path) ->
     import papermill
     from nbclient import NotebookClient
 
-    # Keeps a progress bar of the notebook one line in what is saved.
+    # Saves a notebook's progress bar as a single line of output.
     extras = {"coalesce_streams": True} if hasattr(NotebookClient, "coalesce_streams") else {}
     papermill.execute_notebook(
         paths.notebook(experiment),
@@ -80,7 +80,7 @@ def _explain(error: BaseException, executed: Path) -> str:
         told = (error.evalue or "").strip().splitlines()
         what = f"{error.ename}: {told[0][:300]}" if told else error.ename
         return f"cell In [{error.exec_count}] (`{line[:60]}`): {what}"
-    # A kernel that died: papermill marks every cell as completed, but only those it came to have a start.
+    # The kernel died: papermill marks every cell as completed, but only cells that it reached have a start time.
     cells = params.read_notebook(executed)["cells"] if executed.is_file() else []
     begun = [cell for cell in cells if cell["metadata"].get("papermill", {}).get("start_time")]
     first = params.source(begun[-1]).strip().partition("\n")[0][:60] if begun else "before the first"
@@ -90,7 +90,7 @@ def _explain(error: BaseException, executed: Path) -> str:
 
 @contextlib.contextmanager
 def _environment(staging: Path) -> Iterator[None]:
-    """Set what the kernel inherits: its staging folder, and kernels of this Python before the user's own."""
+    """Set variables for the kernel to inherit: its staging folder, and this Python's kernels before the user's own."""
     given = {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -105,7 +105,7 @@ def _environment(staging: Path) -> Iterator[None]:
 
 
 def _stop_kernel(worker: threading.Thread) -> None:
-    """Interrupt the running cell, as Ctrl-C in it would, and end by force what does not end by itself.
+    """Interrupt the running cell, as Ctrl-C in it would, and kill what does not end by itself.
 
     The kernel runs in a session of its own, so a Ctrl-C at the terminal does not reach it.
     """
@@ -122,7 +122,7 @@ def _stop_kernel(worker: threading.Thread) -> None:
 
 
 def _forget_root(executed: Path) -> None:
-    """Make paths into the checkout relative in an executed notebook: they name a user's folders."""
+    """Make paths into the checkout relative in an executed notebook, because absolute ones name a user's folders."""
     text = executed.read_text(encoding="utf-8")
     escaped = json.dumps(str(paths.root()) + os.sep)[1:-1]
     executed.write_text(text.replace(escaped, ""), encoding="utf-8", newline="\n")

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and one error where the disk refuses."""
+"""Files that are written completely or not at all, and one kind of error if the disk refuses."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from t1lib.errors import T1Error
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise `T1Error`, naming `path`, where the disk refuses what is written here, by whatever library."""
+    """Raise `T1Error`, naming `path`, if the disk refuses a write within this context, whichever library makes it."""
     try:
         yield
     except Exception as error:
@@ -24,8 +24,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _of_the_disk(error: BaseException) -> str | None:
-    """Why it refused, None if another thing went wrong. PyTorch's writer of zip files raises an error of its own over
-    the disk's; libraries in Rust raise exceptions of their own that quote it."""
+    """Why the disk refused; None if something else went wrong. PyTorch's zip writer raises its own error on top of the
+    disk's; Rust libraries raise exceptions of their own that quote it."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError):
@@ -36,9 +36,9 @@ def _of_the_disk(error: BaseException) -> str | None:
 
 @contextmanager
 def whole(path: Path, writers: str = "") -> Iterator[Path]:
-    """A name to write a file or a folder to, which becomes `path` when that is done: it is whole or not there.
+    """Yield a temporary path for a file or a folder, renamed to `path` once written: `path` is never incomplete.
 
-    `writers` tells apart processes that may write it at once. Raises `T1Error` if it cannot be written.
+    `writers` distinguishes processes that may write it at the same time. Raises `T1Error` if it cannot be written.
     """
     partial_path = path.with_name(f".{path.stem}{writers}.partial{path.suffix}")
     try:
@@ -54,14 +54,14 @@ def whole(path: Path, writers: str = "") -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path`, which is whole or as it was. Raises `T1Error` if it cannot be written."""
+    """Write `content` to `path`, completely or not at all. Raises `T1Error` if it cannot be written."""
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     with whole(path) as partial_path:
         partial_path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there and can be removed."""
+    """Remove a file or a folder, if it exists and can be removed."""
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
         path.unlink()

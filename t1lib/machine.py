@@ -1,4 +1,4 @@
-"""A machine's rates, by which times are predicted: those of an H200, or measured here in under a minute."""
+"""A machine's rates, from which times are predicted: those of an H200, or measured in under a minute."""
 
 import json
 import time
@@ -21,13 +21,13 @@ from t1lib.train.spec import OptimizerSpec
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a machine in practice.
+    """Rates that a machine reaches in practice.
 
-    link_in, link_out    bytes/s over the link, both ways at once
-    update               bytes/s that the host's updates move beside a step
-    flops, attention     operations/s of large products, and of causal attention in long rows
-    memory               bytes/s of what the device computes element by element
-    launch_ms, graph_ms  what the host needs to launch an eager layer's forward, and a graph
+    link_in, link_out    bytes/s over the link, with copies in both directions at once
+    update               bytes/s that the host's optimizer updates move while a step runs
+    flops, attention     operations/s of large matrix products, and of causal attention over long rows
+    memory               bytes/s of the device's elementwise operations
+    launch_ms, graph_ms  host time to launch an eager layer's forward, and a CUDA graph
     """
 
     name: str = "H200"
@@ -50,7 +50,7 @@ def machine_file() -> Path:
 
 
 def this_machine() -> Machine:
-    """What `calibrate` found on this device, else an H200's rates."""
+    """The rates that `calibrate` found for this device, else an H200's."""
     try:
         found = Machine(**json.loads(machine_file().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -65,14 +65,14 @@ def calibrate(device: torch.device) -> Machine:
     return found
 
 
-SHORT = 2048  # tokens of a row in which attention has half of the rate of long ones, on an H200 (measured)
-GRAPHED = H200.graph_ms / H200.launch_ms  # what a graph takes of an eager layer's launch
+SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
+GRAPHED = H200.graph_ms / H200.launch_ms  # launch time of a graph, relative to an eager layer's
 PRACTICE = {"update": 0.55, "flops": 0.9, "attention": 0.84, "memory": 0.36}
 """Of what a single large update, product or copy reaches by itself, a training step's do."""
 
 
 def measure_machine(device: torch.device) -> Machine:
-    """The rates of this machine, measured in a few seconds; on a CPU, "the device" is the CPU, too."""
+    """This machine's rates, measured in a few seconds; on a CPU, "the device" is the CPU as well."""
     cuda = device.type == "cuda"
     dtype, size = (torch.bfloat16, 8192) if cuda else (torch.float32, 512)
     link = measure_link(device, nbytes=2**26 if cuda else 2**22)
@@ -93,7 +93,7 @@ def measure_machine(device: torch.device) -> Machine:
 
 
 def _launch_ms(device: torch.device, dtype: torch.dtype) -> float:
-    """What the host needs for the forward of a small layer of a few tokens, whose work it is not waited for."""
+    """Host time in ms to launch the forward of a small layer on a few tokens, without waiting for the device."""
     parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
     hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
     hidden, arguments = layer_arguments(parts, hidden)
@@ -106,7 +106,7 @@ def _launch_ms(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations/s of causal attention, as long rows have them."""
+    """Operations/s of causal attention over long rows, measured on one row and corrected by `SHORT`."""
     heads, tokens, width = (16, 8192, 128) if device.type == "cuda" else (4, 256, 16)
     q = torch.randn(1, heads, tokens, width, device=device, dtype=dtype)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)

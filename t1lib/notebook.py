@@ -1,4 +1,4 @@
-"""What an experiment's notebook calls: `Run` collects its records and files its figures, tables and numbers.
+"""What an experiment's notebook calls: `Run` collects its records and saves its figures, tables and numbers.
 
 `redraw` makes the same files again from samples.csv alone, on a machine without a GPU.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _registered(kind: str, experiment: str) -> Any:
-    """Return FIGURES, TABLES or NUMBERS of an experiment. Imported late: it brings seaborn."""
+    """Return FIGURES, TABLES or NUMBERS of an experiment. Imported late, because it imports seaborn."""
     return getattr(importlib.import_module("t1lib.report"), kind, {}).get(experiment)
 
 
@@ -40,14 +40,14 @@ def _draw(folder: Path, experiment: str, name: str, frame: pd.DataFrame) -> "Fig
 
     known = _registered("FIGURES", experiment) or {}
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    with style():  # sizes and font types count when a figure is drawn and when it is saved
+    with style():  # sizes and font types apply both when a figure is drawn and when it is saved
         figure = known[choose(f"figure of {experiment}:", name, known)](frame)
-        # Without its date the PDF is the same from run to run.
+        # Without a creation date, the PDF is the same from run to run.
         try:
             figure.savefig(folder / "figures" / f"{name}.pdf", metadata={"CreationDate": None})
             figure.savefig(folder / "figures" / f"{name}.png", dpi=150)
         finally:
-            plt.close(figure)  # else the inline backend shows it once more at the end of the cell
+            plt.close(figure)  # else the inline backend shows it again at the end of the cell
     return figure
 
 
@@ -73,8 +73,8 @@ def _count(folder: Path, experiment: str, frame: pd.DataFrame, numbers: Numbers)
 class Run:
     """One run of an experiment, from its parameters to its published folder.
 
-    Attributes: `params` (the parameters as attributes), `records`, `numbers`, `outdir` (where files
-    of the notebook's own belong), `device` (CUDA where there is a GPU, else the CPU).
+    Attributes: `params` (the parameters as attributes), `records`, `numbers`, `outdir` (where the
+    notebook's own files belong), `device` (CUDA if there is a GPU, else the CPU).
     """
 
     def __init__(self, experiment: str, parameters: dict[str, Any]) -> None:
@@ -86,8 +86,8 @@ class Run:
         self.records = Records()
         self.numbers = Numbers()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        git_state()  # refused now, not when all is measured
-        # Taken now: an edit made while the run goes on must make it stale.
+        git_state()  # raises its errors before anything is measured
+        # Taken at the start: an edit made during the run must make the run stale.
         self._made_of = manifest.ingredients(experiment, parameters)
         self._started, self._clock = manifest.utc_now(), time.perf_counter()
         driven = os.environ.get("T1_STAGING")
@@ -113,7 +113,7 @@ class Run:
         return run
 
     def used(self, name: str, sha256: str) -> None:
-        """Note the hash of what the run read beside its parameters, such as a corpus: it goes into the manifest."""
+        """Note, for the manifest, the hash of something the run read beside its parameters, such as a corpus."""
         path = self.outdir / manifest.INPUTS
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         write_json(path, known | {name: sha256})
@@ -127,15 +127,15 @@ class Run:
         return _tabulate(self.outdir, self.experiment, name, self._kept())
 
     def _kept(self) -> pd.DataFrame:
-        """The records so far, on the disk, too: a cell that fails later does not lose them."""
+        """The records so far, saved to disk as well, so that a cell that fails later does not lose them."""
         self.records.save(self.outdir / "samples.csv")
         return self.records.frame()
 
     def finish(self) -> None:
         """Save records, numbers and environment. Without the driver, also publish the folder.
 
-        Such a folder lacks executed.ipynb, so the driver does not take it for its own and would
-        redo it. After that `outdir` is the published folder: a cell that is run again in
+        A folder published this way lacks executed.ipynb, so the driver does not count it as done and would
+        redo the run. Afterwards `outdir` is the published folder: a cell that is run again in
         JupyterLab redraws there.
         """
         self.outdir.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def redraw(profile: str, experiment: str) -> list[str]:
     """Make all figures, tables and numbers of a finished run again, from its samples.csv alone.
 
     Returns the names of the files written. The manifest takes their new hashes and keeps the rest.
-    Raises `T1Error` when there is no finished run, or its samples are not those it was finished with.
+    Raises `T1Error` if there is no finished run, or if its samples have changed since it finished.
     """
     final = paths.outputs(profile, experiment)
     require(manifest.read(final) is not None, f"{paths.shown(final)} holds no finished run")

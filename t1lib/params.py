@@ -1,9 +1,9 @@
 """Parameters of experiments: declared in the notebook, set by a profile, checked before anything runs.
 
 A notebook declares its parameters in one cell tagged `parameters`, as annotated literals with a
-comment that helps: `steps: int = 10  # measured steps, ≥ 1`. What the comment allows, `≥ 1`, `> 0` or
-`one of a, b`, holds for the value, or for each item of a list, which must then have one. papermill only
-warns about a parameter that the notebook does not declare, and checks no type; here both are errors.
+comment as help: `steps: int = 10  # measured steps, ≥ 1`. A bound in the comment (`≥ 1`, `> 0` or
+`one of a, b`) applies to the value, or to each item of a list, which then must not be empty. papermill only
+warns about a parameter that the notebook does not declare, and checks no types; here both are errors.
 """
 
 import ast
@@ -37,14 +37,14 @@ class Parameter(NamedTuple):
     help: str
 
     def check(self, where: str, name: str, value: Any) -> None:
-        """Raise a `T1Error` unless `value` is what the comment allows, if it says."""
+        """Raise a `T1Error` if the comment has a bound and `value` does not keep to it."""
         bound, choice = _BOUND.search(self.help), _CHOICE.search(self.help)
         items = value if isinstance(value, list) else [value]
         require(bool(items) or not (bound or choice), f"{where}: {name!r} is empty; it needs at least one item")
         for item in items:
             if bound:
                 within = item >= float(bound[2]) if bound[1] == "≥" else item > float(bound[2])
-                require(within, f"{where}: {name!r} is {value!r}; it must be {bound[0]}")  # NaN is not
+                require(within, f"{where}: {name!r} is {value!r}; it must be {bound[0]}")  # NaN is never within
             if choice:
                 choose(f"{name} in {where}:", item, choice[1].split(", "))
 
@@ -61,7 +61,7 @@ def experiments() -> list[str]:
 
 
 def read_notebook(path: Path) -> dict[str, Any]:
-    """Return a notebook file as a dictionary. Raises `T1Error` when it is not JSON."""
+    """Return a notebook file as a dictionary. Raises `T1Error` if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -85,7 +85,7 @@ def declared(experiment: str) -> dict[str, Parameter]:
     """Return the parameters that an experiment's notebook declares, in order.
 
     Raises `T1Error` for an unknown experiment, and for a line of the parameters cell that is
-    not `name: type = literal  # help` with a type of `TYPES` and a literal within the help's bound.
+    not `name: type = literal  # help` with a type in `TYPES` and a literal within the help's bound.
     """
     choose("experiment", experiment, experiments())
     path = paths.notebook(experiment)
@@ -126,7 +126,7 @@ def _convert(where: str, name: str, kind: str, value: Any) -> Any:
             item_kind = kind[5:-1]
             return [_convert(where, name, item_kind, item) for item in value] if item_kind else value
     elif kind == "float":
-        # YAML 1.1 reads `1e-4` (no dot) as a string; what parses as a number is meant as one.
+        # YAML 1.1 reads `1e-4` (no dot) as a string; a string that parses as a number is meant as one.
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 return float(value)
@@ -191,7 +191,7 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
         if name in known and isinstance(value, str):
             given[name] = parse_text(known[name].type, value)
     values |= _check(experiment, given, "-p")
-    # Plain papermill knows the profile from this parameter alone, and files its outputs under it.
+    # Plain papermill knows the profile from this parameter alone, and outputs are saved under it.
     if values.get("profile", profile) != profile:
         where = paths.shown(paths.params_file(profile, experiment))
         raise T1Error(f"{where}: 'profile' is {values['profile']!r}; it must be {profile!r}, like the folder's name")
@@ -203,9 +203,9 @@ def check_injected(experiment: str, namespace: dict[str, Any]) -> dict[str, Any]
 
     `namespace` is the notebook's `globals()` in its second code cell, when it holds nothing but
     parameters, imports, and IPython's own names. papermill injects a misspelt parameter with a
-    mere warning; it shows here as a variable that is not declared. Only the first call in a
-    kernel can tell that: at a second Run All the variables of later cells exist too, so the
-    success of the first is remembered in `namespace`.
+    mere warning; here it shows up as a variable that is not declared. Only the first call in a
+    kernel can detect that, because at a second Run All the variables of later cells exist, too; so
+    the success of the first call is remembered in `namespace`.
 
     Raises `T1Error` for an undeclared or missing name, and for a value of the wrong type or outside its bound.
     """

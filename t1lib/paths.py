@@ -43,7 +43,7 @@ def root() -> Path:
 
 
 def notebooks() -> Path:
-    """Return the folder that holds one notebook an experiment."""
+    """Return the folder that holds one notebook per experiment."""
     return root() / "notebooks"
 
 

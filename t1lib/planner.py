@@ -1,7 +1,7 @@
 """Will it fit, and how long will it take? Predicted memory and time of a step, for every mode and head.
 
-Memory is counted from what each phase of a step holds alive, beginning with shapes. Time comes from a few rates of the
-machine (`t1lib.machine`). Nothing is trained and no weight is made.
+Memory follows from shapes, and from what each phase of a step keeps alive. Time follows from a few rates of the machine
+(`t1lib.machine`). Nothing is trained, and no weights are created.
 """
 
 from bisect import bisect_left
@@ -25,20 +25,20 @@ from t1lib.train.spec import OptimizerSpec
 from t1lib.work import HEADS, Work, with_head, work_of
 
 MODES = ("gpu", "ckpt", "slide")
-ALIKE = 1.02  # times of two predictions that are no reason to choose between them
-PROCESS = int(1.5 * GIB)  # of the host, by Python, torch and CUDA
-AT_A_TIME = 2**27  # tokens, which no device holds: beyond them the search for head `fused`'s plan takes long
+ALIKE = 1.02  # predicted times within this ratio count as equal
+PROCESS = int(1.5 * GIB)  # host memory that Python, torch and CUDA take
+AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search for head `fused`'s plan takes long
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to be trained: `rows` × `seq` tokens a step, `micro_batch` rows at a time, all parameters.
+    """What is to be trained: `rows` × `seq` tokens per step, `micro_batch` rows at a time, all parameters.
 
     changes      to a preset's configuration
     optimizer    with float32 master weights, unless dtype is float32
     workspace    of head `fused`, bytes
-    cuda         on a GPU: a CPU's steps hold nothing beside, and no state travels to it
-    update       where slide's layers are updated, as `SlideTrainer` has it
+    cuda         whether on a GPU; on a CPU there is no slack, no CUDA graph, and no state that travels
+    update       where slide's layers are updated, as in `SlideTrainer`
     """
 
     model: str
@@ -56,9 +56,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one mode with one head: peak bytes on the device, allocated and reserved by the allocator, and on the host;
-    ms a step; what mode slide keeps where; and why it does not fit, if it does not. All numbers are infinite where the
-    head refuses."""
+    """One mode with one head: peak bytes on the device, allocated and reserved, and on the host; ms per step; what mode
+    slide keeps where (`choice`); and `why` it does not fit, if it does not. All numbers are infinite if the head
+    refuses the setting."""
 
     mode: str
     head: str
@@ -75,7 +75,7 @@ class Prediction:
 
 
 def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
-    """Every mode with every head, on a device of `vram` bytes beside `host` bytes (None: enough).
+    """Predict every mode with every head, on a device of `vram` bytes with `host` bytes of host memory (None: no limit).
 
     Raises `T1Error` for a setting that no mode can train: positions, sizes.
     """
@@ -85,7 +85,7 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
 
 
 def _with_modes(work: Work, head: str, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
-    """Every mode with one head; what the head refuses is why it does not fit."""
+    """Predict every mode with one head. If the head refuses the setting, its error is why no mode fits."""
     try:
         one = with_head(work, head)
     except T1Error as error:
@@ -94,7 +94,7 @@ def _with_modes(work: Work, head: str, vram: int, host: int | None, machine: Mac
 
 
 def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choice: Choice | None = None) -> Prediction:
-    """One mode with one head; slide with the options of `choice`. Whether it fits is not asked.
+    """Predict one mode with one head; slide with the options of `choice`. Does not judge whether it fits.
 
     Raises `T1Error` as `predict` does, and for a workspace that is too small for the head.
     """
@@ -124,7 +124,7 @@ def _work(setting: Setting) -> Work:
 def predict_one(
     work: Work, mode: str, head: str, machine: Machine, vram: int, choice: Choice | None = None, host: int | None = None
 ) -> Prediction:
-    """One mode of `work` with this head; what slide keeps is chosen for `vram` bytes and `host`, unless it is given."""
+    """Predict one mode of `work` with this head; slide's options are chosen for `vram` and `host`, unless given."""
     if mode == "slide":
         return _slide(work, head, choice or _chosen(work, vram, machine, host), machine)
     return _resident(work, mode, head, machine)
@@ -143,7 +143,7 @@ def _chosen(work: Work, vram: int, machine: Machine, host: int | None) -> Choice
 
     least = min(choices(work), key=reserved)
     if reserved(least) > vram:
-        return least  # does not fit either
+        return least  # even this does not fit
     return choose_plan(work, vram, machine, None if host is None else host - PROCESS)
 
 
@@ -163,9 +163,9 @@ def _judged(p: Prediction, vram: int, host: int | None) -> Prediction:
 
 
 def recommended(predictions: Iterable[Prediction]) -> Prediction:
-    """The fastest that fits; of those that a prediction cannot tell from it, the plainest mode, then the fastest head.
+    """The fastest prediction that fits; among those about as fast (`ALIKE`), the plainest mode, then the fastest head.
 
-    `T1Error` says what would fit if nothing does.
+    Raises `T1Error` if nothing fits; the message says what needs the least.
     """
     everything = list(predictions)
     fitting = [p for p in everything if p.fits]
@@ -180,9 +180,9 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
 
 
 def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
-    """What fits of settings near this one, by what is another in them (as options of the command `plan`): fewer rows at
-    a time, fewer rows, shorter ones, a narrower optimizer state, none, a smaller preset of the family. One change each,
-    the least of its kind."""
+    """Similar settings that fit, by their change (as options of the command `plan`): fewer rows at a time, fewer rows,
+    shorter rows, narrower optimizer state, SGD for AdamW, a smaller preset of the family. Each makes one change, the
+    smallest of its kind that fits."""
     near = _near(setting)
     changes = {change: other for kind in near for change, other in kind.items()}
 
@@ -195,14 +195,14 @@ def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -
 
     found = {}
     for kind in map(list, near):
-        if kind and fit(kind[-1]):  # else less of it does not help, either
+        if kind and fit(kind[-1]):  # else smaller changes of this kind do not help, either
             least = kind[bisect_left(kind, True, key=lambda change: fit(change) is not None)]
             found[least] = fit(least)
     return found
 
 
 def _near(setting: Setting) -> list[dict[str, dict[str, Any]]]:
-    """Kinds of changes, each with the least first."""
+    """Kinds of changes, each from the smallest change to the largest."""
     spec, adamw = setting.optimizer, setting.optimizer.name == "adamw"
     masters = setting.dtype != "float32"
     narrow = {"moments": "bfloat16", "split_master": True}

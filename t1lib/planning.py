@@ -10,7 +10,7 @@ from t1lib.errors import T1Error, choose, require
 
 
 def add_parser(commands: Any) -> None:
-    """The command's arguments. Nothing is imported for them that takes long."""
+    """Add the command's arguments, without slow imports."""
     parser = commands.add_parser("plan", help="predict memory and time of a step for every mode and head")
     add = parser.add_argument
     add("--model", help="a preset, such as qwen3-8b, a checkpoint folder, or a hub name")
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Run the command; returns 0, or raises `T1Error` when nothing fits, after the table."""
+    """Run the command; returns 0, or raises `T1Error` after printing the table if nothing fits."""
     import torch
 
     from t1lib.heads import parse_bytes
@@ -74,7 +74,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _row(p: Any, tokens: int) -> str:
-    """A prediction's line of the table, of a step of so many tokens; dashes where its head refuses."""
+    """The table's line for a prediction, with `tokens` per step; dashes if its head refuses."""
     from t1lib.measure.memory import in_words
 
     values = ["-"] * 5
@@ -96,12 +96,12 @@ def _print_command(arguments: argparse.Namespace, best: Any, vram: int) -> None:
 
 
 def _digits(value: float) -> str:
-    """Three of them, or all before the point."""
+    """Format with three significant digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def setting_of(arguments: argparse.Namespace) -> Any:
-    """The `t1lib.planner.Setting` that is asked for."""
+    """The `t1lib.planner.Setting` that the arguments describe."""
     from t1lib.heads import parse_bytes
     from t1lib.planner import Setting
     from t1lib.train import OPTIMIZERS, OptimizerSpec
@@ -118,7 +118,7 @@ def setting_of(arguments: argparse.Namespace) -> Any:
 
 
 def command_of(arguments: argparse.Namespace, best: Any, vram: int) -> str:
-    """The training command that does what was recommended, mode slide within `vram` bytes, as a shell takes it."""
+    """The training command for the recommendation `best`, quoted for a shell; mode slide within `vram` bytes."""
     parts = ["python", "-m", "t1lib", "train", "--model", arguments.model, "--mode", best.mode, "--head", best.head]
     parts += ["--seq", arguments.seq, "--batch", arguments.batch, "--optimizer", arguments.optimizer]
     parts += ["--dtype", arguments.dtype, "--max-grad-norm", f"{arguments.max_grad_norm:g}"]

@@ -1,4 +1,4 @@
-"""Texts by name: the running Python's own standard library, or files and folders of the user's."""
+"""Texts by name: the running Python's own standard library, or the user's files and folders."""
 
 import hashlib
 import json
@@ -12,30 +12,31 @@ from t1lib.errors import T1Error, UnavailableError, require
 from t1lib.heads import parse_bytes
 
 LIBRARY = "stdlib"
-FIELDS = ("text", "content")  # of a record of a dataset, the first that is there
+FIELDS = ("text", "content")  # fields of a dataset's record; the first that is present is the text
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _SHARDS = {".jsonl", ".parquet"}
-_UNREAD = {".arrow", ".bz2", ".gz", ".xz", ".zst"}  # datasets too: what stands beside them is hardly the text
+_UNREAD = {".arrow", ".bz2", ".gz", ".xz", ".zst"}  # datasets, but not read; files beside them are hardly the text
 _READ = "UTF-8 text, or a dataset's .jsonl or .parquet shards"
-_RUN = "run.json"  # of a training run's folder (t1lib.train.run)
+_RUN = "run.json"  # in the folder of a training run (t1lib.train.run)
 
 
 def sha256(*texts: str) -> str:
     digest = hashlib.sha256()
     for text in texts:
-        digest.update(text.encode(errors="surrogateescape") + b"\0")  # names of files need not be UTF-8
+        digest.update(text.encode(errors="surrogateescape") + b"\0")  # file names need not be UTF-8
     return digest.hexdigest()
 
 
 def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
-    """Name → text of `source`: "stdlib", a file, or a folder with all that is below it.
+    """Name → text of `source`: "stdlib", a file, or a folder with everything below it.
 
-    A file is UTF-8 text, or a dataset's shard with a text a record, in the field "text" or "content": `.jsonl`, or
-    `.parquet` where pyarrow is installed. In a folder, files that are no text (bytes that are not UTF-8, or NULs),
-    hidden ones, and folders with a training run are left out; linked folders are read, each folder once. `limit`
-    (bytes, or "2MB") keeps whole texts up to it, in an order by the hash of their names, which does not depend on the
-    machine. Raises `T1Error` for a source that is not there, a file that is no text, a shard that is broken, compressed
-    or of another kind, even if it is one file of a folder, a folder that itself holds a run, and when nothing is left.
+    A file is UTF-8 text, or a dataset's shard with one text per record, in the field "text" or "content": `.jsonl`, or
+    `.parquet` if pyarrow is installed. In a folder, files that are not text (bytes that are not UTF-8, or NULs), hidden
+    files, and folders with a training run are left out; linked folders are read, each folder once. `limit` (bytes, or
+    "2MB") keeps whole texts up to that size, in the order of their names' hashes, which does not depend on the machine.
+
+    Raises `T1Error` for a source that does not exist, a file that is not text, a shard that is broken, compressed or of
+    another kind (even as one file of a folder), a folder that itself holds a run, and if nothing is left.
     """
     if source == LIBRARY:
         return _within(_library(Path(sysconfig.get_paths()["stdlib"])), limit, "the standard library's sources")
@@ -50,7 +51,7 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
 
 
 def corpus_hash(texts: dict[str, str]) -> str:
-    """Hash of names and texts, whatever their order."""
+    """Hash of names and texts, regardless of their order."""
     return sha256(*(part for name in sorted(texts) for part in (name, texts[name])))
 
 
@@ -73,7 +74,7 @@ def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str
 
 
 def _library(root: Path) -> Iterator[tuple[str, str]]:
-    """Sources without tests, which many distributions lack, and without the build machine's paths."""
+    """Sources, except tests, which many distributions lack, and files with the build machine's paths."""
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
         if _SKIPPED.isdisjoint(relative.parts[:-1]) and not path.name.startswith("_sysconfigdata"):
@@ -88,10 +89,10 @@ def _folder(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """All below `root` but what is hidden or of a run. A link to a folder is followed if that is neither read yet nor
-    above `root`."""
+    """All files below `root`, except hidden ones and those of a training run. A link to a folder is followed unless
+    that folder has been read already or lies above `root`."""
     seen, tops = set(map(str, root.resolve().parents)), [root]
-    for top in tops:  # grows by the links that are found
+    for top in tops:  # grows as links are found
         for place, folders, names in os.walk(top):
             folder, real = Path(place), os.path.realpath(place)
             if real in seen or _holds_run(folder):
@@ -112,7 +113,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _records(path: Path, name: str) -> list[tuple[str, str]] | None:
-    """(name, text) of all that a file holds; None if it is no text."""
+    """(name, text) of each text in a file; None if the file is not text."""
     kind = path.suffix.lower()
     require(kind not in _UNREAD, f"{path}: {kind} is not read; allowed: {_READ}; unpack it or take it out")
     if kind not in _SHARDS:
@@ -134,7 +135,7 @@ def _json_lines(path: Path) -> list[Any]:
     text = _text(path)
     require(text is not None, f"{path} is not UTF-8 text")
     rows = []
-    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may stand in a record
+    for number, line in enumerate(text.split("\n"), 1):  # other line endings may occur inside a record
         try:
             rows += [json.loads(line)] if line.strip() else []
         except (ValueError, RecursionError) as error:

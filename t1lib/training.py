@@ -11,15 +11,15 @@ from t1lib.errors import T1Error, choose, require
 if TYPE_CHECKING:
     from t1lib.train.ranks import Ranks
 
-VOCABULARY = 16384  # of a preset, unless asked for: what a few megabytes of text support
+VOCABULARY = 16384  # most for a preset by default: what a few megabytes of text support
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
-SITTING = {  # what is asked anew each time that a run goes on
+SITTING = {  # options that may be given anew each time a run is resumed
     "out", "resume", "export", "steps", "checkpoint_every", "eval_every", "eval_rows", "report_every",
 }  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
-    """The command's arguments. Nothing is imported for them that takes long."""
+    """Add the command's arguments, without slow imports."""
     parser = commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot")
     add = parser.add_argument
     add("--model", help="a preset, such as qwen3-0.6b, or a checkpoint folder with its tokenizer")
@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Run the command, on every process that torchrun started; returns 0, or 130 when it was interrupted."""
+    """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
     from t1lib.measure.memory import grow_segments
     from t1lib.train.ranks import together
 
@@ -82,7 +82,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise `T1Error` for numbers that cannot be, and for what a run that goes on does not take."""
+    """Raise `T1Error` for numbers out of range, and for options that a resumed run does not take."""
     for name in ("steps", "batch", "seq", "micro_batch", "vocabulary"):
         value = getattr(arguments, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
@@ -101,7 +101,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace, ranks: "Ranks") -> int:
-    """Train in `folder`, and say how it went; returns the command's exit code."""
+    """Train in `folder`, and report how it went; returns the command's exit code."""
     from t1lib.train.run import TrainRun
 
     run = TrainRun(folder, settings, arguments.resume, ranks)
@@ -130,7 +130,7 @@ def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace
 
 
 def goes_on_with(folder: Path, steps: int | None) -> dict[str, Any]:
-    """The settings of the run in `folder`, up to `steps` if they are given."""
+    """The settings of the run in `folder`, with `steps` as its new total if given. Raises `T1Error` without a run."""
     from t1lib.train.run import read_settings
 
     found = read_settings(folder)
@@ -142,7 +142,7 @@ def goes_on_with(folder: Path, steps: int | None) -> dict[str, Any]:
 
 
 def warmup_of(folder: Path) -> dict[str, int]:
-    """Of the schedule of the run in `folder` what it keeps however long the run gets; nothing where no run is."""
+    """What a run in `folder` keeps of its schedule, however long it gets: the warmup. Empty if there is no run."""
     from t1lib.train.run import read_settings
 
     found = read_settings(folder)
@@ -150,7 +150,7 @@ def warmup_of(folder: Path) -> dict[str, int]:
 
 
 def state_of(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """Fields of an `OptimizerSpec` that say what is kept of a parameter."""
+    """The fields of an `OptimizerSpec` that say which state is kept per parameter."""
     narrow = arguments.moments != "float32" or arguments.split_master
     fits = not narrow or (arguments.optimizer == "adamw" and dtype != "float32")
     require(fits, f"--moments and --split-master are for adamw and bfloat16, not {arguments.optimizer} and {dtype}")
@@ -159,7 +159,7 @@ def state_of(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `t1lib.train.run.TrainRun` takes."""
+    """The settings that `t1lib.train.run.TrainRun` takes."""
     import torch
 
     from t1lib.heads import HEADS, parse_bytes
@@ -192,7 +192,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "schedule": {"name": arguments.schedule, "warmup": warmup, "total": steps},
     }  # fmt: skip
-    OptimizerSpec(**settings["optimizer"])  # what is wrong is said before a tokenizer is trained
+    OptimizerSpec(**settings["optimizer"])  # errors are raised before a tokenizer is trained
     Schedule(**settings["schedule"])
     for size in filter(None, (arguments.workspace, arguments.gpu_memory)):
         parse_bytes(size)
@@ -220,7 +220,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def value_of(text: str) -> Any:
-    """A number, list, … as Python writes it; else the text itself."""
+    """The value of a Python literal (number, list, …); else the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

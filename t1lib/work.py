@@ -1,4 +1,4 @@
-"""What a training step of a model asks for: counts of parameters, bytes and operations, found without training it."""
+"""What a training step of a model needs: counts of parameters, bytes and operations, found without training it."""
 
 import copy
 from collections.abc import Iterable
@@ -18,33 +18,33 @@ from t1lib.train.optim import DEVICE_PIECE
 from t1lib.train.placement import place_of, spare_modules
 from t1lib.train.spec import OptimizerSpec, state_bytes
 
-HEADS = {"full": 20.0, "chunked": 10.5, "fused": 1.5}  # bytes moved a logit, beside the products (by notebook cce)
-CHUNKS = 8  # of head `chunked`, by default
+HEADS = {"full": 20.0, "chunked": 10.5, "fused": 1.5}  # bytes moved per logit, beside the products (by notebook cce)
+CHUNKS = 8  # default of head `chunked`
 SLACK = 64 * 2**20  # on a GPU: cuBLAS's workspaces, small tensors
 
 
 @dataclass(frozen=True)
 class Work:
-    """A step of a model: counts that memory and time follow from. Bytes unless said otherwise.
+    """A step of a model: the counts from which memory and time follow. Bytes unless said otherwise.
 
-    layer, outer     numbers of parameters, of one layer and of all trained ones outside
-    still            of those that are used outside of the layers and not trained
-    head             of the output layer that the loss takes
-    largest          of the largest one
+    layer, outer     parameter counts: of one layer, and of all trained parameters outside the layers
+    still            count of frozen parameters outside the layers that are held on the device
+    head             parameter count of the output layer, if the loss uses it
+    largest          element count of the largest parameter
     vocabulary       rows of the output layer
-    logits           bytes of the largest tensor of its phase, where that is all logits
-    attention        operations of a layer's forward, a token, beside those with its weights, as long rows have them
-    head_moves       bytes a logit that it moves beside its three products
-    slack            bytes that any step holds beside all this
-    graphed          whether layers that are streamed and computed again run as CUDA graphs
-    masters          whether parameters have float32 masters, as a whole
-    beside           bytes of state more of a parameter that the host updates beside the device (`spec.spec_of`)
-    widening         whether updates on the device widen gradients of 16 bits, a piece at a time
-    on_device        share of slide's layers that are updated there; their optimizer state, if any, travels
-    whole_head       whether the output layer cannot be made in pieces
-    saved            what a layer's backward needs, a token, beyond its weights
-    inner            the widest of a layer's activations, numbers a token
-    state            optimizer state of a parameter on the device, and on the host
+    logits           bytes of the output layer's largest tensor, if that is the logits as a whole
+    attention        operations per token of a layer's forward that involve no weights, at the rate of long rows
+    head_moves       bytes per logit that the output layer moves, beside its three products
+    slack            bytes that any step holds in addition to all this
+    graphed          whether layers that are streamed and recomputed run as CUDA graphs
+    masters          whether parameters have whole (not split) float32 masters
+    beside           additional bytes of state per parameter that the host updates beside the device (`spec.spec_of`)
+    widening         whether updates on the device widen 16-bit gradients, a piece at a time
+    on_device        share of slide's layers that are updated on the device; their optimizer state, if any, travels
+    whole_head       whether the output layer cannot be computed in pieces of the vocabulary
+    saved            bytes per token that a layer's backward needs beyond its weights
+    inner            width of a layer's widest activation, in elements per token
+    state            bytes of optimizer state per parameter, on the device and on the host
     """
 
     layers: int
@@ -80,24 +80,24 @@ class Work:
 
     @property
     def widened(self) -> int:
-        """Bytes that an update on the device takes."""
+        """Bytes of the widened gradients in an update on the device."""
         return 4 * min(self.largest, DEVICE_PIECE) * self.widening
 
     @property
     def travelling(self) -> int:
-        """Bytes of optimizer state of a parameter that cross the link, if its layer is updated on the device."""
+        """Bytes of optimizer state per parameter that cross the link, if its layer is updated on the device."""
         return self.state if self.on_device else 0
 
     @property
     def pieces(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
         return -(-self.tokens // self.micro_tokens)
 
 
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
-    """Bytes a token that a decoder layer saves for its backward, weights not counted, in rows of `seq` tokens.
+    """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens.
 
-    Found by running one on a few tokens, twice: what grows with the row is an attention that keeps its matrix.
+    Found by running a layer on two short rows: the bytes per token grow only if attention keeps its matrix.
     """
     few, more = (_saved_by_running(config, dtype, tokens) for tokens in (16, 32))
     return round(few + (more - few) / 16 * (seq - 16))
@@ -110,7 +110,7 @@ def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype, tokens: int)
         small.layer_types = small.layer_types[:1]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small, dtype=dtype)
-    parts = split(model.to_empty(device="cpu"))  # whatever the weights are
+    parts = split(model.to_empty(device="cpu"))  # with arbitrary weights
     layer = parts.layers[0]
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     found: dict[int, torch.Tensor] = {}
@@ -118,7 +118,7 @@ def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype, tokens: int)
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         start = tensor.untyped_storage().data_ptr()
         if start not in weights:
-            found[start] = tensor  # held, so that no other gets its address
+            found[start] = tensor  # kept alive, so that no other tensor gets its address
         return tensor
 
     hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
@@ -135,8 +135,8 @@ def work_of(
     embedding: str = "host", graph_tokens: int = GRAPH_TOKENS, update: str = "auto", host_share: float = 1 / 3,
     cuda: bool = True, overlap_update: bool = True,
 ) -> Work:  # fmt: skip
-    """Counts of a step of `rows` × `seq` tokens, `micro_batch` rows at a time, on a GPU or not; the rest as
-    `SlideTrainer` has it."""
+    """The counts for a step of `rows` × `seq` tokens, `micro_batch` rows at a time, on a GPU (`cuda`) or not; the other
+    arguments as in `SlideTrainer`."""
     parts, dtype = split(model), next(model.parameters()).dtype
     wide = spec.master_weights and dtype != torch.float32
     whole = overlap_update and (train != "marked" or all(p.requires_grad for p in parts.layers.parameters()))
@@ -164,8 +164,8 @@ def work_of(
 
 
 def _attention(config: PreTrainedConfig, seq: int) -> int:
-    """Operations a token of causal attention's two products, half of whose entries count, with what short rows take
-    longer; windows are not looked at."""
+    """Operations per token of causal attention's two products, half of whose entries count, plus `SHORT` for the lower
+    rate of short rows; sliding windows are ignored."""
     width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     return 2 * (seq + SHORT) * width
 
@@ -179,18 +179,18 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 
 def with_head(work: Work, head: str) -> Work:
-    """The same with what an output layer holds, of which `work.workspace` are given to head `fused`."""
+    """The same work with the given output layer; on entry, `work.workspace` is the budget of head `fused`."""
     logits = 4 * work.micro_tokens * work.vocabulary * (head == "full")
     return replace(work, workspace=head_bytes(head, work), logits=logits, head_moves=HEADS.get(head, HEADS["fused"]))
 
 
 def head_bytes(head: str, work: Work) -> int:
-    """Most bytes that a head holds beyond its inputs and gradients.
+    """Peak bytes that a head holds beyond its inputs and gradients.
 
-    full: of each logit the log-probability, its gradient, and the one before the softmax, in float32; the weight's
-    gradient comes when they have gone. chunked: of a
-    chunk's, the logit in 16 bits and in 32, and its gradient. fused: what its plan within the workspace comes to, no
-    more than full (`chunked` takes less, where it computes in its place).
+    full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
+              weight's gradient is made when these are freed
+    chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
+    fused     what its plan within the workspace needs, no more than full (less if `chunked` runs in its place)
 
     Raises `T1Error` for a workspace that is too small for head `fused`.
     """
@@ -203,12 +203,12 @@ def head_bytes(head: str, work: Work) -> int:
 
 
 def _fused_bytes(work: Work) -> int:
-    """On this GPU, or an H200 where there is none."""
+    """For this GPU, or for an H200 if there is none."""
     device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
     tiles = TILES[device.kind, work.itemsize]
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
     shape = Shape(work.micro_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True, room=work.hidden)
-    if not early_is_faster(shape, work.workspace, device, tiles):  # it makes its gradients later, in what it is given
+    if not early_is_faster(shape, work.workspace, device, tiles):  # gradients in the backward
         plan_late(shape, work.workspace, device, tiles, None)
         return work.workspace
     return min(work.workspace, early_bytes(shape, plan_early(shape, work.workspace, device, tiles, None)))

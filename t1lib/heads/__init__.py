@@ -1,4 +1,4 @@
-"""Output layers: one contract (`linear_cross_entropy`), several ways to compute it (`HEADS`)."""
+"""Output layers (heads): one contract, `linear_cross_entropy`, and several ways to compute it, `HEADS`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,27 +41,28 @@ def linear_cross_entropy(
     return_stats: bool = False,
     **head_options: Any,
 ) -> Tensor | tuple[Tensor, HeadStats]:
-    """Cross-entropy of `input @ linear_weight.T + linear_bias` against `target`; the equation is in `full`.
+    """Cross-entropy loss of the logits z = `input @ linear_weight.T + linear_bias`; the equation is in `full`.
 
-    Names, order and semantics are those of `torch.nn.functional.linear_cross_entropy` (2.13) for class indices.
+    Names, order and semantics follow `torch.nn.functional.linear_cross_entropy` (2.13) with class-index targets.
 
-    input           (…, D) floating; under autocast the operands are cast as `F.linear` casts them
-    linear_weight   (V, D), the dtype of input; linear_bias (V) likewise
-    target          (…) integers in [0, V), or `ignore_index` (None means −100)
-    head            a name in `HEADS`; `head_options` are that head's own (its docstring lists them)
-    weight          (V) class weights; a constant
+    input           (…, D), floating point; under autocast the operands are cast as `F.linear` casts them
+    linear_weight   (V, D), same dtype as input
+    target          (…) integer class indices in [0, V), or `ignore_index` (None means −100)
+    head            a name in `HEADS`; `head_options` are options of that head alone, listed in its docstring
+    linear_bias     (V), same dtype as input
+    weight          (V) class weights, constant (must not require a gradient)
     reduction       "mean", "sum" or "none"
     label_smoothing in [0, 1]
-    softcap         s > 0: z ← s · tanh(z / s)
-    z_loss          ≥ 0: adds z_loss · lse² to each valid token's loss, not multiplied by its class weight
-    token_weight    (…) a factor on each token's loss and, under "mean", on its part of the denominator; a constant
-    workspace       bytes, or "256MiB": the most memory the head may use beyond inputs and gradients
-    filter_eps      in (0, 1): gradient filtering of Cut Cross-Entropy (section 4.3); None is exact
-    return_stats    also return `HeadStats`, each of the target's shape
+    softcap         s > 0: caps the logits, z ← s · tanh(z / s)
+    z_loss          ≥ 0: adds z_loss · lse² to each valid token's loss; class weights do not scale this term
+    token_weight    (…) factor on each token's loss and, under "mean", on its share of the denominator; constant
+    workspace       bytes, or a string such as "256MiB": the most memory the head may use beyond inputs and gradients
+    filter_eps      in (0, 1): gradient filtering as in Cut Cross-Entropy (section 4.3); None: exact gradients
+    return_stats    also return `HeadStats`, whose fields have the target's shape
 
-    Returns the loss, float32 (float64 for float64 operands): (…) under "none", else a scalar; with `return_stats`
-    the pair (loss, HeadStats). Raises `T1Error` for a bad argument and `UnavailableError` where a head cannot run.
-    A target out of range is a `T1Error` on the CPU and an asynchronous device assertion on CUDA.
+    Returns the loss in float32 (float64 for float64 operands), of shape (…) under "none" and a scalar otherwise; with
+    `return_stats` the pair (loss, HeadStats). Raises `T1Error` for a bad argument and `UnavailableError` if the head
+    cannot run here. A target out of range is a `T1Error` on the CPU and an asynchronous device assertion on CUDA.
     """
     choose("head", head, HEADS)
     return HEADS[head](
@@ -84,10 +85,10 @@ def linear_cross_entropy(
 
 
 def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:
-    """Targets of a language model: (B, S) or (S) token ids shifted left by one, the last position ignored.
+    """Next-token targets of a language model: (B, S) or (S) token ids shifted left by one, the last position ignored.
 
-    Shifting the targets leaves the hidden states as they are, so they need not be copied. Returns int64 of the
-    same shape. Raises `T1Error` for ids that are not integers or have another number of dimensions.
+    Shifting the targets instead of the hidden states avoids a copy of the latter. Returns int64 of the same shape.
+    Raises `T1Error` for ids that are not integers or have another number of dimensions.
     """
     integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     require(integer, f"ids must be integers, got {ids.dtype}")

@@ -1,8 +1,9 @@
-"""Do the processes of a group make the same call? Asked before anything else: a collective of unlike sizes hangs.
+"""Check that all ranks of a group make the same call, before any other collective: mismatched sizes would hang.
 
-Every call sends three integers a process: a digest of the call, rows of the weight, and whether it is the first such
-call. On a CPU they are read and compared each time. On CUDA reading them makes the host wait for the device, so it is
-done once for a digest; after that the device compares them with what was found then, and an assertion there ends all.
+In every call each rank sends three integers: a digest of the call, its number of weight rows, and whether it makes this
+call for the first time. On a CPU they are read and compared every time. On CUDA reading them makes the host wait for
+the device, so that is done once per digest; from then on the device compares them with the values found the first
+time, and a mismatch is a device assertion, which ends the process.
 """
 
 import hashlib
@@ -18,13 +19,13 @@ from t1lib.errors import T1Error
 from t1lib.heads.shards import all_gather
 
 SAME = "every rank of the group must pass the same"
-READ = ("cpu",)  # where the integers are read each time: nothing has to be waited for
-ERROR = "an error"  # the fact that a process sends in place of a call; no option has this name
-MOST = 4096  # calls of a group to remember, lest texts of ever new lengths fill the memory
+READ = ("cpu",)  # device types on which the integers are read every time, because nothing has to be waited for
+ERROR = "an error"  # name of the fact that a rank sends in place of a call; no option has this name
+MOST = 4096  # calls remembered per group: a limit, as every new sequence length adds one
 
 
 class _Known(NamedTuple):
-    """Of a call that agreed before: what this process sends, what it receives, and the rows that each holds."""
+    """A call that agreed before: what this rank sends, what it receives, and how many weight rows each rank holds."""
 
     mine: Tensor
     every: Tensor
@@ -36,12 +37,13 @@ KNOWN: WeakKeyDictionary[ProcessGroup, dict[tuple, _Known]] = WeakKeyDictionary(
 
 
 def agree(group: ProcessGroup, facts: dict[str, Any], rows: int, device: torch.device) -> tuple[int, ...]:
-    """The rows of the weight that each process holds, in the order of ranks.
+    """Check that all ranks make the same call; return how many rows of the weight each rank holds, in rank order.
 
-    facts   what must be the same everywhere, by name, as values with a `repr`
+    facts   what must be the same on every rank, by name; values are compared by their `repr`
+    rows    number of weight rows on this rank
 
-    Raises `T1Error` on every process if one of `facts` differs: the error of a process that sends one (`tell`), or else
-    what differs.
+    Raises `T1Error` on every rank if one of `facts` differs. The message is the error that a rank sent in place of its
+    call (`tell`) if there is one, otherwise what differs.
     """
     text = repr(sorted(facts.items()))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], signed=True)
@@ -58,7 +60,7 @@ def agree(group: ProcessGroup, facts: dict[str, Any], rows: int, device: torch.d
         if not all(fresh):
             raise T1Error(facts.get(ERROR, f"another rank makes a different call; {SAME}"))
         told: list[dict[str, Any]] = [{}] * len(digests)
-        with torch.cuda.device_of(mine):  # on which objects travel
+        with torch.cuda.device_of(mine):  # the device that all_gather_object uses
             dist.all_gather_object(told, facts, group=group)
         errors = (f"rank {rank}: {theirs[ERROR]}" for rank, theirs in enumerate(told) if ERROR in theirs)
         raise T1Error(next(errors, None) or f"{difference(told)}; {SAME}")
@@ -70,9 +72,9 @@ def agree(group: ProcessGroup, facts: dict[str, Any], rows: int, device: torch.d
 
 
 def tell(group: ProcessGroup, error: T1Error, device: torch.device) -> None:
-    """Send an error in place of a call. Returns if every process sends the same one; otherwise raises as `agree` does.
+    """Send an error in place of a call. Returns if every rank sends the same one; otherwise raises as `agree` does.
 
-    device   where the others send their calls; if the group's backend does not serve it, one that is served
+    device   where the other ranks send their calls; if the group's backend does not serve it, another one is used
     """
     if not _serves(_backends(group), device.type):
         here = torch.cuda.is_available() and _serves(_backends(group), "cuda")
@@ -81,16 +83,16 @@ def tell(group: ProcessGroup, error: T1Error, device: torch.device) -> None:
 
 
 def _exchange(group: ProcessGroup, mine: Tensor) -> Tensor:
-    """(processes, integers)."""
+    """(ranks, integers): what every rank sends."""
     every = mine.new_empty(dist.get_world_size(group) * len(mine))
     all_gather(every, mine, group=group)
     return every.view(-1, len(mine))
 
 
 def difference(every: list[dict[str, Any]]) -> str:
-    """The first thing about which the ranks' facts, in the order of ranks, disagree, and what each of them has.
+    """Describe the first fact about which the ranks disagree, with each rank's value; `every` is in rank order.
 
-    "nothing" is what a rank has that lacks the fact: None is something.
+    A rank that lacks the fact is shown with "nothing", because None is a value.
     """
     names = dict.fromkeys(name for facts in every for name in facts)
     shown = {name: [repr(facts[name]) if name in facts else "nothing" for facts in every] for name in names}
@@ -100,7 +102,7 @@ def difference(every: list[dict[str, Any]]) -> str:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """The same for two tensors of one dtype on a CPU where they hold the same values, bit by bit, in the same order."""
+    """Digest of a CPU tensor; equal for tensors of one dtype that hold bitwise the same values in the same order."""
     flat = tensor.detach().flatten().contiguous()
     return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()[:16]
 
@@ -115,9 +117,9 @@ def require_backend(group: ProcessGroup, device: str) -> None:
 
 
 def _backends(group: ProcessGroup) -> dict[str, str]:
-    """By type of device."""
+    """The group's backend for each device type."""
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def _serves(backends: dict[str, str], device: str) -> bool:
-    return device in backends and (backends[device], device) != ("gloo", "cuda")  # gloo has not all collectives there
+    return device in backends and (backends[device], device) != ("gloo", "cuda")  # gloo lacks some collectives there

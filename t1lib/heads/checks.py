@@ -15,7 +15,7 @@ UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from an int or a text such as "256MiB", "1.5GiB", "2GB" or "4096"; `T1Error` for anything else."""
+    """Bytes from an int or a string such as "256MiB", "1.5GiB", "2GB" or "4096"; `T1Error` for anything else."""
     allowed = "allowed: a whole number of bytes >= 0, or a number with one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
     if isinstance(size, int) and not isinstance(size, bool):
         require(size >= 0, f"bad size {size!r}; {allowed}")
@@ -27,7 +27,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def tensors(**named: Tensor | None) -> None:
-    """Everything given is a tensor, and all lie on the device of `input`."""
+    """Require that everything given is a tensor, on the device of `input`."""
     optional = ("linear_bias", "weight", "token_weight")
     for name, value in named.items():
         if value is None and name in optional:
@@ -38,7 +38,7 @@ def tensors(**named: Tensor | None) -> None:
 
 
 def operands(e: Tensor, w: Tensor, b: Tensor | None, same_dtype: bool = True) -> None:
-    """Shapes (…, D), (V, D), (V), floating, and one dtype."""
+    """Require shapes (…, D), (V, D), (V), a floating-point input and, with `same_dtype`, one dtype."""
     require(e.is_floating_point(), f"input must be floating point, got {e.dtype}")
     require(e.dim() >= 1, "input must have shape (…, D), got a scalar")
     require(w.dim() == 2, f"linear_weight must have shape (V, D), got {tuple(w.shape)}")
@@ -57,7 +57,7 @@ def operands(e: Tensor, w: Tensor, b: Tensor | None, same_dtype: bool = True) ->
 def targets(
     target: Tensor, e: Tensor, vocab: int, ignore_index: int, flatten: Callable[[Tensor], Tensor] = torch.flatten
 ) -> Tensor:
-    """Class indices of shape (…), each in [0, V) or `ignore_index`; returns them as `flatten` does, in int64."""
+    """Require class indices of shape (…), each in [0, V) or `ignore_index`; return them flattened, in int64."""
     lead = tuple(e.shape[:-1])
     if target.is_floating_point() and tuple(target.shape) == (*lead, vocab):
         raise T1Error("target holds class probabilities, which no head takes; give class indices of shape (…)")
@@ -84,7 +84,7 @@ def _in_range(target: Tensor, vocab: int, ignore_index: int) -> None:
 
 
 def weights(weight: Tensor | None, token_weight: Tensor | None, vocab: int, shape: torch.Size) -> None:
-    """Class weights (V), token weights of the target's shape; both are constants to autograd."""
+    """Require class weights (V) and token weights of the target's shape, neither of which requires a gradient."""
     if weight is not None:
         require(weight.is_floating_point(), f"weight must be floating point, got {weight.dtype}")
         require(tuple(weight.shape) == (vocab,), f"weight must have shape ({vocab},), got {tuple(weight.shape)}")
@@ -100,7 +100,7 @@ def weights(weight: Tensor | None, token_weight: Tensor | None, vocab: int, shap
 def scalars(
     reduction: str, label_smoothing: float, softcap: float | None, z_loss: float, filter_eps: float | None
 ) -> None:
-    """Ranges of the options that are numbers, and the reduction's name."""
+    """Require a known reduction, and each numeric option in its range."""
     choose("reduction", reduction, REDUCTIONS)
     _number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     _number("z_loss", z_loss, "a finite number >= 0", lambda x: 0 <= x < math.inf)
@@ -112,11 +112,11 @@ def scalars(
 
 def _number(name: str, value: float, allowed: str, test) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and test(value)):  # the compiler cannot trace a message that holds a symbol
+    if not (number and test(value)):  # not `require`: the compiler cannot trace a message with a symbolic value
         raise T1Error(f"{name} must be {allowed}, got {value!r}")
 
 
 def count(name: str, value: int) -> None:
-    """`value` is a whole number of at least 1."""
+    """Require a whole number of at least 1."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value >= 1, f"{name} must be an int >= 1, got {value!r}")

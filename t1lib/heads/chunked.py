@@ -1,4 +1,4 @@
-"""Head `chunked`: the loss and its gradients from blocks of logits, by the sequence or by the vocabulary."""
+"""Head `chunked`: the loss and its gradients from blocks of logits, split by sequence or by vocabulary."""
 
 from typing import NamedTuple
 
@@ -12,13 +12,13 @@ from t1lib.heads.logits import Rows, entry_bytes, token_losses
 from t1lib.heads.scale import scale_
 
 DEFAULT_CHUNKS = 8  # by sequence
-DEFAULT_COLUMNS = 8192  # by vocabulary, columns a chunk
-TOKEN_BYTES = 128  # of the vectors over tokens: targets, masks, statistics, coefficients
-SLACK = 2**20  # by which CUDA's caching allocator may hand out a larger block than asked for; three buffers at most
+DEFAULT_COLUMNS = 8192  # by vocabulary: columns per chunk
+TOKEN_BYTES = 128  # per token, in vectors over tokens: targets, masks, statistics, coefficients
+SLACK = 2**20  # by how much a block of CUDA's caching allocator may exceed the request; at most three buffers
 
 
 class Plan(NamedTuple):
-    """`size`: tokens or columns a chunk. `needs`: which of input, linear_weight, linear_bias want a gradient."""
+    """`size`: tokens or columns per chunk. `needs`: which of input, linear_weight, linear_bias need a gradient."""
 
     size: int
     needs: tuple[bool, bool, bool]
@@ -28,25 +28,28 @@ class Plan(NamedTuple):
 def chunked(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, *, by: str = "sequence", chunks: int | None = None
 ) -> tuple[Tensor, HeadStats | None]:
-    """Cross-entropy of a linear layer's outputs that never holds more than a chunk of the logits.
+    """Cross-entropy of a linear layer's outputs, computed in chunks so that the whole logits never exist at once.
 
-    by="sequence" (default; what T1M3's text describes): chunks of tokens, `chunks` of them (default 8). Under "mean"
-    and "sum" the forward makes the gradients too, three matrix products in all, and the backward scales them in
-    place: a second backward is refused. Under "none" the backward makes the logits again: four products.
-    The weight gradient adds up in the weight's own dtype, two chunks a product, so no float32 V × D buffer exists; in
-    16 bits that is one rounding a product: at 8 chunks its rounding error is up to 1.6 times that of a single one.
+    by="sequence" (default; what T1M3's text describes): the tokens are split into `chunks` chunks (default 8). Under
+    "mean" and "sum" the forward also computes the gradients, with three matrix products in all; the backward only
+    scales them in place, so a second backward is refused. Under "none" the backward recomputes the logits: four
+    products. The weight gradient accumulates in the weight's own dtype, two chunks per product, so there is no float32
+    V × D buffer. In 16 bits it is rounded once per product; at 8 chunks its rounding error is up to 1.6 times that of
+    a single product.
 
-    by="vocabulary" (what T1M3's code does): chunks of columns of the logits, `chunks` of them (default: of 8192
-    columns). The forward keeps an online log-sum-exp; the backward makes the logits again from it: four products.
-    The input's gradient adds up in float32, N × D; each slice of the weight's gradient is written once.
+    by="vocabulary" (what T1M3's code does): the columns of the logits are split into `chunks` chunks (default: of 8192
+    columns each). The forward keeps an online log-sum-exp; the backward recomputes the logits and takes their softmax
+    with it: four products. The input's gradient accumulates in an N × D float32 buffer; each slice of the weight's
+    gradient is written once.
 
-    workspace picks the chunk size in place of `chunks`: the largest whose buffers fit (on a GPU; outside the count
-    are cuBLAS's own buffers and, on the CPU, casts that PyTorch buffers).
+    With `workspace` in place of `chunks`, the chunk size is the largest whose buffers fit. This budget is for a GPU; it
+    excludes cuBLAS's own buffers and, on the CPU, the copies that PyTorch makes for casts.
 
-    Frozen operands cost no product. Nothing waits for the device. The equation: `full`; the gradient: `logits`.
-    float16 under a loss scaler: by="sequence" makes gradients before the scale is known, so those below 6e-8 are
-    lost; take by="vocabulary" there. Raises `T1Error` for a bad option, chunks and workspace both, a workspace
-    too small (saying the least that works), a second backward by sequence, and create_graph=True.
+    Frozen operands cost no product, and nothing waits for the device. The equation of the loss is in `full`, that of
+    the gradient in `logits`. In float16 with a loss scaler use by="vocabulary": by="sequence" computes the gradients
+    before the scale is known, so those below 6e-8 are lost. Raises `T1Error` for a bad option, for chunks and workspace
+    together, for a workspace too small (saying the least that works), for a second backward where the forward computed
+    the gradients, and for create_graph=True.
     """
     choose("by", by, FUNCTIONS)
     tensors = (e, w, b)
@@ -57,7 +60,7 @@ def chunked(
 
 
 def _chunk_size(e: Tensor, opts: Options, by: str, chunks: int | None, needs: tuple[bool, bool, bool]) -> int:
-    """Tokens or columns a chunk, from `chunks`, the workspace, or the default."""
+    """Tokens or columns per chunk, from `chunks`, the workspace, or the default."""
     require(chunks is None or opts.workspace is None, "give chunks or workspace, not both: each sets the chunk size")
     length = len(opts.target) if by == "sequence" else opts.vocab
     if opts.workspace is not None:
@@ -72,7 +75,7 @@ def _chunk_size(e: Tensor, opts: Options, by: str, chunks: int | None, needs: tu
 
 
 def _costs(e: Tensor, opts: Options, by: str, needs: tuple[bool, bool, bool]) -> tuple[int, int]:
-    """(fixed bytes, bytes a token or column of a chunk)."""
+    """(fixed bytes, bytes per token or column of a chunk)."""
     tokens, hidden = len(opts.target), e.shape[1]
     wide = opts.dtype.itemsize if e.dtype != opts.dtype else 0
     summed = max(wide, opts.dtype.itemsize if opts.shards is not None and opts.shards.sequence else 0)
@@ -87,7 +90,7 @@ def _costs(e: Tensor, opts: Options, by: str, needs: tuple[bool, bool, bool]) ->
 
 
 def _outputs(ctx, rows: Rows, opts: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What both functions return: the loss, and lse, logprob and correct, which have no gradient."""
+    """What both autograd functions return: the loss, and lse, logprob and correct, which are not differentiable."""
     lse, logprob, pull = (x[:, 0] for x in (rows.lse, rows.logprob, rows.pull))
     loss = opts.reduce(opts.mask(token_losses(lse, logprob, pull, opts)))
     stats = (lse, logprob, (rows.at_target >= rows.top)[:, 0])
@@ -97,17 +100,18 @@ def _outputs(ctx, rows: Rows, opts: Options) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _early_gradient(opts: Options, b: Tensor | None) -> tuple[Tensor, Tensor | float]:
-    """(gradient (N) to make in the forward, factor left for the backward); their product is that of upstream 1.
+    """(per-token gradient (N) for the forward, factor left for the backward); their product is for upstream 1.
 
-    The plain case takes only a power of two in the forward, which `by_sequence` can multiply into the small operands
-    without rounding: 1 / denominator = 2^−k / mantissa. The rest joins upstream's factor, a pass that is due anyway.
+    In the plain case the forward applies only a power of two, which `by_sequence` can multiply into the small operands
+    without rounding: 1 / denominator = 2^−k / mantissa. The backward applies the rest together with the upstream
+    gradient, in a pass that it makes anyway.
     """
     if not (opts.plain and opts.uniform and b is None):
         return opts.token_gradient(1.0), 1.0
     valid = opts.valid.to(opts.dtype)
     if opts.reduction == "sum":
         return valid, 1.0
-    total = opts.denominator.clamp(min=1.0)  # with every token ignored the gradient is 0, whatever divides it
+    total = opts.denominator.clamp(min=1.0)  # if all tokens are ignored, the gradient is 0 for any divisor
     mantissa, _ = torch.frexp(total)
     return valid * (mantissa / total), mantissa.reciprocal()
 

@@ -1,7 +1,7 @@
 """The contract that every head shares: options, validation, and the wrapper that applies both.
 
 A head is written as `compute(e, w, b, opts, *, own options) -> (loss, HeadStats | None)` on flat operands
-e (N, D), w (V, D), b (V) or None; `as_head` gives it the public signature and checks every argument once.
+e (N, D), w (V, D), b (V) or None. `as_head` gives it the public signature and checks every argument once.
 """
 
 import functools
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class HeadStats(NamedTuple):
-    """Detached facts per token, each of the target's shape; 0, 0 and False at ignored tokens.
+    """Detached statistics per token, each of the target's shape; 0, 0 and False at ignored tokens.
 
-    `lse`: log-sum-exp of the token's logits. `logprob`: log-probability of the target, without weights.
-    `correct`: whether no logit is larger than the target's (ties count as correct).
+    `lse`: log-sum-exp of the token's logits. `logprob`: log-probability of the target, not weighted.
+    `correct`: whether no logit exceeds the target's (ties count as correct).
     """
 
     lse: Tensor
@@ -35,10 +35,10 @@ class HeadStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """One validated call, without the operands. Vectors over tokens are flat (N), over classes (V).
+    """The validated arguments of one call except the operands. Vectors over tokens are flat (N), over classes (V).
 
-    shards      who holds which rows of the weight (`t1lib.heads.parallel`), None where they are all here
-    vocab       rows of the weight that are here
+    vocab       number of rows of the weight on this process
+    shards      which process holds which rows of the weight (`t1lib.heads.parallel`); None: this one holds them all
     """
 
     target: Tensor
@@ -46,7 +46,7 @@ class Options:
     token_weight: Tensor | None
     shape: torch.Size
     vocab: int
-    dtype: torch.dtype  # of the loss and of everything made from logits: float32, or float64 for float64 operands
+    dtype: torch.dtype  # of the loss and of all arithmetic on logits: float32, or float64 for float64 operands
     reduction: str
     ignore_index: int
     label_smoothing: float
@@ -59,42 +59,42 @@ class Options:
 
     @property
     def classes(self) -> int:
-        """V, wherever they are."""
+        """V: classes of the whole vocabulary, on all processes together."""
         return self.vocab if self.shards is None else self.shards.vocab
 
     @property
     def widest(self) -> int:
-        """The most rows of the weight that a process holds: what all of them plan their chunks for."""
+        """The largest number of weight rows on any process; all processes plan their chunks for it."""
         return self.vocab if self.shards is None else max(self.shards.rows)
 
     @cached_property
     def local_target(self) -> Tensor:
-        """(N): the target as a row of the weight here; outside [0, vocab) where another process holds it."""
+        """(N): the target as an index into this process's weight rows; outside [0, vocab) if another one holds it."""
         return self.target if self.shards is None else self.target - self.shards.first
 
     @property
     def local_class_weight(self) -> Tensor | None:
-        """(vocab): the class weights of the rows here."""
+        """(vocab): the class weights of this process's weight rows; None without class weights."""
         if self.shards is None or self.class_weight is None:
             return self.class_weight
         return self.class_weight[self.shards.first : self.shards.first + self.vocab]
 
     def tokens(self, mine: Tensor) -> Tensor:
-        """(N, …): all tokens' values, from those that this process was given."""
+        """(N, …): the values of all tokens, from those of the tokens that this process was given."""
         return mine if self.shards is None else self.shards.tokens(mine)
 
     def own(self, every: Tensor) -> Tensor:
-        """Of all tokens' values, (N, …), those of the tokens that this process was given."""
+        """Select from the values of all tokens, (N, …), those of the tokens that this process was given."""
         return every if self.shards is None else self.shards.own(every)
 
     @property
     def plain(self) -> bool:
-        """Whether the gradient of the logits is p − one-hot, up to a factor a token."""
+        """Whether the gradient of the logits is p − one-hot, up to a factor per token."""
         return not (self.label_smoothing or self.z_loss or self.softcap or self.filter_eps)
 
     @property
     def uniform(self) -> bool:
-        """Whether that factor is one and the same for all valid tokens."""
+        """Whether that factor is the same for all valid tokens."""
         return self.reduction != "none" and self.class_weight is None and self.token_weight is None
 
     @cached_property
@@ -104,7 +104,7 @@ class Options:
 
     @cached_property
     def safe_target(self) -> Tensor:
-        """(N) int64 in [0, V): the target, 0 at ignored tokens, so that it can index."""
+        """(N) int64 in [0, V): the target, with 0 at ignored tokens, so that it is a valid index."""
         return self.target.masked_fill(~self.valid, 0)
 
     @cached_property
@@ -119,34 +119,34 @@ class Options:
 
     @cached_property
     def denominator(self) -> Tensor:
-        """Scalar by which `mean` divides: the sum over valid tokens of token weight times the target's class weight."""
+        """Scalar that `mean` divides by: the sum over valid tokens of token weight times the target's class weight."""
         weight = self.valid.to(self.dtype)
         for factor in (self.token_weight, self.target_weight):
             weight = weight if factor is None else weight * factor
         return weight.sum()
 
     def mask(self, losses: Tensor) -> Tensor:
-        """Multiply (N) per-token losses by the token weight and make them 0 at ignored tokens."""
+        """Multiply (N) per-token losses by the token weight and set them to 0 at ignored tokens."""
         weighted = losses if self.token_weight is None else losses * self.token_weight
         return torch.where(self.valid, weighted, 0.0)
 
     def token_gradient(self, upstream: Tensor | float) -> Tensor:
-        """(N): dL / d(loss of the token before its token weight), given dL / d(what `reduce` returns)."""
+        """(N): dL / d(the token's loss before its token weight), given dL / d(what `reduce` returns)."""
         if self.reduction == "mean":
             upstream = upstream / self.denominator
         elif self.reduction == "none":
             upstream = self.tokens(upstream)
-        # masked last: with every token ignored the mean's upstream gradient is infinite, the gradient is still 0
+        # mask last: if every token is ignored, upstream / denominator is infinite, but the gradient must be 0
         return self.mask(upstream * torch.ones_like(self.target, dtype=self.dtype))
 
     def reduce(self, losses: Tensor) -> Tensor:
-        """Masked (N) losses to what the call returns, flat: (N) under `none`, a scalar otherwise."""
+        """Reduce masked (N) losses to what the call returns, flat: (N) under `none`, a scalar otherwise."""
         if self.reduction == "none":
             return self.own(losses)
         return losses.sum() if self.reduction == "sum" else losses.sum() / self.denominator
 
     def stats(self, lse: Tensor, logprob: Tensor, correct: Tensor) -> HeadStats:
-        """`HeadStats` from flat (N) values: ignored tokens cleared."""
+        """`HeadStats` from flat (N) values, cleared at ignored tokens."""
         cleared = (torch.where(self.valid, lse, 0.0), torch.where(self.valid, logprob, 0.0), correct & self.valid)
         return HeadStats(*map(self.own, cleared))
 
@@ -155,7 +155,7 @@ Compute = Callable[..., tuple[Tensor, HeadStats | None]]
 
 
 def as_head(name: str) -> Callable[[Compute], Callable]:
-    """Decorator: give `compute` the signature of `linear_cross_entropy`, checked, flat, outside autocast."""
+    """Decorator: give `compute`, which takes checked, flat, cast operands, the signature of `linear_cross_entropy`."""
 
     def decorate(compute: Compute) -> Callable:
         own = list(defaults(compute))
@@ -165,7 +165,7 @@ def as_head(name: str) -> Callable[[Compute], Callable]:
             options = {key: kwargs.pop(key) for key in list(kwargs) if key not in SHARED}
             reject_unknown(name, own, options)
             e, w, b, opts = prepare(input, linear_weight, target, **kwargs)
-            with torch.autocast(e.device.type, enabled=False):  # operands are cast already, the rest is float32
+            with torch.autocast(e.device.type, enabled=False):  # operands are already cast, the rest is float32
                 loss, stats = compute(e, w, b, opts, **options)
             loss = loss.reshape(opts.shape) if opts.reduction == "none" else loss
             if not opts.return_stats:
@@ -178,13 +178,13 @@ def as_head(name: str) -> Callable[[Compute], Callable]:
 
 
 def defaults(function: Callable) -> dict[str, Any]:
-    """Those of the arguments that are given by name alone."""
+    """Defaults of the function's keyword-only arguments, by name."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def reject_unknown(name: str, own: list[str], options: dict) -> None:
-    """Raise a `T1Error` that lists what head `name` takes if `options` holds anything else."""
+    """Raise a `T1Error`, listing the options of head `name`, if `options` holds any other."""
     for key in options:
         allowed = ", ".join(own) or "none of its own"
         require(key in own, f"unknown option {key!r} for head {name!r}; its options: {allowed}")
@@ -211,8 +211,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor | None, Options]:
     """Check every argument of `linear_cross_entropy`; return flat operands and `Options`.
 
-    `shards`: the weight and the bias are this process's rows of them; the target is that of the tokens given.
-    `cast`: apply autocast to the operands. Without it they may differ in dtype: the head casts them itself.
+    `shards`: linear_weight and linear_bias are this process's rows only, target that of the tokens given to it.
+    `cast`: apply autocast to the operands. If False they may differ in dtype, because the head casts them itself.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     tensors = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
@@ -251,7 +251,7 @@ SHARED = frozenset(inspect.signature(prepare).parameters) - {"cast"}
 
 
 def _autocast(*operands: Tensor | None) -> list[Tensor | None]:
-    """Cast the operands as `torch.nn.functional.linear` does under autocast: floating ones, float64 excepted."""
+    """Cast the operands as `torch.nn.functional.linear` does under autocast: floating-point ones except float64."""
     device = operands[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(operands)
@@ -264,7 +264,7 @@ def _autocast(*operands: Tensor | None) -> list[Tensor | None]:
 
 
 def need_workspace(workspace: int | None, least: int, head: str) -> None:
-    """Raise a `T1Error` that says the least that works if the call's workspace is below `least` bytes."""
+    """Raise a `T1Error` that states the least that works if the call's workspace is below `least` bytes."""
     if workspace is not None and workspace < least:
         raise T1Error(
             f"workspace of {workspace} bytes is too small for head {head!r} here; "
@@ -273,7 +273,10 @@ def need_workspace(workspace: int | None, least: int, head: str) -> None:
 
 
 def refuse_create_graph(head: str, dealt: bool) -> None:
-    """Raise a `T1Error` in a backward under create_graph=True, where alone grad mode is on: constants there would be
-    silently wrong. `dealt`: the vocabulary is dealt to a group."""
+    """For use in a backward: raise a `T1Error` under create_graph=True, the only case in which grad mode is on there.
+
+    Otherwise the gradients would be taken for constants, and second derivatives would be silently wrong.
+    `dealt`: the vocabulary is sharded over a group.
+    """
     advice = "nor has any other under a group" if dealt else 'use head "full"'
     require(not torch.is_grad_enabled(), f'head "{head}" has no second derivative (create_graph=True); {advice}')

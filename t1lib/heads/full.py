@@ -1,4 +1,4 @@
-"""Head `full`: the specification. Every other head is tested against it. Plain autograd, whole logits."""
+"""Head `full`: the specification that every other head is tested against. Plain autograd on the whole logits."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,9 @@ from t1lib.heads.contract import HeadStats, Options, as_head, need_workspace
 
 @as_head("full")
 def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor, HeadStats | None]:
-    """Cross-entropy of a linear layer's outputs, the N × V logits held whole.
+    """Cross-entropy of a linear layer's outputs, holding all N × V logits at once.
 
-    For token n with target y, class weights c (1 without), smoothing α, token weight t (1 without):
+    For token n with target y, class weights c (1 if not given), smoothing α, token weight t (1 if not given):
 
         z     = e wᵀ + b          in the operands' dtype, then float32 (float64 stays float64)
         z     ← s · tanh(z / s)   with softcap s
@@ -19,13 +19,14 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
         l_n   = t_n · [ (1−α) c_y (lse − z_y)  +  α/V Σ_v c_v (lse − z_v)  +  z_loss · lse² ]
         mean  = Σ_n l_n / Σ_n t_n c_y,   sum = Σ_n l_n,   none = l_n    (n over tokens that are not ignored)
 
-    The bracket's first two terms are `torch.nn.functional.cross_entropy`. The loss is float32 for 16-bit operands
-    (PyTorch's `linear_cross_entropy` rounds it to their dtype). All tokens ignored: mean nan, sum 0, gradient 0.
+    The first two terms in the bracket are `torch.nn.functional.cross_entropy`. The loss is float32 for 16-bit operands
+    (PyTorch's `linear_cross_entropy` rounds it to their dtype). If all tokens are ignored, mean is nan, sum is 0 and
+    the gradient is 0.
 
-    `filter_eps` (Cut Cross-Entropy, section 4.3): with p = softmax z, entries with |p_v − [v = y]| < eps are dropped
-    from dL/dz. A head may drop any such entries; this one drops all of them, one by one.
+    `filter_eps` (Cut Cross-Entropy, section 4.3): with p = softmax z, entries with |p_v − [v = y]| < eps are set to 0
+    in dL/dz. A head may drop any subset of these entries; this one drops each of them.
 
-    Memory: `entry_bytes` for each of the N × V logits; `workspace` is checked against that, and changes nothing.
+    Memory: `entry_bytes` for each of the N × V logits; `workspace` is only checked against that and changes nothing.
     Raises `T1Error` for a workspace below it. Source: T1M3, section 2 (the standard output layer).
     """
     need_workspace(opts.workspace, e.shape[0] * opts.vocab * entry_bytes(opts), "full")
@@ -49,9 +50,9 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
 
 
 def entry_bytes(opts: Options) -> int:
-    """Bytes a logit at the peak, in the backward: log-probabilities and two gradients (12 for 16-bit operands).
+    """Bytes per logit at the peak, in the backward: log-probabilities and two gradients (12 for 16-bit operands).
 
-    An estimate: options add saved copies (softcap two, z_loss or statistics one, filtering one).
+    This is an estimate; options add saved copies (softcap two, z_loss or statistics one, filtering one).
     """
     copies = 3 + 2 * (opts.softcap is not None) + bool(opts.z_loss or opts.return_stats) + (opts.filter_eps is not None)
     return copies * opts.dtype.itemsize

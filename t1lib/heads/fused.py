@@ -1,4 +1,4 @@
-"""Head `fused`: Triton kernels that never hold the logits, at the speed of the matrix products."""
+"""Head `fused`: Triton kernels that never hold the whole logits and run at the speed of the matrix products."""
 
 import os
 import warnings
@@ -29,25 +29,27 @@ def fused(
 ) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
     """Cross-entropy of a linear layer's outputs by Triton kernels; arguments as in `linear_cross_entropy`.
 
-    Loss alone: one product, logits in registers only. Loss and gradients under "mean" and "sum": the forward makes
-    both, chunk by chunk of tokens, with three products; the backward scales them, and a second one is refused. Under
-    "none", with filter_eps, in float16, for a softcap with label smoothing, and where the workspace is so small that it
-    is faster: the backward makes the logits again from the saved log-sum-exp, four products. Tokens that are ignored
-    cost no work. Frozen operands cost no product. The same bits on every run; nothing waits for the device, so a call
-    can be captured in a CUDA graph; `torch.compile(fullgraph=True)` sees one operator.
+    Loss alone: one matrix product, with the logits in registers only. Loss and gradients under "mean" and "sum": the
+    forward computes both, one chunk of tokens at a time, with three products; the backward only scales the gradients,
+    and a second backward is refused. In the other cases ("none", filter_eps, float16, a softcap with label smoothing,
+    accumulate="float32", a workspace so small that this is faster) the backward recomputes the logits and takes their
+    softmax with the saved log-sum-exp: four products.
 
-    workspace   bytes beyond operands and gradients: more means fewer, larger chunks (default: 512 MiB, and 192 bytes
-                a token; the loss alone needs 16 MiB)
-    chunks      number of chunks of tokens instead, rounded to whole tiles of rows; the bytes follow
-    accumulate  None: the weight's gradient adds up in the weight's dtype (float32 for a float32 weight, also under
-                autocast). In 16 bits the large product rounds once a chunk; what the targets themselves add, and all of
-                the rows of the 1024 most frequent targets, add up in float32 and are rounded once. "float32": each
-                entry is one float32 sum, by the path with four products
-    shards      for `t1lib.heads.parallel`
+    Ignored tokens cost no work, and frozen operands cost no product. Results are bitwise the same on every run. Nothing
+    waits for the device, so a call can be captured in a CUDA graph; `torch.compile(fullgraph=True)` sees one operator.
 
-    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, for
-    float64, and for bfloat16 by Triton's interpreter, head `chunked` computes instead. Raises `T1Error` for a bad
-    argument, a workspace too small (saying the least that works), a second backward where the forward made the
+    workspace   bytes beyond operands and gradients; more allows fewer, larger chunks (default: 512 MiB plus 192 bytes
+                per token; the loss alone needs 16 MiB)
+    chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles; memory use follows
+    accumulate  None: the weight gradient accumulates in the weight's dtype (float32 for a float32 weight, also under
+                autocast). In 16 bits the large product is rounded once per chunk, but the targets' own terms, and the
+                complete rows of the 1024 most frequent targets, accumulate in float32 and are rounded once.
+                "float32": every entry is one float32 sum, computed by the path with four products
+    shards      passed by `t1lib.heads.parallel`
+
+    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Head `chunked`
+    computes instead on other devices, for float64, and for bfloat16 in Triton's interpreter. Raises `T1Error` for a bad
+    argument, a workspace too small (saying the least that works), a second backward where the forward computed the
     gradients, and create_graph=True.
     """
     reject_unknown("fused", OWN, unknown)
@@ -74,9 +76,10 @@ def _check_own(chunks: int | None, accumulate: str | None, workspace: int | str 
 
 
 def runs_on(input: Tensor) -> bool:
-    """Whether the kernels take this input: on CUDA, or on a CPU by Triton's interpreter, up to 32 bits an element.
+    """Whether the kernels take this input: on CUDA, or on a CPU in Triton's interpreter, up to 32 bits per element.
 
-    Not bfloat16 by the interpreter, autocast's included: it has no products of bfloat16, and does not say so.
+    The interpreter is not used for bfloat16, whether from the input or from autocast: it does not support bfloat16
+    products, but raises no error.
     """
     if not isinstance(input, Tensor) or input.numel() == 0 or input.dtype == torch.float64:
         return False

@@ -1,4 +1,4 @@
-"""Head `fused`: the operands of a call, and its tokens dealt to chunks that are packed one at a time."""
+"""Head `fused`: the operands of a call, and its tokens split into chunks, which are packed one at a time."""
 
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from t1lib.heads.contract import Options
 from t1lib.heads.fused_plan import Device, Tiles
 from t1lib.heads.kernels import forward, rows
 
-BLOCK = 1024  # columns a step where a program handles one row
+BLOCK = 1024  # columns per step in kernels where a program handles one row
 
 
 class Operands(NamedTuple):
-    """e (N, D) and w (V, D), b (V) or None, in the strides they come in; w, b and all products in `compute`."""
+    """e (N, D), w (V, D) and b (V) or None, of any row stride; w, b and all products have dtype `compute`."""
 
     e: Tensor
     w: Tensor
@@ -36,33 +36,34 @@ class Operands(NamedTuple):
         return "tf32" if tf32 else "ieee"
 
     def tma(self, matrix: Tensor) -> bool:
-        """Whether the copy engine takes it: unit stride along rows, the rest on 16-byte boundaries."""
+        """Whether TMA can copy it: unit stride within rows, and every row starts on a 16-byte boundary."""
         size = matrix.element_size()
         aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0
         return self.device.tma and matrix.stride(1) == 1 and aligned
 
 
 def tile(matrix: Tensor, height: int, width: int, tma: bool) -> Any:
-    """What a kernel takes for a matrix: a descriptor of its tiles, or the matrix for its pointer."""
+    """The kernel argument for a matrix: a descriptor of its tiles with TMA, else the tensor, passed as a pointer."""
     return TensorDescriptor.from_tensor(matrix, [height, width]) if tma else matrix
 
 
 class Order:
-    """Tokens that count, in the order in which chunks take them; the ignored ones come last.
+    """The order in which chunks take the tokens: those that count first, the ignored ones last.
 
-    by_target     whether they are sorted by target first
-    key, order    (N): targets in order, as rows of the weight here, the number of these for tokens that are ignored (0
-                  and 1 where they are not sorted); which token each is. Targets that other shards of the vocabulary
-                  have are −1 or that number, too: all shards have the tokens in one order
-    number        () int32: how many count
-    first         the class of the weight's first row here
+    by_target     whether the tokens that count are sorted by target
+    order         (N): the token at each position
+    key           (N): its sort key. With by_target: the target as a row of this process's weight, `vocab` for ignored
+                  tokens, and −1 or `vocab` for targets on other shards (all shards have the tokens in the same order).
+                  Without by_target: 0 for tokens that count, 1 for ignored ones
+    number        () int32: how many tokens count
+    first         class of the first weight row on this process
     """
 
     def __init__(self, opts: Options, by_target: bool) -> None:
         if by_target:
             key = torch.where(opts.valid, opts.target.clamp(0, opts.classes - 1), opts.classes).int()
         else:
-            key = (~opts.valid).to(torch.uint8)  # one pass of the sort instead of four
+            key = (~opts.valid).to(torch.uint8)  # one pass of the radix sort instead of four
         self.key, self.order = torch.sort(key, stable=True)
         self.first = 0 if opts.shards is None else opts.shards.first
         if by_target and opts.shards is not None:
@@ -71,16 +72,16 @@ class Order:
 
     @cached_property
     def segment_end(self) -> Tensor:
-        """(N) int32: where the run of tokens with the same target ends."""
+        """(N) int32: for each position, the end of the run of tokens with the same target."""
         return torch.searchsorted(self.key, self.key, right=True, out_int32=True)
 
 
 class Chunks:
-    """Tokens start … stop in order, dealt in turn to chunks of nearly equal length; one is packed at a time.
+    """Tokens start … stop of `Order`, split in order into chunks of nearly equal length; one is packed at a time.
 
-    order, number   of these tokens
-    info            sizes that depend on how many tokens count, which stay on the device (`kernels.rows.deal`)
-    memory          the buffers of the plan, `fused_plan.allocate`
+    order, number   as in `Order`, for these tokens
+    info            sizes that depend on how many tokens count; they stay on the device (`kernels.rows.deal`)
+    memory          the plan's buffers, from `fused_memory.allocate`
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Chunks:
 
     @property
     def hidden_states(self) -> Tensor:
-        """The packed rows as they are (the scaled ones lie above them)."""
+        """The packed rows, unscaled (if there are scaled copies, those come first in `x`)."""
         return self.x[self.capacity :] if self.scaled else self.x
 
     def pack(self, chunk: int) -> None:
@@ -111,7 +112,7 @@ class Chunks:
         )  # fmt: skip
 
     def target_logits(self) -> tuple[Tensor, Tensor]:
-        """(N) each, in order: logits of the targets in units of log 2, and a guess of the exponentials' offsets."""
+        """(N) each, in order: the targets' logits in units of log 2, and a first guess of the exponentials' offsets."""
         o = self.operands
         n, m = len(self.order), 64 if o.e.is_cuda else o.tiles.m
         at, offset = (torch.empty(n, device=o.e.device) for _ in range(2))
@@ -124,28 +125,28 @@ class Chunks:
         return at, offset
 
     def tokens(self, chunk: int) -> Tensor:
-        """(capacity): which token is in each row of the chunk; anyone where none is."""
+        """(capacity): the token in each row of the chunk; an arbitrary one in rows without a token."""
         start = chunk * self.info[1] + self.info[2].clamp(max=chunk) * self.info[3]
         at = start + torch.arange(self.capacity, device=self.order.device)
         return self.order[at.clamp(max=len(self.order) - 1)]
 
 
 class Frequent:
-    """The most frequent targets, each of two tokens or more: their rows of dW add up in float32.
+    """The most frequent targets, each of two tokens or more: their rows of dW accumulate in float32.
 
-    They carry most of dW, and grow with every chunk: in 16 bits each chunk would round them once more.
+    These rows carry most of dW and grow with every chunk: in 16 bits each chunk would round them once more.
 
-    target, number  (H) int32, of which the first `number` (1) count
-    slot            (V) int16: which of them a class is, else −1
-    sums            (H, D) float32
+    target, number  (H) int32: classes, of which only the first `number` () are used
+    slot            (V + 1) int16: position of a class in `target`, −1 if it is not there; the last entry is unused
+    sums            (H, D) float32: their rows of dW
     """
 
     def __init__(self, tokens: Order, vocab: int, sums: Tensor) -> None:
         key, self.sums = tokens.key, sums.zero_()
         length = tokens.segment_end - torch.arange(len(key), dtype=torch.int32, device=key.device)
-        length[1:].masked_fill_(key[1:] == key[:-1], 0)  # a run counts where it begins
+        length[1:].masked_fill_(key[1:] == key[:-1], 0)  # each run is counted at its first token
         outside = (key == vocab) | (key < 0) if tokens.first else key == vocab
-        most = length.masked_fill_(outside, 0).sort(descending=True, stable=True)  # half the time of `topk`
+        most = length.masked_fill_(outside, 0).sort(descending=True, stable=True)  # takes half the time of `topk`
         count, at = (x[: self.sums.shape[0]] for x in most)
         repeated = count > 1
         self.number = repeated.sum(dtype=torch.int32)

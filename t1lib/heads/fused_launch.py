@@ -1,4 +1,4 @@
-"""Head `fused`: launches of the large products, by the kernels for any GPU or by those for Hopper."""
+"""Head `fused`: launches of the large products, with the kernels for any GPU or those for Hopper."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from t1lib.heads.kernels import hopper
-except ImportError:  # Gluon is part of Triton from 3.6 on, and may still change its names
+except ImportError:  # Gluon is part of Triton from 3.6 on, and its names may still change
     hopper = None
 
-STAGES = 4  # of the ring in `hopper`'s kernels: 48 KiB each
-CACHED = 10 * 2**20  # bytes of hidden states that stay in an L2 cache of 50 MB while the weight goes by
-HALF, STEP, QUARTER = 64, 64, 64  # rows of a half tile, a step, a quarter's columns
+STAGES = 4  # pipeline stages of `hopper`'s kernels, 48 KiB of shared memory each
+CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
+HALF, STEP, QUARTER = 64, 64, 64  # rows of a half tile, step along D, columns of a quarter tile
 
 
 def _apart(o: Operands, *written: Tensor | None) -> bool:
-    """Whether `kernels.hopper` takes these operands: 16 bits, by descriptor, on Hopper."""
+    """Whether the kernels in `kernels.hopper` take these operands: 16 bits, copied by TMA, on Hopper."""
     fits = all(t is None or (t.element_size() == 2 and o.tma(t)) for t in (o.w, *written))
     return hopper is not None and o.device.kind == "hopper" and o.compute.itemsize == 2 and fits
 
@@ -35,7 +35,7 @@ def _box(matrix: Tensor | None, height: int, width: int) -> Any:
 
 
 def _group(o: Operands) -> int:
-    """Row blocks that go through the vocabulary together (`tiles.grouped`)."""
+    """Number of row blocks that go through the vocabulary together (`tiles.grouped`)."""
     return max(1, CACHED // (o.tiles.m * o.hidden * o.compute.itemsize))
 
 
@@ -46,7 +46,7 @@ def _number(value: float | None) -> float:
 def exponentials(
     chunks: Chunks, chunk: int, splits: int, z: Tensor | None, room: int, offset: Tensor, parts: Tensor, redo: bool
 ) -> None:
-    """`forward.exponentials` of a packed chunk; parts (3, splits · capacity): its sums."""
+    """Launch `forward.exponentials` on a packed chunk; its sums go to parts (3, splits · capacity)."""
     o, opts, t, x = chunks.operands, chunks.operands.opts, chunks.operands.tiles, chunks.hidden_states
     blocks = chunks.capacity // t.m
     vectors = (o.b, opts.local_class_weight, offset, chunks.flag, *parts, chunks.info)
@@ -79,9 +79,9 @@ def products_of(
     db: Tensor | None = None, parts: int = 1, add_de: bool = False, add_dw: bool = False,
     even_sum: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """dE (parts · capacity, D) and dW (V, D) of a chunk's logit gradients z, columns as w's rows from `first` on.
+    """dE (parts · capacity, D) and dW (V, D) from a chunk's logit gradients z, whose columns are w's rows from `first`.
 
-    db (V) float32, only with dW: zᵀ times the rows' factors is added to it.
+    db (V) float32, only together with dW: zᵀ times the rows' factors is added to it.
     """
     o, t, x = chunks.operands, chunks.operands.tiles, chunks.x
     vectors = (even_sum, o.opts.local_class_weight, chunks.info)

@@ -1,4 +1,4 @@
-"""The workspace of head `fused`: the buffers of a plan, in one piece of memory, and how many bytes a call needs."""
+"""The workspace of head `fused`: a plan's buffers, in one allocation, and how many bytes a call needs."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ import torch
 
 from t1lib.heads.fused_plan import Early, Late, Lent, Shape, up
 
-TOKEN_BYTES = 192  # order, sort keys and their copies, statistics and factors of a token
-CLASS_BYTES = 2  # which of the frequent targets a class is
-SLACK = 3 * 2**20  # CUDA's caching allocator may hand out so much more than asked for
-FREQUENT = 1024  # targets whose rows of dW add up in float32 over the chunks, at most
+TOKEN_BYTES = 192  # per token: order, sort keys and their copies, statistics and factors
+CLASS_BYTES = 2  # per class: its position among the frequent targets
+SLACK = 3 * 2**20  # by how much memory from CUDA's caching allocator may exceed the request
+FREQUENT = 1024  # the most targets whose rows of dW accumulate in float32 over the chunks
 
 
 class Buffer(NamedTuple):
-    """A matrix in the workspace, each row on a 16-byte boundary."""
+    """A matrix in the workspace; each row starts on a 16-byte boundary."""
 
     height: int
     width: int
@@ -32,7 +32,7 @@ Layout = dict[str, Buffer]
 
 
 def allocate(device: torch.device, *layouts: Layout) -> list[dict[str, torch.Tensor]]:
-    """The buffers of each layout, uninitialised, all in one piece of memory that the layouts use in turn."""
+    """The buffers of each layout, uninitialised, in a single allocation that the layouts use one after another."""
     memory = torch.empty(max(_sum(x) for x in layouts), dtype=torch.uint8, device=device)
     numbers = {dtype: memory.view(dtype) for dtype in {b.dtype for x in layouts for b in x.values()}}
 
@@ -52,7 +52,7 @@ def _sum(layout: Layout) -> int:
 
 
 def _rows(shape: Shape, capacity: int, splits: int, copies: int = 1) -> Layout:
-    """What any plan holds of a chunk: packed hidden states (in `copies`), and sums over the vocabulary."""
+    """Buffers that any plan needs for a chunk: packed hidden states (`copies` of them) and sums over the vocabulary."""
     return {
         "x": Buffer(copies * capacity, shape.hidden, shape.compute),
         "target": Buffer(1, capacity, torch.int32),
@@ -62,7 +62,7 @@ def _rows(shape: Shape, capacity: int, splits: int, copies: int = 1) -> Layout:
 
 
 def _shared(shape: Shape, capacity: int) -> Layout:
-    """What the shards of the vocabulary exchange of a chunk: statistics, here and of all; rows of dE."""
+    """Buffers for what vocabulary shards exchange per chunk: statistics (its own and all shards'), and rows of dE."""
     if not shape.ranks:
         return {}
     shares = {"shares": Buffer(4 * (1 + shape.ranks), capacity, torch.float32)}
@@ -70,7 +70,7 @@ def _shared(shape: Shape, capacity: int) -> Layout:
 
 
 def _early_layout(shape: Shape, capacity: int, columns: int, splits: int, parts: int) -> Layout:
-    """Of chunks of `capacity` tokens, exponentials in `columns` columns. The first buffer outlasts them."""
+    """Buffers for chunks of `capacity` tokens with `columns` columns of exponentials. `sums` outlives the chunks."""
     height = min(FREQUENT, shape.tokens) * shape.dw
     layout = {"sums": Buffer(height, shape.hidden, torch.float32)} if shape.dw else {}
     if capacity:
@@ -83,18 +83,18 @@ def _early_layout(shape: Shape, capacity: int, columns: int, splits: int, parts:
 
 
 def early_layout(shape: Shape, plan: Early) -> Layout:
-    """Buffers of a forward that makes gradients; `Frequent` and `kernels.rows.scale_rows` say what they hold."""
+    """Buffers of a forward that computes gradients; `Frequent` and `kernels.rows.scale_rows` say what they hold."""
     splits = max(plan.long.splits, plan.short.splits)
     return _early_layout(shape, plan.capacity, shape.vocab, splits, plan.long.parts)
 
 
 def lent_layout(shape: Shape, plan: Lent | None) -> Layout:
-    """The same of its first chunk; z holds the last panel."""
+    """The same for its first chunk, if that uses the memory of dW; z then holds only the last panel."""
     return _early_layout(shape, plan.capacity, plan.width, *plan.work) if plan else {}
 
 
 def lent_panels(dw: torch.Tensor, plan: Lent, compute: torch.dtype) -> tuple[torch.Tensor, int]:
-    """dW's memory as panels, `plan.width` columns wide, and how many rows each is below the one before."""
+    """dW's memory viewed as panels `plan.width` columns wide, and the distance in rows from one panel to the next."""
     numbers = dw.view(compute)
     room = numbers.shape[1]
     panels = -(-numbers.shape[0] // plan.width)
@@ -102,12 +102,12 @@ def lent_panels(dw: torch.Tensor, plan: Lent, compute: torch.dtype) -> tuple[tor
 
 
 def wrap(vocab: int, width: int, room: int) -> int:
-    """Rows of all panels, for `tiles.place`; where there are none, a number that changes nothing."""
+    """Total rows of all panels, for `tiles.place`; without panels (room 0) a nonzero number that has no effect."""
     return -(-vocab // width) * room or 16
 
 
 def late_layout(shape: Shape, plan: Late) -> Layout:
-    """Buffers of a backward that makes the logits again; of the loss alone where plan.columns is 0."""
+    """Buffers of a backward that recomputes the logits; of the loss alone if plan.columns is 0."""
     layout = _rows(shape, plan.capacity, plan.splits)
     if plan.columns:
         layout["z"] = Buffer(plan.capacity, min(plan.columns, shape.vocab), shape.compute)
@@ -117,6 +117,6 @@ def late_layout(shape: Shape, plan: Late) -> Layout:
 
 
 def bytes_needed(shape: Shape, *layouts: Layout) -> int:
-    """Of a plan whose layouts are used in turn, with what is held outside of them."""
+    """Bytes of a plan whose layouts are used one after another, including what is allocated outside of them."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden
     return max(_sum(x) for x in layouts) + loose + SLACK

@@ -1,4 +1,4 @@
-"""Head `fused` as registered operators: PyTorch's compiler sees one call with known shapes and gradients."""
+"""Head `fused` as registered operators, so that PyTorch's compiler sees one call with known shapes and gradients."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SHARDS: dict[str, "Shards"] = {}
 
 
 def call(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, HeadStats]:
-    """What `fused` returns. Types are checked here, values in the operator, where the compiler does not look."""
+    """What `fused` returns. Types are checked here, values of tensors in the operator, which is not traced."""
     optional = {k: kwargs[k] for k in ("linear_bias", "weight", "token_weight")}
     checks.tensors(input=input, linear_weight=linear_weight, target=target, **optional)
     numbers = ("reduction", "label_smoothing", "softcap", "z_loss", "filter_eps")
@@ -54,7 +54,7 @@ def _operands(
     input: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None,
     token_weight: Tensor | None, settings: tuple, shards: str | None, compute: torch.dtype | None,
 ) -> fused_chunks.Operands:  # fmt: skip
-    """Check everything, flatten and cast."""
+    """Check all arguments, flatten the operands, and cast weight and bias."""
     names = ("reduction", "ignore_index", "label_smoothing", "softcap", "z_loss", "workspace", "filter_eps")
     e, w, b, opts = prepare(
         input, linear_weight, target, linear_bias=bias, weight=weight, token_weight=token_weight,
@@ -71,7 +71,7 @@ def _operands(
 
 
 class _Traced(NamedTuple):
-    """What decides when gradients are made, where the compiler has shapes only."""
+    """The options that decide when gradients are computed, for the compiler's trace, which knows shapes only."""
 
     reduction: str
     filter_eps: float | None
@@ -83,8 +83,11 @@ class _Traced(NamedTuple):
 def _is_early(
     opts: Options | _Traced, shape: fused_plan.Shape, device: torch.device, exact_sum: bool, needs: list[bool]
 ) -> bool:
-    """Whether the forward makes the gradients: where their factors are known then, exponentials have the range, and
-    the workspace is not so small that the logits made twice are faster."""
+    """Whether the forward computes the gradients.
+
+    It does if their factors are already known and `compute` has enough range for the exponentials, unless the
+    workspace is so small that recomputing the logits in the backward is faster.
+    """
     even_slope = opts.softcap is not None and opts.label_smoothing
     late = opts.reduction == "none" or opts.filter_eps is not None or even_slope or exact_sum
     if late or not any(needs) or shape.compute == torch.float16:
@@ -105,9 +108,10 @@ def _shape(tokens: int, compute: torch.dtype, needs: list[bool], linear_weight: 
 def _shapes(
     o: fused_chunks.Operands, needs: list[bool], linear_weight: Tensor
 ) -> tuple[fused_plan.Shape, fused_plan.Shape]:
-    """What is here, and what to plan for: shards of the vocabulary deal their tokens alike, as the largest has to.
+    """(the shape on this process, the shape to plan for).
 
-    Where they are not equal, no dW lends its memory: the room in its last panel depends on its size.
+    All shards of the vocabulary must split the tokens into the same chunks, so they plan for the largest shard. If
+    shards differ in size, no dW lends its memory, because the room in its last panel depends on the size.
     """
     shape = _shape(len(o.e), o.compute, needs, linear_weight)
     if o.opts.shards is None:
@@ -118,7 +122,7 @@ def _shapes(
 
 
 def _where_they_are(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """`operator` with the device of its first tensor as the current one, on which Triton launches."""
+    """Make `operator` run with its first tensor's device as the current one, because Triton launches there."""
 
     @functools.wraps(operator)
     def there(first: Tensor, *rest: Any) -> Any:
@@ -136,7 +140,7 @@ def forward_op(
     z_loss: float, workspace: str | None, filter_eps: float | None, chunks: int | None, exact_sum: bool,
     shards: str | None, compute: torch.dtype | None, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, lse, logprob, correct, offset, log_total, dE, dW, dBias); the gradients empty unless made here."""
+    """(loss, lse, logprob, correct, offset, log_total, dE, dW, dBias); gradients are empty unless computed here."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, shards, compute)
     shape, planned = _shapes(o, needs, linear_weight)
@@ -146,7 +150,7 @@ def forward_op(
         plan = fused_search.plan_early(planned, o.opts.workspace, o.device, o.tiles, chunks)
         found, gradients = fused_run.early(o, shape, plan, tuple(needs), linear_weight, linear_bias)
     else:
-        if any(needs):  # a workspace too small for the backward is refused now
+        if any(needs):  # refuse a workspace too small for the backward already in the forward
             fused_search.plan_late(planned, o.opts.workspace, o.device, o.tiles, chunks)
         found = fused_run.loss_only(o, shape, fused_search.plan_loss(planned, o.opts.workspace, o.device, o.tiles))
     opts, lse = o.opts, found.lse
@@ -188,7 +192,7 @@ def backward_op(
     filter_eps: float | None, chunks: int | None, exact_sum: bool, shards: str | None, compute: torch.dtype | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dE, dW, dBias) from the saved log-sum-exp; empty where not needed."""
+    """(dE, dW, dBias) from recomputed logits and the saved log-sum-exp; empty where not needed."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, shards, compute)
     shape, planned = _shapes(o, needs, linear_weight)
@@ -200,7 +204,7 @@ def backward_op(
 
 
 def _filled(gradients: tuple[Tensor | None, ...], operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Gradients in their operands' shapes, empty ones for those that are not there: operators return tensors only."""
+    """Gradients in their operands' shapes; None becomes an empty tensor, because operators return tensors only."""
     empty = operands[0].new_empty
     return tuple(empty(0) if g is None else g.reshape(t.shape) for g, t in zip(gradients, operands, strict=True))
 
@@ -213,7 +217,7 @@ def _(upstream, input, linear_weight, target, linear_bias, *rest):
 
 @torch.library.custom_op("t1lib::scale_", mutates_args=("x",))
 def scale_op(x: Tensor, factor: Tensor) -> None:
-    """x ← x · factor, see `scale_`."""
+    """x ← x · factor, as in `scale_`."""
     scale_(x, factor)
 
 

@@ -1,4 +1,4 @@
-"""What head `fused` is tuned by, and what its plans are: tile sizes by architecture, shapes, chunks."""
+"""The tuning parameters of head `fused` and the types of its plans: tile sizes by architecture, shapes, chunks."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Tiles(NamedTuple):
-    """Tile of a product (m × n, k at a time), warps a program, and stages of its pipelines: logits, other products."""
+    """Tile of a product (m × n, in steps of k), warps per program, pipeline stages for logits and other products."""
 
     m: int
     n: int
@@ -17,13 +17,13 @@ class Tiles(NamedTuple):
 
     @property
     def bias_stages(self) -> int:
-        """Of the narrow product for dBias, (m × k) by (k × 16), in as much memory."""
+        """Pipeline stages of the narrow product for dBias, (m × k) by (k × 16), in the same amount of memory."""
         return self.product_stages * (self.m + self.n) // (self.m + 16)
 
 
 TILES: dict[tuple[str, int], Tiles] = {
     ("hopper", 2): Tiles(128, 256, 64, 8, 3, 4),  # measured: H200
-    ("hopper", 4): Tiles(128, 128, 32, 8, 3, 3),  # right, not tuned
+    ("hopper", 4): Tiles(128, 128, 32, 8, 3, 3),  # correct, not tuned
     ("other", 2): Tiles(128, 128, 32, 4, 3, 3),  # 48 KiB of shared memory: Ampere, Ada, Blackwell; not measured
     ("other", 4): Tiles(64, 64, 32, 4, 2, 2),
     ("interpreter", 2): Tiles(32, 64, 32, 4, 1, 1),
@@ -33,19 +33,19 @@ TILES: dict[tuple[str, int], Tiles] = {
 
 
 class Device(NamedTuple):
-    """What a plan needs to know: a key of `TILES`, and multiprocessors."""
+    """What a plan needs to know of a device: its key in `TILES` and the number of its multiprocessors."""
 
     kind: str
     units: int
 
     @property
     def tma(self) -> bool:
-        """Whether tiles are copied by descriptor."""
+        """Whether tiles are copied by TMA descriptors."""
         return self.kind == "hopper"
 
 
 def device_of(device: torch.device) -> Device:
-    """Describe a CUDA device; any other one is Triton's interpreter."""
+    """Describe a CUDA device; any other device means Triton's interpreter."""
     if device.type != "cuda":
         return Device("interpreter", 4)
     properties = torch.cuda.get_device_properties(device)
@@ -54,10 +54,10 @@ def device_of(device: torch.device) -> Device:
 
 
 class Shape(NamedTuple):
-    """Tokens N, vocabulary V, hidden size D, dtype of the products, and which of input and weight want a gradient.
+    """Tokens N, vocabulary V, hidden size D, dtype of the products, and whether input and weight need a gradient.
 
-    room: numbers in `compute` for which a row of dW has room, where dW may lend its memory.
-    ranks: processes to which the vocabulary is dealt; 0 where it is not.
+    room: how many numbers of dtype `compute` fit in a row of dW; 0 if dW may not lend its memory.
+    ranks: number of processes over which the vocabulary is sharded; 0 if it is not.
     """
 
     tokens: int
@@ -71,17 +71,18 @@ class Shape(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How a chunk's products are dealt: the logits' columns in `splits`, dE in `parts` sums over ranges of columns."""
+    """How a chunk's products are divided: the logits' columns into `splits` ranges, dE into `parts` partial sums."""
 
     splits: int
     parts: int
 
 
 class Lent(NamedTuple):
-    """A first chunk of at most `capacity` tokens whose exponentials lie in what will be dW.
+    """A first chunk of at most `capacity` tokens whose exponentials are stored in memory that dW lends.
 
-    As (V, C) row by row they would be in the way of dW's first rows at once: they lie in panels of `width` columns,
-    each where dW's rows of the same classes will be, and a panel is moved to the workspace before it is multiplied.
+    As one matrix they would be overwritten by dW's first rows while they are still needed. They are therefore split
+    into panels of `width` columns: each lies where the next panel's rows of dW will be, and the last one, which lies
+    where the first panel's will be, is copied to the workspace before any product.
     """
 
     capacity: int
@@ -90,9 +91,9 @@ class Lent(NamedTuple):
 
 
 class Early(NamedTuple):
-    """Gradients in the forward: `lent` first, then `chunks` of the other tokens, at most `capacity` in each.
+    """Gradients in the forward: first `lent`, then the other tokens in `chunks` chunks of at most `capacity` each.
 
-    Where every token counts the first `longer` of them are one row block longer than the others.
+    If no token is ignored, the first `longer` of these chunks are one row block longer than the others.
     """
 
     capacity: int
@@ -110,9 +111,9 @@ NO_CHUNKS = Early(0, 0, 0, Work(1, 1), Work(1, 1))
 
 
 class Late(NamedTuple):
-    """Gradients in the backward: `chunks` of at most `capacity` tokens, `columns` of the vocabulary at a time.
+    """Gradients in the backward: `chunks` chunks of at most `capacity` tokens, `columns` of the vocabulary at a time.
 
-    The loss alone: no columns, the vocabulary in `splits` parts.
+    For the loss alone `columns` is 0 and the vocabulary is divided into `splits` parts.
     """
 
     capacity: int

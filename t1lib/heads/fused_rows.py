@@ -1,4 +1,4 @@
-"""Head `fused`: launches of what is done once a token or once a target."""
+"""Head `fused`: launches of the kernels that work once per token or once per target."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,10 @@ from t1lib.heads.kernels import rows, targets
 
 
 class Found(NamedTuple):
-    """Statistics of all tokens, (N) in their own order; 0 at ignored ones. lse = ln 2 · (offset + log_total)."""
+    """Statistics of all tokens, (N) each, in the tokens' original order; 0 at ignored ones.
+
+    lse = ln 2 · (offset + log_total).
+    """
 
     offset: Tensor
     log_total: Tensor
@@ -26,7 +29,7 @@ class Found(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A without its z-loss part, B and E of the gradient's equation (`logits`), and r: (N) float32 each."""
+    """Factors of the gradient's equation (`logits`), (N) float32 each: A without its z-loss part, B, E, and r."""
 
     softmax: Tensor
     target: Tensor
@@ -37,7 +40,7 @@ class Factors(NamedTuple):
 def finish_rows(
     chunks: Chunks, chunk: int, splits: int, parts: Tensor, at: Tensor, offset: Tensor, found: Found
 ) -> None:
-    """Combine a chunk's sums over the parts of the vocabulary; its tokens' statistics go to `found`."""
+    """Combine a chunk's sums over the parts of the vocabulary, and write its tokens' statistics to `found`."""
     total, top, pull = parts
     rows.finish_rows[(chunks.capacity,)](
         total, top, pull, at, offset, chunks.order, chunks.info, *found, chunk, chunks.capacity, splits,
@@ -49,9 +52,9 @@ def finish_input(
     chunks: Chunks, chunk: int, de: Tensor, out: Tensor, parts: int, per_row: Tensor | None, tau: Tensor | None,
     even_vector: Tensor | None, packed: bool = False,
 ) -> None:  # fmt: skip
-    """Place a chunk's dE in the tokens' own rows of `out`; per_row (2, capacity): scale and even share.
+    """Write a chunk's dE to the tokens' own rows of `out`; per_row (2, capacity): scale and even share.
 
-    `packed`: in the first rows of `out`, as the chunk has them.
+    `packed`: write it to the first rows of `out` instead, in the chunk's order.
     """
     o = chunks.operands
     scale, even = (None,) * 2 if per_row is None else per_row
@@ -67,7 +70,8 @@ def sum_of_rows(
 ) -> Tensor:
     """(columns) float32: Σ factor_i x[i] over the chunk's rows.
 
-    `onto` a vector: added to it in place. A narrow x is summed in parts, so that many programs share it.
+    With `onto`, a vector, the sums are added to it in place. Otherwise a narrow x is summed in parts, so that many
+    programs share the work.
     """
     columns = x.shape[1]
     parts = 1 if onto is not None else max(1, min(64, 128 * 1024 // columns))
@@ -83,7 +87,7 @@ def scale_rows(
     chunks: Chunks, found: Found, f: Factors, z: Tensor, room: int, tau: Tensor, chunk: int,
     frequent: Frequent | None,
 ) -> None:  # fmt: skip
-    """Turn a chunk's exponentials into gradients, up to row factors (`kernels.rows.scale_rows`)."""
+    """Turn a chunk's exponentials into gradients, up to a factor per row (`kernels.rows.scale_rows`)."""
     o, opts = chunks.operands, chunks.operands.opts
     copies, factors, per_row = (chunks.memory.get(name) for name in ("columns", "factors", "per_row"))
     columns = (None, None, None) if frequent is None else (frequent.target, frequent.number, copies)
@@ -98,7 +102,7 @@ def scale_rows(
 
 
 def add_frequent(chunks: Chunks, chunk: int, h: Frequent, even_sum: Tensor | None) -> None:
-    """Add a chunk's share to the frequent targets' rows of dW."""
+    """Add a chunk's contribution to the frequent targets' rows of dW."""
     o, c, tma = chunks.operands, chunks, chunks.operands.device.tma
     columns = c.memory["columns"]
     m, n = (64, 128) if o.e.is_cuda else (16, 32)
@@ -115,7 +119,7 @@ def add_frequent(chunks: Chunks, chunk: int, h: Frequent, even_sum: Tensor | Non
 def add_targets(
     o: Operands, tokens: Order, tau: Tensor, frequent: Frequent | None, dw: Tensor | None, db: Tensor | None
 ) -> None:
-    """After all chunks: what the targets themselves add to dW and dBias, rounded once."""
+    """After all chunks, add the targets' own terms to dW and dBias, rounded once."""
     sums, slot = (None, None) if frequent is None else (frequent.sums, frequent.slot)
     targets.target_rows[(len(tokens.key), 1 if dw is None else triton.cdiv(o.hidden, BLOCK))](
         dw, db, sums, o.e, tokens.order, tokens.key, tokens.segment_end, tau, slot, tokens.number,

@@ -1,4 +1,4 @@
-"""Head `fused` on a device: chunks of packed tokens, and the launches that make loss and gradients of each."""
+"""Head `fused` on a device: pack chunks of tokens, and launch the kernels that compute loss and gradients of each."""
 
 from collections.abc import Callable
 from functools import cache
@@ -27,13 +27,13 @@ from t1lib.heads.kernels import rows
 
 
 def nothing_found(like: Tensor) -> Found:
-    """Statistics to be filled in, (N) each."""
+    """Zeroed statistics to be filled in, (N) each."""
     offset, log_total, logprob, pull = (torch.zeros(len(like), device=like.device) for _ in range(4))
     return Found(offset, log_total, logprob, torch.zeros(len(like), dtype=torch.bool, device=like.device), pull)
 
 
 class Sweep:
-    """The forward over one chunk after another: buffers for the parts' sums, and where the statistics go."""
+    """The forward over one chunk after another. It holds the buffers for partial sums and the resulting statistics."""
 
     def __init__(self, chunks: Chunks, found: Found) -> None:
         self.chunks, self.found = chunks, found
@@ -43,9 +43,9 @@ class Sweep:
             fused_shards.share_targets(chunks, self.at, self.offset)
 
     def run(self, chunk: int, splits: int, z: Tensor | None, room: int = 0) -> None:
-        """Statistics of a packed chunk, and its exponentials in z where that is given (`tiles.place`)."""
+        """Compute a packed chunk's statistics, and write its exponentials to z if that is given (`tiles.place`)."""
         c = self.chunks
-        for redo in (False, True):  # the second time, programs of rows in range end at once
+        for redo in (False, True):  # in the second launch, programs without an overflow end at once
             launch.exponentials(c, chunk, splits, z, room, self.offset, self.parts, redo)
         finish_rows(c, chunk, splits, self.parts, self.at, self.offset, self.found)
         if c.operands.opts.shards is not None:
@@ -69,13 +69,13 @@ def sum_of_all_rows(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def class_sums(o: Operands) -> Tensor:
-    """(D) float32: Σ_v c_v w_v, the share of each weight row in label smoothing."""
+    """(D) float32: Σ_v c_v w_v over the weight rows on this process; dE needs it under label smoothing."""
     c = o.opts.local_class_weight
     return sum_of_all_rows(o.w, torch.ones(o.opts.vocab, device=o.w.device) if c is None else c)
 
 
 def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
-    """Label smoothing's even share in dL / d(bias), which is the same for all tokens but for a factor."""
+    """Subtract label smoothing's even share from dL / d(bias); it is the same for all tokens up to a factor."""
     if not opts.label_smoothing:
         return db
     even = f.even.sum()
@@ -83,9 +83,10 @@ def finish_bias(db: Tensor, f: Factors, opts: Options) -> Tensor:
 
 
 class Made(NamedTuple):
-    """Gradients in the making, None where not wanted; what belongs to label smoothing; tau as `kernels.rows` has it.
+    """The gradients being computed, None where not wanted; terms of label smoothing; tau as in `kernels.rows`.
 
-    frequent: called for the first time after the first chunk's exponentials, beside which the host finds them.
+    frequent: finds the frequent targets on its first call and returns the same ones afterwards. The first call comes
+    after the launch of the first chunk's exponentials, so that the host's part of the search overlaps them.
     """
 
     de: InputGradient | None
@@ -98,8 +99,11 @@ class Made(NamedTuple):
 
 
 def lent(sweep: Sweep, plan: Lent, f: Factors, made: Made) -> None:
-    """The first chunk, its exponentials in what will be dW. Panels of columns are multiplied one after another: each
-    lies where the next one's products will be, but for the last, which is taken out of the way."""
+    """Process the first chunk, with its exponentials in memory that dW lends (see `Lent`).
+
+    Panels of columns are multiplied one after another. Each lies where the next panel's rows of dW will be, except the
+    last, which is copied to the workspace first.
+    """
     c, o = sweep.chunks, sweep.chunks.operands
     z, room = lent_panels(made.dw, plan, o.compute)
     c.pack(0)
@@ -113,14 +117,14 @@ def lent(sweep: Sweep, plan: Lent, f: Factors, made: Made) -> None:
         multiply(c, 0, part, first, made, plan.work.parts, add_de=first > 0, add_dw=False, even_sum=made.even_sum)
     finish_chunk(c, 0, made, plan.work.parts, made.even_sum)
     if made.de is not None:
-        made.de.finish()  # the other chunks use the same memory
+        made.de.finish()  # the other chunks reuse the memory that a pending sum reads
 
 
 def multiply(
     c: Chunks, chunk: int, z: Tensor, first: int, made: Made, parts: int, *, add_de: bool, add_dw: bool,
     even_sum: Tensor | None,
 ) -> None:  # fmt: skip
-    """The chunk's sums of dE and dW, and dBias, from exponentials z of columns from `first` on."""
+    """Compute the chunk's sums for dE and dW, and dBias, from the exponentials z of the columns from `first` on."""
     de = None if made.de is None else c.memory["de"]
     db_alone = made.db is not None and made.dw is None
     if made.de is not None or made.dw is not None:
@@ -133,7 +137,7 @@ def multiply(
 
 
 def finish_chunk(c: Chunks, chunk: int, made: Made, parts: int, even_sum: Tensor | None) -> None:
-    """Once the products are there: dE to its tokens, and the frequent targets' share."""
+    """After the products: write dE to its tokens, and add the chunk to the frequent targets' rows of dW."""
     if made.de is not None:
         made.de.add(c, chunk, parts, c.memory["per_row"], made.tau, made.even_vector)
     frequent = made.frequent()
@@ -144,7 +148,7 @@ def finish_chunk(c: Chunks, chunk: int, made: Made, parts: int, even_sum: Tensor
 def early(
     o: Operands, shape: Shape, plan: Early, needs: tuple[bool, bool, bool], w_like: Tensor, b_like: Tensor | None
 ) -> tuple[Found, tuple[Tensor | None, ...]]:
-    """Statistics and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
+    """Statistics, and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
     opts, like = o.opts, o.e
     memory, memory_lent = allocate(like.device, early_layout(shape, plan), lent_layout(shape, plan.lent))
     tokens = Order(opts, by_target=needs[1] or needs[2])
@@ -194,7 +198,7 @@ def late(
     o: Operands, shape: Shape, plan: Late, needs: tuple[bool, bool, bool], offset: Tensor, log_total: Tensor,
     upstream: Tensor, w_like: Tensor, b_like: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients from the saved log-sum-exp: the logits again, one range of columns after another; three products."""
+    """Gradients from the saved log-sum-exp and recomputed logits, one range of columns at a time: three products."""
     opts, like = o.opts, o.e
     (memory,) = allocate(like.device, late_layout(shape, plan))
     chunks = Chunks(o, Order(opts, by_target=False), memory)

@@ -1,4 +1,4 @@
-"""The fastest plan of head `fused` within a budget of bytes, by a model of what chunks cost."""
+"""Find the fastest plan of head `fused` within a memory budget, using a cost model of its chunks."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -10,22 +10,22 @@ from t1lib.heads.contract import need_workspace
 from t1lib.heads.fused_memory import SLACK, TOKEN_BYTES, bytes_needed, early_layout, late_layout, lent_layout
 from t1lib.heads.fused_plan import NO_CHUNKS, Device, Early, Late, Lent, Shape, Tiles, Work, up
 
-DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more than the weight gradient of a small model
-LOSS_WORKSPACE = 16 * 2**20  # for the loss alone more memory brings nothing
-OVERHEAD = 2.8  # of a tile's epilogue, in steps of its product (measured, docs/log.md)
-REREAD = 1e-4  # of a late chunk's time a row block: larger chunks read more again (measured, docs/log.md)
-ROUNDED = 0.015  # of a late plan's time, what each chunk beyond eight is taken to cost: it rounds dW once more
-UNEVEN = 0.06  # of dE's last wave of several, as far as it leaves processors idle, dW does not make up for (measured)
-WIDTHS = 32  # of ranges of columns to choose from, below the widest: some make whole waves of tiles
-LAUNCHES = 60  # of a chunk's small kernels, in such steps
-TYPICAL = 8192  # tokens for which `early_from` compares: what decides may not depend on a text's length
-MOVED = 1.5e6  # bytes copied within the memory in the time of such a step
-LENDING = 300  # of a chunk that lends, in such steps, beside what it moves (measured, docs/log.md)
+DEFAULT_WORKSPACE = 512 * 2**20  # near the speed of whole logits, and no more than a small model's weight gradient
+LOSS_WORKSPACE = 16 * 2**20  # more memory does not speed up the loss alone
+OVERHEAD = 2.8  # cost of a tile's epilogue, in steps of its product (measured, docs/log.md)
+REREAD = 1e-4  # share of a late chunk's time added per row block: larger chunks re-read more (measured, docs/log.md)
+ROUNDED = 0.015  # penalty per chunk beyond eight, as a share of a late plan's time: each rounds dW once more
+UNEVEN = 0.06  # share of the processors' idle time in the last of several waves of dE that dW cannot fill (measured)
+WIDTHS = 32  # widths of column ranges to try, from the widest down: some make whole waves of tiles
+LAUNCHES = 60  # cost of a chunk's small kernels, in steps
+TYPICAL = 8192  # number of tokens for which `early_from` compares: its result must not depend on the sequence length
+MOVED = 1.5e6  # bytes copied within device memory in the time of one step
+LENDING = 300  # extra cost of a chunk that uses dW's memory, in steps, besides its copy (measured, docs/log.md)
 
 
 @cache
 def splits_of(blocks: int, tiles: int, units: int) -> int:
-    """Parts of the vocabulary, so that row blocks times parts fill the multiprocessors in whole waves."""
+    """Number of parts of the vocabulary for which row blocks × parts best fill the multiprocessors in whole waves."""
 
     def waves(s: int) -> float:
         return -(-blocks * s // units) * (-(-tiles // s) + 0.3)
@@ -34,7 +34,7 @@ def splits_of(blocks: int, tiles: int, units: int) -> int:
 
 
 def _pieces(tokens: int, tile: int, chunks: int | None = None) -> list[tuple[int, int]]:
-    """(chunks, capacity) to choose from, in whole row blocks, the largest first; `chunks`: that one alone."""
+    """Candidates (chunks, capacity), in whole row blocks, largest capacity first; with `chunks`, only that one."""
     blocks = -(-max(tokens, 1) // tile)
     counts = range(1, blocks + 1) if chunks is None else [min(chunks, blocks)]
     sizes = sorted({-(-blocks // c) for c in counts}, reverse=True)
@@ -42,12 +42,12 @@ def _pieces(tokens: int, tile: int, chunks: int | None = None) -> list[tuple[int
 
 
 def _budget(shape: Shape, workspace: int | None, default: int) -> int:
-    """Bytes that the plan may use; the default does not count what grows with the tokens whatever the plan."""
+    """Bytes that the plan may use; to the default is added what every plan needs per token."""
     return default + TOKEN_BYTES * shape.tokens if workspace is None else workspace
 
 
 class _Costs(NamedTuple):
-    """Time of a chunk of `blocks` row blocks in steps of a multiprocessor, a step being a product of m × n × k."""
+    """Time of a chunk of `blocks` row blocks, in steps of a multiprocessor; one step is a product of m × n × k."""
 
     shape: Shape
     tiles: Tiles
@@ -67,7 +67,7 @@ class _Costs(NamedTuple):
         inner = blocks * tiles.m // tiles.k
         dw = -(-columns // tiles.m) * across * (inner + OVERHEAD) * shape.dw
         even = max((count * unit + dw) / units, 1.0)
-        hidden = min(longest / even, 1)  # units of dE hide dW's traffic
+        hidden = min(longest / even, 1)  # share of dW's memory traffic that units of dE hide
         idle = UNEVEN * (longest - count * unit / units) * (count > units)
         return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts) + idle
 
@@ -90,7 +90,7 @@ class _Costs(NamedTuple):
 
 
 def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:
-    """(cost, plan) for some numbers of panels, and of tokens up to what the last panel has room for."""
+    """(cost, plan) for various numbers of panels, and of tokens up to what the last panel has room for."""
     shape, t = costs.shape, costs.tiles
     step, columns = max(t.m, t.n), -(-shape.vocab // t.n)
     found = []
@@ -107,7 +107,7 @@ def _lent_plans(costs: _Costs) -> list[tuple[float, Lent]]:
 
 
 def _plain_plans(costs: _Costs, chunks: int | None = None) -> Iterator[tuple[float, Early]]:
-    """(cost, plan) in chunks of all sizes (or in about `chunks` of them), nothing lent."""
+    """(cost, plan) for chunks of every size (or for about `chunks` chunks), without using dW's memory."""
     shape, m = costs.shape, costs.tiles.m
     columns, most = -(-shape.vocab // costs.tiles.n), 12 if shape.de else 1
 
@@ -127,9 +127,9 @@ def _plain_plans(costs: _Costs, chunks: int | None = None) -> Iterator[tuple[flo
 
 
 def plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Early:
-    """The fastest plan within the workspace (or of about `chunks` chunks, nothing lent). `T1Error` where none fits.
+    """The fastest plan within the workspace, or with about `chunks` chunks and nothing lent. `T1Error` if none fits.
 
-    One for all numbers of tokens that make as many row blocks, so that texts of any length share a few plans.
+    Numbers of tokens that fill the same number of row blocks share a plan, so that varying sequence lengths need few.
     """
     return _plan_early(shape._replace(tokens=up(max(shape.tokens, 1), tiles.m)), workspace, device, tiles, chunks)
 
@@ -150,12 +150,15 @@ def _plan_early(shape: Shape, workspace: int | None, device: Device, tiles: Tile
 
 
 def early_bytes(shape: Shape, plan: Early) -> int:
-    """Bytes of a forward that makes gradients by this plan."""
+    """Bytes of a forward that computes gradients by this plan."""
     return bytes_needed(shape, early_layout(shape, plan), lent_layout(shape, plan.lent))
 
 
 def _early_plans(costs: _Costs, budget: int) -> list[tuple[float, Early]]:
-    """(cost, plan): nothing lent whatever it needs, or what fits into the budget lent and any plan for the rest."""
+    """(cost, plan): every plan with nothing lent, and every lent chunk within the budget with any plan for the rest.
+
+    Only the lent chunks are checked against the budget here.
+    """
     shape, plans = costs.shape, list(_plain_plans(costs))
     for capacity, (cost, lent) in _cheapest_lent(costs, budget).items():
         left = shape.tokens - capacity
@@ -165,16 +168,17 @@ def _early_plans(costs: _Costs, budget: int) -> list[tuple[float, Early]]:
 
 
 def early_is_faster(shape: Shape, workspace: int, device: Device, tiles: Tiles) -> bool:
-    """Whether a forward that makes gradients within the workspace is faster than logits made twice."""
+    """Whether, within the workspace, computing gradients in the forward is faster than recomputing the logits later."""
     return workspace - TOKEN_BYTES * shape.tokens >= early_from(shape._replace(tokens=0), device, tiles)
 
 
 @cache
 def early_from(shape: Shape, device: Device, tiles: Tiles) -> int:
-    """Bytes, besides `TOKEN_BYTES` a token, from which gradients made in the forward are the faster ones.
+    """Bytes, besides `TOKEN_BYTES` per token, from which on computing the gradients in the forward is faster.
 
-    Below, the logits made twice cost less than the many small chunks of the forward, or these do not fit at all. One
-    for all numbers of tokens, as the compiler needs to know which it is and not how many tokens there will be.
+    With less, recomputing the logits costs less than the many small chunks of such a forward, or these do not fit at
+    all. The value is the same for any number of tokens, because the compiler must know which of the two applies
+    without knowing the number of tokens.
     """
     shape = shape._replace(tokens=TYPICAL)
     costs, rows = _Costs(shape, tiles, device), TOKEN_BYTES * TYPICAL
@@ -197,7 +201,7 @@ def early_from(shape: Shape, device: Device, tiles: Tiles) -> int:
 
 
 def _cheapest_lent(costs: _Costs, budget: int) -> dict[int, tuple[float, Lent]]:
-    """By number of tokens: the fastest that fits into the budget."""
+    """For each capacity in tokens, the fastest lent chunk that fits the budget, as (cost, plan)."""
     found: dict[int, tuple[float, Lent]] = {}
     for cost, plan in sorted(_lent_plans(costs), key=lambda p: p[0]):
         if bytes_needed(costs.shape, lent_layout(costs.shape, plan)) <= budget:
@@ -207,7 +211,7 @@ def _cheapest_lent(costs: _Costs, budget: int) -> dict[int, tuple[float, Lent]]:
 
 @cache
 def plan_late(shape: Shape, workspace: int | None, device: Device, tiles: Tiles, chunks: int | None) -> Late:
-    """The fastest plan of a backward within the workspace, in ranges of columns as wide as fit or a little less."""
+    """The fastest plan of a backward within the workspace, with column ranges as wide as fit or a little narrower."""
     budget = _budget(shape, workspace, DEFAULT_WORKSPACE)
     costs, step = _Costs(shape, tiles, device), max(tiles.m, tiles.n)
     found: list[tuple[float, Late]] = []
@@ -233,7 +237,7 @@ def plan_late(shape: Shape, workspace: int | None, device: Device, tiles: Tiles,
 
 @cache
 def plan_loss(shape: Shape, workspace: int | None, device: Device, tiles: Tiles) -> Late:
-    """The loss alone, within the workspace or `LOSS_WORKSPACE`: the chunks that leave the fewest processors idle."""
+    """Plan the loss alone, within the workspace and `LOSS_WORKSPACE`, so that the fewest processors are idle."""
     budget = min(_budget(shape, workspace, LOSS_WORKSPACE), LOSS_WORKSPACE + TOKEN_BYTES * shape.tokens)
     forward = shape._replace(de=False, dw=False)
     columns = -(-shape.vocab // tiles.n)

@@ -1,4 +1,4 @@
-"""Head `fused`: dE of chunks; and on a shard of the vocabulary, what its chunks exchange with the other shards."""
+"""Head `fused`: dE from chunks of tokens, and what the chunks exchange between shards of the vocabulary."""
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,11 @@ from t1lib.heads.fused_chunks import BLOCK, Chunks, Operands
 from t1lib.heads.fused_rows import Found, finish_input
 from t1lib.heads.kernels import forward, shards
 
-ROWS = 128  # a program
+ROWS = 128  # per program
 
 
 class InputGradient:
-    """dE (N, D), to which chunks of tokens add their rows."""
+    """dE (N, D), into which chunks of tokens write their rows."""
 
     def __init__(self, o: Operands) -> None:
         self.out = torch.zeros_like(o.e, memory_format=torch.contiguous_format)
@@ -22,18 +22,19 @@ class InputGradient:
         self, chunks: Chunks, chunk: int, parts: int = 1, per_row: Tensor | None = None, tau: Tensor | None = None,
         even_vector: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The sums of products in the chunk's memory, finished as `finish_input` says."""
+        """Write the chunk's rows: the sums of products in its memory, completed by `finish_input`."""
         finish_input(chunks, chunk, chunks.memory["de"], self.out, parts, per_row, tau, even_vector)
 
     def finish(self) -> None:
-        """Whatever was added is in `out`."""
+        """Complete `out`; here nothing is ever pending."""
 
 
 class SummedInputGradient(InputGradient):
-    """The same summed over the shards, in float32, a chunk's rows while the device computes the next chunk.
+    """dE summed over the shards in float32; a chunk's rows are all-reduced while the device computes the next chunk.
 
-    Where the tokens are dealt, `out` holds those of this process. The rows of a chunk are anyone's, so they are summed
-    on all processes there, too: they come as the chunks do, and no (N, D) in float32 has to be held for the end.
+    With sequence parallelism `out` holds only this process's tokens. The rows of a chunk may belong to any process's
+    tokens, so they are all-reduced there as well. Since that happens chunk by chunk, no (N, D) float32 buffer has to
+    be held until the end.
     """
 
     def __init__(self, o: Operands) -> None:
@@ -63,12 +64,12 @@ class SummedInputGradient(InputGradient):
 
 
 def input_gradient(o: Operands) -> InputGradient:
-    """The one that these operands need."""
+    """The kind of `InputGradient` that these operands need."""
     return InputGradient(o) if o.opts.shards is None else SummedInputGradient(o)
 
 
 def finished(gradient: InputGradient | None) -> Tensor | None:
-    """All of it, or None where it is not wanted."""
+    """The complete dE, or None if it is not wanted."""
     if gradient is None:
         return None
     gradient.finish()
@@ -76,14 +77,14 @@ def finished(gradient: InputGradient | None) -> Tensor | None:
 
 
 def share_targets(chunks: Chunks, at: Tensor, offset: Tensor) -> None:
-    """The logit of each target, and the offset that follows from it, from the shard that has the target: to all."""
+    """Send each target's logit from the shard that holds the target to all, and derive the offsets from it."""
     dist.all_reduce(at, group=chunks.operands.opts.shards.group)
     empty = torch.arange(len(at), device=at.device) >= chunks.info[0]
     torch.floor(at, out=offset).add_(forward.LEAD.value).masked_fill_(empty, forward.NEVER.value)
 
 
 def combine(chunks: Chunks, chunk: int, at: Tensor, found: Found) -> None:
-    """Statistics of a chunk's tokens over the whole vocabulary, in place of those over the columns here."""
+    """Replace the statistics of a chunk's tokens over this shard's columns by those over the whole vocabulary."""
     group, memory, rows = chunks.operands.opts.shards, chunks.memory["shares"], (triton.cdiv(chunks.capacity, ROWS),)
     mine, every = memory[:4], memory[4:]
     shards.take_rows[rows](

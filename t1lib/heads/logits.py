@@ -1,10 +1,10 @@
-"""What both chunked heads do with one block of logits: buffers, softmax statistics, the gradient, in few passes.
+"""Operations of head `chunked` on one block of logits: buffers, softmax statistics, the gradient, in few passes.
 
-With logits z (after the softcap), p = softmax z and the symbols of `full`, a token's loss
-    l = t [ −(1−α) c_y log p_y + α/V Σ_v c_v (lse − z_v) + ζ lse² ]
-has, with r = t · dL/dl and C = Σ_v c_v, the gradient
+With logits z (after the softcap), p = softmax z, ζ = z_loss and the symbols of `full`, a token's loss is
+    l = t [ −(1−α) c_y log p_y + α/V Σ_v c_v (lse − z_v) + ζ lse² ].
+With r = t · dL/dl and C = Σ_v c_v, its gradient is
     dL/dz_v = A p_v − B [v = y] − E c_v,   A = B + r (α C/V + 2 ζ lse),   B = r (1−α) c_y,   E = r α / V,
-and the softcap multiplies it by 1 − (z_v / s)².
+which the softcap multiplies by 1 − (z_v / s)².
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,12 @@ from t1lib.heads.contract import Options
 
 @dataclass
 class Buffers:
-    """Memory for blocks of logits, made once and reused. `raw`: gradients (and, where no product can write float32,
-    logits before that) in the operands' dtype; `work`: logits and p in float32 (for float32 operands the same memory as
-    `raw`); `slope`: the softcap's derivative."""
+    """Memory for blocks of logits, allocated once and reused.
+
+    raw     gradients in the operands' dtype (and before them the logits, where no product can write float32)
+    work    logits and p in float32; the same memory as `raw` for float32 operands
+    slope   the softcap's derivative
+    """
 
     raw: Tensor
     work: Tensor
@@ -28,26 +31,26 @@ class Buffers:
 
     @classmethod
     def allocate(cls, entries: int, like: Tensor, opts: Options, gradients: bool, blocks: int = 1) -> "Buffers":
-        """Flat buffers of `entries` logits, `raw` for `blocks` times as many; `slope` only where a softcap needs it."""
+        """Flat buffers for `entries` logits, `raw` for `blocks` times as many; `slope` only if a softcap needs it."""
         raw = like.new_empty(entries * blocks)
         work = raw if raw.dtype == opts.dtype else like.new_empty(entries, dtype=opts.dtype)
         slope = like.new_empty(entries, dtype=opts.dtype) if gradients and opts.softcap is not None else None
         return cls(raw, work, slope)
 
     def view(self, rows: int, columns: int, first: int = 0) -> "Buffers":
-        """rows × columns entries as contiguous matrices; `raw` from its row `first` on."""
+        """The buffers as contiguous rows × columns matrices; that of `raw` begins at its row `first`."""
         raw = self.rows(first, first + rows, columns)
         work = raw if self.work is self.raw else self.work[: rows * columns].view(rows, columns)
         slope = None if self.slope is None else self.slope[: rows * columns].view(rows, columns)
         return Buffers(raw, work, slope)
 
     def rows(self, start: int, stop: int, columns: int) -> Tensor:
-        """Rows of `raw`, as a contiguous matrix."""
+        """Rows `start` to `stop` of `raw`, as a contiguous matrix."""
         return self.raw[start * columns : stop * columns].view(stop - start, columns)
 
 
 def entry_bytes(dtype: torch.dtype, opts: Options, gradients: bool, blocks: int = 1) -> int:
-    """Bytes of workspace a logit of a block: the buffers, and what filtering's comparisons allocate."""
+    """Bytes of workspace per logit of a block: the buffers, and what filtering's comparisons allocate."""
     size = dtype.itemsize * blocks
     if dtype != opts.dtype:
         size += opts.dtype.itemsize
@@ -57,9 +60,9 @@ def entry_bytes(dtype: torch.dtype, opts: Options, gradients: bool, blocks: int 
 
 
 class Rows(NamedTuple):
-    """Per token, (N, 1) in float32 or float64, from which loss and gradient follow.
+    """Statistics per token, (N, 1) in float32 or float64, from which loss and gradient follow.
 
-    The log-sum-exp is kept as two terms because their difference from a logit loses less at large logits.
+    The log-sum-exp is kept as two terms, because subtracting them one by one loses less precision at large logits.
     """
 
     top: Tensor  # the largest logit
@@ -79,8 +82,8 @@ class Rows(NamedTuple):
 def logits(e: Tensor, w: Tensor, b: Tensor | None, block: Buffers, opts: Options) -> Tensor:
     """work ← e wᵀ + b, softcapped; slope ← 1 − tanh². Returns work, (rows, columns).
 
-    On CUDA a 16-bit product without a bias writes its float32 sums as they are: no rounding, and no pass to widen
-    them. Elsewhere the product is rounded to the operands' dtype, as `F.linear` rounds it, and widened.
+    On CUDA a 16-bit product without a bias writes its float32 sums directly, with no rounding and no widening pass.
+    Otherwise the product is rounded to the operands' dtype, as in `F.linear`, and then widened.
     """
     work = block.work
     if b is None and e.is_cuda and work is not block.raw:
@@ -105,10 +108,10 @@ def pull_of(z: Tensor, class_weight: Tensor | None, opts: Options) -> Tensor:
 
 
 def softmax_rows(z: Tensor, index: Tensor, opts: Options) -> Rows:
-    """Statistics of whole rows of logits z, which become p in place; index (rows, 1): the target's column.
+    """Statistics of complete rows of logits z, which is overwritten by p; index (rows, 1): the target's column.
 
-    softmax's own denominator is read back from its largest entry, p_top = 1 / total, instead of another pass. On a
-    shard where all logits of a row are −inf, p is one of its entries' alone: `Shards.combine` finds none of it here.
+    The softmax's denominator is recovered from its largest entry, p_top = 1 / total, which saves a pass. If all logits
+    of a row are −inf on a shard, p becomes one-hot instead of nan, and `Shards.combine` gives it a share of zero.
     """
     where = z.argmax(-1, keepdim=True)
     top, at_target = z.gather(1, where), z.gather(1, index)
@@ -120,21 +123,21 @@ def softmax_rows(z: Tensor, index: Tensor, opts: Options) -> Rows:
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`, not rounded to 16 bits."""
+    """a @ b in `dtype`, without rounding to 16 bits in between."""
     if a.dtype == dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
 def local_targets(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """(N, 1) each: the target's place among these columns, clamped, and whether it lies there."""
+    """(N, 1) each: the target's index within these columns, clamped to them, and whether it lies among them."""
     index = (target - columns.start)[:, None]
     last = columns.stop - columns.start - 1
     return index.clamp(0, last), (index >= 0) & (index <= last)
 
 
 def token_losses(lse: Tensor, logprob: Tensor, pull: Tensor, opts: Options) -> Tensor:
-    """(N) losses before the token weight, from vectors (N) of a token's statistics; the equation above."""
+    """(N) losses before the token weight, by the equation above, from (N) vectors of per-token statistics."""
     smooth = opts.label_smoothing
     losses = -(1.0 - smooth) * logprob
     if opts.target_weight is not None:
@@ -153,7 +156,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(lse: Tensor, gradient: Tensor, target_weight: Tensor | None, opts: Options) -> Coefficients:
-    """From lse (N, 1) and r (N), `gradient` with respect to the token's loss, 0 at ignored tokens."""
+    """The coefficients from lse (N, 1) and `gradient` (N), the equation's r, which is 0 at ignored tokens."""
     r = gradient[:, None]
     smooth = opts.label_smoothing
     target = r * (1.0 - smooth)
@@ -166,7 +169,7 @@ def coefficients(lse: Tensor, gradient: Tensor, target_weight: Tensor | None, op
 
 
 def unscaled_gradient(block: Buffers, index: Tensor, hit: Tensor) -> Tensor:
-    """p − one-hot of a block whose `work` holds p; written over `raw`, which is returned. Rounding is its only pass.
+    """p − one-hot of a block whose `work` holds p, written to `raw`, which is returned. The only pass is the rounding.
 
     index, hit: as in `logit_gradient`.
     """
@@ -177,9 +180,9 @@ def unscaled_gradient(block: Buffers, index: Tensor, hit: Tensor) -> Tensor:
 def logit_gradient(
     block: Buffers, index: Tensor, hit: Tensor, coef: Coefficients, class_weight: Tensor | None, opts: Options
 ) -> Tensor:
-    """dL/d(raw logits) of a block whose `work` holds p; written over `raw`, which is returned.
+    """dL/d(raw logits) of a block whose `work` holds p, written to `raw`, which is returned.
 
-    index, hit (rows, 1): the target's column in this block, and 1.0 where it lies in the block, else 0.0.
+    index, hit (rows, 1): the target's column in this block, and 1.0 if the target lies in the block, else 0.0.
     """
     x = block.work.scatter_add_(1, index, -hit)  # p − one-hot, in float32: no cancellation as p_y → 1
     if opts.plain:

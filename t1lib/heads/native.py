@@ -1,4 +1,4 @@
-"""Head `torch`: PyTorch's own `torch.nn.functional.linear_cross_entropy`, where this PyTorch has it (2.13)."""
+"""Head `torch`: PyTorch's own `torch.nn.functional.linear_cross_entropy`, if this PyTorch has it (2.13)."""
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,14 @@ def native(
 ) -> tuple[Tensor, HeadStats | None]:
     """Cross-entropy of a linear layer's outputs by PyTorch's op.
 
-    chunked=True (default) asks for its memory-saving path, `LinearCrossEntropyOptions()` with the op's own choice of
-    chunk and precision; chunked=False is its reference path, which holds whole logits.
+    chunked=True (default) selects its memory-saving path, `LinearCrossEntropyOptions()` with the op's own choice of
+    chunk and precision; chunked=False selects its reference path, which holds the whole logits.
 
-    The op takes class weights, bias and the three reductions; `token_weight` is composed from its reduction "none".
-    It rounds the loss of 16-bit operands to their dtype (the value is returned as float32 here).
+    The op takes class weights, bias and the three reductions; `token_weight` is applied to its losses under "none".
+    The op rounds the loss of 16-bit operands to their dtype; the rounded value is returned as float32.
 
-    Raises `UnavailableError` on a PyTorch without the op, `T1Error` for softcap, z_loss, filter_eps, workspace and
-    return_stats, which it lacks, and for label_smoothing with chunked=True, where it would fall back to whole logits.
+    Raises `UnavailableError` on a PyTorch without the op; `T1Error` for softcap, z_loss, filter_eps, workspace and
+    return_stats, which the op lacks, and for label_smoothing with chunked=True, where it would hold the whole logits.
     """
     if not hasattr(F, "linear_cross_entropy"):
         raise UnavailableError(

@@ -1,4 +1,4 @@
-"""The heads on a vocabulary that is dealt to the processes of a group: `linear_cross_entropy` with `group=`."""
+"""Vocabulary-parallel heads: `linear_cross_entropy` with `group=`, over whose processes the weight is sharded."""
 
 from typing import Any
 
@@ -45,49 +45,56 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, HeadStats]:
-    """`t1lib.heads.linear_cross_entropy` where each process of `group` holds its own rows of the weight.
+    """`t1lib.heads.linear_cross_entropy` for a vocabulary-parallel layer: each rank of `group` holds some weight rows.
 
-    A function of its own, and not `group=` on the other: nobody who forgets the group takes the loss over a shard for
-    the loss, and who has one process imports nothing of `torch.distributed`. Arguments and results are the other's but:
+    This is a separate function so that nobody who forgets `group` mistakes the loss over one shard for the loss, and
+    so that single-process programs import nothing from `torch.distributed`. Arguments and results are those of
+    `t1lib.heads.linear_cross_entropy` except for:
 
-    input, target       the same on every rank; targets are indices in the whole vocabulary
-    sequence_parallel   input, target and token_weight are each rank's own tokens, as many on each, in the order of
-                        ranks; losses per token, statistics and dE are then those of its own tokens, "mean" and "sum"
-                        are over all
-    linear_weight       (rows, D): the classes that follow on those of the ranks below, in any number, but at least one
-                        on each. Or a DTensor sharded on dimension 0 of a one-dimensional mesh; its gradient is one, too
-    linear_bias         (rows), or a DTensor likewise
+    input, target       the same on every rank; targets are indices into the whole vocabulary
+    sequence_parallel   if True, input, target and token_weight hold each rank's own tokens, the same number on every
+                        rank, in rank order. Per-token losses, statistics and dE are then those of the rank's own
+                        tokens; "mean" and "sum" are over all tokens
+    linear_weight       (rows, D): the rank's classes, which follow those of the lower ranks; ranks may differ in rows,
+                        but each has at least one. Or a DTensor with dimension 0 sharded over a one-dimensional mesh;
+                        its gradient is then a DTensor, too
+    linear_bias         (rows), or a DTensor sharded in the same way
     group               ProcessGroup or one-dimensional DeviceMesh; None: the mesh of the DTensor
-    vocabulary          V, to be checked against the shards; otherwise V is what they add up to
-    weight              (V) class weights of the whole vocabulary, the same on every rank: with them a target's weight
-                        and the denominator need no collective
-    workspace           on each rank; the hidden states that sequence_parallel gathers are not counted
-    options             the other's remaining ones and the head's own
+    vocabulary          V, to check the shards against; None: V is the sum of their rows
+    weight              (V) class weights of the whole vocabulary, the same on every rank, so that neither a target's
+                        weight nor the denominator needs a collective
+    workspace           per rank; the hidden states gathered under sequence_parallel are not counted
+    options             the remaining options of `t1lib.heads.linear_cross_entropy` and those of the head
 
-    Every rank returns the same loss, and must call backward with the same gradient of it. Each has the gradient of its
-    own rows; dE is added up in float32 (float64) and is the same everywhere, or that of its own tokens. There is no
-    second derivative. No rank ever holds another's logits: what a token costs is some 16 bytes a rank, and its dE.
+    Unless losses are per rank (sequence_parallel with "none"), every rank returns the same loss and must call backward
+    with the same upstream gradient. Each rank gets the gradient of its own rows of the weight. dE is summed over the
+    ranks in float32 (float64 for float64 operands) and is the same on all of them, or covers the rank's own tokens.
+    There is no second derivative. No rank ever holds another rank's logits: the ranks exchange some 16 bytes per token
+    and rank, and the token's row of dE.
 
-    What a call and its backward exchange, after the integers by which the ranks compare it, and the tokens where they
-    are dealt:
+    A call first exchanges the integers by which the ranks compare it; under sequence_parallel, the call and its
+    backward also gather the tokens. Beyond that, the collectives of a call and its backward are:
 
-    full                    two small collectives for the loss; one of dE, beside the product of the weight's gradient
-    fused                   a small one for the loss; for each chunk of tokens a small one, and one of its rows of dE,
-                            which overlaps the next chunk. With sequence_parallel too those rows are added up on all
-                            ranks, by an all-reduce: twice the bytes of the reduce-scatter of other heads
-    chunked by sequence     for each chunk a small one (under "none" again in the backward), and one of its rows of dE,
-                            which overlaps the next chunk; with sequence_parallel one reduce-scatter of dE after the
-                            last chunk instead
-    chunked by vocabulary   a small one for the loss, and one of dE, with nothing beside it
+    full                    two small ones for the loss, and one for dE, which overlaps the product of the weight's
+                            gradient
+    fused                   a small one for the loss (two if the first chunk is stored in the memory of dW); for each
+                            chunk of tokens a small one, and one for its rows of dE, which overlaps the next chunk.
+                            Those rows are all-reduced even under sequence_parallel, which takes twice the bytes of the
+                            reduce-scatter that the other heads use there
+    chunked by sequence     for each chunk a small one (under "none" again in the backward), and one for its rows of dE,
+                            which overlaps the next chunk; under sequence_parallel, instead of the latter, one
+                            reduce-scatter of dE after the last chunk
+    chunked by vocabulary   a small one for the loss, and one for dE, which overlaps nothing
 
-    Raises `T1Error` on every rank if the call differs between them, if the shards do not add up to the vocabulary, for
-    a head, an option or an operand that is not allowed, for a backend that lacks the tensors' device, and without
-    `torch.distributed.init_process_group`. On CUDA a call whose like agreed before is compared by the device alone:
-    a rank that differs then ends the others by a device assertion.
+    Raises `T1Error` on every rank if the call differs between ranks, if the shards do not add up to the vocabulary, for
+    a head, an option or an operand that is not allowed, for a backend that does not serve the tensors' device, and
+    without `torch.distributed.init_process_group`. On CUDA, once the ranks have agreed on a call, later calls like it
+    are compared by the device alone; a rank that differs then stops the others with a device assertion.
 
-    Not noticed: hidden states that differ (their last bits may), and targets and weights that do where they are not on
-    a CPU. Where a rank knows no group, it alone raises `T1Error`, and the others wait until the backend's timeout; so
-    do all if their operands are on unlike types of device in a group that has a backend for each.
+    Not detected: hidden states that differ between ranks (their last bits may), and targets and weights that differ,
+    unless these are on a CPU. A rank that finds no group raises `T1Error` alone, and the others wait until the
+    backend's timeout. All ranks wait that long if their operands are on different types of device in a group that has
+    a backend for each type.
 
     Source: Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al. 2019, section 3).
     """
@@ -112,9 +119,9 @@ def linear_cross_entropy(
 
 
 def _filled(head: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the defaults of those that were left out: told or not, they are the same call.
+    """The options, with defaults for those left out, so that a default passed explicitly gives the same call.
 
-    The workspace in bytes, in whatever units it was told.
+    For the same reason the workspace is converted to bytes.
     """
     filled = DEFAULTS[head] | options
     if filled["ignore_index"] is None:
@@ -125,7 +132,7 @@ def _filled(head: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _facts(plain: dict[str, Any], w: Any, b: Any) -> dict[str, Any]:
-    """What must be the same on all ranks of the operands: those that are whole on each, and the parts w and b."""
+    """What must be the same on all ranks about the operands: those that are not sharded, and the shards w and b."""
     e = plain["input"]
     facts = {name: _describe(value, e) for name, value in plain.items()}
     facts |= {"linear_weight": _describe(w, e, 1), "linear_bias": _describe(b, e, 1)}
@@ -134,7 +141,7 @@ def _facts(plain: dict[str, Any], w: Any, b: Any) -> dict[str, Any]:
 
 
 def _values(**named: Any) -> dict[str, str]:
-    """Digests of what the plain tensors among them hold, where nothing has to be waited for."""
+    """Digests of the values of those that are plain CPU tensors, which can be read without waiting for a device."""
     here = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
     return {f"values of {k}": digest_of(v) for k, v in here.items() if not isinstance(v, DTensor)}
 
@@ -149,7 +156,7 @@ def _check(plain: dict[str, Any], w: Any, b: Any, rows: tuple[int, ...]) -> None
 
 
 def _check_sizes(rows: tuple[int, ...], vocabulary: int | None, whole: int | None, weight: Tensor | None) -> None:
-    """Raise `T1Error` unless the shards add up to what else says how many classes there are."""
+    """Raise `T1Error` unless the shards add up to every other number of classes that the call implies."""
     sizes = {
         "vocabulary is": vocabulary,
         "the weight as a DTensor has": whole,
@@ -161,7 +168,7 @@ def _check_sizes(rows: tuple[int, ...], vocabulary: int | None, whole: int | Non
 
 
 def _group_of(group: ProcessGroup | DeviceMesh | None, linear_weight: Tensor) -> ProcessGroup:
-    """The group that `group` or the DTensor's mesh stands for."""
+    """The process group that `group` or the DTensor's mesh stands for."""
     ready = dist.is_available() and dist.is_initialized()
     require(ready, "torch.distributed is not initialised; call torch.distributed.init_process_group first")
     if group is None and isinstance(linear_weight, DTensor):
@@ -175,7 +182,7 @@ def _group_of(group: ProcessGroup | DeviceMesh | None, linear_weight: Tensor) ->
 
 
 def _local(group: ProcessGroup, tensor: Tensor | None, name: str) -> Tensor | None:
-    """This process's rows of a DTensor, any other tensor as it is."""
+    """This process's rows of a DTensor; any other tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
@@ -187,12 +194,12 @@ def _local(group: ProcessGroup, tensor: Tensor | None, name: str) -> Tensor | No
 
 
 def _device(tensor: Any) -> torch.device:
-    """Where to compare notes: the device of the operands."""
+    """The device on which the ranks compare the call: that of the operands."""
     return tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
 
 
 def _describe(value: Any, like: Any, skip: int = 0) -> Any:
-    """What must agree of an argument: dtype, shape (from dimension `skip` on), device, whether it wants a gradient."""
+    """What must agree about an argument: type, dtype, shape from dimension `skip` on, device, requires_grad."""
     if not isinstance(value, Tensor):
         return value if value is None else type(value).__name__
     place = value.device.type if isinstance(like, Tensor) and value.device == like.device else "on another device"
@@ -205,6 +212,6 @@ def _rows_of(tensor: Any) -> int:
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    """What else decides how a head computes."""
+    """The other facts that decide how a head computes."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return {"device": fused_plan.device_of(device), "autocast": autocast, "grad mode": torch.is_grad_enabled()}

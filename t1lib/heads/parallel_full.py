@@ -1,4 +1,4 @@
-"""Head `full` on a shard of the vocabulary: the specification of `parallel`, in PyTorch's autograd and collectives."""
+"""Head `full` on a shard of the vocabulary: the specification of `parallel`, in plain autograd and collectives."""
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,11 @@ from t1lib.heads.shards import Shards
 
 @as_head("full")
 def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor, HeadStats | None]:
-    """The equation of `t1lib.heads.full`, the logits N × (rows of the weight here) held whole.
+    """The equation of `t1lib.heads.full`, holding all N × (this process's weight rows) logits at once.
 
-    With the largest logit of each token known to all, Σ_v exp(z_v − top), z_y and Σ_v c_v z_v add up over the shards:
-    two collectives, and one for dE. Everything after that is the same on every process. There is no second derivative.
+    One collective gives every process the largest logit of each token; then Σ_v exp(z_v − top), z_y and Σ_v c_v z_v are
+    sums over the shards, taken by a second one. All processes compute the same from there. dE takes a third collective.
+    There is no second derivative.
     """
     shards, least = opts.shards, len(opts.target) * opts.widest * (entry_bytes(opts) + opts.dtype.itemsize)
     need_workspace(opts.workspace, least, "full")
@@ -40,7 +41,7 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` of all tokens; dE is summed over the shards while the weight's gradient is made."""
+    """`F.linear` of all tokens; dE is summed over the shards while the weight's gradient is computed."""
 
     @staticmethod
     def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> Tensor:
@@ -50,7 +51,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_create_graph("full", dealt=True)  # every gradient comes through here
+        refuse_create_graph("full", dealt=True)  # every gradient passes through here
         (e, w), opts, needs = ctx.saved_tensors, ctx.opts, ctx.needs_input_grad
         de = opts.shards.sum_of(wide_product(dz, w, opts.dtype)) if needs[0] else None
         if de is not None:
@@ -61,7 +62,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the shards. Each of them makes the same loss of it: the gradient of a part is that of the sum."""
+    """The sum over the shards. All compute the same loss from it, so the gradient of a part is that of the sum."""
 
     @staticmethod
     def forward(ctx, parts: Tensor, shards: Shards) -> Tensor:
@@ -75,7 +76,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """The losses of this process's tokens; their gradients come from the processes that were given them."""
+    """The losses of this process's tokens; the backward gathers the gradients of all tokens from their processes."""
 
     @staticmethod
     def forward(ctx, losses: Tensor, shards: Shards) -> Tensor:

@@ -1,4 +1,4 @@
-"""The vocabulary dealt to the processes of a group: who holds which rows of the weight, and what they exchange."""
+"""The vocabulary sharded over a process group: who holds which rows of the weight, and what the processes exchange."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,17 +10,17 @@ from torch.distributed import ProcessGroup
 
 from t1lib.heads.logits import Rows
 
-# the older names, deprecated in PyTorch 2.13, are the only ones before it
+# the older names are deprecated in PyTorch 2.13 but the only ones in earlier versions
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Shards:
-    """One process's view: rows `first` … `first + rows[rank]` of the weight are here.
+    """One process's view of the sharding: it holds the rows `first` … `first + rows[rank]` of the weight.
 
-    rows        of the weight that each process of `group` holds, in the order of ranks
-    sequence    the tokens are dealt to the processes, too: as many to each, in the order of ranks
+    rows        number of weight rows on each process of `group`, in rank order
+    sequence    whether the tokens are sharded, too: the same number on every process, in rank order
     """
 
     group: ProcessGroup
@@ -42,31 +42,31 @@ class Shards:
         return len(self.rows)
 
     def gather(self, mine: Tensor) -> Tensor:
-        """(size · n, …) from (n, …) of each process."""
+        """(size · n, …): the values (n, …) of every process, in rank order."""
         every = mine.new_empty(self.size * len(mine), *mine.shape[1:])
         self.gather_into(every, mine.contiguous())
         return every
 
     def gather_into(self, every: Tensor, mine: Tensor) -> None:
-        """The same into given memory; both are contiguous."""
+        """The same, into the tensor `every`; both tensors are contiguous."""
         all_gather(every, mine, group=self.group)
 
     def tokens(self, mine: Tensor) -> Tensor:
-        """(N, …): all tokens' values, from those of this process's tokens where they are dealt."""
+        """(N, …): the values of all tokens, gathered from those of each process's tokens if the tokens are sharded."""
         return self.gather(mine) if self.sequence else mine
 
     def flat_tokens(self, mine: Tensor) -> Tensor:
-        """(N): the same of values of any shape."""
+        """(N): the same for values of any shape, flattened."""
         return self.tokens(mine.flatten())
 
     def own(self, every: Tensor) -> Tensor:
-        """The values of this process's tokens among those of all, (N, …)."""
+        """The values of this process's tokens, selected from those of all tokens, (N, …)."""
         return every.chunk(self.size)[self.rank] if self.sequence and len(every) else every
 
     def combine(self, rows: Rows, hit: Tensor) -> tuple[Rows, Tensor]:
-        """Statistics over the whole vocabulary, and (n, 1) how much of a token's softmax is here: one collective.
+        """Statistics over the whole vocabulary, and (n, 1) this shard's share of each token's softmax: one collective.
 
-        rows, hit: statistics over the columns here, and (n, 1) whether the token's target is one of them.
+        rows, hit: statistics over this shard's columns, and (n, 1) whether the token's target is one of them.
         """
         mine = torch.cat([rows.top, rows.total, torch.where(hit, rows.at_target, 0.0), rows.pull], 1)
         top, total, at_target, pull = self.gather(mine).view(self.size, -1, 4).unbind(-1)
@@ -78,21 +78,21 @@ class Shards:
         return Rows(*combined), share
 
     def sum_of(self, partial: Tensor) -> "InputSum":
-        """dE from this shard's part of it."""
+        """The sum of dE over the shards, given this shard's part; see `InputSum`."""
         return InputSum(self, partial)
 
 
 class InputSum:
-    """dE on its way to the sum over the shards. `partial` (N, D): this shard's part, in float32 or float64."""
+    """The asynchronous sum of dE over the shards. `partial` (N, D): this shard's part, in float32 or float64."""
 
     def __init__(self, shards: Shards, partial: Tensor) -> None:
         self._shards, self._out, self.partial = shards, partial, partial
         self._ready, self._pending = 0, []
 
     def start(self, part: slice) -> None:
-        """These rows of `partial` are complete: their sum begins, beside what the device computes next.
+        """Start the sum of these rows of `partial`, which are complete; it overlaps what the device computes next.
 
-        Where each process keeps its own tokens alone, it begins with the last of them.
+        If the tokens are sharded, one reduce-scatter of all rows starts when the last of them are complete.
         """
         shards, rows = self._shards, self.partial[part]
         self._ready += len(rows)
@@ -103,7 +103,7 @@ class InputSum:
             self._pending.append(reduce_scatter(self._out, self.partial, group=shards.group, async_op=True))
 
     def result(self, dtype: torch.dtype) -> Tensor:
-        """(N, D), or the rows of this process's tokens where they are dealt."""
+        """Wait for the sums; return dE (N, D), or the rows of this process's tokens if the tokens are sharded."""
         for work in self._pending:
             work.wait()
         return self._out.to(dtype)

@@ -1,6 +1,6 @@
 """The loops of head `chunked`: over chunks of tokens, and over chunks of the vocabulary's columns.
 
-Each returns gradients as (input, linear_weight, linear_bias), None for those that `needs` leaves out.
+Gradients are returned as (input, linear_weight, linear_bias), with None for those not in `needs`.
 """
 
 import torch
@@ -24,16 +24,17 @@ Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-PAIR = 2  # chunks whose weight gradient is one product: the V × D sum is read and written half as often
+PAIR = 2  # chunks per product for the weight gradient, so that the V × D sum is read and written half as often
 
 
 def by_sequence(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, needs: Needs, gradient: Tensor | None
 ) -> tuple[Rows, Gradients]:
-    """Chunks of `size` tokens. `gradient` (N): dL / d(token's loss), token weight included, if any gradient is made.
+    """Loop over chunks of `size` tokens; compute the statistics and the gradients in `needs`.
 
-    Where `opts` is plain and uniform, `gradient` must be 0 or one power of two: it then multiplies the small operands
-    (rows of e and of dE, exactly) instead of the logits' gradient.
+    `gradient` (N): dL / d(token's loss), including its token weight; None if no gradient is needed. If `opts` is plain
+    and uniform and there is no bias, each entry must be 0 or the same power of two: it then multiplies the small
+    operands (rows of e and of dE), which is exact, instead of the logits' gradient.
     """
     e = opts.tokens(e)
     tokens, folded = len(e), opts.plain and opts.uniform and b is None
@@ -45,7 +46,7 @@ def by_sequence(
     db = b.new_zeros(b.shape, dtype=opts.dtype) if needs[2] else None
     index, hit = _targets(opts)
     found = []
-    for start in range(0, max(1, tokens), size):  # at least once: no tokens at all still make zero gradients
+    for start in range(0, max(1, tokens), size):  # at least once, so that an empty batch gets zero gradients
         part = slice(start, min(start + size, tokens))
         first, place = start % held, (index[part], hit[part])
         block = buffers.view(len(place[0]), opts.vocab, first)
@@ -65,13 +66,13 @@ def by_sequence(
             since = slice(start - first, part.stop)
             small = e[since] * factor[since] if folded else e[since]
             dz = buffers.rows(0, since.stop - since.start, opts.vocab)
-            dw.addmm_(dz.t(), small, beta=0 if since.start == 0 else 1)  # 0 writes over uninitialised memory
+            dw.addmm_(dz.t(), small, beta=0 if since.start == 0 else 1)  # beta=0 ignores the uninitialised dw
     rows = Rows(*(torch.cat(parts) for parts in zip(*found, strict=True)))
     return rows, (None if de is None else de.result(), dw, None if db is None else db.to(b.dtype))
 
 
 class _InputGradient:
-    """dE from chunks of tokens; the sums of shards of the weight are on their way while the next product is made."""
+    """dE from chunks of tokens; with a sharded weight, the sum over the shards overlaps the next product."""
 
     def __init__(self, e: Tensor, opts: Options, factor: Tensor | None) -> None:
         self._dtype, self._factor = e.dtype, None if factor is None else opts.own(factor)
@@ -86,13 +87,13 @@ class _InputGradient:
             self._sum.start(part)
 
     def result(self) -> Tensor:
-        """dE, times the factor of each token."""
+        """dE, multiplied by each token's factor if there is one."""
         de = self._de if self._sum is None else self._sum.result(self._dtype)
         return de if self._factor is None else de.mul_(self._factor)
 
 
 def _targets(opts: Options) -> tuple[Tensor, Tensor]:
-    """(N, 1) each: the target's column, and 1.0 where it is one of those here."""
+    """(N, 1) each: the target's column on this process, and 1.0 if this process holds the target, else 0.0."""
     if opts.shards is None:
         index = opts.safe_target[:, None]
         return index, torch.ones_like(index, dtype=opts.dtype)
@@ -103,20 +104,23 @@ def _targets(opts: Options) -> tuple[Tensor, Tensor]:
 def _scaled_gradient(
     block: Buffers, index: Tensor, hit: Tensor, rows: Rows, part: slice, gradient: Tensor, opts: Options
 ) -> Tensor:
-    """`logit_gradient` of the tokens `part`."""
+    """`logit_gradient` for the tokens in `part`."""
     target_weight = None if opts.target_weight is None else opts.target_weight[part]
     coef = coefficients(rows.lse, gradient[part], target_weight, opts)
     return logit_gradient(block, index, hit, coef, opts.local_class_weight, opts)
 
 
 def _rows(z: Tensor, index: Tensor, hit: Tensor, opts: Options) -> tuple[Rows, Tensor | None]:
-    """Statistics over the whole vocabulary from logits z, which become p, or p / share where z is a part of it."""
+    """Statistics over the whole vocabulary from logits z, which are overwritten by p (by p / share on a shard).
+
+    The second result is that share of each token's softmax; None without shards.
+    """
     rows = softmax_rows(z, index, opts)
     return (rows, None) if opts.shards is None else opts.shards.combine(rows, hit > 0)
 
 
 def columns_forward(e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int) -> Rows:
-    """Chunks of `size` columns: an online log-sum-exp, the target's logit and the smoothing term."""
+    """Loop over chunks of `size` columns: an online log-sum-exp, the target's logit and the smoothing term."""
     e = opts.tokens(e)
     buffers = Buffers.allocate(len(e) * size, e, opts, gradients=False)
     top = e.new_full((len(e), 1), float("-inf"), dtype=opts.dtype)
@@ -127,7 +131,7 @@ def columns_forward(e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size:
         at_target = torch.where(hit, z.gather(1, index), at_target)
         pull += pull_of(z, _part(opts.local_class_weight, columns), opts)
         higher = torch.maximum(top, z.amax(-1, keepdim=True))
-        floor = higher.clamp(min=torch.finfo(z.dtype).min)  # −inf − −inf where all logits so far are −inf
+        floor = higher.clamp(min=torch.finfo(z.dtype).min)  # finite, as −inf − (−inf) would be nan
         rescaled = total * torch.exp(top - floor)
         total = rescaled + z.sub_(floor).exp_().sum(-1, keepdim=True)
         top = higher
@@ -140,7 +144,7 @@ def columns_forward(e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size:
 def columns_backward(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, needs: Needs, gradient: Tensor, rows: Rows
 ) -> Gradients:
-    """Chunks of `size` columns again: p from the saved statistics, then the products."""
+    """Loop over chunks of `size` columns again: p from recomputed logits and saved statistics, then the products."""
     e = opts.tokens(e)
     buffers = Buffers.allocate(len(e) * size, e, opts, gradients=True)
     de = e.new_zeros(e.shape, dtype=opts.dtype) if needs[0] else None
@@ -178,7 +182,7 @@ def _part(vector: Tensor | None, columns: slice) -> Tensor | None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b without rounding the product to 16 bits: partial sums would lose what float32 keeps."""
+    """total += a @ b without rounding the product to 16 bits, which would lose what the float32 sum keeps."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,9 +1,9 @@
 """Measuring: timers, memory, floors, a process for every variant, records and manifest.
 
-What a training loop of one's own can be wrapped in:
+Tools for measuring any training loop:
 
-    PhaseTimer          wall time of a step and of its phases, one synchronisation at the end
-    Trace               spans of work on parallel lanes of one instrumented step
+    PhaseTimer          wall time of a step and of its phases, with one synchronisation at the end
+    Trace               spans of work on parallel lanes during one instrumented step
     AllocatorTimeline   every allocation of a step, from the allocator's own history
     HostPeak            exact peak of the process's resident memory
     pinned_bytes        host memory pinned by this process

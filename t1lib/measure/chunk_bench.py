@@ -1,7 +1,7 @@
-"""An output layer measured in one process: time in turns with its floor, exact memory, errors, ignored tokens.
+"""An output layer measured in one process: time interleaved with its floor, exact memory, errors, ignored tokens.
 
-What the notebook `chunks` runs. One process is enough for its memory claims: the allocator's own history counts the
-bytes that a call asks for, whatever was cached before it.
+The notebook `chunks` runs this. One process is enough for its memory claims: the allocator's own history counts the
+bytes that a call requests, whatever was cached before it.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Call:
 
 
 class Result(NamedTuple):
-    """What a call gives: loss () or (N), dE (N, D), dW (V, D)."""
+    """What a call returns: loss () or (N), dE (N, D), dW (V, D)."""
 
     loss: Tensor
     dE: Tensor
@@ -48,10 +48,10 @@ class Result(NamedTuple):
 
 
 class OutputLayer:
-    """Random hidden states e (N, D), weight w (V, D), targets y (N), and an upstream gradient (N) for "none".
+    """Random hidden states e (N, D), weight w (V, D), targets y (N), and an upstream gradient (N) for reduction "none".
 
-    exact(…) computes in `reference` ("float64", or "float32" where that is too slow) by head `chunked`. Times follow
-    `lead`, by default a `LeadIn` of its own.
+    `exact` computes with head `chunked` in the dtype `reference` ("float64", or "float32" where that is too slow).
+    Every timed sample is queued behind `lead`, by default the layer's own `LeadIn`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class OutputLayer:
         self.lead = lead or LeadIn(self.device)
 
     def padding(self, sequences: int) -> Tensor:
-        """(N) bool: the tokens that count when N are `sequences` whose first and last quarter are ignored.
+        """(N) bool: True for valid tokens. The tokens form `sequences`, whose first and last quarters are ignored.
 
         The first quarter stands for a prompt, the last for padding.
         """
@@ -78,11 +78,11 @@ class OutputLayer:
         return (place % length >= length // 4) & (place % length < length - length // 4)
 
     def masked(self, valid: Tensor) -> Tensor:
-        """Targets (N), ignored where not `valid`."""
+        """Targets (N), set to `IGNORED` where not `valid`."""
         return self.y.masked_fill(~valid, IGNORED)
 
     def chunk_tokens(self, call: Call) -> int:
-        """Tokens of a chunk of a call that sets `chunks`; the kernels of `fused` take whole tiles of rows."""
+        """Tokens in a chunk of a call that sets `chunks`; the kernels of `fused` round up to whole tiles of rows."""
         tokens = -(-len(self.e) // call.options["chunks"])
         if call.head == "fused" and runs_on(self.e):
             tile = TILES[device_of(self.device).kind, self.e.element_size()].m
@@ -93,9 +93,9 @@ class OutputLayer:
         loss.backward(upstream.to(loss.dtype) if loss.dim() else None)
 
     def times(self, call: Call, target: Tensor | None = None, alone: bool = False) -> dict[str, float]:
-        """Times in ms: `t1lib.measure.timing.phases_ms`.
+        """Times in ms, as `t1lib.measure.timing.phases_ms` returns them.
 
-        alone: also of the loss where no gradient is wanted (`eval`).
+        alone: also time the loss without autograd (`eval`).
         """
         self.e.grad = self.w.grad = None
         y = self.y if target is None else target
@@ -107,20 +107,20 @@ class OutputLayer:
         return times
 
     def product_times(self) -> dict[str, float]:
-        """Time in ms of the three matrix products."""
+        """Times in ms of the three matrix products."""
         e, w = self.e.detach(), self.w.detach()
         if self._results is None:
             self._results = e @ w.T, torch.empty_like(e), torch.empty_like(w)
         return products_ms(e, w, self._results, self.lead)
 
     def floor_times(self) -> dict[str, float]:
-        """The same, and time in ms of a copy of w on the device (`copy`)."""
+        """The product times, and the time in ms to copy w on the device (`copy`)."""
         times = self.product_times()
         return times | {"copy": time_ms(lambda: self._results[2].copy_(self.w.detach()), self.device, self.lead)}
 
     def memory(self, call: Call) -> dict[str, int]:
-        """Bytes beyond the inputs: `workspace`, the peak without the two gradients that must exist; `kept`, what lives
-        on between forward and backward (gradients, where the forward makes them)."""
+        """Bytes beyond the inputs: `workspace`, the peak minus the two gradients that must exist; `kept`, what stays
+        allocated between forward and backward (including the gradients, if the forward computes them)."""
         self.e.grad = self.w.grad = None
         inputs = storage_bytes([self.e, self.w, self.y, self.upstream])
         with AllocatorTimeline(self.device, inputs) as forward:
@@ -132,9 +132,9 @@ class OutputLayer:
         return {"workspace": max(peaks) - self.e.nbytes - self.w.nbytes, "kept": kept}
 
     def result(self, call: Call, valid: Tensor | None = None, dtype: torch.dtype | None = None, **given: Any) -> Result:
-        """Loss and gradients of a call, of the tokens in `valid` alone (as if there were no others), in `dtype`.
+        """Loss and gradients of a call in `dtype`, on the tokens in `valid` alone (as if there were no others).
 
-        given: `target` or `token_weight` in place of the layer's own.
+        given: `target`, which replaces the layer's own targets, or `token_weight`.
         """
         rows = slice(None) if valid is None else valid
         e, w = (t.detach().to(dtype or self.dtype).requires_grad_() for t in (self.e[rows], self.w))
@@ -144,7 +144,7 @@ class OutputLayer:
         return Result(loss.detach(), e.grad, w.grad)
 
     def exact(self, reduction: str, valid: Tensor | None = None) -> Result:
-        """Loss and gradients in the reference's precision."""
+        """Loss and gradients in the reference's dtype."""
         return self.result(Call("chunked", reduction, {"chunks": 16}), valid, self.reference)
 
     def errors(self, call: Call, exact: Result) -> dict[str, float]:
@@ -152,12 +152,12 @@ class OutputLayer:
         return {f"error_{k}": v for k, v in compare(self.result(call), exact).items()}
 
     def padding_errors(self, call: Call, valid: Tensor, exact: Result) -> dict[str, float]:
-        """What is wrong where tokens are ignored; `exact` is of the problem without them.
+        """Errors of a call that ignores tokens; `exact` is the reference result without these tokens.
 
-        leaks       values other than 0 among the losses and gradients of ignored tokens
-        padded_*    difference of the call that ignores tokens from the same head's on the problem without them
-        weighted_*  the same of the call that gives them token weight 0 in place of an ignored target
-        error_*     of the call that ignores tokens, against `exact`
+        leaks       number of nonzero values among the losses and gradients of ignored tokens
+        padded_*    difference between the call with ignored targets and the same head on the valid tokens alone
+        weighted_*  the same, with the tokens ignored by a token weight of 0 instead of an ignored target
+        error_*     of the call with ignored targets, against `exact`
         """
         alone = self.result(call, valid)
         ways = {"padded": {"target": self.masked(valid)}, "weighted": {"token_weight": valid.float()}}
@@ -179,7 +179,7 @@ def compare(found: Result, exact: Result) -> dict[str, float]:
 
 
 def admit(records: Records, variant: str, phase: str, measure: Callable[[], dict[str, float]], bound: float) -> bool:
-    """File the errors that `measure` returns; whether the variant's time counts: it ran, and no error is above `bound`.
+    """Record the errors that `measure` returns; True if the variant may be timed: it ran, no error exceeds `bound`.
 
     Its status becomes `ok`, `wrong`, `oom` or `unavailable`.
     """
@@ -192,7 +192,7 @@ def admit(records: Records, variant: str, phase: str, measure: Callable[[], dict
         if not is_out_of_memory(error):
             raise
         errors = None
-    if errors is None:  # beyond the handler, which still holds the failed call's tensors
+    if errors is None:  # outside the handler, whose exception still references the failed call's tensors
         _out_of_memory(records, variant, phase)
         return False
     for name, value in errors.items():
@@ -206,9 +206,9 @@ Runners = dict[tuple[str, str], Callable[[], dict[str, float]]]
 
 
 def take_turns(records: Records, runners: Runners, repeats: int, warmup: int) -> None:
-    """Run the measurements of (variant, phase) in `rounds`, and file their times after the warm-up.
+    """Run the measurements of each (variant, phase) in `rounds`, and record their times after the warm-up.
 
-    One that runs out of memory beside the others gets that status.
+    A measurement that runs out of memory next to the others gets the status `oom` and is dropped.
     """
     running = dict(runners)
     for step, turns in enumerate(rounds(list(runners), warmup + repeats), -warmup):

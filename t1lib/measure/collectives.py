@@ -1,4 +1,4 @@
-"""What ranks do in step while they measure: start together, let the slowest count, time what they exchange alone."""
+"""How ranks measure together: start at the same time, report the slowest, time their collectives alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ USED = ((dist, "all_reduce"), (shards, "all_gather"), (shards, "reduce_scatter")
 
 
 class SharedLeadIn(LeadIn):
-    """A lead-in after which no rank's device goes on before all of them have come so far."""
+    """A lead-in that ends in a collective, so that no rank's device continues before all have reached it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -25,21 +25,21 @@ class SharedLeadIn(LeadIn):
 
     def queue(self) -> None:
         super().queue()
-        dist.all_reduce(self._token, dist.ReduceOp.MAX)  # in the queue of the device, where there is one
+        dist.all_reduce(self._token, dist.ReduceOp.MAX)  # on CUDA, enqueued on the device
 
 
 def largest(values: dict[str, float]) -> dict[str, float]:
-    """Each value's largest over the ranks, on all of them; NaN if it is NaN on any."""
+    """The maximum of each value over the ranks, returned on every rank; NaN if it is NaN on any."""
     return dict(zip(values, _every(values).amax(0).tolist(), strict=True))
 
 
 def total(values: dict[str, float]) -> dict[str, float]:
-    """Each value's sum over the ranks, on all of them."""
+    """The sum of each value over the ranks, returned on every rank."""
     return dict(zip(values, _every(values).sum(0).tolist(), strict=True))
 
 
 def _every(values: dict[str, float]) -> Tensor:
-    """(ranks, values) float64."""
+    """All ranks' values: (ranks, values) float64."""
     mine = torch.tensor(list(values.values()), dtype=torch.float64)
     every = mine.new_empty(dist.get_world_size() * len(mine))
     shards.all_gather(every, mine)
@@ -47,15 +47,15 @@ def _every(values: dict[str, float]) -> Tensor:
 
 
 def meet() -> None:
-    """Wait on the host for all ranks."""
+    """Block the host until all ranks have called this."""
     largest({"": 0.0})
 
 
 class Exchange:
-    """The collectives that a call of a head starts on this rank, in order, to be run again without what is between.
+    """The collectives that a head's call starts on this rank, in order, for replay without the computation between.
 
-    count   of them
-    nbytes  that this rank puts in
+    count   number of collectives
+    nbytes  bytes that this rank contributes to them
     """
 
     def __init__(self) -> None:
@@ -64,12 +64,12 @@ class Exchange:
         self.count = self.nbytes = 0
 
     def run(self) -> None:
-        """All of them, one after the other, on memory of their own."""
+        """Replay all collectives, one after the other, on separate buffers."""
         for function, arguments, options in self._calls:
             function(*arguments, **options)
 
     def note(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Remember a collective by the shapes of its tensors; the last of these is what goes in."""
+        """Record a collective with buffers shaped like its tensors; the last tensor argument is the input."""
         self.count += 1
         self.nbytes += [x for x in arguments if isinstance(x, Tensor)][-1].nbytes
         own = [self._like(x) if isinstance(x, Tensor) else x for x in arguments]
@@ -84,7 +84,7 @@ class Exchange:
 
 @contextmanager
 def overheard() -> Iterator[Exchange]:
-    """Note the collectives that the vocabulary-parallel heads start meanwhile."""
+    """Record the collectives that the vocabulary-parallel heads start inside the `with` block."""
     exchange = Exchange()
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The machine and the software of a run, without anything that names its owner (host, user, path)."""
+"""The machine and software of a run, without anything that identifies its owner (host, user, path)."""
 
 import functools
 import importlib.metadata
@@ -16,11 +16,11 @@ from t1lib.errors import require
 
 _GIB = 2**30
 _FOR_GPUS = "laptop", "h200"  # profiles
-_H200_GIB = 70  # an 80 GB card counts as large, and reports some GiB less than 80
+_H200_GIB = 70  # least for h200: low enough for 80 GB cards, which report a few GiB less than 80
 
 
 def _output(*command: str) -> str | None:
-    """Return what a command prints, or None where it is not installed or fails."""
+    """Return what a command prints, or None if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -45,8 +45,8 @@ def _cpu_model() -> str:
 def _gpu() -> dict[str, str | float] | None:
     """Return name, memory and driver of the first visible GPU, or None without CUDA.
 
-    nvidia-smi is asked first because torch would create a CUDA context: the driver process would
-    then hold GPU memory, and count on the card, during every measurement.
+    nvidia-smi is asked first because torch would create a CUDA context: the process that drives the
+    runs would then hold GPU memory, and be counted on the card, during every measurement.
     """
     import torch
 
@@ -72,13 +72,13 @@ def _version(package: str) -> str:
 
 
 def device_name() -> str:
-    """Return the name of the first visible GPU, or of the CPU without CUDA."""
+    """Return the name of the first visible GPU or, without CUDA, of the CPU."""
     gpu = _gpu()
     return str(gpu["name"]) if gpu else _cpu_model()
 
 
 def default_profile() -> str:
-    """Return the profile for this machine: smoke without CUDA, h200 from 70 GiB GPU memory on, else laptop."""
+    """Return the profile for this machine: smoke without CUDA, h200 with at least 70 GiB of GPU memory, else laptop."""
     gpu = _gpu()
     if gpu is None:
         return "smoke"
@@ -86,13 +86,13 @@ def default_profile() -> str:
 
 
 def require_gpu(profile: str) -> None:
-    """Raise `T1Error` where there is no GPU and the profile is for one: a CPU would take days."""
+    """Raise `T1Error` if the profile is for a GPU and there is none: a CPU would take days."""
     there = profile not in _FOR_GPUS or _gpu() is not None
     require(there, f"profile {profile!r} is for a GPU, and there is no CUDA device here; allowed: smoke, auto")
 
 
 def environment() -> dict[str, str | int | float]:
-    """Return machine and versions, flat; memory sizes in GiB. GPU entries only where there is one."""
+    """Return machine and versions as a flat dict; memory sizes in GiB. GPU entries only if there is a GPU."""
     import torch
 
     found: dict[str, str | int | float] = {
@@ -115,11 +115,10 @@ def environment() -> dict[str, str | int | float]:
 
 
 def git_state() -> dict[str, str | bool]:
-    """Return the commit and whether files other than outputs/ differ from it.
+    """Return the commit and whether any file outside outputs/ differs from it.
 
-    Without git, `T1_COMMIT` and `T1_DIRTY` (1 or 0) say so, else both are "unknown". A run writes
-    into outputs/, which therefore says nothing about the sources. Raises `T1Error` for a `T1_COMMIT` that is no
-    commit's full name.
+    Without git, the values come from `T1_COMMIT` and `T1_DIRTY` (1 or 0); a value that is not given is "unknown".
+    outputs/ is left out because runs write into it. Raises `T1Error` for a `T1_COMMIT` that is not a full commit hash.
     """
     folder = str(paths.root())
     commit = _output("git", "-C", folder, "rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""Floors: the least time the hardware allows, measured in the same process as what is held against them."""
+"""Floors: the least time the hardware allows, measured in the same process as what is compared with them."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -12,7 +12,7 @@ from t1lib.measure.timing import LeadIn, PhaseTimer, interleaved_ms, median_ms, 
 
 @dataclass(frozen=True)
 class Link:
-    """Copy rates between pinned host memory and the device, in bytes a second; `both_*` while the other runs."""
+    """Copy rates between pinned host memory and the device, in bytes/s; `both_*` with both directions active."""
 
     host_to_device: float
     device_to_host: float
@@ -20,9 +20,9 @@ class Link:
     both_out: float
 
     def step_ms(self, forward_in: int, backward_in: int, backward_out: int) -> float:
-        """Least time in ms that a step needs the link: weights in forward, then weights in beside gradients out.
+        """Least time in ms of a step's copies: weights in for the forward; then weights in alongside gradients out.
 
-        What is left of the longer direction when the shorter is done runs at the rate of one direction alone.
+        Once the shorter direction is done, the rest of the longer one runs at the rate of that direction alone.
         """
         forward = forward_in / self.host_to_device
         together = min(backward_in / self.both_in, backward_out / self.both_out)
@@ -32,7 +32,7 @@ class Link:
 
 
 def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) -> Link:
-    """Measure the link with copies of `nbytes`; on a CPU, where nothing is crossed, plain copies of memory."""
+    """Measure the link with copies of `nbytes`; on a CPU, where there is no link, time plain memory copies."""
     host_in, host_out = (pinned_zeros(nbytes, torch.uint8, device).fill_(1) for _ in range(2))
     dev_in, dev_out = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     if device.type != "cuda":
@@ -67,21 +67,21 @@ def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) ->
 
 
 def measure_copy(nbytes: int = 2**29, repeats: int = 7) -> float:
-    """Bytes/s that all cores copy within the host's memory, counting those read and those written."""
+    """Rate in bytes/s at which all cores copy within host memory, counting bytes read plus bytes written."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     return 2 * nbytes / median_ms(lambda: target.copy_(source), torch.device("cpu"), repeats) * 1e3
 
 
 def measure_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of a product of two (size, size) matrices of random numbers."""
+    """FLOP/s of a product of random (size, size) matrices."""
     a = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / median_ms(lambda: torch.mm(a, a), device, 7) * 1e3
 
 
 def products_ms(e: Tensor, w: Tensor, results: tuple[Tensor, Tensor, Tensor], lead: LeadIn) -> dict[str, float]:
-    """Times in ms of the three products of e (N, D) and w (V, D), one after another as a head's are, behind `lead`.
+    """Times in ms of the three products of e (N, D) and w (V, D), back to back as in a head, queued behind `lead`.
 
-    results   where they go: logits (N, V), dE (N, D), dW (V, D)
+    results   output buffers: logits (N, V), dE (N, D), dW (V, D)
     """
     z, d_e, d_w = results
     settle(e.device, lead)
@@ -98,7 +98,7 @@ def products_ms(e: Tensor, w: Tensor, results: tuple[Tensor, Tensor, Tensor], le
 def three_products_ms(
     tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype, device: torch.device, repeats: int = 5
 ) -> dict[str, float]:
-    """Median times in ms of the output layer's three matrix products (logits, dE, dW), random operands."""
+    """Median times in ms of the output layer's three matrix products (logits, dE, dW) on random operands."""
     e = torch.randn(tokens, hidden, dtype=dtype, device=device)
     w = torch.randn(vocabulary, hidden, dtype=dtype, device=device) * 0.02
     results, lead = (e @ w.T, torch.empty_like(e), torch.empty_like(w)), LeadIn(device)

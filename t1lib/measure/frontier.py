@@ -1,4 +1,4 @@
-"""Time and memory of a training step over models, modes, heads and lengths, each beside its prediction."""
+"""Time and memory of a training step over models, modes, heads and lengths, each next to its prediction."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,27 +15,26 @@ from t1lib.planner import Prediction, Setting, predict_point
 from t1lib.train import OptimizerSpec
 from t1lib.train.session import TrainSession
 
-LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide at its smallest; longer rows change nothing in it
+LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide's smallest plan, the same for every row length
 NARROW = {"moments": "bfloat16", "split_master": True}
 POSITIONS = "max_position_embeddings"
-LONG = (
-    1.0,
-    15.0,
-)  # seconds: a step that long is measured once; not before another, as kernels are warm from shorter rows
+# Seconds. A step predicted to take longer than the first is measured only once; longer than the second, it also gets
+# no warm-up if a shorter row has already warmed up the kernels.
+LONG = (1.0, 15.0)
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """What is measured: every model in every mode with every head, a row of each length (ascending) a step.
+    """What is measured: every model in every mode with every head, with steps of one row of each length (ascending).
 
-    session    settings that all share: dtype, device, seed, optimizer (fields)
+    session    settings common to all points: dtype, device, seed, optimizer (fields)
     workspace  of head `fused`
-    vram       bytes of the device; what is predicted to need more than `beyond` times as much is skipped
-    host       bytes of the host
-    longest    seconds that a step may be predicted to take; a longer one is skipped
-    steps      measured at each point, after `warmup` others; fewer where it is predicted to take long (`LONG`)
-    update     where slide's layers are updated, as `SlideTrainer` has it
-    narrow     models whose state is narrow: moments of 16 bits, masters as the bits that the weights lack
+    vram       bytes of device memory; points predicted to need more than `beyond` times as much are skipped
+    host       bytes of host memory; points predicted to need more are skipped
+    longest    seconds; points whose step is predicted to take longer are skipped
+    steps      measured at each point, after `warmup` others; fewer if a step is predicted to take long (`LONG`)
+    update     where slide's layers are updated, as for `SlideTrainer`
+    narrow     models with narrow optimizer state: 16-bit moments, masters stored as the bits that the weights lack
     """
 
     models: list[str]
@@ -54,13 +53,13 @@ class Frontier:
     narrow: tuple[str, ...] = ()
 
     def settings(self, model: str, mode: str) -> dict[str, Any]:
-        """What a `TrainSession` of the model in the mode takes."""
+        """Arguments of a `TrainSession` for this model and mode."""
         session, own = self.session, {}
         if mode == "slide":
             own = LEAN | {"update": self.update}
         if model in self.narrow:
             session = session | {"optimizer": session["optimizer"] | NARROW}
-            own |= {"slots": 3} if mode == "slide" else {}  # an update reads the weights in their slot
+            own |= {"slots": 3} if mode == "slide" else {}  # a device update reads the weights in their slot
         changes = {POSITIONS: max(self.lengths)}
         return session | dict(model=model, mode=mode, batch=1, seq=self.lengths[0], changes=changes) | own
 
@@ -74,11 +73,11 @@ class Frontier:
 
 
 def measure_frontier(records: Records, frontier: Frontier, machine: Machine) -> None:
-    """File each point's status, prediction, and, where it runs, its times and peaks; variant `model/mode/head`, phase
+    """Record each point's status, its prediction and, if it runs, its times and peaks; variant `model/mode/head`, phase
     `seq/<length>`.
 
-    A process for a model in a mode; after it ran out of memory, or failed, a new one: what is measured already stays.
-    Of a head, lengths beyond the first that did not fit, or was refused, are skipped.
+    Each model and mode has a process of its own, replaced by a new one after an error in it; earlier results are kept.
+    Once a length ran out of memory, was refused or failed, the head's longer ones are skipped.
     """
     for model in frontier.models:
         for mode in frontier.modes:
@@ -92,13 +91,13 @@ def measure_frontier(records: Records, frontier: Frontier, machine: Machine) -> 
 def _lengths(
     records: Records, frontier: Frontier, machine: Machine, names: tuple[str, str, str], worker: Isolated | None
 ) -> Isolated | None:
-    """All lengths of one head; returns the process that is still good."""
+    """Measure all lengths of one head; returns the process if it can be reused, else None."""
     variant, stopped, warm = "/".join(names), "", False
     for seq in frontier.lengths:
         phase = f"seq/{seq}"
         try:
             predicted = frontier.predict(*names, seq, machine)
-        except T1Error as error:  # such as a workspace that is too small for so many tokens
+        except T1Error as error:  # such as a workspace too small for this many tokens
             stopped = _stopped(records, variant, phase, error)
             continue
         _file_prediction(records, variant, phase, predicted)
@@ -124,7 +123,7 @@ def _lengths(
 
 
 def _stopped(records: Records, variant: str, phase: str, error: Exception) -> str:
-    """File why a point has no times; returns what is said of longer rows."""
+    """Record why a point has no times; returns the reason to print for longer rows."""
     state = "oom" if isinstance(error, VariantOutOfMemory) else "skipped" if isinstance(error, T1Error) else "failed"
     records.status(variant, state, phase)
     print(f"{variant} {phase.removeprefix('seq/')}: {state}, {str(error).strip()}")

@@ -1,4 +1,4 @@
-"""Output layers on given operands: error against a wide reference, time beside the products' floors, workspace."""
+"""Output layers on given operands: error against a wide reference, time next to the products' floors, workspace."""
 
 import gc
 import math
@@ -21,15 +21,15 @@ from t1lib.measure.softmax import sparsity
 from t1lib.measure.timing import LeadIn, phases_ms, rounds, synchronize, time_ms
 
 REFERENCES = ("float64", "float32")
-CHUNK_BYTES = 2**30  # of the reference's logits at a time
+CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
 
 
 class HeadBench:
-    """Operands of one shape and every case on them, in this process.
+    """Operands of one shape, and measurements of any case on them in this process.
 
-    data       "flat", "peaked" or "real", as `operands` makes them; `path` goes with "real"
-    reference  dtype of what errors are taken against: float64, or float32 (without TF32) where that is too slow
-    before     bytes that the device held before anything was measured; by default, those that it holds now
+    data       "flat", "peaked" or "real", as `operands` makes them; `path` is for "real"
+    reference  dtype of the reference for errors: float64, or float32 (without TF32) where float64 is too slow
+    before     bytes that the device held before anything was measured; by default, what it holds at construction
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HeadBench:
             self._warm_cublas()
             held = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             self.before = held if before is None else before
-        else:  # the profiler sees what is allocated from its start on
+        else:  # the profiler sees only what is allocated after its start
             self.before = 0
         self.e, self.w, self.y = operands(data, shape, self.dtype, self.device, seed, path)
         (self.tokens, self.hidden), self.vocabulary = self.e.shape, self.w.shape[0]
@@ -50,7 +50,7 @@ class HeadBench:
         self._plain_reference: dict[str, Tensor] = {}
 
     def _warm_cublas(self) -> None:
-        """Let cuBLAS take its workspaces, one for the thread that runs forwards and one for that of backwards."""
+        """Let cuBLAS allocate its workspaces: one for the forward's thread, one for the thread that runs backwards."""
         a = torch.ones(64, 64, device=self.device, dtype=self.dtype, requires_grad=True)
         (a @ a).sum().backward()
         synchronize(self.device)
@@ -58,11 +58,11 @@ class HeadBench:
     # -- a case's call -----------------------------------------------------------------------------------------------
 
     def _draw(self, *size: int) -> Tensor:
-        """Uniform in [0, 1), float32, the same for every case."""
+        """Uniform random numbers in [0, 1), float32, the same for every case."""
         return torch.rand(*size, generator=torch.Generator().manual_seed(7)).to(self.device)
 
     def _arguments(self, case: Case) -> dict[str, Any]:
-        """Keyword arguments of the head that the case adds to its settings."""
+        """Keyword arguments for the head beyond the case's settings."""
         option = {
             "": lambda: {},
             "bias": lambda: {"linear_bias": (self._draw(self.vocabulary) - 0.5).to(self.dtype).requires_grad_()},
@@ -79,9 +79,9 @@ class HeadBench:
         return torch.where(self._draw(self.tokens) < case.ignored, -100, self.y) if case.ignored else self.y
 
     def _call(self, case: Case) -> Callable[[], Tensor]:
-        """The case's loss as a function of nothing; its tensors are made here, outside of what is measured."""
+        """The case's loss as a function without arguments; its tensors are made here, outside the measurement."""
         own = f"{case.method} {case.settings}"
-        if own not in self._functions:  # kept, because making it again would compile it again
+        if own not in self._functions:  # cached, because making it again would recompile it
             self._functions[own] = loss_function(case.method, **case.settings)
         function, arguments, y = self._functions[own], self._arguments(case), self._targets(case)
         e, w = (self.e, self.w) if case.gradients else (self.e.detach(), self.w.detach())
@@ -103,7 +103,7 @@ class HeadBench:
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def errors(self, case: Case) -> dict[str, float]:
-        """Relative error (Frobenius) of the loss, and of dE and dW where the case makes them."""
+        """Relative error (Frobenius) of the loss, and of dE and dW if the case computes them."""
         self._clear()
         loss, upstream = self._call(case)(), self._upstream(case)
         found = {"loss": loss.detach()}
@@ -116,7 +116,7 @@ class HeadBench:
         return result
 
     def _reference(self, case: Case) -> dict[str, Tensor]:
-        """Loss, dE and dW in `wide`, in chunks; that of the plain mean is kept."""
+        """Loss, dE and dW in dtype `wide`, computed in chunks; the result for the plain mean is cached."""
         plain = not (case.option or case.upstream or case.ignored) or case.option == "stats"
         if plain and self._plain_reference:
             return self._plain_reference
@@ -137,9 +137,9 @@ class HeadBench:
     # -- times -------------------------------------------------------------------------------------------------------
 
     def prepare(self, case: Case, bound: float, warmup: int = 2) -> tuple[str, dict[str, float], str]:
-        """Whether a case may be timed: its status, its errors, and the reason where the status is not "ok".
+        """Check whether a case may be timed; returns its status, its errors, and the reason if the status is not "ok".
 
-        wrong: an error beyond `bound`, or one that is no number. The rest: see `attempt`.
+        wrong: an error exceeds `bound` or is NaN. For the other statuses see `attempt`.
         """
         errors, status, reason = self.attempt(case, lambda: self.errors(case))
         if status == "ok" and not max(errors.values()) <= bound:
@@ -149,9 +149,9 @@ class HeadBench:
         return status, errors or {}, reason
 
     def attempt(self, case: Case, action: Callable[[], Any]) -> tuple[Any, str, str]:
-        """(what `action` returns, "ok", ""), or (None, status, reason) where the case cannot be measured here.
+        """(what `action` returns, "ok", ""), or (None, status, reason) if the case cannot be measured here.
 
-        oom: memory ran out; unavailable: the method is not there, or a peer failed in its own way.
+        oom: memory ran out; unavailable: the method cannot run here, or a peer raised some other error.
         """
         try:
             return action(), "ok", ""
@@ -168,7 +168,7 @@ class HeadBench:
         return None, status, (reason.strip().splitlines() or [""])[0][:200]
 
     def forget_reference(self) -> None:
-        """Free what errors were taken against, before times or memory are measured."""
+        """Free the reference results before times or memory are measured."""
         self._plain_reference = {}
         self._free()
 
@@ -178,7 +178,7 @@ class HeadBench:
             torch.cuda.empty_cache()
 
     def step(self, case: Case, lead: LeadIn | None = None) -> dict[str, float]:
-        """Times in ms: `loss` alone without autograd; else `t1lib.measure.timing.phases_ms`."""
+        """Times in ms: `loss` alone, without autograd, or those of `t1lib.measure.timing.phases_ms`."""
         self._clear()
         call, upstream = self._call(case), self._upstream(case)
         if not case.gradients:
@@ -189,9 +189,9 @@ class HeadBench:
     def samples(self, cases: list[Case], repeats: int, turns: int = 1) -> list[tuple[str, dict[str, float]]]:
         """Samples in ms of the floors (key "floor": logits, dE, dW) and of all cases, in `repeats` rounds.
 
-        turns: of the floors and of `fused` in each round, because it is their ratios that bars are about.
+        turns: samples of the floors and of each `fused` case per round, because the bars bound ratios of these.
 
-        Every sample follows the same lead-in; the floors' three products follow each other, as a head's do.
+        Every sample is queued behind the same lead-in; the floors' three products run back to back, as in a head.
         """
         self._clear()
         lead = LeadIn(self.device)
@@ -209,16 +209,16 @@ class HeadBench:
         return found
 
     def sparsity(self) -> dict[str, list | float]:
-        """How sparse the softmax of these operands is: `t1lib.measure.softmax.sparsity`."""
+        """How sparse the softmax of these operands is, by `t1lib.measure.softmax.sparsity`."""
         return sparsity(self.e, self.w, self.y)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def workspace(self, case: Case) -> int:
-        """Peak bytes beyond the inputs and the gradients that must exist, over a call after a first one.
+        """Peak bytes beyond the inputs and the gradients that must exist, during a second call.
 
-        Whatever the process holds besides counts, also what the first call left behind: only cuBLAS's own workspaces,
-        which any matrix product takes, are in the baseline.
+        Everything else that the process holds counts, including what the first call left behind: the baseline contains
+        only cuBLAS's own workspaces, which any matrix product needs.
         """
         self._clear()
         call, upstream = self._call(case), self._upstream(case)
@@ -245,17 +245,17 @@ class HeadBench:
 
 
 class WorkspaceBench:
-    """Workspaces of one method on one shape after the other, in a process that measures nothing else."""
+    """Workspaces of one method on one shape after another, in a process that measures nothing else."""
 
     def __init__(self, *, device: str, dtype: str, seed: int = 0) -> None:
         self._settings: dict[str, Any] = {"device": device, "dtype": dtype, "seed": seed}
 
     def measure(self, shape: Shape, cases: list[Case]) -> dict[str, int | str]:
-        """Key of each case → bytes, or the status of a case that has none."""
+        """Key of each case → bytes, or the case's status if it could not be measured."""
         if "before" in self._settings:
             gc.collect()
         bench = HeadBench(shape=shape, **self._settings)
-        self._settings["before"] = bench.before  # what one shape leaves behind counts on the next
+        self._settings["before"] = bench.before  # so what one shape leaves behind counts for the next
         found: dict[str, int | str] = {}
         for case in cases:
             nbytes, status, _ = bench.attempt(case, lambda case=case: bench.workspace(case))

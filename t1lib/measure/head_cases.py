@@ -1,4 +1,4 @@
-"""What is measured of an output layer: shapes, cases and bars, read from a notebook's flat parameters."""
+"""What is measured of an output layer: shapes, cases and bars, parsed from a notebook's flat parameters."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from t1lib.measure.peers import PEERS
 OPTIONS = ("bias", "class-weight", "label-smoothing", "softcap", "z-loss", "token-weight", "stats")
 KINDS = ("loss", "both", "none", "half", "frozen", "options")
 MODEL = "M"  # the shape of the small model's output layer
-FILTER_EPS = 2.0**-12  # that of Cut Cross-Entropy for bfloat16
+FILTER_EPS = 2.0**-12  # as in Cut Cross-Entropy for bfloat16
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Shape:
 class Case:
     """One way to call one method. `settings` are keyword arguments of the head: workspace, filter_eps.
 
-    gradients  the loss and its gradients, else the loss alone, without autograd
-    upstream   reduction "none", with a random gradient of every token's loss
+    gradients  compute the loss and its gradients; False: the loss alone, without autograd
+    upstream   use reduction "none", with a random upstream gradient for every token's loss
     ignored    share of tokens that are ignored
-    frozen     the weight wants no gradient
-    option     one of `OPTIONS`, switched on
+    frozen     the weight requires no gradient
+    option     the one of `OPTIONS` that is switched on
     """
 
     variant: str
@@ -45,12 +45,12 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The variant may be measured for the loss alone and with gradients."""
+        """Unique name: one variant may be measured both with gradients and for the loss alone."""
         return self.variant if self.gradients else f"{self.variant}/loss"
 
     @property
     def prefix(self) -> str:
-        """Of the metrics' names: those of the loss alone begin with it."""
+        """Prefix of the metrics' names: "loss_" for the loss alone."""
         return "" if self.gradients else "loss_"
 
     @property
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bound on the head `fused`: on `shapes`, within `workspace`, at most `limit` times what `over` names."""
+    """A bound on the time of head `fused` on `shapes`, within `workspace`: at most `limit` times that of `over`."""
 
     shapes: tuple[str, ...]
     kind: str
@@ -71,7 +71,7 @@ class Bar:
 
     @property
     def over(self) -> str:
-        """logits: the one product; three: all three products; plain: the same head and workspace without the change."""
+        """logits: that one product; three: all three products; plain: same head and workspace without the change."""
         return {"loss": "logits", "both": "three", "none": "three"}.get(self.kind, "plain")
 
     def cases(self) -> list[Case]:
@@ -92,15 +92,15 @@ def fused(workspace: str) -> Case:
 
 
 def filtered(workspace: str) -> Case:
-    """The same with gradient filtering as Cut Cross-Entropy does it."""
+    """The same, with gradient filtering as in Cut Cross-Entropy."""
     settings = {"workspace": workspace, "filter_eps": FILTER_EPS}
     return Case(f"fused-filter-{workspace}", "fused", settings=settings)
 
 
 def comparison(methods: list[str], workspaces: list[str]) -> list[Case]:
-    """Every method, and `fused` within each workspace, within the first one also with the filter.
+    """Every method, and `fused` within each workspace; within the first workspace also with the filter.
 
-    Raises `T1Error` for an empty list of workspaces, and one that is no number of bytes.
+    Raises `T1Error` for an empty list of workspaces, and for a workspace that is not a number of bytes above 0.
     """
     require(bool(workspaces), "no workspace to compare in; allowed: one or more, such as '512MiB'")
     for workspace in workspaces:
@@ -142,8 +142,9 @@ def parse_bar(text: str, shapes: list[str]) -> Bar:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is measured on random data: every method on every shape, `fused` in every workspace that is compared
-    beside it, or in a tight one on its shape alone, and the bars' cases on theirs."""
+    """All that is measured on random data: every method on every shape, next to it `fused` within each of the
+    `compared` workspaces; `fused` within each `tight` workspace on its shape only; and the bars' cases on their shapes.
+    """
 
     shapes: tuple[Shape, ...]
     methods: tuple[str, ...]
@@ -156,7 +157,7 @@ class Plan:
         return [fused(workspace) for name, workspace in self.tight if name == shape]
 
     def cases(self, shape: str) -> list[Case]:
-        """The cases of a shape, each once; a change is measured beside the same head without it."""
+        """The cases of a shape, each once; a bar on a change also adds the same head without the change."""
         found = [Case(m, m, gradients=g) for m in self.methods for g in (False, True)]
         found += [*map(fused, self.compared), *self.tight_cases(shape)]
         for bar in self.bars:
@@ -178,7 +179,7 @@ def parse_tight(text: str, shapes: list[str]) -> tuple[str, str]:
 def make_plan(
     shapes: list[str], methods: list[str], bars: list[str], compared: list[str] = (), tight: list[str] = ()
 ) -> Plan:
-    """Read a notebook's lists. Raises `T1Error` for the first entry that is wrong, before anything is measured."""
+    """Parse a notebook's lists. Raises `T1Error` for the first invalid entry, before anything is measured."""
     parsed = [parse_shape(text) for text in shapes]
     names = [shape.name for shape in parsed]
     require(bool(names), "shapes is empty; allowed: one or more, such as 'G 8192 256000 2304'")

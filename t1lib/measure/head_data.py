@@ -1,4 +1,4 @@
-"""Operands of an output layer: random ones with an even or a peaked softmax, and a real model's from a file."""
+"""Operands of an output layer: random ones with a flat or a peaked softmax, or a real model's from a file."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from t1lib.errors import choose
 from t1lib.measure.head_cases import Shape
 
 DATA = ("flat", "peaked", "real")
-PEAKED_STD = 6.0  # of the logits; a trained model's are 5 to 8
+PEAKED_STD = 6.0  # of the logits; for a trained model it is 5 to 8
 
 
 def operands(
     data: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0, path: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states (N, D) and weight (V, D), both wanting a gradient, and targets (N).
+    """Hidden states (N, D) and weight (V, D), both requiring gradients, and targets (N).
 
     flat    both normal, logits of standard deviation 0.02·√D: all probabilities near 1/V, as before training
     peaked  logits of standard deviation 6, each hidden state moved towards its target's row until that logit is
@@ -37,7 +37,8 @@ def operands(
 
 
 def _peak(e: Tensor, w: Tensor, y: Tensor, sample: int = 64) -> tuple[Tensor, Tensor]:
-    """Rows of w to length 1, so that a hidden state moves its own target's logit alone by what is added along it."""
+    """Scale the rows of w to length 1, so that adding a multiple of its target's row to a hidden state raises mainly
+    that target's logit; then add it."""
     w = w / w.norm(dim=1, keepdim=True)
     e = PEAKED_STD * e
     level = torch.logsumexp(e[:sample] @ w.T, dim=1).mean()

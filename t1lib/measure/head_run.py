@@ -1,12 +1,14 @@
-"""Measures a plan's cases and files the rows: workspaces in a process a method, times in one process a set of operands.
+"""Measures a plan's cases and records the results: workspaces in one process per method, times in one process per set
+of operands.
 
 Phases of the records: `workspace/<shape>` and `<data>/<shape>`; variants: those of the cases, and `floor`, the three
-products. Metrics: workspace_mib, forward_ms, backward_ms, both_ms, host_ms, error_loss, error_dE, error_dW; with the
-prefix `loss_` those of the loss alone, whose time is `loss_ms`.
+products. Metrics: workspace_mib, forward_ms, backward_ms, both_ms, host_ms, error_loss, error_dE, error_dW; for the
+loss alone they have the prefix `loss_`, and the time is `loss_ms`.
 """
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ MIB = 2**20
 
 
 class Gate(NamedTuple):
-    """Largest relative error with which a time counts: of the kit's heads, and of the others and filtered ones."""
+    """Largest relative error with which a time counts: `own` for the kit's heads, `peer` for others and filtered."""
 
     own: float
     peer: float
@@ -35,21 +37,22 @@ class Gate(NamedTuple):
 def measure_workspaces(
     records: Records, cases: dict[Shape, list[Case]], settings: dict[str, Any], processes: int = 1
 ) -> None:
-    """Peak workspaces of all cases, a fresh process a method; `processes` at once, which no allocator's count sees."""
+    """Peak workspaces of all cases, a fresh process per method; `processes` at once, which does not affect counts."""
     methods = list(dict.fromkeys(case.method for found in cases.values() for case in found))
 
     def one(method: str) -> list[tuple[Shape, Case, int | str]]:
         found: list[tuple[Shape, Case, int | str]] = []
-        worker = Isolated(WorkspaceBench, settings)
-        try:
+        with ExitStack() as workers:
+            worker = None
             for shape, all_cases in cases.items():
                 own = [case for case in all_cases if case.method == method]
-                measured = worker.call("measure", shape=shape, cases=own) if own else {}
+                try:
+                    if own and worker is None:
+                        worker = workers.enter_context(closing(Isolated(WorkspaceBench, settings)))
+                    measured = worker.call("measure", shape=shape, cases=own) if own else {}
+                except VariantOutOfMemory:  # not even the operands fit: the next shape starts a new process
+                    measured, worker = {case.key: "oom" for case in own}, None
                 found += [(shape, case, measured[case.key]) for case in own]
-        except VariantOutOfMemory:  # not even the operands fit
-            found += [(shape, case, "oom") for case in own]
-        finally:
-            worker.close()
         return found
 
     with ThreadPoolExecutor(processes) as pool:
@@ -71,10 +74,10 @@ def measure_times(
     records: Records, phase: str, shape: Shape, cases: list[Case], settings: dict[str, Any], gate: Gate,
     repeats: int, warmup: int, turns: int = 1, softmax: str = "",
 ) -> None:  # fmt: skip
-    """Errors, then times of all cases and the floors in turn, in one process that holds one set of operands.
+    """Errors, then interleaved times of all cases and the floors, in one process that holds one set of operands.
 
-    `softmax` names the data whose sparsity (`t1lib.measure.softmax`) is measured too. Operands that do not fit into
-    memory make every variant `oom`.
+    `softmax`, if given, is the name under which the sparsity of the softmax (`t1lib.measure.softmax`) is recorded too.
+    If the process runs out of memory, such as for the operands, every variant becomes `oom`.
     """
     for name in ("tokens", "vocabulary", "hidden"):
         records.add("all", name, getattr(shape, name), "", phase)
@@ -104,7 +107,7 @@ def measure_times(
 
 
 def _prepare(records: Records, phase: str, cases: list[Case], worker: Isolated, gate: Gate, warmup: int) -> list[Case]:
-    """File errors and statuses; return the cases that may be timed. A variant is as its worst case is."""
+    """Record errors and statuses; return the cases that may be timed. A variant gets the status of its worst case."""
     fine, states = [], {}
     for case in cases:
         status, errors, reason = worker.call("prepare", case=case, bound=gate.bound(case), warmup=warmup)
@@ -122,7 +125,7 @@ def _prepare(records: Records, phase: str, cases: list[Case], worker: Isolated, 
 
 
 def add_bars(records: Records, plan: Plan) -> None:
-    """The plan's bars in the phases `bar/<shape>/<over>`: at most `limit` times what `over` names, and `limit_mib`."""
+    """Record the plan's bars in the phases `bar/<shape>/<over>`: at most `limit` times `over`, and `limit_mib`."""
     for bar in plan.bars:
         for shape in bar.shapes:
             for case in bar.cases():
@@ -132,7 +135,7 @@ def add_bars(records: Records, plan: Plan) -> None:
 
 
 def add_sparsity(records: Records, data: str, facts: dict[str, Any]) -> None:
-    """Rows of `t1lib.measure.softmax.sparsity` for one kind of data, in the phase `sparsity`."""
+    """Record what `t1lib.measure.softmax.sparsity` found for one kind of data, in the phase `sparsity`."""
     facts = dict(facts)
     for rank, value in zip(facts.pop("ranks"), facts.pop("probability"), strict=True):
         records.add(data, "probability", value, "", "sparsity", rank)

@@ -1,7 +1,7 @@
-"""A fresh process for every variant, and all of them measured in turn.
+"""A fresh process for every variant, with all of them measured in turn.
 
-Memory claims need a process that has done nothing else; times need the variants interleaved, so that drift falls on
-all alike. `measure_variants` gives both: one process a variant, all alive, taking turns.
+Memory claims need a process that has done nothing else; times need the variants interleaved, so that drift affects
+all alike. `measure_variants` provides both: one process per variant, all alive, taking turns.
 """
 
 import multiprocessing as mp
@@ -26,31 +26,31 @@ class VariantOutOfMemory(MemoryError):
 
 
 class VariantFailed(RuntimeError):
-    """The variant's process raised something else; the message holds its traceback."""
+    """The variant's process failed in any other way; the message holds the traceback, if there is one."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that device or host memory ran out."""
+    """Whether an exception means that device or host memory ran out."""
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def told(error: BaseException) -> tuple[str, str]:
-    """(kind, text) by which an exception reaches another process, where `raised` makes one of it again."""
+    """An exception as (kind, text) to send to another process, where `raised` rebuilds it."""
     known = {T1Error: "bad", UnavailableError: "unavailable"}.get(type(error), "error")
     kind = "oom" if is_out_of_memory(error) else known
     return kind, "".join(traceback.format_exception(error)) if kind == "error" else str(error)
 
 
 def raised(kind: str, text: str) -> Exception:
-    """The exception that `told` has told; bad input as it was, anything else unexpected as `VariantFailed`."""
+    """The exception that `told` encoded; errors other than its known kinds become `VariantFailed`."""
     kinds = {"oom": VariantOutOfMemory, "unavailable": UnavailableError, "bad": T1Error, "error": VariantFailed}
     return kinds[kind](text)
 
 
 def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """The process's loop: build the session, then answer calls until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
+    """Main loop of the process: build the session, then answer calls until the other end closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the pipe
     session = None
     try:
         session = factory(**settings)
@@ -65,15 +65,15 @@ def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, An
 
 
 class Isolated:
-    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable by name.
+    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable.
 
-    wait   for the session to be made; else `ready` does
+    wait   block until the session is built; otherwise call `ready` to do so
     """
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
-        # A variant that waits for its turn must not spin on the cores of the one that runs; read when OpenMP loads.
+        # Idle variants must not spin on cores that the running one needs; OpenMP reads this when it loads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        # On a CPU PyTorch's profiler warns of blocks that are older than it; read when torch loads.
+        # On a CPU PyTorch's profiler warns about blocks allocated before it began; torch reads this when it loads.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
         context = mp.get_context(method)
@@ -87,11 +87,12 @@ class Isolated:
             self.ready()
 
     def ready(self) -> None:
-        """Return when the session is made. Raises what `call` does."""
+        """Block until the session is built. Raises what `call` raises."""
         self._receive()
 
     def call(self, method: str, **kwargs: Any) -> Any:
-        """Run the session's method and return its result. Raises `VariantOutOfMemory` or `VariantFailed`."""
+        """Run the session's method and return its result. Raises `VariantOutOfMemory`, `VariantFailed`,
+        `T1Error` or `UnavailableError`."""
         return self._receive((method, kwargs))
 
     def _receive(self, *requests: tuple[str, dict[str, Any]]) -> Any:
@@ -99,10 +100,10 @@ class Isolated:
             for request in requests:
                 self._pipe.send(request)
             kind, value = self._pipe.recv()
-        except (EOFError, ConnectionError):  # a broken pipe: it ended while others had their turn
+        except (EOFError, ConnectionError):  # broken pipe: the process ended, perhaps during the turns of others
             self._process.join(10)
             code = self._process.exitcode
-            if code == -getattr(signal, "SIGKILL", 9):  # as the system does to a process when memory runs out
+            if code == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
                 raise VariantOutOfMemory("the process was killed: host memory") from None
             raise VariantFailed(f"the process ended with exit code {code}") from None
         if kind != "ok":
@@ -120,7 +121,7 @@ Protocol = Callable[[str, Callable[..., Any]], Generator[None, None, None]]
 
 
 def _judged(rows: list[dict[str, Any]], variant: str, phase: str) -> bool:
-    """Whether the protocol itself has given the variant a status, such as `wrong`."""
+    """Whether the protocol itself has recorded a status for the variant, such as `wrong`."""
     return any((r["variant"], r["phase"], r["metric"]) == (variant, phase, "status") for r in rows)
 
 
@@ -134,11 +135,11 @@ def measure_variants(
 ) -> None:
     """Run `protocol(variant, call)` for every variant, each in a fresh process that holds `factory(**settings)`.
 
-    The protocol is a generator that calls the session's methods, `call("step", n=3)`, and yields where the next variant
-    may take its turn. With `together=False` the variants run one after the other: for a device that cannot hold all of
-    them at once. A variant that runs out of memory becomes a row with status `oom`, one that lacks something optional
-    a row with status `unavailable`, and the others run on; one that ends has status `ok`, unless its protocol gave
-    it another.
+    The protocol is a generator that calls the session's methods, as in `call("step", n=3)`, and yields where the next
+    variant may take its turn. With `together=False` the variants run one after the other, for a device that cannot hold
+    all of them at once. A variant that runs out of memory gets a row with status `oom`, one that lacks something
+    optional a row with status `unavailable`, and the others continue; one that finishes gets status `ok`, unless its
+    protocol recorded another.
     """
     waiting = list(variants.items())
     if not together:
@@ -163,7 +164,7 @@ def measure_variants(
         return None
 
     try:
-        for name, settings in waiting:  # all at once: to build a model and its state takes a core most of the time
+        for name, settings in waiting:  # all at once: building a model and its state mostly keeps a single core busy
             worker = Isolated(factory, settings, wait=False)
             running[name] = worker, protocol(name, worker.call)
         for name in list(running):

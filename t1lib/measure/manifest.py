@@ -1,8 +1,8 @@
-"""The manifest of a finished run, and how a run's folder becomes the finished one.
+"""The manifest of a finished run, and how a run's staging folder replaces the previous one.
 
-Only a folder whose manifest.json lists every file with its right hash counts as finished. The
-manifest is written last, into the staging folder, which then takes the final folder's place by a
-rename: killed at any moment, a run leaves either the old folder or the new one.
+Only a folder whose manifest.json lists every file with its correct hash counts as finished. The
+manifest is written last, into the staging folder, which then replaces the final folder by a
+rename: a run killed at any moment leaves either the old folder or the new one.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from t1lib.files import write_json
 from t1lib.measure.environment import device_name, environment, git_state
 
 NAME = "manifest.json"
-INPUTS = "inputs.json"  # while a run goes on: sha256 by name of what it read beside its parameters
+INPUTS = "inputs.json"  # exists during a run: name → sha256 of what it read besides its parameters
 
 
 def _digest(data: bytes) -> str:
@@ -53,7 +53,7 @@ def ingredients(experiment: str, parameters: Mapping[str, Any]) -> dict[str, str
 
 
 def fingerprint(experiment: str, parameters: Mapping[str, Any]) -> str:
-    """Return the sha256 over the `ingredients` of a run; equal fingerprints make a run superfluous."""
+    """Return the sha256 over the `ingredients` of a run; a run with the same fingerprint need not be repeated."""
     return fingerprint_of(ingredients(experiment, parameters))
 
 
@@ -68,7 +68,7 @@ def utc_now() -> str:
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return each file under `folder`, the manifest and hidden ones excepted, with its sha256 and size in bytes."""
+    """Return each file under `folder` except the manifest and hidden ones, with its sha256 and size in bytes."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -95,10 +95,10 @@ def write(
     started: str,
     seconds: float,
 ) -> None:
-    """Write manifest.json for all that `folder` holds.
+    """Write manifest.json for everything in `folder`.
 
     `made_of` are the `ingredients` as they were when the run began, so that an edit made during
-    the run makes it stale; `started` is UTC ISO 8601.
+    the run makes it stale; `started` is the start time in UTC, ISO 8601.
     """
     content = {
         "experiment": experiment,
@@ -126,9 +126,9 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def difference(folder: Path, wanted: str, made_of: Mapping[str, str] | None = None) -> str | None:
-    """Return, in a few words, why `folder` is not the finished run with the fingerprint `wanted`; None when it is.
+    """Return a short reason why `folder` is not the finished run with the fingerprint `wanted`, or None if it is.
 
-    `made_of`, the ingredients of `wanted`, lets it name those that changed.
+    `made_of`, the ingredients of `wanted`, allows the reason to name those that changed.
     """
     content = read(folder)
     if content is None:
@@ -146,21 +146,21 @@ def difference(folder: Path, wanted: str, made_of: Mapping[str, str] | None = No
 
 
 def changed(folder: Path, name: str) -> bool:
-    """Say whether a file is not the one that the folder's manifest lists, or is gone, or is not listed."""
+    """Return whether a file differs from the one that the folder's manifest lists, is missing, or is not listed."""
     listed = (read(folder) or {"files": {}})["files"].get(name, {})
     path = folder / name
     return not path.is_file() or _digest(path.read_bytes()) != listed.get("sha256")
 
 
 def matches(folder: Path, wanted: str) -> bool:
-    """Say whether `folder` is the finished, untouched run with the fingerprint `wanted`."""
+    """Return whether `folder` is the finished, unmodified run with the fingerprint `wanted`."""
     return difference(folder, wanted) is None
 
 
 def refresh(folder: Path, names: Iterable[str]) -> None:
-    """Take redrawn files, those whose name begins like one of `names`, into the manifest; keep all else as it is.
+    """Update the manifest for redrawn files, those whose names start with one of `names`; keep everything else.
 
-    A file that was not redrawn keeps its old hash, so that a change made to it by hand still shows.
+    A file that was not redrawn keeps its old hash, so that a manual edit of it is still detected.
     """
     content = read(folder)
     if content is None:
@@ -176,7 +176,7 @@ def _aside(final: Path) -> Path:
 
 
 def recover(final: Path) -> None:
-    """Finish or undo the swap of a run that was killed while it published into `final`."""
+    """Finish or undo the swap of a run that was killed while publishing to `final`."""
     old = _aside(final)
     if old.exists() and not final.exists():
         os.replace(old, final)
@@ -184,10 +184,9 @@ def recover(final: Path) -> None:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Put the complete `staging` folder in the place of `final`.
+    """Replace `final` by the complete `staging` folder.
 
-    Raises `T1Error` when there is no manifest in it yet, or when a file of the old folder is held open
-    (Windows).
+    Raises `T1Error` if `staging` holds no manifest yet, or if a file of the old folder is held open (Windows).
     """
     require((staging / NAME).is_file(), f"{paths.shown(staging)} is not complete: it holds no {NAME}")
     recover(final)

@@ -19,7 +19,7 @@ GIB = 2**30
 
 @dataclass
 class Peak:
-    """Bytes on the device: at the baseline, and the most in live tensors and in the allocator since then.
+    """Bytes on the device: at the baseline, and the peaks since then of live tensors and of the allocator.
 
     `reserved` is None on a CPU, which has no caching allocator.
     """
@@ -36,17 +36,17 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class AllocatorTimeline:
-    """Every allocation and release between entry and exit, from the allocator's history: exact, no polling.
+    """Every allocation and release between entry and exit, from the allocator's history: exact, without polling.
 
         with AllocatorTimeline(device, baseline) as timeline:
             …one step…
         timeline.points   # [(ms since entry, allocated bytes, reserved bytes or None)]
         timeline.peak     # Peak
 
-    On CUDA the caching allocator's history is read: the bytes asked for, without the allocator's rounding (up to a few
-    per cent less than `max_memory_allocated`). On a CPU the profiler's memory events of this thread are, and
-    `baseline` says how many bytes were live at entry (a CPU allocator does not know). The recording itself slows
-    small operations: take times from another pass.
+    On CUDA it reads the caching allocator's history: the bytes requested, without the allocator's rounding (up to a few
+    per cent less than `max_memory_allocated`). On a CPU it reads the profiler's memory events of this thread, and
+    `baseline` states how many bytes were live at entry (a CPU allocator does not know). Recording slows down small
+    operations: take times from another pass.
     """
 
     def __init__(self, device: torch.device | str, baseline: int = 0, max_events: int = 1_000_000) -> None:
@@ -105,7 +105,7 @@ class AllocatorTimeline:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler prints two lines at its start and stop past Python, straight to the file descriptor."""
+    """Silence stderr at the file descriptor: the profiler writes two lines at its start and stop, bypassing Python."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -118,23 +118,23 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def reset_peak(device: torch.device) -> int:
-    """Start a new peak on a CUDA device; returns the allocated bytes now, the baseline."""
+    """Reset the peaks of a CUDA device; returns the currently allocated bytes, the baseline."""
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 
 
 def read_peak(device: torch.device, baseline: int = 0) -> Peak:
-    """The peak since `reset_peak`, in bytes."""
+    """The peaks since `reset_peak`, in bytes."""
     return Peak(baseline, torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
 
 
 class HostPeak:
-    """Exact peak of this process's resident memory since construction, in bytes.
+    """Exact peak of this process's resident memory since this object was made, in bytes.
 
         host = HostPeak(); …; host.read()
 
-    Linux resets and reads the kernel's own high-water mark. Elsewhere the mark cannot be reset: `exact` is False and
-    `read` gives the peak of the whole process so far.
+    On Linux it resets and reads the kernel's own high-water mark. Elsewhere the mark cannot be reset: `exact` is False
+    and `read` returns the process's peak since its start.
     """
 
     def __init__(self) -> None:
@@ -160,12 +160,12 @@ class HostPeak:
 
 
 def in_words(nbytes: float) -> str:
-    """Such as "1.5 GiB", or "64 MiB"."""
+    """A size as text, such as "1.5 GiB" or "64 MiB"."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
 
 
 def mapped_bytes() -> int:
-    """Of this process's resident memory what others may share, libraries and shared memory. 0 but on Linux."""
+    """Bytes of resident memory that other processes may share: libraries and shared memory. 0 except on Linux."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -174,8 +174,8 @@ def mapped_bytes() -> int:
 
 
 def grow_segments() -> None:
-    """Let PyTorch's CUDA allocator grow its segments instead of taking one beside the other: less is lost between
-    blocks of many sizes. Before the first allocation; what the environment says goes before (Linux only)."""
+    """Make PyTorch's CUDA allocator use expandable segments, which fragment less with blocks of many sizes. Call it
+    before the first allocation; a setting in the environment takes precedence. Linux only."""
     said = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
     if sys.platform == "linux" and not said:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -191,20 +191,20 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     """A flat host tensor of zeros that `device` can copy from and to asynchronously; plain memory for a CPU.
 
     Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two
-    (96 MiB would take 128); small tensors, which would share pages, come from that allocator. The registration ends
-    with the storage. Where the system refuses, the memory stays plain, with a warning: copies are right, but slower,
-    and the host waits for them (`unpinned_bytes`).
+    (96 MiB would take 128); small tensors, which would share pages, come from that allocator. The registration lasts
+    as long as the storage. If the system refuses to pin, the memory stays pageable, with a warning: copies are correct
+    but slower, and the host waits for them (`unpinned_bytes`).
     """
     if device.type == "cuda" and 0 < numel * dtype.itemsize < SMALL:
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
     if device.type != "cuda":
         return torch.zeros(numel, dtype=dtype)
-    # All cores touch the pages; `torch.zeros` would leave that to the registration, which has one of them do it.
+    # `zero_` touches the pages on all cores; `torch.zeros` would leave that to the registration, which uses only one.
     return pin(torch.empty(numel, dtype=dtype).zero_(), device)
 
 
 def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The flat host tensor, the whole of its storage, registered with CUDA for as long as that lives."""
+    """Register a flat host tensor, which fills its storage, with CUDA for as long as the storage lives; returns it."""
     if device.type == "cuda" and buffer.numel():
         pointer, nbytes = buffer.data_ptr(), buffer.nbytes
         code = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
@@ -225,15 +225,15 @@ def _forget(pointer: int) -> None:
 
 
 def unpinned_bytes() -> int:
-    """Bytes that `pinned_zeros` was refused to pin."""
+    """Bytes that the system refused to pin for `pinned_zeros` and `pin`."""
     return sum(_refused.values())
 
 
 def host_available() -> int:
-    """Bytes of memory that this process may still take: of the machine, and of its control group."""
+    """Bytes of memory that this process may still take, within the limits of the machine and of its control group."""
     free = psutil.virtual_memory().available
     for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        group = CONTROL_GROUP if most == "memory.max" else CONTROL_GROUP / "memory"  # versions 2 and 1
+        group = CONTROL_GROUP if most == "memory.max" else CONTROL_GROUP / "memory"  # cgroup versions 2 and 1
         try:
             free = min(free, int((group / most).read_text()) - int((group / used).read_text()))
         except (OSError, ValueError):  # no such group, or no limit ("max")
@@ -242,8 +242,8 @@ def host_available() -> int:
 
 
 def trim_heap() -> None:
-    """Let the C library give back to the system what was freed: glibc may keep gigabytes of a model's tensors that
-    have moved elsewhere. Other libraries have nothing to be asked."""
+    """Make the C library return freed memory to the system: glibc may keep gigabytes after a model's tensors have moved
+    elsewhere. Other C libraries have no such call."""
     if sys.platform == "linux":
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
 

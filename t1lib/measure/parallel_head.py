@@ -1,7 +1,7 @@
-"""An output layer dealt to ranks, measured on all of them at once: what the notebook `parallel` runs by torchrun.
+"""An output layer sharded over ranks and measured on all of them at once: run by the notebook `parallel` with torchrun.
 
 Phase `head/<ranks>`. Variants: the heads, and `floor`, the three products of a rank's own rows. Times are the slowest
-rank's, errors and memory the largest of any. On one rank the heads are those of one process, without a group.
+rank's, errors and memory the largest of any rank. On one rank the ordinary heads run, without a process group.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from t1lib.measure.records import Records
 from t1lib.measure.timing import rounds, time_ms
 
 MIB = 2**20
-FULL_BYTES = 16  # a logit, of head full at its peak: more than any of its steps holds
+FULL_BYTES = 16  # per logit: an upper bound on what head full holds at its peak
 
 
 class ShardCall(Call):
-    """The same call where each rank holds its own rows of the weight."""
+    """A `Call` where each rank holds only its own rows of the weight."""
 
     def __call__(self, e: Tensor, w: Tensor, y: Tensor, **given: Any) -> Tensor:
         own = {"head": self.head, "reduction": self.reduction, **self.options}
@@ -37,7 +37,7 @@ class ShardCall(Call):
 class Share(OutputLayer):
     """This rank's rows of an `OutputLayer`'s weight; hidden states and targets are the same on every rank.
 
-    exact_share   loss, dE, and dW of the rows here, from the whole weight in the reference's precision
+    exact_share   loss, dE, and dW of this rank's rows, computed from the whole weight in the reference's dtype
     """
 
     def __init__(self, *, device: torch.device, **shape: Any) -> None:
@@ -48,17 +48,17 @@ class Share(OutputLayer):
         self.w = self.w.detach()[mine].clone().requires_grad_()
         del exact
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what the reference took is free for the heads
+            torch.cuda.empty_cache()  # frees the reference's memory for the heads
 
     @staticmethod
     def _bounds(rows: int) -> tuple[int, int]:
-        """As even as can be: the first ranks have one more."""
+        """Start and end (exclusive) of this rank's rows, split evenly: the first ranks may have one more."""
         rank, (least, more) = dist.get_rank(), divmod(rows, dist.get_world_size())
         first = rank * least + min(rank, more)
         return first, first + least + (rank < more)
 
     def exchange(self, call: Call) -> Exchange:
-        """What a call exchanges with the other ranks."""
+        """The collectives of a call, recorded for replay."""
         with overheard() as exchange:
             self.result(call)
         return exchange
@@ -68,13 +68,13 @@ def measure_head(
     records: Records, device: torch.device, *, phase: str, heads: list[str], workspace: str, error_bound: float,
     iters: int, warmup: int, **shape: Any,
 ) -> None:  # fmt: skip
-    """Errors, memory, and times in turn with the floor, of heads on the ranks of this group.
+    """Errors, memory, and times interleaved with the floor, of heads on the ranks of this group.
 
-    workspace   a rank's, of the heads that keep to one: all but `full`
+    workspace   per rank, of the heads that take one: all but `full`
     shape       tokens, vocabulary, hidden, dtype, seed and reference of the `OutputLayer`
 
-    A head beyond `error_bound` is `wrong`, one that cannot run here `unavailable`; `full` is `skipped` where its
-    logits would not fit. None of them is timed.
+    A head whose error exceeds `error_bound` is `wrong`, one that cannot run here `unavailable`; `full` is `skipped`
+    if its logits would not fit. None of these is timed.
     """
     for head in heads:
         choose("head", head, HEADS)
@@ -107,7 +107,7 @@ def _alone(layer: Share, exchange: Exchange) -> dict[str, float]:
 
 
 def _runs(records: Records, phase: str, layer: Share, head: str) -> bool:
-    """Whether to try a head, which must be the same on every rank: one that fails alone would make the others wait."""
+    """Whether to try a head; all ranks must decide alike, because if one failed alone the others would wait for it."""
     if head == "fused" and not runs_on(layer.e):
         records.status(head, "unavailable", phase)
         print(f"{phase}: fused is unavailable: its kernels need a CUDA device and Triton")
@@ -122,7 +122,7 @@ def _runs(records: Records, phase: str, layer: Share, head: str) -> bool:
 
 
 def _admit(records: Records, phase: str, layer: Share, call: Call, bound: float) -> bool:
-    """File the errors of loss, dE and dW; whether all are within the bound on every rank."""
+    """Record the errors of loss, dE and dW; returns whether all are within the bound on every rank."""
     errors = largest(compare(layer.result(call), layer.exact_share))
     for name, value in errors.items():
         records.add(call.head, f"error_{name}", value, "", phase)
@@ -132,7 +132,7 @@ def _admit(records: Records, phase: str, layer: Share, call: Call, bound: float)
 
 
 def _file_memory(records: Records, phase: str, layer: Share, head: str, call: Call) -> None:
-    """Bytes a rank holds at the head's peak, by what they are; and on a GPU what is outside the allocator's view."""
+    """Record what a rank holds at the head's peak, by kind; on a GPU also what is outside PyTorch's allocator."""
     parts = {"weight": layer.w.nbytes, "dW": layer.w.nbytes, "hidden": layer.e.nbytes, "dE": layer.e.nbytes}
     parts["workspace"] = layer.memory(call)["workspace"]
     parts["held"] = sum(parts.values())

@@ -1,8 +1,8 @@
-"""A training step on ranks, each with its own rows of the batch: what the notebook `parallel` runs by torchrun.
+"""A training step on ranks, each with its own rows of the batch: run by the notebook `parallel` with torchrun.
 
-Phases: `step/<ranks>`, the same number of rows on each rank, for time and memory; `losses/<ranks>`, the same rows in
-all, whatever the ranks, for the losses. The variant is the mode. Times are the slowest rank's, memory the largest;
-`host_all` is that of all ranks, with what they share counted once; `host_setup_all` the same while they are set up.
+Phases: `step/<ranks>`, with a fixed number of rows per rank, for time and memory; `losses/<ranks>`, with the same total
+rows on any number of ranks, for the losses. The variant is the mode. Times are the slowest rank's, memory the largest;
+`host_all` is the host memory of all ranks, with shared memory counted once; `host_setup_all` the same during set-up.
 """
 
 import gc
@@ -25,18 +25,19 @@ def measure_step(
 ) -> None:  # fmt: skip
     """Time, memory and losses of training in `mode` on the ranks of this group.
 
-    rows        of the batch for each rank
-    most        ranks that are compared: the losses are of `most` · `rows` rows, `rows` at a time
+    rows        rows of the batch per rank
+    most        the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
     session     further arguments of `TrainSession`
     """
-    from t1lib.train.session import TrainSession  # the notebook, which only names this function, needs no transformers
+    # Imported here so that the notebook, which only passes this function on, does not need transformers.
+    from t1lib.train.session import TrainSession
 
     session |= {"mode": mode, "device": str(device)}
     ranks = dist.get_world_size()
     _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
     records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
     records.status(mode, "ok", phase)
-    gc.collect()  # of that session nothing is left
+    gc.collect()  # free all that is left of that session
     together = TrainSession(batch=rows * most, micro_batch=rows, **session)
     for step, loss in enumerate(together.warm_up(loss_steps)):
         records.add(mode, "loss", loss, phase=f"losses/{ranks}", step=step)

@@ -20,15 +20,15 @@ from t1lib.measure.records import Records
 
 
 def main(text: str) -> None:
-    """Run the task in a process group. What goes wrong is written down for the launcher.
+    """Run the task in a process group. An error is written to a file for the launcher.
 
-    The process then ends at once: threads of the communication library may wait for other ranks for long, and taking
-    an interpreter with PyTorch apart costs a second or two.
+    The process then exits immediately: threads of the communication library might wait a long time for other ranks,
+    and shutting down an interpreter with PyTorch takes a second or two.
     """
     call, rank = json.loads(text), int(os.environ["RANK"])
     folder = Path(call["folder"])
     if rank:
-        sys.stdout = io.StringIO()  # one voice is enough
+        sys.stdout = io.StringIO()  # only rank 0 prints
     threading.Thread(target=_end_with, args=((call["launcher"], os.getppid()),), daemon=True).start()
     with (folder / f"{rank}.stack").open("w", encoding="utf-8") as stack:
         faulthandler.dump_traceback_later(max(call["until"] - time.time(), 0.1), file=stack)
@@ -55,7 +55,7 @@ def _run(call: dict[str, Any], rank: int, folder: Path) -> None:
 
 
 def _join(kind: str) -> torch.device:
-    """Enter the group of all ranks; this rank's device. On GPUs, tensors on the host are gloo's."""
+    """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors."""
     if kind == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -66,7 +66,7 @@ def _join(kind: str) -> torch.device:
 
 
 def _end_with(processes: tuple[int, ...]) -> None:
-    """End this process when one of `processes` is gone: killed outright, they cannot end it."""
+    """Exit once one of `processes` is gone: one that is killed outright cannot end this process itself."""
     while all(map(psutil.pid_exists, processes)):
         time.sleep(1)
     os._exit(1)

@@ -1,15 +1,15 @@
-"""Public ways to compute the same loss, behind one table: what the kit's heads are held against.
+"""Public implementations of the same loss, behind one table: what the kit's heads are compared with.
 
 | name | what it is | exact | reductions |
 | --- | --- | --- | --- |
 | compile | `torch.compile` of the plain head, logits widened inside the graph | yes | any |
-| cce | cut-cross-entropy as it comes: gradients below 2⁻¹² (16 bits) are left out | no | any |
-| cce-exact | without that filter: "cce_exact" where the version has it, else filter_eps=None | yes | any |
+| cce | cut-cross-entropy by default: gradients below 2⁻¹² (16 bits) are left out | no | any |
+| cce-exact | without that filter: "cce_exact" if the version has it, else filter_eps=None | yes | any |
 | liger | Liger's fused linear cross-entropy; under "none" its gradients wait for the backward | yes | any |
-| torch-1024 | PyTorch's operator (2.13), 1024 rows a chunk; head `torch` is its own choice | yes | mean, sum |
+| torch-1024 | PyTorch's operator (2.13), 1024 rows per chunk; head `torch` lets it choose | yes | mean, sum |
 
-cut-cross-entropy 25.1.1, the version on PyPI, adds its gradients up in 16 bits, also without the filter; `cce_exact` of
-its repository does so in float32 with compensation. Neither is what the paper measured bit for bit.
+cut-cross-entropy 25.1.1, the version on PyPI, accumulates its gradients in 16 bits, even without the filter;
+`cce_exact` in its repository accumulates in float32 with compensation. Neither is bit for bit what the paper measured.
 """
 
 import importlib
@@ -35,12 +35,12 @@ class Peer(NamedTuple):
 
 
 def _need(module: str) -> Any:
-    """Import an optional package that runs on a GPU only."""
+    """Import an optional package that runs only on a GPU."""
     if not torch.cuda.is_available():
         raise UnavailableError(f"{module} needs a CUDA device")
     try:
         return importlib.import_module(module)
-    except Exception as error:  # an old kernel package beside a new Triton fails in many ways
+    except Exception as error:  # an old kernel package with a new Triton fails in many ways
         raise UnavailableError(f"{module} cannot be imported here: {error}") from None
 
 
@@ -51,7 +51,7 @@ def _plain(e: Tensor, w: Tensor, y: Tensor) -> Tensor:
 def _compiled() -> Loss:
     if not torch.cuda.is_available():
         raise UnavailableError("torch.compile is compared on a CUDA device only")
-    torch.compiler.reset()  # beyond eight shapes in a process it would silently stop compiling
+    torch.compiler.reset()  # after eight shapes in a process torch.compile would silently stop compiling
     return torch.compile(_plain, dynamic=False, fullgraph=True)
 
 
@@ -89,14 +89,14 @@ PEERS: dict[str, Peer] = {
 def loss_function(method: str, **settings: Any) -> Callable[..., Any]:
     """The loss of a head of the kit (with its `settings`) or of a peer, as a function of e, w, y.
 
-    Raises `T1Error` for an unknown name, `UnavailableError` where it cannot run here.
+    Raises `T1Error` for an unknown name, `UnavailableError` if the method cannot run here.
     """
     choose("method", method, [*HEADS, *PEERS])
     return PEERS[method].make() if method in PEERS else partial(linear_cross_entropy, head=method, **settings)
 
 
 def whether_available(method: str) -> str:
-    """Empty where the method can run here, else the reason why not, in one line."""
+    """Empty if the method can run here, else the reason why not, in one line."""
     try:
         loss_function(method)
         if method in HEADS:

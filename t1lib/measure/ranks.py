@@ -1,7 +1,7 @@
-"""A function on several processes of this host at once, started by torchrun: one GPU each, or the CPU.
+"""Runs a function in several processes on this host at once, started by torchrun: with one GPU each, or on the CPU.
 
-None of them outlives the call: a rank that ends early ends all, and so does the limit of time, each with a message
-that says which rank it was, and where.
+No process outlives the call: a rank that ends early ends all of them, and so does the time limit, with a message that
+says which rank it was, and where.
 """
 
 import json
@@ -24,8 +24,9 @@ from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory, raised
 from t1lib.measure.records import Records
 
 WORKER = "t1lib.measure.parallel_worker"
-PATIENCE = 3.0  # seconds beyond the limit in which ranks say where they are, and in which they end when killed
-# How torchrun ends the others, and how a communication library ends a process that lost them.
+PATIENCE = 3.0  # seconds: beyond the limit, for ranks to dump their stacks; after a kill, for processes to end
+# Exit codes of ranks that fail only because another did: ended by torchrun, or by a communication library that has
+# lost its peers.
 SURVIVORS = (-getattr(signal, "SIGTERM", 15), -getattr(signal, "SIGABRT", 6))
 _ENDED = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
@@ -35,12 +36,12 @@ def measure_ranks(
     records: Records, task: Callable[..., None], settings: dict[str, Any], counts: Sequence[int], *, name: str,
     variants: Sequence[str], device: str, limit: float,
 ) -> None:  # fmt: skip
-    """Run `task` on each number of ranks in turn, and file what it records in the phases `<name>/<ranks>`.
+    """Run `task` on each number of ranks in turn, and add what it records in the phases `<name>/<ranks>`.
 
-    task       a function of a module: `task(records, device, phase, **settings)` on every rank, in a process group;
-               what rank 0 records counts. `settings` are what JSON holds
-    variants   what is `skipped` where there are fewer GPUs than ranks, and `oom` where memory ran out
-    limit      seconds that each number of ranks may take, from torchrun's start on
+    task       module-level function, called as `task(records, device, phase=…, **settings)` on every rank, in a process
+               group; only rank 0's records are kept. `settings` must be serializable as JSON
+    variants   those that become `skipped` if there are fewer GPUs than ranks, and `oom` if memory runs out
+    limit      seconds that each number of ranks may take, counted from torchrun's start
 
     Raises what a rank raised, see `run_ranks`.
     """
@@ -51,7 +52,7 @@ def measure_ranks(
             state, why = "skipped", f"{ranks} ranks need as many GPUs; there are {there}"
         else:
             try:
-                threads = max(1, torch.get_num_threads() // ranks)  # a rank alone has all cores
+                threads = max(1, torch.get_num_threads() // ranks)  # a single rank gets all cores
                 records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit, threads))
             except VariantOutOfMemory as error:
                 state, why = "oom", str(error).partition("\n")[0]
@@ -64,11 +65,11 @@ def measure_ranks(
 def run_ranks(
     task: Callable[..., None], settings: dict[str, Any], ranks: int, device: str, limit: float, threads: int = 1
 ) -> list[dict[str, Any]]:
-    """Run `task(records, device, **settings)` on `ranks` processes of `threads` cores; the rows that rank 0 recorded.
+    """Run `task(records, device, **settings)` in `ranks` processes with `threads` threads each; returns rank 0's rows.
 
     What rank 0 prints is printed here. Raises `T1Error` and `UnavailableError` as a rank raised them,
-    `VariantOutOfMemory` where memory ran out on one, and `VariantFailed` for any other end: of a rank by an exception
-    or without a word, or of the time. Its first line names the rank.
+    `VariantOutOfMemory` if one ran out of memory, and `VariantFailed` for any other failure: an exception in a rank,
+    a rank that ended without a message, or the time limit. Its first line names the rank.
     """
     until = time.time() + limit
     with tempfile.TemporaryDirectory(prefix="t1-ranks-") as temporary:
@@ -93,13 +94,13 @@ def run_ranks(
 
 
 def _torchrun(ranks: int) -> list[str]:
-    # An address that needs no name server: a host may not know its own name.
+    # A numeric address needs no name resolution: a host may be unable to resolve its own name.
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), "--module"]
     return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Processes of one host talk over its loopback; and they import what this one can import."""
+    """The processes communicate over the loopback interface, and can import what this one can."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     own = {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
     own |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUNBUFFERED": "1"}
@@ -107,7 +108,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Kill torchrun and all that it started, and wait until they are gone: a GPU's memory is free only then."""
+    """Kill torchrun and its descendants, and wait until they are gone: only then is a GPU's memory free."""
     family = []
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
@@ -128,16 +129,16 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _exit_codes(folder: Path) -> dict[int, int]:
-    """Rank → exit code, of the ranks that torchrun saw fail."""
+    """Rank → exit code, for the ranks that torchrun reported as failed."""
     summary = (folder / "err").read_text(encoding="utf-8", errors="replace")
     return {int(rank): int(code) for rank, code in _ENDED.findall(summary)}
 
 
 def _failure(folder: Path, ranks: int, codes: dict[int, int] | None, limit: float) -> Exception:
-    """What to raise; `codes` is None where the time was over.
+    """The exception to raise; `codes` is None if the time limit was reached.
 
-    A rank that ends without a word makes others fail, so it goes before what they said; else the first that said
-    something counts.
+    A rank that ends without a message makes others fail, so it takes precedence over their messages; otherwise the
+    earliest message counts.
     """
     said = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.error.json")]
     said.sort(key=lambda entry: entry["at"])
@@ -159,11 +160,11 @@ def _failure(folder: Path, ranks: int, codes: dict[int, int] | None, limit: floa
 
 
 def _too_long(folder: Path, ranks: int, limit: float) -> VariantFailed:
-    """Names the innermost line at which each rank was, and shows its stack."""
+    """The error for the time limit: names the innermost line that each rank was at, and shows its stack."""
     stacks = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.stack"))}
     places = []
     for rank, stack in stacks.items():
-        main = stack.rpartition("(most recent call first)")[2]  # of its threads the last is the main one
+        main = stack.rpartition("(most recent call first)")[2]  # the main thread is listed last
         frame = _FRAME.search(main)
         places.append(f"rank {rank} in {Path(frame[1]).name}:{frame[2]} {frame[3]}" if frame else f"rank {rank} silent")
     text = "; ".join(places) or "none had begun"

@@ -1,6 +1,6 @@
-"""What a run leaves: tidy rows of raw samples, and the few numbers that prose quotes.
+"""The results of a run: tidy rows of raw samples, and the few numbers that prose quotes.
 
-Figures and tables are functions of the rows alone, so `save` and `load` keep every float exactly.
+Figures and tables are functions of the rows alone, so `save` and `load` preserve every float exactly.
 """
 
 import csv
@@ -16,9 +16,9 @@ import pandas as pd
 from t1lib.errors import T1Error, choose, require
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
-# "wrong": its loss or gradients miss their bound, so it gets no time. "failed": it ended by an error of another kind.
+# "wrong": loss or gradients exceed their error bound, so there is no time. "failed": any other kind of error.
 STATUSES = ("ok", "oom", "unavailable", "skipped", "wrong", "failed")
-PLACES = ("device", "host", "streamed", "parked")  # where a plan has things, numbered in this order
+PLACES = ("device", "host", "streamed", "parked")  # where a plan puts things; records hold their index here
 
 
 class Records:
@@ -30,7 +30,7 @@ class Records:
     def add(
         self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
     ) -> None:
-        """Append one sample. `value` is anything that `float()` takes, such as a one-element tensor."""
+        """Append one sample. `value` is anything that `float()` accepts, such as a one-element tensor."""
         require(metric != "status", "use Records.status for the status of a variant")
         try:
             number = float(value)
@@ -39,7 +39,7 @@ class Records:
         self._append(variant, phase, step, metric, unit, number)
 
     def status(self, variant: str, state: str, phase: str = "") -> None:
-        """Append how a variant ended: one of `STATUSES`."""
+        """Append a variant's outcome: one of `STATUSES`."""
         self._append(variant, phase, "", "status", "", choose("status", state, STATUSES))
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -58,7 +58,7 @@ class Records:
         self.rows.append(dict(zip(COLUMNS, values, strict=True)))
 
     def frame(self) -> pd.DataFrame:
-        """Return the rows as a table. `value` holds floats, and text in the rows with metric `status`."""
+        """Return the rows as a table. `value` holds floats, or text in rows with metric `status`."""
         return pd.DataFrame(self.rows, columns=list(COLUMNS))
 
     def save(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class Records:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote. Raises `T1Error` when the columns are not `COLUMNS`."""
+        """Read what `save` wrote. Raises `T1Error` if the columns are not `COLUMNS`."""
         records = cls()
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
@@ -88,13 +88,13 @@ def numeric(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def statuses(frame: pd.DataFrame) -> dict[str, str]:
-    """Return variant -> its status, the last one recorded when there are several."""
+    """Return variant -> status, the last one if several were recorded."""
     rows = frame[frame["metric"] == "status"]
     return dict(zip(rows["variant"], rows["value"], strict=True))
 
 
 def format_number(value: Any) -> str:
-    """Return a value as a reader wants it: three significant digits, whole numbers in full."""
+    """Return a value formatted for readers: three significant digits, whole numbers in full."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):
@@ -103,7 +103,7 @@ def format_number(value: Any) -> str:
         return "n/a"
     if isinstance(value, int) or value == 0:
         return _grouped(value)
-    rounded = float(f"{value:.3g}")  # before the digits are counted: 9.999 has two before the point
+    rounded = float(f"{value:.3g}")  # round before counting digits: 9.999 becomes 10.0
     exponent = math.floor(math.log10(abs(rounded)))
     if -4 < exponent < 7:
         return _grouped(value) if exponent >= 3 else f"{value:.{max(0, 2 - exponent)}f}"
@@ -111,7 +111,7 @@ def format_number(value: Any) -> str:
 
 
 def _grouped(value: float) -> str:
-    # Four digits read well unseparated.
+    # Four digits are readable without a separator.
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.0f}"
 
 
@@ -131,7 +131,7 @@ _TEX_HEAD = r"""% Written by a run; do not edit. \result{key} prints a number, \
 
 
 def escape_latex(text: str) -> str:
-    """Return `text` as LaTeX prints it literally; negative and scientific numbers in math mode."""
+    """Return `text` escaped for LaTeX; negative and scientific numbers in math mode."""
     number = _NUMBER.fullmatch(text)
     if number and (text.startswith("-") or number[2]):
         power = rf"\times10^{{{int(number[2])}}}" if number[2] else ""
@@ -143,9 +143,9 @@ class Numbers(dict[str, dict[str, Any]]):
     """The numbers that prose quotes: key -> {value, unit, text}; keys like `t1m1.slide.wall_ms`."""
 
     def set(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
-        """Set a number; `fmt` is a format specification such as ".1f", else `format_number` decides.
+        """Set a number; `fmt` is a format specification such as ".1f", by default `format_number` formats it.
 
-        Raises `T1Error` for a key with other characters than letters, digits, `_`, `-` and `.`.
+        Raises `T1Error` for a key with characters other than letters, digits, `_`, `-` and `.`.
         """
         require(bool(_KEY.fullmatch(key)), f"the key {key!r} may hold letters, digits, '_', '-' and '.' only")
         if hasattr(value, "item"):  # numpy and torch scalars
@@ -165,7 +165,7 @@ class Numbers(dict[str, dict[str, Any]]):
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
     def save_tex(self, path: Path) -> None:
-        r"""Write a line `\setresult{key}{text}{unit}` a number, after the commands that look it up."""
+        r"""Write a line `\setresult{key}{text}{unit}` per number, after the commands that look numbers up."""
         lines = [
             rf"\setresult{{{key}}}{{{escape_latex(entry['text'])}}}{{{escape_latex(entry['unit'])}}}"
             for key, entry in sorted(self.items())

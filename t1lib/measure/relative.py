@@ -1,12 +1,12 @@
-"""The error of a result against a wider one."""
+"""The error of a result against one of higher precision."""
 
 from torch import Tensor
 
 
 def relative_error(found: Tensor, wanted: Tensor, rows: int = 8192) -> float:
-    """‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, a block of rows at a time: no wide copy of the whole.
+    """‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, a block of rows at a time to avoid a float64 copy of all.
 
-    0 where nothing differs.
+    0 if nothing differs.
     """
     if wanted.dim() == 0:
         found, wanted = found.reshape(1), wanted.reshape(1)

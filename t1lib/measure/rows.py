@@ -1,4 +1,4 @@
-"""From what a session returns to rows of records; and the gate that losses must pass before times count."""
+"""Turns what a session returns into rows of records; and the gate that losses must pass before times count."""
 
 import math
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ def add_memory(records: Records, variant: str, phase: str, peaks: dict[str, int]
 
 
 def add_link(records: Records, variant: str, phase: str, link: dict[str, float]) -> None:
-    """Rates of the link in bytes/s as rows in GB/s, and the floor that follows (ms) where the mode uses it."""
+    """Rates of the link in bytes/s as rows in GB/s, and the link floor (ms) if the mode uses the link."""
     for name, value in link.items():
         if name == "ms":
             records.add(variant, "link_ms", value, "ms", phase)
@@ -32,7 +32,7 @@ def add_link(records: Records, variant: str, phase: str, link: dict[str, float])
 
 
 def add_floors(records: Records, variant: str, phase: str, floors: dict[str, float]) -> None:
-    """Rates and least times as a session's `floors` gives them."""
+    """Rates and least times, as returned by a session's `floors`."""
     units = {"product": ("product_tflop_s", 1e12, "TFLOP/s"), "copy": ("copy_gb_s", 1e9, "GB/s")}
     for name, value in floors.items():
         metric, divisor, unit = units.get(name, (f"{name.removesuffix('_ms')}_floor_ms", 1.0, "ms"))
@@ -40,7 +40,7 @@ def add_floors(records: Records, variant: str, phase: str, floors: dict[str, flo
 
 
 def add_choice(records: Records, variant: str, phase: str, choice: dict[str, float]) -> None:
-    """What a budget came to, as a session's `choice` gives it."""
+    """The plan chosen for a budget and its prediction, as returned by a session's `choice`."""
     for name, value in choice.items():
         if name == "predicted_bytes":
             records.add(variant, "predicted_gib", value / GIB, "GiB", phase)
@@ -57,7 +57,7 @@ def add_spans(records: Records, variant: str, step: int, spans: Iterable[Span]) 
 
 
 def add_timeline(records: Records, variant: str, points: Iterable[tuple[float, int, int | None]]) -> None:
-    """A timeline of the allocator: three rows a point (two where nothing is reserved), numbered by `step`."""
+    """An allocator timeline: three rows per point (two if there is no reserved memory), numbered by `step`."""
     for index, (ms, allocated, reserved) in enumerate(points):
         records.add(variant, "at_ms", ms, "ms", "timeline", index)
         records.add(variant, "allocated_gib", allocated / GIB, "GiB", "timeline", index)
@@ -66,9 +66,9 @@ def add_timeline(records: Records, variant: str, points: Iterable[tuple[float, i
 
 
 def gate_losses(records: Records, phase: str, reference: str, bound: float) -> float:
-    """Compare every variant's losses of a phase with the reference's; return the largest relative difference.
+    """Compare each variant's losses in a phase with those of `reference`; return the largest relative difference.
 
-    A variant that differs by more than `bound` gets status `wrong`, and its times are taken out of the records: a
+    A variant that differs by more than `bound` gets status `wrong`, and its times are removed from the records: a
     wrong result has no speed.
     """
     losses: dict[str, dict[int, float]] = {}
@@ -87,8 +87,8 @@ def gate_losses(records: Records, phase: str, reference: str, bound: float) -> f
 
 
 def gate_ranks(records: Records, mode: str, bound: float) -> float:
-    """The same of a mode's losses on numbers of ranks, phases `losses/<ranks>`, against those on the fewest; times are
-    those of `step/<ranks>`."""
+    """The same for a mode's losses on each number of ranks (phases `losses/<ranks>`), against those on the fewest; the
+    times removed are those of `step/<ranks>`."""
     losses: dict[int, dict[int, float]] = {}
     for row in records.rows:
         name, _, ranks = row["phase"].partition("/")
@@ -117,7 +117,7 @@ def _largest_difference(found: dict[int, float], expected: dict[int, float]) -> 
 
 
 def _relative_difference(found: float, expected: float) -> float:
-    """Infinite, never NaN, where there is no such number: `max` would lose a NaN that is not the first."""
+    """Relative difference; infinite instead of NaN, because `max` would lose a NaN that does not come first."""
     if found == expected:
         return 0.0
     relative = abs(found - expected) / abs(expected) if expected else math.inf

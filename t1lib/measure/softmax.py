@@ -1,4 +1,4 @@
-"""How sparse a softmax is: probability by rank, and what a filter of small gradient entries would leave out."""
+"""How sparse a softmax is: probability by rank, and what a filter for small gradient entries would leave out."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from t1lib.measure.head_cases import FILTER_EPS
 
-TILE = (128, 256)  # tokens × columns: what a kernel computes, or leaves out, at once
+TILE = (128, 256)  # tokens × columns: the block that a kernel computes or skips as a whole
 
 
 @torch.no_grad()
@@ -16,13 +16,13 @@ def sparsity(e: Tensor, w: Tensor, y: Tensor, eps: float = FILTER_EPS, points: i
     ranks, probability  mean over tokens of the k-th largest probability, at about `points` ranks k
     mass_below          share of the probability that lies in entries below `eps`
     entries_below       share of such entries
-    tiles               share of 128 × 256 tiles of the logits' gradient, p − one-hot, with an entry of at least `eps`
-                        in magnitude: those that a filter has to compute
-    tiles_sorted        the same with the vocabulary ordered by mean logit, as the paper does
+    tiles               share of 128 × 256 tiles of the logits' gradient, p − one-hot, with an entry of magnitude `eps`
+                        or more: those that a filter has to compute
+    tiles_sorted        the same with the vocabulary ordered by mean logit, as in the paper
     """
     tokens, vocabulary = len(e), len(w)
     wide = w.float()
-    order = (e.float().mean(0) @ wide.T).argsort(descending=True)  # the mean of logits is the mean state's logit
+    order = (e.float().mean(0) @ wide.T).argsort(descending=True)  # the mean logit is the logit of the mean state
     by_rank = torch.zeros(vocabulary, dtype=torch.float64, device=e.device)
     mass = entries = kept = kept_sorted = 0.0
     blocks = 0
@@ -46,6 +46,6 @@ def sparsity(e: Tensor, w: Tensor, y: Tensor, eps: float = FILTER_EPS, points: i
 
 
 def _tiles(large: Tensor) -> float:
-    """How many spans of `TILE[1]` columns hold one that is set."""
+    """The number of tiles, spans of `TILE[1]` columns, in which any column is set."""
     padded = torch.nn.functional.pad(large, (0, -len(large) % TILE[1]))
     return float(padded.view(-1, TILE[1]).any(1).sum())

@@ -1,6 +1,6 @@
 """Timers of a step and its phases, and spans of work on parallel lanes.
 
-On a CUDA device a mark is an event on the current stream: nothing waits until
+On a CUDA device a mark is an event on the current stream, so nothing waits until
 the step is over. On a CPU, where work is done when the call returns, a mark is
 a clock reading.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on `device`; nothing to wait for on a CPU."""
+    """Wait for all work queued on `device`; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -47,8 +47,8 @@ class PhaseTimer:
         …backward…; timer.mark("backward")
         wall_ms, phases = timer.stop()
 
-    `stop` waits once for what was queued on the current stream (copies that slide lets run on into the next step have
-    their own); `mark` never does. All times are in ms.
+    `stop` waits once, for the work queued on the current stream (slide's copies that continue into the next step are on
+    other streams); `mark` never waits. All times are in ms.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -57,11 +57,11 @@ class PhaseTimer:
         self._marks: list[tuple[str, Mark]] = [("start", _mark(device))]
 
     def mark(self, phase: str) -> None:
-        """End the phase that runs now and call it `phase`."""
+        """End the current phase and name it `phase`."""
         self._marks.append((phase, _mark(self.device)))
 
     def stop(self) -> tuple[float, dict[str, float]]:
-        """Wait; return the wall time and the time of each phase (same names are summed), in ms."""
+        """Wait; return the wall time and the time of each phase in ms (phases of the same name are summed)."""
         done = _mark(self.device)
         if isinstance(done, torch.cuda.Event):
             done.synchronize()
@@ -74,7 +74,7 @@ class PhaseTimer:
 
 @dataclass
 class Span:
-    """One piece of work: `lane` (compute, in, out, update), `phase`, `layer`; start and end in ms since the trace's."""
+    """One piece of work: `lane` (compute, in, out, update), `phase`, `layer`; start and end in ms of the trace."""
 
     lane: str
     phase: str
@@ -85,14 +85,14 @@ class Span:
 
 @dataclass
 class Trace:
-    """Spans of one instrumented step, on device lanes (CUDA events) and host lanes (clock) with one common zero."""
+    """Spans of one instrumented step, on device lanes (CUDA events) and host lanes (clock), with a common zero."""
 
     device: torch.device
     _open: dict[tuple[str, str, int], Mark] = field(default_factory=dict)
     _closed: list[tuple[str, str, int, Mark, Mark]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        synchronize(self.device)  # so that the event and the clock below name the same instant
+        synchronize(self.device)  # so that the event and the clock below mark the same instant
         self._clock = time.perf_counter()
         self._zero = _mark(self.device)
 
@@ -110,12 +110,12 @@ class Trace:
         start = _mark(self.device, stream)
         try:
             yield
-        finally:  # PyTorch's checkpoint leaves a recomputation by an exception when it has what it needs
+        finally:  # PyTorch's checkpointing stops a recomputation early by raising an exception
             self._closed.append((lane, phase, layer, start, _mark(self.device, stream)))
 
     @contextmanager
     def host_span(self, lane: str, phase: str, layer: int) -> Iterator[None]:
-        """A span of work on the host, measured by the clock; may be called from any thread."""
+        """A span of work on the host, measured by the clock; may be used from any thread."""
         start = time.perf_counter()
         try:
             yield
@@ -136,7 +136,7 @@ class Trace:
 
 
 class NoTrace:
-    """The clean pass: takes a trace's place and records nothing."""
+    """For the clean pass: stands in for a `Trace` and records nothing."""
 
     def begin(self, lane: str, phase: str, layer: int) -> None: ...
 
@@ -149,11 +149,11 @@ class NoTrace:
 
 
 class LeadIn:
-    """Work queued ahead of a sample: the device is busy while the host issues what is timed, and warm.
+    """Work queued ahead of a sample, so that the device is busy and warm while the host issues the timed work.
 
-    In a training step the host runs ahead of the device, and a loss's launches wait in the queue; from an idle device
-    their issue would be measured instead, and at a clock that the power limit has not brought down yet: on an H200 it
-    takes 100 ms of products to settle (docs/log.md). Nothing on a CPU, where no call returns before its work is done.
+    In a training step the host runs ahead of the device, and a loss's kernels wait in the queue. On an idle device, a
+    sample would measure the host's launches instead, and at a clock rate not yet lowered by the power limit: on an H200
+    it takes 100 ms of products to settle (docs/log.md). Does nothing on a CPU, where calls return when work is done.
     """
 
     def __init__(self, device: torch.device, ms: float = 100.0) -> None:
@@ -167,20 +167,20 @@ class LeadIn:
         torch.mm(self._a, self._a, out=self._out)
 
     def queue(self) -> None:
-        """Start the work; returns at once."""
+        """Queue the work; returns without waiting."""
         for _ in range(self._count):
             self._product()
 
 
 def settle(device: torch.device, lead: LeadIn | None = None) -> None:
-    """Before a sample: wait until the device is idle, then start the lead-in, if there is one."""
+    """Prepare for a sample: wait until the device is idle, then queue the lead-in, if there is one."""
     synchronize(device)
     if lead is not None:
         lead.queue()
 
 
 def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn | None = None) -> float:
-    """Time of one call in ms, from an idle device (or from the end of a lead-in) to an idle device."""
+    """Time of one call in ms, from an idle device (or the end of the lead-in) until the device is idle again."""
     settle(device, lead)
     start = _mark(device)
     function()
@@ -192,8 +192,8 @@ def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn |
 def phases_ms(
     loss: Callable[[], T], backward: Callable[[T], object], device: torch.device, lead: LeadIn | None = None
 ) -> dict[str, float]:
-    """Times in ms of a loss (`forward`), of its gradients (`backward`), and of both; and what the host takes to issue
-    both (`host`), which a device that has work to go on with does not wait for."""
+    """Times in ms of a loss (`forward`), of its gradients (`backward`), and of `both`; and the time that the host takes
+    to issue both (`host`), which is hidden while the device still has queued work."""
     settle(device, lead)
     timer, begun = PhaseTimer(device), time.perf_counter()
     found = loss()
@@ -206,10 +206,10 @@ def phases_ms(
 
 
 def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
-    """`number` rounds in which each of `things` has one turn; orders drawn anew for each, from a fixed seed.
+    """`number` rounds in which each of `things` has one turn, in a new random order per round (fixed seed).
 
-    A drift of the clocks then falls on all of them alike, and so does what ran before, which on an H200 seems to be
-    worth up to 4 % (docs/log.md).
+    Clock drift then affects all of them alike, and so does the influence of whatever ran just before, which on an H200
+    seems to be worth up to 4 % (docs/log.md).
     """
     draw = random.Random(0)
     for _ in range(number):
@@ -219,7 +219,7 @@ def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
 def interleaved_ms(
     functions: dict[str, Callable[[], object]], device: torch.device, repeats: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Time several functions in `rounds`: `repeats` samples in ms of each, after `warmup` rounds."""
+    """Time several functions in `rounds`: `repeats` samples of each in ms, after `warmup` rounds."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for turns in rounds(list(functions), warmup + repeats):
         for name in turns:

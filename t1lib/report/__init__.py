@@ -1,4 +1,4 @@
-"""Figures, tables and numbers: functions of the records alone, by experiment."""
+"""Figures, tables and numbers of each experiment, as functions of its records alone."""
 
 from t1lib.report import (
     cce,

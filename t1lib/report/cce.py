@@ -1,4 +1,4 @@
-"""The figures of `cce`, as functions of its records alone, whose phases `t1lib.measure.head_run` writes."""
+"""The figures of `cce`, as functions of its records alone; `t1lib.measure.head_run` defines their phases."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -29,7 +29,7 @@ from t1lib.report.style import FLOOR, SHADES, WIDTH, subplots
 
 
 def _marker_size(mib: float) -> float:
-    """Area in points²: 14 for nothing, and the same step more for each doubling beyond 16 MiB."""
+    """Marker area in points²: 14 for no workspace, growing by a constant step per doubling well above 16 MiB."""
     return 14 + 11 * np.log2(1 + max(mib, 0.0) / 16)
 
 
@@ -40,14 +40,14 @@ def _plain_log(axis: object, subs: tuple[float, ...]) -> None:
 
 
 def _draw_errors(frame: pd.DataFrame, axes: Axes, phase: str) -> list[str]:
-    """Time and error of dE of every variant, large markers below small ones. Returns the variants drawn."""
+    """Plot error of dE against time for every variant, small markers over large ones. Returns the variants drawn."""
     floor, shape = three(frame, phase), phase.split("/")[1]
     points = []
     for name in variants(frame, phase):
         time, error = median(frame, "both_ms", phase, name), median(frame, "error_dE", phase, name)
-        if time > 0 and error > 0:
-            mib = workspace(frame, shape, name)
-            points.append((_marker_size(mib if mib == mib else 0.0), time / floor, error, name))
+        mib = workspace(frame, shape, name)
+        if time > 0 and error > 0 and mib == mib:
+            points.append((_marker_size(mib), time / floor, error, name))
     for size, x, y, name in sorted(points, reverse=True):
         look = variant_style(name)
         axes.scatter(x, y, s=size, marker=look.marker, edgecolor=look.colour, linewidth=1.0,
@@ -59,14 +59,14 @@ def _draw_errors(frame: pd.DataFrame, axes: Axes, phase: str) -> list[str]:
 
 
 def _face(frame: pd.DataFrame, phase: str, name: str) -> tuple[float, ...] | str:
-    """A marker's filling: pale; of `fused` in its second workspace none, in a third full."""
+    """A marker's fill: pale; for `fused` hollow in its second workspace, solid in a third."""
     own = [n for n in variants(frame, phase) if n not in METHODS and not is_filtered(n)]
     colour = variant_style(name).colour
     return ((*colour, 0.45), "none", colour)[min(own.index(name), 2) if name in own else 0]
 
 
 def fig1_error_time_memory(frame: pd.DataFrame) -> Figure:
-    """Error of dE against time, the marker's area by workspace: on peaked random data and on a model's own states."""
+    """Error of dE against time, marker area by workspace: on peaked random data and on a model's hidden states."""
     found = [*phases(frame, "peaked"), *phases(frame, "real")]
     figure, panels = subplots(3.4, max(len(found), 1), squeeze=False, sharey=True)
     handles: dict[str, Line2D] = {}
@@ -85,7 +85,7 @@ def fig1_error_time_memory(frame: pd.DataFrame) -> Figure:
 
 
 def fig2_sparsity(frame: pd.DataFrame) -> Figure:
-    """Mean probability of the k-th most probable token, on random operands and on a trained model's."""
+    """Mean probability of the k-th most probable token, on random operands and on those of a trained model."""
     figure, axes = subplots(2.8)
     rows = numeric(frame)
     rows = rows[(rows["phase"] == "sparsity") & (rows["metric"] == "probability")]
@@ -100,7 +100,7 @@ def fig2_sparsity(frame: pd.DataFrame) -> Figure:
 
 
 def _draw_bars(axes: Axes, rows: list[dict[str, object]], shapes: list[str], label: str) -> None:
-    """Groups of points, one a shape, and over or under each the mark that it must not pass."""
+    """Groups of points, one point per shape, each with a horizontal mark at the limit that it must not exceed."""
     groups = list(dict.fromkeys((r["variant"], r["over"]) for r in sorted(rows, key=_order)))
     style = {s: dict(marker="os^DP"[i % 5], color=SHADES[i % 5], label=f"shape {s}") for i, s in enumerate(shapes)}
     marks: tuple[list[float], ...] = ([], [], [])
@@ -111,7 +111,7 @@ def _draw_bars(axes: Axes, rows: list[dict[str, object]], shapes: list[str], lab
             for found, value in zip(marks, (row["limit"], x - 0.12, x + 0.12), strict=True):
                 found.append(value)
             axes.plot([x], [row["ratio"]], ms=4, ls="none", **style[row["shape"]])
-            away = 1 if row["ratio"] > row["limit"] else -1  # on the side where the mark is not
+            away = 1 if row["ratio"] > row["limit"] else -1  # on the side away from the mark
             if row["ratio"] == row["ratio"]:
                 axes.annotate(f"{row['ratio']:.2f}", (x, row["ratio"]), xytext=(0, 11 * away), rotation=90, ha="center",
                               textcoords="offset points", va="center", fontsize=5.5)  # fmt: skip
@@ -123,12 +123,12 @@ def _draw_bars(axes: Axes, rows: list[dict[str, object]], shapes: list[str], lab
 
 
 def _order(row: dict[str, object]) -> tuple[bool, bool, float]:
-    """The loss alone first, then the mean, then the changes as they come; the larger workspace first."""
+    """Sort key: the loss alone first, then the mean, then the changes; within each, larger workspaces first."""
     return row["over"] != "logits", row["variant"] != plain_variant(row["variant"]), -row["most_mib"]
 
 
 def _tick(variant: str, over: str) -> str:
-    """The lines under a group: what is done, and within which workspace."""
+    """The label under a group: what is computed and, on the next line, the workspace."""
     *change, workspace = variant_label(variant).split(", ")[1:]
     plain = "loss alone" if over == "logits" else "mean"
     what = "".join(change) or plain
@@ -140,7 +140,7 @@ def _broken(word: str) -> str:
 
 
 def fig3_bars(frame: pd.DataFrame) -> Figure:
-    """Time of `fused` over its floor by work, workspace and shape; and of each change over the same without it."""
+    """Time of `fused` over its floor by work, workspace and shape; and time with each change over that without it."""
     rows = bar_rows(frame)
     figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 4.8))
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
@@ -153,7 +153,7 @@ def fig3_bars(frame: pd.DataFrame) -> Figure:
 
 
 def fig4_training(frame: pd.DataFrame) -> Figure:
-    """The small model's loss in training, and the loss on the held-out text that its hidden states are of."""
+    """The small model's training loss, and its loss on the held-out text from which the hidden states are taken."""
     figure, axes = subplots(2.2)
     rows = numeric(frame)
     rows = rows[(rows["phase"] == "train") & (rows["metric"] == "loss")]

@@ -24,9 +24,9 @@ ERRORS = ("error_loss", "error_dE", "error_dW")
 
 
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
-    """`cce.<data>.<shape>.<variant>.<metric>`, `cce.bar.<shape>.<variant>.<metric>`, and what follows from them.
+    """`cce.<data>.<shape>.<variant>.<metric>`, `cce.bar.<shape>.<variant>.<metric>`, and what is derived from them.
 
-    A method of the fixed list has all its keys, without a value where it was not measured.
+    Each of `METHODS` has all keys for `TIMES[1:]` and `ERRORS`, without a value if it was not measured.
     """
     for phase in measured(frame):
         _phase_numbers(frame, phase, out)
@@ -49,14 +49,14 @@ def _phase_numbers(frame: pd.DataFrame, phase: str, out: Numbers) -> None:
     out.set(f"{key}.floor.three_ms", products, "ms")
     for name in [*METHODS, *(v for v in mean_variants(frame, phase) if v not in METHODS)]:
         out.set(f"{key}.{name}.n", len(pick(frame, "both_ms", phase, name)))
-        loss_alone = len(pick(frame, "loss_ms", phase, name)) > 0
-        for metric in () if loss_alone and name not in METHODS else (*TIMES[1:], *ERRORS):
+        loss_alone, both = (len(pick(frame, metric, phase, name)) > 0 for metric in ("loss_ms", "both_ms"))
+        for metric in (*TIMES[1:], *ERRORS) if both or not loss_alone or name in METHODS else ():
             value = median(frame, metric, phase, name)
             out.set(f"{key}.{name}.{metric}", value, "ms" if metric.endswith("_ms") else "")
         if loss_alone:
             out.set(f"{key}.{name}.loss_ms", median(frame, "loss_ms", phase, name), "ms")
             out.set(f"{key}.{name}.loss_over_logits", median(frame, "loss_ms", phase, name) / logits, "", ".3f")
-        if len(pick(frame, "both_ms", phase, name)):
+        if both:
             out.set(f"{key}.{name}.over_three", median(frame, "both_ms", phase, name) / products, "", ".3f")
             for metric in ERRORS:
                 full = median(frame, metric, phase, "full")
@@ -99,7 +99,7 @@ def _model_numbers(frame: pd.DataFrame, out: Numbers) -> None:
     losses = pick(frame, "loss", "train", "model")
     out.set("cce.model.last_losses", float(losses.tail(50).mean()), "nats", ".2f")
     out.set("cce.model.held_out_loss", median(frame, "held_out_loss", "train", "model"), "nats", ".2f")
-    # 48 bits of the text's hash, which a float64 holds exactly.
+    # 48 bits of the text's hash, which a float64 represents exactly.
     out.set("cce.model.corpus", f"{int(median(frame, 'corpus', 'train', 'model')):012x}")
     for data in DATA:
         for metric in ("mass_below", "entries_below", "tiles", "tiles_sorted"):

@@ -1,4 +1,4 @@
-"""What the figures, tables and numbers of `cce` select from its records; their phases are `head_run`'s."""
+"""Selections from the records of `cce` for its figures, tables and numbers; `head_run` defines their phases."""
 
 import pandas as pd
 
@@ -10,7 +10,7 @@ DATA = {"flat": "random", "peaked": "peaked", "real": "trained model"}
 
 
 def variants(frame: pd.DataFrame, phase: str) -> list[str]:
-    """Variants of a phase: the methods in their fixed order, then those of `fused` as measured, the filtered last."""
+    """Variants of a phase: methods in their fixed order, then those of `fused` in the order measured, filtered last."""
     rows = frame[(frame["phase"] == phase) & ~frame["variant"].isin(["all", "floor"])]
     found = list(dict.fromkeys(rows["variant"]))
     own = sorted((v for v in found if v not in METHODS), key=is_filtered)
@@ -18,24 +18,24 @@ def variants(frame: pd.DataFrame, phase: str) -> list[str]:
 
 
 def phases(frame: pd.DataFrame, kind: str) -> list[str]:
-    """Phases `<kind>/<shape>`, in the order measured."""
+    """Phases `<kind>/<shape>`, in the order in which they were measured."""
     return [p for p in dict.fromkeys(frame["phase"]) if p.startswith(f"{kind}/")]
 
 
 def variant_style(variant: str) -> Variant:
-    """Colour and marker of a variant; those of `fused` in all workspaces are one."""
+    """Colour and marker of a variant; those of `fused` are the same in all workspaces."""
     if is_filtered(variant):
         return VARIANTS["fused-filter"]
     return VARIANTS[variant if variant in VARIANTS else "fused"]
 
 
 def is_filtered(variant: str) -> bool:
-    """Whether it is `fused` with gradient filtering."""
+    """Whether the variant is `fused` with gradient filtering."""
     return variant.startswith("fused-filter-")
 
 
 def variant_label(variant: str) -> str:
-    """`fused-none-512MiB` as a reader wants it: fused, none, 512 MiB."""
+    """A readable label: `fused-none-512MiB` becomes "fused, none, 512 MiB"."""
     if variant in VARIANTS:
         return VARIANTS[variant].label
     head, *change, workspace = variant.split("-")
@@ -60,17 +60,17 @@ def describe(frame: pd.DataFrame, phase: str) -> str:
 
 
 def own_shape(frame: pd.DataFrame) -> str:
-    """The first shape: the one whose Table 1 is published."""
+    """The first shape: that of the paper's Table 1."""
     return next(iter(phases(frame, "flat")), "flat/").split("/")[1]
 
 
 def mean_variants(frame: pd.DataFrame, phase: str) -> list[str]:
-    """Methods, and `fused` by workspace without any change."""
+    """The methods, and `fused` in every workspace, exact and filtered, but without changes."""
     return [v for v in variants(frame, phase) if v in METHODS or is_filtered(v) or v == plain_variant(v)]
 
 
 def beside(frame: pd.DataFrame, shape: str, peer: str) -> str | None:
-    """The fastest `fused` with gradients within the peer's own workspace; else the one that takes least."""
+    """The fastest `fused` with gradients that fits in the peer's workspace; if none does, the one that takes least."""
     phase = f"flat/{shape}"
     if not workspace(frame, shape, peer) >= 0:
         return None
@@ -83,16 +83,16 @@ def beside(frame: pd.DataFrame, shape: str, peer: str) -> str | None:
 
 
 def filter_pairs(frame: pd.DataFrame, phase: str) -> list[tuple[str, str]]:
-    """(filtered, exact) variants that a phase holds: those of cut-cross-entropy, and those of `fused`."""
+    """(filtered, exact) pairs in a phase, of cut-cross-entropy and `fused`; none without a filtered `fused`."""
     found = variants(frame, phase)
     own = [(v, plain_variant(v)) for v in found if is_filtered(v)]
     return [pair for pair in [("cce", "cce-exact"), *own] if own and set(pair) <= set(found)]
 
 
 def bar_rows(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """Every bar: shape, variant, over, limit, its workspace; measured time and workspace, ratio, and whether it is met.
+    """Every bar: shape, variant, over, limit, most workspace; measured time and workspace, ratio, whether it is met.
 
-    A bar is met when both ratio and workspace are within it. `plain` compares with the same head and workspace without
+    A bar is met if ratio and workspace are both within it. `plain` compares with the same head and workspace without
     the change.
     """
     rows = []
@@ -116,11 +116,11 @@ def _base_ms(frame: pd.DataFrame, phase: str, variant: str, over: str) -> float:
 
 
 def plain_variant(variant: str) -> str:
-    """`fused-softcap-512MiB` → `fused-512MiB`: the same without the change."""
+    """The variant without the change: `fused-softcap-512MiB` → `fused-512MiB`."""
     parts = variant.split("-")
     return f"{parts[0]}-{parts[-1]}"
 
 
 def measured(frame: pd.DataFrame) -> list[str]:
-    """Phases with errors: every shape on random data, then peaked data, then the model's."""
+    """Phases with errors: all shapes on random data, then on peaked data, then on the trained model's."""
     return [phase for data in DATA for phase in phases(frame, data)]

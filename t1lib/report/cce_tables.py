@@ -55,7 +55,7 @@ def table1(frame: pd.DataFrame) -> Table:
 
 
 def table2_bars(frame: pd.DataFrame) -> Table:
-    """What `fused` must show: workspace and time of each work on each shape, beside the bar."""
+    """The bars for `fused`: its workspace and time for each kind of work on each shape, next to the bar."""
     rows = []
     for row in bar_rows(frame):
         rows.append({
@@ -74,7 +74,7 @@ def table2_bars(frame: pd.DataFrame) -> Table:
 
 
 def table3_peers(frame: pd.DataFrame) -> Table:
-    """Each method on each shape, and `fused` in no more memory beside it."""
+    """Each method on each shape, next to `fused` within the same memory (or the `fused` that takes least)."""
     rows = []
     for phase in phases(frame, "flat"):
         shape, status = phase.split("/")[1], statuses(frame[frame["phase"] == phase])
@@ -97,7 +97,7 @@ def table3_peers(frame: pd.DataFrame) -> Table:
 
 
 def table4_errors(frame: pd.DataFrame) -> Table:
-    """Relative errors of loss, dE and dW against the wide reference, and their ratio to those of `full`."""
+    """Relative errors of loss, dE and dW against the wide reference, and their ratios to those of `full`."""
     rows = []
     for phase in measured(frame):
         data, shape = phase.split("/")
@@ -112,7 +112,7 @@ def table4_errors(frame: pd.DataFrame) -> Table:
 
 
 def _over(up: float, down: float) -> float | None:
-    """A ratio of two errors; none where `down` is zero or missing."""
+    """The ratio of two errors; None if `down` is zero or missing."""
     return up / down if down > 0 else None
 
 
@@ -133,7 +133,7 @@ def table5_sparsity(frame: pd.DataFrame) -> Table:
 
 
 def table6_filter(frame: pd.DataFrame) -> Table:
-    """What gradient filtering saves and costs: each filtered head beside the same without."""
+    """What gradient filtering saves and costs: each filtered head next to the same head without the filter."""
     rows = []
     for phase in measured(frame):
         data, shape = phase.split("/")
@@ -157,7 +157,7 @@ def table6_filter(frame: pd.DataFrame) -> Table:
 
 
 def _published(frame: pd.DataFrame, kinds: dict[str, str], ours: dict[str, Callable[[str], float]]) -> Table:
-    """A row for each published method, then those of ours that the paper does not have; `kinds`: key → column."""
+    """A row for each published method, then those that only this kit measures; `kinds`: key → column."""
     phase = f"flat/{own_shape(frame)}"
     names = [name for name, _ in published.CCE.values()]
     further = [(variant_label(v), v, {}) for v in mean_variants(frame, phase) if v not in names and not is_filtered(v)]
@@ -172,7 +172,7 @@ def _published(frame: pd.DataFrame, kinds: dict[str, str], ours: dict[str, Calla
 
 
 def table7_published_ms(frame: pd.DataFrame) -> Table:
-    """The times (ms) of the paper's Table 1, on an A100, beside ours; its gradient is the backward alone."""
+    """The times (ms) of the paper's Table 1, on an A100, next to the measured ones; its gradient is the backward."""
     phase = f"flat/{own_shape(frame)}"
     ours = {k: lambda v, m=m: median(frame, m, phase, v) for k, m in
             {"loss_ms": "loss_ms", "gradient_ms": "backward_ms", "both_ms": "both_ms"}.items()}  # fmt: skip
@@ -182,7 +182,7 @@ def table7_published_ms(frame: pd.DataFrame) -> Table:
 
 
 def table8_published_mib(frame: pd.DataFrame) -> Table:
-    """The memory of the paper's Table 1, which counts the gradients: here they are added to our workspaces."""
+    """The memory of the paper's Table 1, which includes the gradients: they are added to the measured workspaces."""
     shape = own_shape(frame)
     gradients = median(frame, "gradients_mib", f"flat/{shape}", "all")
     ours = {

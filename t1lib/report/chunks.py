@@ -1,4 +1,4 @@
-"""Figures of experiment `chunks`, as functions of its records alone; and the law and the floor that they draw."""
+"""Figures of experiment `chunks`, as functions of its records alone; and the law and the floor that they show."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from t1lib.measure.records import format_number
 from t1lib.report.select import median, present
 from t1lib.report.style import BEHIND, FLOOR, PHASE_COLOURS, VARIANTS, plain_numbers, subplots
 
-COUNTED = ("chunked", "fused")  # heads whose number of chunks is set
+COUNTED = ("chunked", "fused")  # heads run with given numbers of chunks
 HEADS = ("full", "chunked", "chunked-vocabulary", "fused")
 REDUCTIONS = ("mean", "sum", "none")
 PRODUCTS = ("logits", "dE", "dW")
@@ -19,20 +19,20 @@ MIB = 2**20
 
 
 def shape(frame: pd.DataFrame, name: str) -> float:
-    """tokens, vocabulary, hidden, itemsize (bytes) or workspace (bytes) of the run."""
+    """A size of the run: tokens, vocabulary, hidden, itemsize (bytes) or workspace (bytes)."""
     return median(frame, name, "shape", "all")
 
 
 def counts(frame: pd.DataFrame) -> list[int]:
-    """The numbers of chunks tried, increasing."""
+    """The numbers of chunks tried, in increasing order."""
     phases = frame["phase"][frame["phase"].str.startswith("chunks/")].unique()
     return sorted(int(phase.removeprefix("chunks/")) for phase in phases)
 
 
 def by_tokens(frame: pd.DataFrame, metric: str, head: str) -> pd.Series:
-    """Median of a head's metric by tokens of a chunk, increasing, where there is one.
+    """Median of a head's metric by tokens per chunk, in increasing order, without missing values.
 
-    More chunks were asked for than made where a chunk is a tile already: such points are one, the first.
+    Once a chunk is a single tile, asking for more chunks makes no more: such points coincide, and the first is kept.
     """
     phases = [f"chunks/{n}" for n in counts(frame)]
     pairs = [(median(frame, "chunk_tokens", phase, head), median(frame, metric, phase, head)) for phase in phases]
@@ -41,14 +41,14 @@ def by_tokens(frame: pd.DataFrame, metric: str, head: str) -> pd.Series:
 
 
 def by_count(frame: pd.DataFrame, metric: str, head: str) -> pd.Series:
-    """The same by the number of chunks that were made."""
+    """The same by the number of chunks that were actually made."""
     points = by_tokens(frame, metric, head)
     points.index = np.ceil(shape(frame, "tokens") / points.index)
     return points
 
 
 class Law(NamedTuple):
-    """workspace = fixed + whole / chunks, in MiB; `deviation`: the largest relative one of the points from it."""
+    """workspace = fixed + whole / chunks, in MiB; `deviation`: largest relative deviation of a point from it."""
 
     fixed: float
     whole: float
@@ -59,7 +59,8 @@ class Law(NamedTuple):
 
 
 def law(frame: pd.DataFrame, head: str) -> Law | None:
-    """The law through a head's points from two chunks on (one chunk needs no pair), least relative squares."""
+    """The law fitted to a head's points by relative least squares, from two chunks on: `chunked` holds the logits'
+    gradients of two chunks at a time, which a single chunk does not need."""
     points = by_count(frame, "workspace_mib", head)
     points = points[(points.index > 1) & (points > 0)]
     if len(points) < 2:
@@ -71,12 +72,12 @@ def law(frame: pd.DataFrame, head: str) -> Law | None:
 
 
 def floor_ms(frame: pd.DataFrame, phase: str) -> float:
-    """The three matrix products together, measured in turn with the variants of this phase."""
+    """Time of the three matrix products together (ms), interleaved with the variants of this phase."""
     return sum(median(frame, f"{name}_ms", phase, "floor") for name in PRODUCTS)
 
 
 def rates(frame: pd.DataFrame) -> tuple[float, float]:
-    """Measured in the rounds of the chunks: operations a second of the products, bytes a second of a copy."""
+    """FLOP/s of the products and bytes/s of a copy, measured in the same rounds as the numbers of chunks."""
     weight = shape(frame, "vocabulary") * shape(frame, "hidden")
     products = 6 * shape(frame, "tokens") * weight / floor_ms(frame, "chunks") * 1e3
     copy = 2 * weight * shape(frame, "itemsize") / median(frame, "copy_ms", "chunks", "floor") * 1e3
@@ -84,18 +85,18 @@ def rates(frame: pd.DataFrame) -> tuple[float, float]:
 
 
 def traffic_ms(frame: pd.DataFrame) -> float:
-    """Least time in ms to read and write the weight's gradient once: as much as the weight's copy moves."""
+    """Least time in ms to read and write the weight's gradient once: a copy of the weight moves as many bytes."""
     return median(frame, "copy_ms", "chunks", "floor")
 
 
 def balance_tokens(frame: pd.DataFrame) -> float:
-    """Tokens of a chunk whose 6 C V D operations take as long as reading and writing the weight's gradient once."""
+    """Chunk size C in tokens at which 6 C V D operations take as long as reading and writing the weight's gradient."""
     products, copy = rates(frame)
     return 2 * shape(frame, "itemsize") * products / (6 * copy)
 
 
 def gradients_mib(frame: pd.DataFrame) -> float:
-    """Both gradients, in the operands' precision."""
+    """Size of both gradients in MiB, in the operands' dtype."""
     rows = shape(frame, "tokens") + shape(frame, "vocabulary")
     return rows * shape(frame, "hidden") * shape(frame, "itemsize") / MIB
 
@@ -108,14 +109,14 @@ def _against_counts(frame: pd.DataFrame, axes: Axes) -> None:
 
 
 def _points(axes: Axes, values: pd.Series, head: str, **more: object) -> None:
-    """A head's points; those of `chunked` larger and hollow, because `fused` on a CPU lies on them."""
+    """Draw a head's points; those of `chunked` larger and hollow, because on a CPU those of `fused` lie on them."""
     style = VARIANTS[head]
     size = {"ms": 7, "mfc": "none"} if head == "chunked" else {"ms": 4}
     axes.plot(values.index, values, color=style.colour, marker=style.marker, **(size | {"lw": 1.1} | more))
 
 
 def _full(axes: Axes, frame: pd.DataFrame, metric: str) -> None:
-    """A line where `full` is, which has no chunks."""
+    """Draw a horizontal line for `full`, which has no chunks."""
     value = median(frame, metric, "whole", "full")
     if value == value:
         axes.axhline(value, color=VARIANTS["full"].colour, lw=1.1, label=VARIANTS["full"].label)
@@ -143,7 +144,7 @@ def fig1_memory(frame: pd.DataFrame) -> Figure:
 
 
 def fig2_latency(frame: pd.DataFrame) -> Figure:
-    """Time of loss and gradients against the tokens of a chunk; and what of it is the backward's."""
+    """Time of loss and gradients against the tokens per chunk; and its split into forward and backward."""
     figure, (both, parts) = subplots(3.0, 2)
     tokens, floor = shape(frame, "tokens"), floor_ms(frame, "chunks")
     for head in COUNTED:
@@ -188,7 +189,7 @@ def fig3_accuracy(frame: pd.DataFrame) -> Figure:
 
 
 def fig4_reductions(frame: pd.DataFrame) -> Figure:
-    """Forward and backward of every head under every reduction, beside three and four products."""
+    """Forward and backward of every head under every reduction, next to three and four matrix products."""
     figure, axes = subplots(2.8)
     names = [n for n in HEADS if any(present(frame, "both_ms", r, [n]) for r in REDUCTIONS)]
     ticks = []

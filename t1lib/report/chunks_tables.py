@@ -35,12 +35,12 @@ def _status(frame: pd.DataFrame, phase: str) -> dict[str, str]:
 
 
 def _whole(value: float) -> float | int:
-    """A count without decimals; NaN as it is."""
+    """A count as an int; NaN is returned as it is."""
     return value if value != value else int(value)
 
 
 def table1(frame: pd.DataFrame) -> Table:
-    """What the reviewers asked for: forward and backward latency and storage, for each reduction."""
+    """What the reviewers asked for: forward and backward latency, and storage, for each reduction."""
     rows, floor = [], floor_ms(frame, "reductions")
     for reduction in REDUCTIONS:
         status = _status(frame, reduction)
@@ -84,12 +84,12 @@ def table2_counts(frame: pd.DataFrame) -> Table:
 
 
 def _worst(frame: pd.DataFrame, name: str, phase: str, way: str) -> float:
-    """Largest of a variant's differences of loss, dE and dW."""
+    """Largest of a variant's differences in loss, dE and dW."""
     return float(np.max([median(frame, f"{way}_{k}", phase, name) for k in ("loss", "dE", "dW")]))
 
 
 def table3_padding(frame: pd.DataFrame) -> Table:
-    """Ignored tokens under every reduction: leaks, and differences from the problem without them."""
+    """Ignored tokens under every reduction: leaks, and differences from the problem without these tokens."""
     rows = []
     for reduction in REDUCTIONS:
         phase = f"padding/{reduction}"
@@ -108,7 +108,7 @@ def table3_padding(frame: pd.DataFrame) -> Table:
 
 
 def table4_ignored(frame: pd.DataFrame) -> Table:
-    """Time with half of the tokens ignored against none."""
+    """Time with half of the tokens ignored, against time with none ignored."""
     rows = []
     for name in HEADS:
         every, half = (median(frame, "both_ms", f"ignored/{k}", name) for k in ("none", "half"))
@@ -118,7 +118,7 @@ def table4_ignored(frame: pd.DataFrame) -> Table:
 
 
 def table5_answers(frame: pd.DataFrame) -> Table:
-    """What the pull request claims and its reviewers asked, answered for `fused` from the records."""
+    """What the pull request claims and what its reviewers asked, answered for `fused` from the records."""
 
     def latency(reduction: str, name: str) -> str:
         return " + ".join(cell(median(frame, f"{k}_ms", reduction, name)) for k in ("forward", "backward")) + " ms"
@@ -157,7 +157,7 @@ def _leaks(frame: pd.DataFrame, name: str, phase: str) -> float:
 
 
 def _ignoring(frame: pd.DataFrame, name: str, phase: str) -> float:
-    """Largest difference of either way to ignore tokens from the problem without them."""
+    """Largest difference from the problem without the ignored tokens, over both ways of ignoring them."""
     return float(np.max([_worst(frame, name, phase, way) for way in ("padded", "weighted")]))
 
 
@@ -190,7 +190,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
 
 
 def _over_reductions(value: Callable[[str], float]) -> float:
-    """The largest over all reductions of a value of the phase; NaN if any is."""
+    """The maximum of `value(phase)` over the phases of all reductions; NaN if any is NaN."""
     return float(np.max([value(f"padding/{reduction}") for reduction in REDUCTIONS]))
 
 

@@ -1,4 +1,4 @@
-"""Figures, tables and numbers of `convergence`: the same training by every head and in every mode."""
+"""Figures, tables and numbers of `convergence`: the same training with every head and in every mode."""
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ LABELS = {"filter-gpu": "fused, filtered; gpu", ORDER: "another order of the tex
 
 
 def curves(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """A metric's values by step, a column a variant, in the order in which they were trained."""
+    """A metric's values by step, one column per variant, in the order in which they were trained."""
     rows = numeric(frame)
     rows = rows[(rows["metric"] == metric) & (rows["phase"] == "train")]
     table = rows.pivot_table(index="step", columns="variant", values="value")
@@ -49,7 +49,7 @@ def smooth(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw(frame: pd.DataFrame, metric: str, what: str) -> Figure:
-    """Curves, and their distances from the reference, which is 0 where the arithmetic is the same."""
+    """Curves, and their distances from the reference, which are 0 where the arithmetic is identical."""
     figure, (left, right) = subplots(2.8, 2)
     values = curves(frame, metric)
     for name, column in smooth(values).items():
@@ -73,12 +73,12 @@ def _distances(axes: Axes, values: pd.DataFrame, what: str) -> None:
 
 
 def fig1_loss(frame: pd.DataFrame) -> Figure:
-    """Losses over steps, and how far they are from the reference's."""
+    """Losses over steps, and their distances from the reference's losses."""
     return _draw(frame, "loss", "loss (nats a token)")
 
 
 def fig2_grad_norm(frame: pd.DataFrame) -> Figure:
-    """The same of the norm of all gradients."""
+    """The same for the norm of all gradients."""
     return _draw(frame, "grad_norm", "gradient norm")
 
 
@@ -111,7 +111,7 @@ def _facts(frame: pd.DataFrame, name: str) -> dict[str, float]:
 
 
 def table1(frame: pd.DataFrame) -> Table:
-    """One row a variant: where it ends, and how far it was from the reference at most."""
+    """One row per variant: its final losses, and its largest differences from the reference."""
     rows = []
     for name in curves(frame, "loss").columns:
         facts = _facts(frame, name)
@@ -128,7 +128,7 @@ def table1(frame: pd.DataFrame) -> Table:
 
 
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
-    """`convergence.<variant>.<fact>`, and the largest difference of the exact variants over that of another order."""
+    """`convergence.<variant>.<fact>`, and the largest difference of exact variants over that of another text order."""
     names = list(curves(frame, "loss").columns)
     for name in names:
         for fact, value in _facts(frame, name).items():

@@ -1,4 +1,4 @@
-"""Figures and tables of `frontier`: what a step takes, what fits, and how well both were predicted."""
+"""Figures and tables of `frontier`: the cost of a step, what fits, and how well both were predicted."""
 
 import numpy as np
 import pandas as pd
@@ -18,18 +18,18 @@ MODES, HEADS = ("gpu", "ckpt", "slide"), ("full", "chunked", "fused")
 MEASURED = ("wall_ms", "allocated_gib", "reserved_gib", "host_gib")
 PREDICTED = ("predicted_ms", "predicted_allocated_gib", "predicted_reserved_gib", "predicted_host_gib")
 LINES = {"full": ":", "chunked": "--", "fused": "-"}
-WITHIN = (0.05, 0.10, 0.15, 0.20)  # relative errors of predictions that are asked about
+WITHIN = (0.05, 0.10, 0.15, 0.20)  # bounds on the relative error of predictions
 
 
 def points(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a point: model, mode, head, seq, status, medians of what was measured, and predictions."""
+    """One row per point: model, mode, head, seq, status, medians of what was measured, and predictions."""
     rows = frame[frame["phase"].str.startswith("seq/")]
     states = rows[rows["metric"] == "status"].set_index(["variant", "phase"])["value"]
     values = numeric(rows[rows["metric"].isin([*MEASURED, *PREDICTED])])
     table = values.pivot_table(index=["variant", "phase"], columns="metric", values="value", aggfunc="median")
     table = table.reindex(states.index).reindex(columns=[*MEASURED, *PREDICTED])
     table["status"] = states
-    if table["reserved_gib"].isna().all():  # a CPU reserves nothing
+    if table["reserved_gib"].isna().all():  # a CPU has no reserved memory
         table["reserved_gib"] = table["allocated_gib"]
     table = table.reset_index()
     names = table["variant"].str.split("/", expand=True)
@@ -44,19 +44,19 @@ def models_of(table: pd.DataFrame) -> list[str]:
 
 
 def budgets(frame: pd.DataFrame) -> list[str]:
-    """The budgets that are asked about, such as 16GiB, the smallest first."""
+    """The budgets of the run, such as 16GiB, smallest first."""
     found = frame[(frame["metric"] == "budget") & (frame["phase"] == "facts")]["variant"]
     return sorted(dict.fromkeys(found), key=parse_bytes)
 
 
 def room(frame: pd.DataFrame, budget: str) -> float:
-    """GiB of a device with this memory that CUDA itself leaves to the allocator."""
+    """GiB that CUDA itself leaves to the allocator on a device with this much memory."""
     taken = pick(frame, "context_gib", "facts", "all")
     return parse_bytes(budget) / GIB - (float(taken.iloc[0]) if len(taken) else 0.0)
 
 
 def _by_length(frame: pd.DataFrame, column: str, what: str, lines: dict[str, float]) -> Figure:
-    """A panel a model: a quantity over the length, a line for each mode and head."""
+    """One panel per model: a quantity over the row length, with a line for each mode and head."""
     table = points(frame)
     models = models_of(table)
     figure, panels = subplots(2.7, len(models), sharey=True, sharex=True, squeeze=False)
@@ -79,7 +79,7 @@ def _by_length(frame: pd.DataFrame, column: str, what: str, lines: dict[str, flo
 
 
 def _plain(*axes: Axis) -> None:
-    """Logarithmic axes with 1, 2, 5, 10, … written as they are."""
+    """Label logarithmic axes at 1, 2, 5, 10, … with plain numbers."""
     for axis in axes:
         axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=15))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -87,7 +87,7 @@ def _plain(*axes: Axis) -> None:
 
 
 def _lengths(axis: Axis, lengths: list[int]) -> None:
-    """512, 4k, 128k."""
+    """Ticks at the lengths, labelled as 512, 4k, 128k."""
     names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths]
     axis.set_major_locator(FixedLocator(lengths))
     axis.set_major_formatter(FixedFormatter(names))
@@ -101,23 +101,23 @@ def _legend(figure: Figure) -> None:
 
 
 def fig1_memory(frame: pd.DataFrame) -> Figure:
-    """Peak memory over length, and what cards hold."""
+    """Peak memory over row length, with the memories of some cards."""
     return _by_length(frame, "reserved_gib", "peak memory (GiB)", {b: room(frame, b) for b in budgets(frame)})
 
 
 def fig2_time(frame: pd.DataFrame) -> Figure:
-    """Time a token over length."""
+    """Time per token over row length."""
     return _by_length(frame, "us_a_token", "time a token (µs)", {})
 
 
 def pareto(table: pd.DataFrame) -> pd.DataFrame:
-    """Points that no other one beats in both memory and time, by memory."""
+    """Points that no other point beats in both memory and time, ordered by memory."""
     ordered = table.sort_values(["reserved_gib", "us_a_token"])
     return ordered[ordered["us_a_token"] < ordered["us_a_token"].cummin().shift(fill_value=np.inf)]
 
 
 def fig3_pareto(frame: pd.DataFrame) -> Figure:
-    """Time a token against peak memory at the shortest and at the longest length, with each model's frontier."""
+    """Time per token against peak memory at the shortest and the longest length, with each model's Pareto frontier."""
     table = points(frame)
     table = table[table["status"] == "ok"]
     lengths = sorted(table["seq"].unique())
@@ -162,14 +162,14 @@ def fig4_predicted(frame: pd.DataFrame) -> Figure:
 
 
 def errors(table: pd.DataFrame) -> dict[str, pd.Series]:
-    """Relative errors of the predictions of points that ran, without sign."""
+    """Absolute values of the predictions' relative errors, for points that ran."""
     ok = table[table["status"] == "ok"]
     found = {k: (ok[f"predicted_{k}_gib"] / ok[f"{k}_gib"] - 1).abs() for k in ("allocated", "reserved", "host")}
     return found | {"time": (ok["predicted_ms"] / ok["wall_ms"] - 1).abs()}
 
 
 def table1_fits(frame: pd.DataFrame) -> Table:
-    """By model and length: the fastest mode and head that was measured within each budget."""
+    """By model and length: the fastest measured mode and head within each budget."""
     table, rows = points(frame), []
     for model in models_of(table):
         for seq, own in table[table["model"] == model].groupby("seq"):
@@ -188,7 +188,7 @@ def _best(own: pd.DataFrame, gib: float) -> str:
 
 
 def table2_points(frame: pd.DataFrame) -> Table:
-    """Every point: its status, what it took, and what it was predicted to take."""
+    """Every point: its status, and its measured and predicted memory and time."""
     rows = []
     for _, p in points(frame).iterrows():
         rows.append({
@@ -201,7 +201,7 @@ def table2_points(frame: pd.DataFrame) -> Table:
 
 
 def table3_accuracy(frame: pd.DataFrame) -> Table:
-    """Shares of the points whose prediction is as good as some bounds, and the largest error."""
+    """Shares of the points whose prediction error is within each of `WITHIN`, and the largest error."""
     rows = []
     for what, found in errors(points(frame)).items():
         row: dict[str, object] = {"predicted": what, "points": len(found)}

@@ -1,4 +1,4 @@
-"""Numbers of `frontier`: points, how good predictions were, and the longest rows and largest models within memories."""
+"""Numbers of `frontier`: points, accuracy of predictions, and the longest rows and largest models within budgets."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ UNITS = {"wall_ms": "ms", "us_a_token": "µs", "allocated_gib": "GiB", "reserved
 
 
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
-    """`frontier.<model>.<mode>.<head>.<tokens>.<metric>`; accuracies; longest rows within each budget."""
+    """`frontier.<model>.<mode>.<head>.<tokens>.<metric>`; prediction accuracies; longest rows within each budget."""
     table = points(frame)
     for _, p in table.iterrows():
         key = f"frontier.{p['model']}.{p['mode']}.{p['head']}.{p['seq']}"
@@ -41,8 +41,8 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
 
 
 def against_ckpt(own: pd.DataFrame, fitting: pd.DataFrame) -> dict[str, float | str]:
-    """Of a model's points: the longest row of slide with fused within a budget over that of ckpt with full, which may
-    be "none"; and its time a token over the least that ckpt takes at this length with all of the device."""
+    """For a model's points `own`: the longest row of slide with fused within a budget, over that of ckpt with full
+    ("none" if that never fits); and its time per token over ckpt's least at this length with the whole device."""
     within = fitting[fitting["model"].isin(own["model"])]
     ways = ("slide", "fused"), ("ckpt", "full")
     slide, plain = (within[(within["mode"] == mode) & (within["head"] == head)] for mode, head in ways)
@@ -55,8 +55,8 @@ def against_ckpt(own: pd.DataFrame, fitting: pd.DataFrame) -> dict[str, float | 
 
 
 def _reach(fitting: pd.DataFrame, key: str, budget: str, out: Numbers) -> None:
-    """The largest model, and the longest row of the smallest one, that plain ways and slide with fused train within a
-    budget, which may be nothing."""
+    """The largest model, and the longest row of the smallest model, that gpu and ckpt with full, and slide with fused,
+    train within a budget; "none" if nothing fits."""
     digits = budget.rstrip("KMGTiB")
     out.set(f"{key}.budget", f"{digits} {budget[len(digits) :]}")
     for mode, head in (("gpu", "full"), ("ckpt", "full"), ("slide", "fused")):

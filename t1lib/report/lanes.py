@@ -1,4 +1,4 @@
-"""A traced step as lanes: what runs when, beside what, and where nothing does."""
+"""A traced step as lanes: what runs when, what overlaps, and where lanes are idle."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ REST = "left by the step before"
 
 
 def _busy_ms(bars: pd.DataFrame, until: float) -> float:
-    """Time before `until` in which at least one of the spans runs."""
+    """Time before `until` (ms) during which at least one of the spans runs."""
     busy, reached = 0.0, 0.0
     for start, end in sorted(zip(bars["start_ms"], bars["end_ms"], strict=True)):
         start, end = max(start, reached), min(end, until)
@@ -27,7 +27,7 @@ def _busy_ms(bars: pd.DataFrame, until: float) -> float:
 
 
 def _rest(bars: pd.DataFrame, stop: float) -> pd.DataFrame:
-    """What is left of a lane at `stop`, as the next step finds it at its beginning."""
+    """The part of a lane's spans after `stop`, shifted to where it lies at the beginning of the next step."""
     left = bars[bars["end_ms"] > stop]
     return left.assign(start_ms=left["start_ms"].clip(lower=stop) - stop, end_ms=left["end_ms"] - stop)
 
@@ -37,9 +37,9 @@ def _end(bars: pd.DataFrame) -> float:
 
 
 def draw_lanes(frame: pd.DataFrame, variant: str, lanes: dict[str, str]) -> Figure:
-    """One traced step: what each lane does when, and how much of the time until the computing ends it does nothing.
+    """One traced step: what each lane does when, and what share of the time until computing ends it is idle.
 
-    What the step before left over is not traced; in its place stands what this one leaves.
+    Work left over by the step before is not traced; what this step leaves over is drawn in its place.
     """
     figure, axes = subplots(2.4)
     found = {lane: spans(frame, variant, lane) for lane in lanes}

@@ -1,6 +1,6 @@
-"""Builds the two reports as PDF from what a profile's finished runs left. Needs TeX, as nothing else of the kit does.
+"""Builds the two reports as PDF from the outputs of a profile's finished runs. Only this part of the kit needs TeX.
 
-Beside `numbers.tex` of its run, a report reads a generated `context.tex`, which says what the run's manifest knows.
+Besides `numbers.tex` of its run, a report reads a generated `context.tex`, which holds what the run's manifest says.
 """
 
 import os
@@ -20,12 +20,12 @@ from t1lib.measure import manifest
 from t1lib.measure.records import Numbers, escape_latex
 
 REPORTS = ("t1m1", "t1m3")
-BOTH = ("convergence", "frontier")  # experiments that both reports quote where their runs are finished
+BOTH = ("convergence", "frontier")  # experiments that both reports quote if their runs are finished
 
 _MISSING_TEX = """the PDF files need TeX, and {missing} was not found here; all else is in {folder} already.
 Debian/Ubuntu: apt-get install latexmk texlive-latex-recommended lmodern; macOS: brew install --cask mactex-no-gui; \
 Windows: winget install MiKTeX.MiKTeX"""
-# With -file-line-error an error begins "./t1m1.tex:12: "; errors outside any file begin "! ".
+# With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
 _UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
 _NO_PACKAGE = re.compile(r"LaTeX Error: File `(.+\.(?:sty|cls))' not found")
@@ -34,9 +34,9 @@ _NO_PACKAGE = re.compile(r"LaTeX Error: File `(.+\.(?:sty|cls))' not found")
 def build(profile: str) -> list[Path]:
     """Build outputs/<profile>/<report>.pdf of every report whose experiment has a finished run; return their paths.
 
-    A PDF is replaced only by one that is complete. The same outputs and report give the same file, byte for byte.
-    Raises `UnavailableError` without TeX, and `T1Error` when no run is finished or LaTeX fails, naming its first error
-    (such as a number that the report quotes and the run did not leave).
+    A PDF is replaced only by a complete one. The same outputs and report sources give the same file, byte for byte.
+    Raises `UnavailableError` without TeX, and `T1Error` if no run is finished or LaTeX fails, naming its first error
+    (such as a number that the report quotes but the run did not produce).
     """
     folders = [paths.outputs(profile, report) for report in REPORTS]
     finished = [folder for folder in folders if manifest.read(folder)]
@@ -50,7 +50,7 @@ def build(profile: str) -> list[Path]:
 
 
 def _build_one(outputs: Path) -> Path:
-    """Build the report on one finished run beside the run's folder."""
+    """Build the report on one finished run; the PDF goes next to the run's folder."""
     content = manifest.read(outputs) or {}
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
@@ -63,9 +63,9 @@ def _build_one(outputs: Path) -> Path:
 
 
 def _gather(outputs: Path, folder: Path) -> None:
-    """Copy the report's sources and the run's tables, figures and numbers: one layout, whatever the real paths hold.
+    """Copy the report's sources and the run's tables, figures and numbers into one fixed layout.
 
-    Those of `BOTH` have the experiment's name before theirs.
+    File names of experiments in `BOTH` are prefixed with the experiment's name.
     """
     sources = paths.root() / "report"
     require((sources / f"{outputs.name}.tex").is_file(), f"{paths.shown(sources)}/{outputs.name}.tex is missing")
@@ -90,7 +90,7 @@ def _copy_run(outputs: Path, folder: Path, before: str) -> None:
 
 
 def write_context(content: Mapping[str, Any], path: Path) -> None:
-    r"""Write the LaTeX that tells a report about its run, from the run's manifest.
+    r"""Write the LaTeX file that describes a report's run, from the run's manifest.
 
     Keys of `\result`: run.{experiment, profile, device, commit, dirty, date, started, seconds}, env.<entry of the
     environment>, param.<parameter>. `\ifgpu` is true where a GPU was measured; `\allparameters` lists all parameters.
@@ -112,7 +112,7 @@ def write_context(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A setting as its author wrote it: 0.0001 rather than three significant digits of it."""
+    """A setting as its author wrote it, such as 0.0001, not rounded to three significant digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
@@ -122,14 +122,14 @@ def _shown(value: Any) -> str:
 
 def _commands(report: str) -> list[list[str]]:
     flags = ["-interaction=nonstopmode", "-halt-on-error", "-file-line-error"]
-    if shutil.which("latexmk") and shutil.which("perl"):  # MiKTeX has latexmk and lacks perl
+    if shutil.which("latexmk") and shutil.which("perl"):  # MiKTeX has latexmk but lacks perl
         return [["latexmk", "-norc", "-pdf", *flags, report]]
     latex = ["pdflatex", *flags, report]
     return [latex, ["bibtex", report], latex, latex]
 
 
 def _compile(folder: Path, report: str, started: str) -> None:
-    """Run TeX in `folder`; the run's date stands in for today's, so that the PDF depends on nothing else."""
+    """Run TeX in `folder`, with the run's date in place of today's so that the PDF depends only on its inputs."""
     epoch = str(int(datetime.fromisoformat(started).timestamp()))
     dates = {"SOURCE_DATE_EPOCH": epoch, "FORCE_SOURCE_DATE": "1"}
     environment = {**os.environ, **dates, "max_print_line": "1000"}  # else TeX breaks its messages at 79 characters
@@ -149,7 +149,7 @@ def _log(folder: Path, report: str) -> str:
 
 
 def _fail(folder: Path, report: str, output: str) -> None:
-    """Raise the error that names what TeX stumbled over first."""
+    """Raise an error that names the first problem TeX reported."""
     log = _log(folder, report)
     package = _NO_PACKAGE.search(log)
     if package:

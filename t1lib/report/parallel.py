@@ -1,4 +1,4 @@
-"""Figures of experiment `parallel`, as functions of its records alone; and what they and its tables count with."""
+"""Figures of experiment `parallel`, as functions of its records alone; and quantities shared with its tables."""
 
 from collections.abc import Iterable
 
@@ -21,47 +21,47 @@ IDEAL = {"color": "0.55", "linestyle": ":", "linewidth": 1.2}
 
 
 def counts(frame: pd.DataFrame, name: str) -> list[int]:
-    """Numbers of ranks of the phases `<name>/<ranks>`, increasing, those that were skipped, too."""
+    """Numbers of ranks of the phases `<name>/<ranks>`, in increasing order, including those that were skipped."""
     phases = frame["phase"][frame["phase"].str.startswith(f"{name}/")].unique()
     return sorted(int(phase.partition("/")[2]) for phase in phases)
 
 
 def by_ranks(frame: pd.DataFrame, metric: str, name: str, variant: str) -> pd.Series:
-    """Median of a variant's metric by number of ranks, where there is one."""
+    """Median of a variant's metric by number of ranks, without missing values."""
     values = {n: median(frame, metric, f"{name}/{n}", variant) for n in counts(frame, name)}
     return pd.Series(values, dtype="float64").dropna()
 
 
 def products_ms(frame: pd.DataFrame) -> pd.Series:
-    """The three matrix products of a rank's own rows together, by number of ranks."""
+    """Time of the three matrix products of a rank's own rows together (ms), by number of ranks."""
     return sum(by_ranks(frame, f"{product}_ms", "head", "floor") for product in PRODUCTS)
 
 
 def speedup(values: pd.Series) -> pd.Series:
-    """One rank's time over the times by number of ranks; NaN where one rank was not measured."""
+    """Speed-up over one rank, by number of ranks; NaN if one rank was not measured."""
     return values.get(1, float("nan")) / values
 
 
 def tokens_s(frame: pd.DataFrame, mode: str) -> pd.Series:
-    """Tokens a second of training, all ranks together."""
+    """Training throughput of all ranks together in tokens/s, by number of ranks."""
     return by_ranks(frame, "tokens", "step", mode) / by_ranks(frame, "wall_ms", "step", mode) * 1e3
 
 
 def must_mib(frame: pd.DataFrame, ranks: int) -> float:
-    """What a rank must hold: weight / ranks and its gradient, hidden states and theirs."""
+    """MiB that a rank must hold: weight / ranks and its gradient, hidden states and their gradient."""
     size = {name: median(frame, name, "shape", "all") for name in ("tokens", "vocabulary", "hidden", "itemsize")}
     rows = size["vocabulary"] / ranks + size["tokens"]
     return 2 * rows * size["hidden"] * size["itemsize"] / MIB
 
 
 def arithmetic_mib(frame: pd.DataFrame, head: str, ranks: int) -> float:
-    """The same, and the workspace that the head was given; `full` is given none."""
+    """The same plus the workspace that the head was given; `full` is given none."""
     given = 0.0 if head == "full" else median(frame, "workspace", "shape", "all") / MIB
     return must_mib(frame, ranks) + given
 
 
 def losses(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
-    """Losses of the same batches by step, a column a number of ranks."""
+    """Losses on the same batches by step, one column per number of ranks."""
     found = {n: pick(frame, "loss", f"losses/{n}", mode).reset_index(drop=True) for n in counts(frame, "losses")}
     return pd.DataFrame({n: values for n, values in found.items() if len(values)})
 
@@ -83,7 +83,7 @@ def _line(axes: Axes, values: pd.Series, name: str, **more: object) -> None:
 
 
 def fig1_head(frame: pd.DataFrame) -> Figure:
-    """Time of loss and gradients over ranks, beside the ideal, the products and the collectives; and the speed-up."""
+    """Time of loss and gradients over ranks, with the ideal, the products and the collectives; and the speed-up."""
     figure, (time, gain) = subplots(3.0, 2)
     ranks, floor = counts(frame, "head"), products_ms(frame)
     for head in _measured(frame, "both_ms", "head", HEADS):
@@ -109,7 +109,7 @@ def fig1_head(frame: pd.DataFrame) -> Figure:
 
 
 def fig2_memory(frame: pd.DataFrame) -> Figure:
-    """What a rank holds at a head's peak, by its parts, beside the arithmetic; a panel a head."""
+    """What a rank holds at a head's peak, by parts, against the arithmetic; one panel per head."""
     heads = _measured(frame, "held_mib", "head", HEADS) or ["fused"]
     figure, panels = subplots(2.8, len(heads), squeeze=False)
     for axes, head in zip(panels[0], heads, strict=True):
@@ -134,7 +134,7 @@ def fig2_memory(frame: pd.DataFrame) -> Figure:
 
 
 def fig3_step(frame: pd.DataFrame) -> Figure:
-    """Tokens a second of training over ranks beside the ideal; and the losses of the same batches, a panel a mode."""
+    """Training throughput over ranks, with the ideal; and the losses on the same batches, one panel per mode."""
     modes = _measured(frame, "wall_ms", "step", MODES) or ["fsdp"]
     figure, (rate, *panels) = subplots(2.9, 1 + len(modes))
     ranks = counts(frame, "step")
@@ -143,7 +143,7 @@ def fig3_step(frame: pd.DataFrame) -> Figure:
         _line(rate, values, mode, label=mode)
         if 1 in values:
             rate.plot(ranks, [values[1] * n for n in ranks], **IDEAL)
-        for index, (n, column) in enumerate(losses(frame, mode).items()):  # thin over thick: they are to coincide
+        for index, (n, column) in enumerate(losses(frame, mode).items()):  # thin over thick lines: they should coincide
             look = {"color": SHADES[2 * index % len(SHADES)], "lw": 3.6 / (index + 1)}
             curve.plot(column.index + 1, column, **look, label=f"{n} rank{'s' if n > 1 else ''}")
         curve.set(xlabel="training step", ylabel="loss (nats a token)", title=f"{mode}: losses")

@@ -26,7 +26,7 @@ NAN = float("nan")
 
 
 def head_facts(frame: pd.DataFrame, head: str, ranks: int) -> dict[str, float]:
-    """All that is said of a head on a number of ranks; NaN where it was not measured."""
+    """All facts reported for a head on a number of ranks; NaN for what was not measured."""
     times, phase = by_ranks(frame, "both_ms", "head", head), f"head/{ranks}"
     gain, held = speedup(times).get(ranks, NAN), median(frame, "held_mib", phase, head)
     facts = {
@@ -44,7 +44,7 @@ def head_facts(frame: pd.DataFrame, head: str, ranks: int) -> dict[str, float]:
 
 
 def step_facts(frame: pd.DataFrame, mode: str, ranks: int) -> dict[str, float]:
-    """All that is said of training in a mode on a number of ranks; NaN where it was not measured."""
+    """All facts reported for training in a mode on a number of ranks; NaN for what was not measured."""
     rates, curves, phase = tokens_s(frame, mode), losses(frame, mode), f"step/{ranks}"
     gain = rates.get(ranks, NAN) / rates.get(1, NAN)
     facts = {
@@ -60,7 +60,7 @@ def step_facts(frame: pd.DataFrame, mode: str, ranks: int) -> dict[str, float]:
 
 
 def _points(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> Iterator[tuple[str, int, str]]:
-    """(variant, ranks, status) of what was measured, or was to be."""
+    """(variant, ranks, status) of every point with a status, whether it ran or not."""
     for variant in variants:
         for ranks in counts(frame, name):
             phase = f"{name}/{ranks}"
@@ -70,12 +70,12 @@ def _points(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> Iterat
 
 
 def _ran(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> list[tuple[str, int]]:
-    """(variant, ranks) of what ran, right or wrong."""
+    """(variant, ranks) of the points that ran: status ok or wrong."""
     return [(v, n) for v, n, state in _points(frame, name, variants) if state in ("ok", "wrong")]
 
 
 def _begun(frame: pd.DataFrame, metric: str, name: str, what: str, point: tuple[str, int, str]) -> dict[str, object]:
-    """The first columns of a point's row; `what` its variant is."""
+    """The first columns of a point's row; `what` is the heading of the variant's column."""
     variant, ranks, state = point
     values = pick(frame, metric, f"{name}/{ranks}", variant)
     row = {what: variant, "ranks": str(ranks), "status": state, "n": len(values) or None}
@@ -83,7 +83,7 @@ def _begun(frame: pd.DataFrame, metric: str, name: str, what: str, point: tuple[
 
 
 def table1_head(frame: pd.DataFrame) -> Table:
-    """Time, memory and errors of the output layer, a row a head and number of ranks."""
+    """Time, memory and errors of the output layer, one row per head and number of ranks."""
     rows = []
     for point in _points(frame, "head", HEADS):
         facts = head_facts(frame, *point[:2])
@@ -104,7 +104,7 @@ def table1_head(frame: pd.DataFrame) -> Table:
 
 
 def table2_step(frame: pd.DataFrame) -> Table:
-    """Time, tokens a second, memory and losses of training, a row a mode and number of ranks."""
+    """Time, tokens/s, memory and losses of training, one row per mode and number of ranks."""
     rows = []
     for point in _points(frame, "step", MODES):
         facts = step_facts(frame, *point[:2])
@@ -126,7 +126,7 @@ UNITS = {"_ms": "ms", "_mib": "MiB", "_gib": "GiB"}
 
 
 def _set(out: Numbers, key: str, facts: dict[str, float]) -> None:
-    """What was measured of a point; a CPU has no reserved memory, one rank no collectives."""
+    """Set the facts of a point that were measured; a CPU has no reserved memory, one rank no collectives."""
     for name, value in facts.items():
         if value == value:
             unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")

@@ -10,14 +10,14 @@ from t1lib.report.style import BEHIND, PHASE_COLOURS, VARIANTS, bar_labels, subp
 
 
 def memory_unit(gib: list[float]) -> tuple[float, str]:
-    """Factor from GiB and unit in which the values read well: a small model's megabytes are no GiB figure."""
+    """(factor from GiB, unit) in which the values are easy to read: MiB if all are small, else GiB."""
     return (1024.0, "MiB") if max(gib, default=0.0) < 0.1 else (1.0, "GiB")
 
 
 def draw_grouped(
     axes: Axes, frame: pd.DataFrame, phase: str, names: list[str], kinds: dict[str, tuple[str, str]], what: str
 ) -> None:
-    """Groups of bars of memory, one a variant; `kinds`: metric in GiB → (label, colour), one bar each."""
+    """Memory as grouped bars, one group per variant; `kinds`: metric in GiB → (label, colour), one bar each."""
     width = 0.8 / max(len(kinds), 1)
     scale, unit = memory_unit([median(frame, k, phase, n) for k in kinds for n in names])
     for index, (metric, (label, colour)) in enumerate(kinds.items()):
@@ -33,7 +33,7 @@ def draw_grouped(
 
 
 def draw_phases(axes: Axes, frame: pd.DataFrame, setting: str, names: list[str]) -> None:
-    """A bar a variant, the first on top: its step's phases one after the other, their sum written at the end."""
+    """One stacked bar per variant, the first on top: the phases of its step, with their sum written at the end."""
     base = pd.Series(0.0, index=names)
     for phase, colour in PHASE_COLOURS.items():
         metric = phase.replace(" ", "_") + "_ms"
@@ -49,7 +49,7 @@ def draw_phases(axes: Axes, frame: pd.DataFrame, setting: str, names: list[str])
 
 
 def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:
-    """Allocated bytes over one step, from the allocator's history; reserved ones dotted where the device has them."""
+    """Allocated memory over one step, from the allocator's history; reserved memory dotted if the device has it."""
     figure, axes = subplots(2.7)
     scale, unit = memory_unit([float(pick(frame, "allocated_gib", "timeline", n).max()) for n in names])
     for name in names:
@@ -63,6 +63,6 @@ def draw_timeline(frame: pd.DataFrame, names: list[str]) -> Figure:
             axes.plot(progress, reserved * scale, color=style.colour, lw=0.9, ls=":")
     axes.set(xlabel="progress within one step", ylabel=f"memory on the device ({unit})", ylim=(0, None), xlim=(0, 1))
     if len(pick(frame, "reserved_gib", "timeline")):
-        axes.plot([], [], color="0.4", lw=0.9, ls=":", label="the same, reserved")  # one entry for all of them
+        axes.plot([], [], color="0.4", lw=0.9, ls=":", label="the same, reserved")  # one legend entry for all variants
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure

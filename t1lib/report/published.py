@@ -1,4 +1,4 @@
-"""What the reports published, and where their own data disagrees: what every table of published numbers reads.
+"""The reports' published numbers, and where their own data disagrees: the source of every published number.
 
 T1M1: "Slide-Style Weight Streaming for Memory-Efficient Transformer Training" (Hu, December 25, 2025), Table 1, and
 the repository it names. T1M3: "Practical Output-Layer Memory Mitigation via Chunked Cross-Entropy" (Hu, December 26,
@@ -14,8 +14,8 @@ T1M1 = {
     "slide": {"wall_ms": 1571.0, "wall_std_ms": 12.0, "reserved_gib": 0.93, "host_gib": 4.93},
 }
 
-# head: times in ms, memory in GiB; `chunked` is the code's, by vocabulary (D1), without the weight's gradient (D2);
-# `head_alone_ms`, V 152064, is of the repository's data
+# head: times in ms, memory in GiB; `chunked` is what the code does: by vocabulary (D1), without the weight's gradient
+# (D2); `head_alone_ms`, with V = 152064, comes from the repository's data
 T1M3 = {
     "full": {"wall_ms": 1282.5, "allocated_gib": 13.08, "reserved_gib": 13.83, "head_ms": 61.5, "backward_ms": 872.7,
              "head_alone_ms": 122.8},
@@ -24,8 +24,8 @@ T1M3 = {
 }  # fmt: skip
 
 # Cut Cross-Entropy, arXiv 2411.09009, Table 1: the head of Gemma 2 2B (8192 × 256000 × 2304, bfloat16) on an A100-SXM4
-# with 80 GB. label: (our variant or "", times in ms, memory in MB as printed, of 2**20 bytes, with the gradients);
-# `over_full` is both_ms over that of `full`. Liger makes its gradients in the forward.
+# with 80 GB. label: (the kit's variant or "", times in ms, memory in MB as printed (2**20 bytes), gradients included);
+# `over_full` is both_ms over that of `full`. Liger computes its gradients in the forward.
 CCE: dict[str, tuple[str, dict[str, float]]] = {
     "full": ("full", {"loss_ms": 82, "loss_mb": 24000, "gradient_ms": 121, "gradient_mb": 16000, "both_ms": 207,
                       "both_mb": 28000}),
@@ -46,7 +46,7 @@ for _, _values in CCE.values():
 
 
 def digits(metric: str, value: float) -> str:
-    """Format specification that prints a published value with the digits it was published with."""
+    """Format specification that prints a published value with the digits with which it was published."""
     if metric.endswith("_gib"):
         return ".2f"
     return ".0f" if value == int(value) else ".1f"

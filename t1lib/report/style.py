@@ -1,4 +1,4 @@
-"""One style for all figures: sizes of a LaTeX page, and one colour, marker and label a variant, bound here once."""
+"""One style for all figures: sizes for a LaTeX page, and the colour, marker and label of each variant."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -58,8 +58,8 @@ PHASE_COLOURS = {
     "recompute": _SOFT[5],
     "head": _SOFT[3],
 }
-SHADES = sns.color_palette("crest", 5)  # of shapes and kinds of data, which are not variants either
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a label, where lines cross it
+SHADES = sns.color_palette("crest", 5)  # for shapes and kinds of data, which are not variants either
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # box behind a label, where lines cross it
 FLOOR = {"color": "0.25", "linestyle": "--", "linewidth": 1.0}
 
 STYLE = {
@@ -84,33 +84,33 @@ STYLE = {
 
 
 def style() -> AbstractContextManager:
-    """The kit's style, for as long as a figure is drawn and saved."""
+    """Context in which figures are drawn and saved in the kit's style."""
     _own_fonts()
     return plt.rc_context(STYLE)
 
 
 def _own_fonts() -> None:
-    """See that Matplotlib knows the fonts it brings: its list, one file a user, may be of an environment now gone."""
+    """Register Matplotlib's bundled fonts: its cached list, one file per user, may point to a removed environment."""
     brought, known = Path(matplotlib.get_data_path(), "fonts", "ttf"), font_manager.fontManager.ttflist
     if not any(Path(font.fname).parent == brought for font in known):
         for path in font_manager.findSystemFonts(str(brought)):
             font_manager.fontManager.addfont(path)
-        known.sort(key=lambda font: Path(font.fname).parent != brought)  # first, before the system's of the same name
+        known.sort(key=lambda font: Path(font.fname).parent != brought)  # before the system's fonts of the same name
 
 
 def subplots(height: float, columns: int = 1, **kwargs: object) -> tuple[Figure, Axes]:
-    """A figure of the text's width and `height` inches. To be called within `style()`."""
+    """A figure of the text width and `height` inches. Call it within `style()`."""
     return plt.subplots(1, columns, figsize=(WIDTH, height), **kwargs)
 
 
 def plain_numbers(axes: Axes) -> None:
-    """On a logarithmic axis of y: 1, 2, 5, 10, … as they are, not as powers of ten."""
+    """Label a logarithmic y axis at 1, 2, 5, 10, … with plain numbers, not powers of ten."""
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def bar_labels(axes: Axes, bars: object, size: float = 6.5) -> None:
-    """Write each bar's value on it, so that it can be read without the table."""
+    """Write each bar's value next to it, so that it can be read without the table."""
     axes.bar_label(bars, fmt=lambda v: format_number(float(v)) if v else "", fontsize=size, padding=1.5)
     axes.margins(y=0.12)

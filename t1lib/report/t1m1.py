@@ -1,4 +1,4 @@
-"""T1M1's figures, as functions of its records alone. The phases of the records are those that the notebook writes."""
+"""T1M1's figures, as functions of its records alone. The notebook defines the phases of the records."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from t1lib.report.select import layer_ms, median, pick, present
 from t1lib.report.style import FLOOR, VARIANTS, bar_labels, plain_numbers, subplots
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")
-OWN = (*MODES, "slide-device")  # in the report's own setting
+OWN = (*MODES, "slide-device")  # variants in the report's own setting
 ABLATION = {
     "slide": "all three\noverlaps",
     "no-in": "weights\nnot prefetched",
@@ -27,7 +27,7 @@ LANES = {"in": "weights in", "compute": "compute", "out": "gradients out", "upda
 
 
 def fig1_breakdown(frame: pd.DataFrame) -> Figure:
-    """Time of a step's phases; the hidden CPU update beside it, not added to it (difference D6)."""
+    """Time of a step's phases; the overlapped CPU update is drawn next to it, not added to it (difference D6)."""
     figure, axes = subplots(2.6)
     modes = present(frame, "wall_ms", "own", MODES)
     draw_phases(axes, frame, "own", modes)
@@ -44,7 +44,7 @@ def fig1_breakdown(frame: pd.DataFrame) -> Figure:
 
 
 def fig2_peak_memory(frame: pd.DataFrame) -> Figure:
-    """Exact peaks over the measured steps, a fresh process a variant."""
+    """Exact memory peaks over the measured steps, from a fresh process per variant."""
     figure, (device, host) = subplots(2.5, 2)
     modes = present(frame, "allocated_gib", "own", MODES)
     kinds = {"allocated_gib": ("allocated", "0.45"), "reserved_gib": ("reserved", "0.75")}
@@ -64,7 +64,8 @@ def _per_layer(frame: pd.DataFrame, axes: Axes, phase: str, lanes: tuple[str, ..
         style = VARIANTS[mode]
         for lane in lanes:
             values = layer_ms(frame, mode, lane, phase)
-            if phase == "backward" and mode == "slide" and len(values):  # in ckpt's span, and a graph's, it is already
+            # Slide's recomputation has spans of its own; ckpt's backward spans, and those of CUDA graphs, include it.
+            if phase == "backward" and mode == "slide" and len(values):
                 values = values.add(layer_ms(frame, mode, lane, "recompute"), fill_value=0)
             if len(values):
                 label = style.label + (" (on the CPU)" if lane == "update" else "")
@@ -83,7 +84,7 @@ def fig4_layer_forward(frame: pd.DataFrame) -> Figure:
 
 
 def fig5_layer_backward(frame: pd.DataFrame) -> Figure:
-    """Backward by layer, and what of it is recomputation where that can be told apart, instrumented pass."""
+    """Backward by layer, and the recomputation in it where a trace can separate it, instrumented pass."""
     figure, (backward, recompute) = subplots(2.4, 2, sharey=True)
     _per_layer(frame, backward, "backward")
     _per_layer(frame, recompute, "recompute")
@@ -109,13 +110,14 @@ def fig7_lanes(frame: pd.DataFrame) -> Figure:
 
 
 def fig8_ablation(frame: pd.DataFrame) -> Figure:
-    """What each overlap is worth: slide's step with one of them switched off; and without updates on the host."""
+    """What each overlap is worth: slide's step with one or all switched off; and with updates on the device."""
     figure, axes = subplots(2.5)
     names = present(frame, "wall_ms", "ablation", ABLATION)
     values = [median(frame, "wall_ms", "ablation", n) for n in names]
     bars = axes.bar([ABLATION[n] for n in names], values, color=VARIANTS["slide"].colour, width=0.55)
     bar_labels(axes, bars)
-    for place, name in enumerate(names):  # each its own: updates on the device leave the first layers' weights there
+    # Each bar has its own floor: updates on the device leave the first layers' weights there.
+    for place, name in enumerate(names):
         floor = median(frame, "link_ms", "own", "slide-device" if name == "device" else "slide")
         axes.plot([place - 0.45, place + 0.45], [floor] * 2, label=None if place else "link floor", **FLOOR)
     axes.set(ylabel="median time of a step (ms)")
@@ -125,7 +127,7 @@ def fig8_ablation(frame: pd.DataFrame) -> Figure:
 
 
 def fig9_tokens(frame: pd.DataFrame) -> Figure:
-    """Time of a step against its tokens, and the floors: link, host's update, computing."""
+    """Time of a step against its tokens, and the floors of link, host update and computing."""
     figure, axes = subplots(2.9)
     rows = _by_tokens(frame, "wall_ms")
     for mode in MODES:
@@ -133,7 +135,7 @@ def fig9_tokens(frame: pd.DataFrame) -> Figure:
         if len(medians):
             style = VARIANTS[mode]
             axes.plot(medians.index, medians, color=style.colour, marker=style.marker, ms=4, lw=1.1, label=style.label)
-    below = FLOOR | {"linestyle": ":", "linewidth": 3.0, "color": "0.65"}  # may be as high as the link's
+    below = FLOOR | {"linestyle": ":", "linewidth": 3.0, "color": "0.65"}  # may coincide with the link's
     axes.axhline(median(frame, "update_floor_ms", "own", "slide"), label="floor, update", **below)
     axes.axhline(median(frame, "link_ms", "own", "slide"), label="floor, link", **FLOOR)
     computing = _by_tokens(frame, "compute_floor_ms").groupby("tokens")["value"].median()
@@ -156,7 +158,7 @@ def _by_tokens(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def fig10_budget(frame: pd.DataFrame) -> Figure:
-    """A real step's time against the memory it holds: slide under one budget after another, the modes beside it."""
+    """A real step's time against the device memory it takes: slide under several budgets, next to the modes."""
     figure, axes = subplots(2.7)
     memory = "reserved_gib" if len(pick(frame, "reserved_gib", "real")) else "allocated_gib"
     names = list(dict.fromkeys(frame[frame["phase"] == "budget"]["variant"]))
@@ -181,7 +183,7 @@ def fig10_budget(frame: pd.DataFrame) -> Figure:
 
 
 def fig11_real_lanes(frame: pd.DataFrame) -> Figure:
-    """One traced step of slide with the real loss and AdamW; an update of the step before may run at its begin."""
+    """One traced step of slide with the real loss and AdamW; updates of the step before may still run at its start."""
     lanes = {"in": "link in", "compute": "compute", "out": "link out", "update": "updates"}
     return draw_lanes(frame, "slide-real", lanes)
 
@@ -190,13 +192,13 @@ ROUNDING = ("gpu-whole", "gpu-single")  # gpu with other micro-batches
 
 
 def losses_apart(frame: pd.DataFrame, variants: Sequence[str]) -> pd.Series:
-    """By step: the largest difference between gpu's loss and one of these, in nats."""
+    """By step: the largest difference between gpu's loss and those of `variants`, in nats."""
     losses = [pick(frame, "loss", "parity", mode).reset_index(drop=True) for mode in ("gpu", *variants)]
     return pd.concat([(loss - losses[0]).abs() for loss in losses[1:]], axis=1).max(axis=1)
 
 
 def fig12_parity(frame: pd.DataFrame) -> Figure:
-    """Losses of gpu and slide step by step; and how far they, and a gpu that adds up in another order, lie apart."""
+    """Losses of gpu and slide by step; and their distance, next to that of a gpu run that sums in another order."""
     figure, (losses, apart) = subplots(2.5, 2)
     for mode, width in (("gpu", 2.4), ("slide", 0.9)):
         style = VARIANTS[mode]

@@ -13,7 +13,7 @@ from t1lib.report.tables import MISSING, Table, make_table, mean_std, median_iqr
 
 
 def table1(frame: pd.DataFrame) -> Table:
-    """T1M1's Table 1: the reports' own setting."""
+    """T1M1's Table 1: the report's own setting."""
     phase = "own"
     status = statuses(frame[frame["phase"] == phase])
     rows = []
@@ -42,7 +42,7 @@ SETTINGS = {"real": "plain", "compiled": "compiled", "clipped": "clipped", "kept
 
 
 def table2_real(frame: pd.DataFrame) -> Table:
-    """A real loss and AdamW with float32 master weights: each setting's modes beside its first one."""
+    """A real loss and AdamW with float32 master weights: each setting's modes compared with its first one."""
     rows = []
     for phase, label in SETTINGS.items():
         status = statuses(frame[frame["phase"] == phase])
@@ -69,13 +69,13 @@ def _whole(value: float) -> int | None:
 
 
 def _longest_floor(frame: pd.DataFrame, phase: str, variant: str) -> float:
-    """Of link, host's update and arithmetic (ms); NaN where none was measured."""
+    """The longest of the floors of link, host update and computing (ms); NaN if none was measured."""
     names = ("link_ms", "update_floor_ms", "compute_floor_ms")
     return float(pd.Series([median(frame, n, phase, variant) for n in names]).max())
 
 
 def table4_capacity(frame: pd.DataFrame) -> Table:
-    """Models whose state the host holds, within a budget."""
+    """Models whose state is held on the host, trained within a budget."""
     rows = []
     for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
         loss = pick(frame, "loss", "capacity", name)
@@ -93,7 +93,7 @@ def table4_capacity(frame: pd.DataFrame) -> Table:
 
 
 def table5_published(frame: pd.DataFrame) -> Table:
-    """Published against measured, in the reports' own setting."""
+    """Published against measured, in the report's own setting."""
     rows = []
     labels = {"wall_ms": "wall (ms)", "reserved_gib": "peak reserved (GiB)", "host_gib": "peak host (GiB)"}
     for metric, label in labels.items():
@@ -122,7 +122,7 @@ def differences(report: str) -> Table:
 
 
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
-    """Every number that the report's prose quotes: `t1m1.<setting>.<mode>.<metric>` and what follows from them."""
+    """Every number that the report's prose quotes: `t1m1.<setting>.<mode>.<metric>` and what is derived from them."""
     units = {"wall_ms": "ms", "allocated_gib": "GiB", "reserved_gib": "GiB", "host_gib": "GiB", "host_setup_gib": "GiB"}
     units |= {"pinned_gib": "GiB"}
     for phase in ("own", "real"):
@@ -156,7 +156,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
 
 
 def published_numbers(experiment: str, values: dict[str, dict[str, float]], out: Numbers) -> None:
-    """A report's own numbers, with its digits: `<experiment>.published.<variant>.<metric>`, and its setting."""
+    """A report's published numbers, as printed: `<experiment>.published.<variant>.<metric>`, and its setting."""
     for variant, metrics in values.items():
         for metric, value in metrics.items():
             unit = "GiB" if metric.endswith("_gib") else "ms"
@@ -167,7 +167,7 @@ def published_numbers(experiment: str, values: dict[str, dict[str, float]], out:
 
 
 def _settings(frame: pd.DataFrame, out: Numbers) -> None:
-    """Slide against ckpt, gpu and fsdp where they are compared, and how near its updates come to their floor."""
+    """Slide against ckpt, gpu and fsdp where they are compared, its updates against their floor, parity, capacity."""
 
     def wall(phase: str, mode: str) -> float:
         return median(frame, "wall_ms", phase, mode)
@@ -203,7 +203,7 @@ def _settings(frame: pd.DataFrame, out: Numbers) -> None:
 
 
 def _host_bytes(frame: pd.DataFrame, phase: str, mode: str) -> float:
-    """Bytes of host memory a parameter, beyond those that ckpt's process takes."""
+    """Bytes of host memory per parameter, beyond what ckpt's process takes."""
     held, base = (median(frame, "host_gib", phase, m) for m in (mode, "ckpt"))
     return (held - base) * GIB / median(frame, "params", "expected", "model")
 
@@ -233,12 +233,12 @@ PLACE_TEXTS = {
 
 
 def _place(number: float | None) -> str:
-    """What a record of a place means: records hold numbers, by the order of `PLACES`."""
+    """The text for a recorded place: records hold its index in `PLACES`."""
     return MISSING if number is None or math.isnan(number) else PLACE_TEXTS[PLACES[int(number)]]
 
 
 def table3_budget(frame: pd.DataFrame) -> Table:
-    """Slide under a budget of device memory: what it keeps, what that takes and costs."""
+    """Slide under budgets of device memory: what it keeps on the device, and the memory and time of that."""
     rows = []
     for name in dict.fromkeys(frame[frame["phase"] == "budget"]["variant"]):
         found = {k: median(frame, k, "budget", name) for k in ("resident", "keep", "inputs", "outer")}

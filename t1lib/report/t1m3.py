@@ -13,12 +13,12 @@ HEAD_VARIANTS = ("full", "chunked", "chunked-vocabulary", "fused", "torch")
 
 
 def fig1_timeline(frame: pd.DataFrame) -> Figure:
-    """Exact allocations within one step (T1M3's Fig. 1 polled reserved memory: a flat line, difference D10)."""
+    """Exact allocations within one step (T1M3's Fig. 1 polled reserved memory, a flat line: difference D10)."""
     return draw_timeline(frame, present(frame, "at_ms", "timeline", HEAD_VARIANTS))
 
 
 def fig2_peak_memory(frame: pd.DataFrame) -> Figure:
-    """Exact peaks on the device over the measured steps."""
+    """Exact peaks of device memory over the measured steps."""
     figure, axes = subplots(2.6)
     names = present(frame, "allocated_gib", "step", HEAD_VARIANTS)
     kinds = {"allocated_gib": ("allocated", "0.45"), "reserved_gib": ("reserved", "0.75")}
@@ -28,7 +28,7 @@ def fig2_peak_memory(frame: pd.DataFrame) -> Figure:
 
 
 def fig3_breakdown(frame: pd.DataFrame) -> Figure:
-    """Where a step's time goes; `chunked` by sequence and `fused` make their gradients in the head's forward."""
+    """Where a step's time goes; `chunked` by sequence and `fused` compute their gradients in the head's forward."""
     figure, axes = subplots(2.3)
     names = present(frame, "wall_ms", "step", HEAD_VARIANTS)
     draw_phases(axes, frame, "step", names)
@@ -37,7 +37,7 @@ def fig3_breakdown(frame: pd.DataFrame) -> Figure:
 
 
 def fig4_head_alone(frame: pd.DataFrame) -> Figure:
-    """The output layer alone: loss and both gradients in time, and the memory beyond inputs and gradients."""
+    """The output layer alone: time of the loss and of both gradients, and memory beyond inputs and gradients."""
     figure, (time, memory) = subplots(2.5, 2, sharey=True)
     names = present(frame, "both_ms", "head", HEAD_VARIANTS)
     labels = [VARIANTS[n].tick() for n in names]
@@ -47,7 +47,7 @@ def fig4_head_alone(frame: pd.DataFrame) -> Figure:
     bars = time.barh(labels, backward, left=forward, color=colour, height=0.55, label="gradients")
     both = [format_number(a + b) for a, b in zip(forward, backward, strict=True)]
     time.bar_label(bars, both, fontsize=6.5, padding=1.5)
-    for name in names[:1]:  # every variant has measured it
+    for name in names[:1]:  # every variant has measured this floor
         time.axvline(median(frame, "floor_ms", "head", name), label="three matrix products", **FLOOR)
     mib = [median(frame, "workspace_mib", "head", n) for n in names]
     bars = memory.barh(labels, mib, color=[VARIANTS[n].colour for n in names], height=0.55)
@@ -56,7 +56,7 @@ def fig4_head_alone(frame: pd.DataFrame) -> Figure:
         axes.set_xlabel(what)
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.15)
-        axes.xaxis.set_major_locator(MaxNLocator(5, prune="upper"))  # a label at the very edge would be cut
+        axes.xaxis.set_major_locator(MaxNLocator(5, prune="upper"))  # a tick label at the edge would be cut off
     time.invert_yaxis()  # shared: the first variant on top
     figure.legend(*time.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure

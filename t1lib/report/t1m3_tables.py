@@ -38,7 +38,7 @@ def table1(frame: pd.DataFrame) -> Table:
 
 
 def table2_head(frame: pd.DataFrame) -> Table:
-    """The output layer alone: time beside its floor, workspace, errors against float64."""
+    """The output layer alone: time next to its floor, workspace, errors against float64."""
     status = statuses(frame[frame["phase"] == "head"])
     rows = []
     for name in HEAD_VARIANTS:
@@ -58,7 +58,7 @@ def table2_head(frame: pd.DataFrame) -> Table:
 
 
 def table3_published(frame: pd.DataFrame) -> Table:
-    """Published against measured; the published `chunked` is by vocabulary and trains no output weight (D1, D2)."""
+    """Published against measured; the published `chunked` is by vocabulary, its head's weight untrained (D1, D2)."""
     labels = {"wall_ms": "wall (ms)", "allocated_gib": "allocated (GiB)", "reserved_gib": "reserved (GiB)"}
     rows = []
     for metric, label in labels.items():

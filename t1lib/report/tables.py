@@ -1,4 +1,4 @@
-"""Tables: a frame to look at and its LaTeX to include, from one source."""
+"""Tables: a data frame to display and LaTeX to include, from one source."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Table:
 
 
 def cell(value: object) -> str:
-    """A number with sensible digits; a dash for what was not measured; text as it is."""
+    """A table cell: a number with sensible digits, a dash for what was not measured, text unchanged."""
     if value is None or (isinstance(value, float) and value != value):
         return MISSING
     return value if isinstance(value, str) else format_number(value)
@@ -36,7 +36,7 @@ def make_table(rows: Iterable[dict[str, object]], text_columns: int = 1) -> Tabl
 
 
 def mean_std(values: pd.Series) -> str:
-    """`mean ± std` as the reports print it."""
+    """`mean ± std`, as in the reports."""
     return f"{cell(float(values.mean()))} ± {cell(float(values.std(ddof=1)) if len(values) > 1 else 0.0)}"
 
 

@@ -11,7 +11,7 @@ from t1lib.report.style import VARIANTS, style, subplots
 
 
 def draw_metrics(frame: pd.DataFrame, path: Path) -> None:
-    """Write to `path` the figure of loss, tokens a second and memory over steps, as `t1lib.train.run` has them."""
+    """Write to `path` a figure of loss, tokens/s and memory over steps, from the metrics of `t1lib.train.run`."""
     with style():
         figure, (losses, rate) = subplots(2.4, 2)
         _losses(losses, frame)

@@ -22,7 +22,7 @@ MODES: dict[str, type[Trainer]] = {
 
 
 def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
-    """A trainer of `model` in one of `MODES`; `options` as its class describes them.
+    """Make a trainer of `model` in one of `MODES`; `options` are keyword arguments of that trainer's class.
 
     All modes compute the same losses, gradients and updated weights: bit for bit on a CPU in float32, in one process.
     """
@@ -33,7 +33,7 @@ def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> T
 
 
 def _options_of(trainer: type[Trainer]) -> list[str]:
-    """Keyword arguments of a trainer's class: its own, and those that all have."""
+    """Names of the keyword arguments of a trainer's class: its own, and those that all trainers share."""
     accepted = [p for c in (trainer, Trainer) for p in inspect.signature(c.__init__).parameters.values()]
     return list(dict.fromkeys(p.name for p in accepted if p.kind is p.KEYWORD_ONLY))
 

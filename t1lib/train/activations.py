@@ -1,4 +1,4 @@
-"""What mode `slide` keeps of a layer between forward and backward: its input, or all that its gradients need."""
+"""What mode `slide` saves of a layer between forward and backward: only its input, or all that its gradients need."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,9 +13,9 @@ from t1lib.train.store import HostStore
 
 @dataclass
 class Saved:
-    """Of one layer and micro-batch: its input, and its output with the graph behind it if that was kept.
+    """What is saved of one layer and micro-batch: its input, and its output with the autograd graph if that is kept.
 
-    Input None: it is on the host.
+    `input` is None while it waits on the host.
     """
 
     input: Tensor | None
@@ -23,10 +23,10 @@ class Saved:
 
 
 class Activations:
-    """Saves by layer and micro-batch.
+    """Holds what is saved of each layer and micro-batch.
 
-    kept     how many layers, the last ones, keep their graph: they are not computed again
-    store    where inputs of the others wait on the host; None: they stay on the device
+    kept     how many layers, the last ones, keep their autograd graph and so need no recomputation
+    store    where the inputs of the other layers wait on the host; None: they stay on the device
     """
 
     def __init__(self, layers: int, kept: int, store: HostStore | None) -> None:
@@ -34,19 +34,21 @@ class Activations:
         self._saved: dict[int, list[Saved]] = {}
 
     def begin(self) -> None:
-        """Before a forward: forget what a step that was given up has left."""
+        """Call before a forward: discard what an aborted step left behind."""
         self._saved.clear()
 
     def run(
         self, index: int, hidden: list[Tensor], wanted: bool, compute: Callable[[int, Tensor], Tensor],
         buffer: Callable[[], Tensor | None],
     ) -> list[Tensor]:  # fmt: skip
-        """The layer's outputs for the micro-batches `hidden`. wanted: whether its inputs want a gradient.
+        """Run the layer on the micro-batches `hidden`, save what its backward needs, and return the outputs.
 
-        compute(k, x) runs the layer; buffer() is what holds its weights when it is asked, None if they are never moved.
+        wanted         whether gradients of the layer's inputs are needed
+        compute(k, x)  runs the layer on micro-batch k
+        buffer()       returns the buffer that holds the layer's weights at that moment; None if they never move
         """
         if self._store is not None:
-            self._store.arrived(index)  # of a step that was given up
+            self._store.arrived(index)  # wait for copies of an aborted step
         if index >= self._first_kept:
             inputs = [x.detach().requires_grad_(wanted or x.requires_grad) for x in hidden]
             with torch.enable_grad(), _rebinding(buffer):
@@ -63,13 +65,13 @@ class Activations:
         return outputs
 
     def prefetch(self, index: int) -> None:
-        """Let inputs that wait on the host come back."""
+        """Start copying the layer's inputs back to the device, where they wait on the host."""
         for k, saved in enumerate(self._saved.get(index, ())):
             if saved.input is None:
                 saved.input = self._store.bring((index, k))
 
     def take(self, index: int) -> list[Saved]:
-        """What was saved of the layer, which is forgotten here; that of the layer below starts to come back."""
+        """Return what was saved of the layer, and forget it; start bringing back the inputs of the layer below."""
         self.prefetch(index)
         self.prefetch(index - 1)
         saved = self._saved.pop(index)
@@ -79,8 +81,8 @@ class Activations:
 
 
 def _rebinding(buffer: Callable[[], Tensor | None]) -> AbstractContextManager:
-    """Save views of the layer's weights as where they lie in its buffer: at the backward that is another one, or holds
-    them again after others."""
+    """Make autograd save views of the layer's weights as positions in their buffer, and rebuild them in the backward:
+    by then the weights are in another buffer, or in the same one again after those of other layers."""
     if buffer() is None:
         return nullcontext()
     start = buffer().untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
-"""The embedding's rows that a step looks up while their update still waits: their optimizer state goes to the device.
+"""Sends the device the optimizer state of the embedding rows that a step looks up before their update has run.
 
-The host gathers it, which takes longer than to send it. Where a step's batch is known in the one before, that is done
-by a thread of its own, while the device is in the backward.
+The host has to gather this state, which takes longer than sending it. If a step's batch is known during the previous
+step, a separate thread gathers it while the device runs the backward.
 """
 
 from collections.abc import Callable
@@ -16,40 +16,40 @@ from t1lib.measure.memory import pinned_zeros
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import Mark, UpdateWorker
 
-ROWS = 2048  # that are gathered and sent at a time
-GATHERED = 8  # times as many may be gathered before they are sent
+ROWS = 2048  # rows that are gathered and sent at a time
+GATHERED = 8  # buffers of `ROWS` rows that can be filled before any is sent
 
 
 def in_parts(rows: Tensor) -> tuple[Tensor, ...]:
-    """As many rows at a time as `RowsAhead.send` takes."""
+    """Split rows into parts that `RowsAhead.send` takes."""
     return rows.split(ROWS)
 
 
 class RowsAhead:
-    """Rows of the optimizer state of a parameter, (V, D) by key.
+    """Gathers rows of a parameter's optimizer state, (V, D) for each key, and sends them to the device.
 
-    settled   returns when the state is what the last update has made of it
+    settled   blocks until the state on the host includes the last update
     """
 
     def __init__(self, state: dict[str, Tensor], pipeline: Pipeline, settled: Callable[[], None]) -> None:
         self.gathered = [_Gathered(state, pipeline) for _ in range(GATHERED)]  # used in turn
         self._turn, self._settled, self._worker = 0, settled, UpdateWorker(pipeline.device)
-        self._known: list[tuple[Tensor, Tensor, Tensor]] = []  # of the micro-batches announced: ids, rows, places
-        self._found = 0  # of these, looked up
+        self._known: list[tuple[Tensor, Tensor, Tensor]] = []  # announced micro-batches: ids, rows, places
+        self._found = 0  # how many of these were looked up
 
     def begin(self) -> None:
-        """Before a step's look-ups."""
+        """Call before a step's look-ups."""
         self._worker.wait(0)
         self._turn = self._found = 0
 
     def announce(self, ids: Callable[[], list[Tensor]]) -> None:
-        """The next step's micro-batches will be these: let their rows be gathered. Raises nothing of `ids`' own."""
+        """Start gathering the rows of the next step's micro-batches, `ids()`. A `T1Error` of `ids` is suppressed."""
         self._worker.submit(0, partial(self._gather, ids))
 
     def _gather(self, ids: Callable[[], list[Tensor]]) -> None:
-        """On the worker's thread."""
+        """Runs on the worker's thread."""
         self._known = []
-        with suppress(T1Error):  # a batch that does not fit: its own step says so
+        with suppress(T1Error):  # an invalid batch: its own step reports it
             self._known = [(piece, *_unique(piece)) for piece in ids()]
         self._settled()
         few = (part for _, rows, _ in self._known for part in in_parts(rows))
@@ -57,20 +57,20 @@ class RowsAhead:
             gathered.fill(rows)
 
     def looked_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of a micro-batch, none of them twice, and for each of `ids` its place among them."""
+        """The distinct rows of a micro-batch, and the index of each of `ids` among them."""
         if self._found < len(self._known) and torch.equal(self._known[self._found][0], ids.cpu()):
             self._found += 1
             return self._known[self._found - 1][1:]
         return _unique(ids)
 
     def forget(self) -> None:
-        """The state changes from now on."""
+        """Discard what was gathered: the state is about to change."""
         self._worker.wait(0)
         for gathered in self.gathered:
             gathered.count = 0
 
     def send(self, rows: Tensor) -> dict[str, Tensor]:
-        """The state of up to `ROWS` rows, on the device; a copy."""
+        """Return a copy, on the device, of the state of up to `ROWS` rows."""
         gathered, self._turn = self.gathered[self._turn], (self._turn + 1) % GATHERED
         return gathered.send(rows)
 
@@ -83,7 +83,7 @@ def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Gathered:
-    """Buffers for `ROWS` rows, on their way to the device. `count`: how many they hold."""
+    """Pinned buffers for `ROWS` rows on their way to the device. `count`: how many rows they hold."""
 
     def __init__(self, state: dict[str, Tensor], pipeline: Pipeline) -> None:
         self._state = {k: v for k, v in state.items() if k != "step"}
@@ -91,7 +91,7 @@ class _Gathered:
         empty = {k: pinned_zeros(n * width, self._state[k].dtype, pipeline.device) for k, (n, width) in size.items()}
         self.buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}
         self._device, self._compute = pipeline.device, pipeline.compute
-        self._left: Mark = None  # when the rows before have left
+        self._left: Mark = None  # when the previous rows have left
         self._rows, self.count = torch.empty(min(n for n, _ in size.values()), dtype=torch.int64), 0
 
     def fill(self, rows: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A batch of token ids: checked against the model, and taken apart into micro-batches."""
+"""A batch of token ids: checked against the model, and split into micro-batches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from t1lib.heads import next_token_targets
 
 @dataclass(frozen=True)
 class Piece:
-    """A micro-batch: ids (b, S) and targets (b, S). Of a batch in pieces, the losses' sum is to be divided by `total`,
-    which is None for a batch in one piece."""
+    """A micro-batch: ids (b, S) and targets (b, S). If the batch has several pieces, the sum of their losses is to be
+    divided by `total`; None: the piece is the whole batch."""
 
     ids: Tensor
     targets: Tensor
@@ -50,8 +50,11 @@ def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Te
 def pieces_of(
     ids: Tensor, targets: Tensor, rows: int | None, width: int | None = None, total: int | None = None
 ) -> list[Piece]:
-    """Micro-batches of at most `rows` rows. width: numbers a token of what the loss is the mean of, if not of tokens
-    with a target. total: how many these are, if others have more of the batch."""
+    """Split a batch into micro-batches of at most `rows` rows.
+
+    width   values per token that the loss averages over; None: it averages over the tokens with a target
+    total   how many values (or such tokens) the whole batch has, if other ranks hold more of it
+    """
     rows = rows or len(ids)
     if total is None and rows >= len(ids):
         return [Piece(ids, targets)]
@@ -60,14 +63,14 @@ def pieces_of(
 
 
 def counted(targets: Tensor, width: int | None) -> int:
-    """Of how many numbers a batch's loss is the mean; see `pieces_of`."""
+    """How many values a batch's loss averages over; see `pieces_of`."""
     return int((targets != -100).sum()) if width is None else targets.numel() * width
 
 
 def dealt(ids: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """The rows of one of `size` ranks: the next ones in the batch's order, on each as many.
+    """The rows of one of `size` ranks: consecutive rows in the batch's order, the same number on every rank.
 
-    Where they do not come out even, the last ranks fill up with a row that has no target.
+    If the rows do not divide evenly, the last ranks are padded with a row that has no target.
     """
     each = -(-len(ids) // size)
     ids, targets = (t.tensor_split(size)[rank] for t in (ids, targets))

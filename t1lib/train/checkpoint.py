@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a folder a step, a file for every layer, complete or not there."""
+"""Checkpoints on disk: one folder per step, one file per layer; a checkpoint is either complete or absent."""
 
 import json
 import os
@@ -16,17 +16,19 @@ from t1lib.files import remove, writing
 from t1lib.train.trainer import Trainer
 
 META = "checkpoint.json"
-KNOWN = {"step": int, "skipped": int, "parts": list}  # what it says
+KNOWN = {"step": int, "skipped": int, "parts": list}  # fields of that file and their types
 
 
 def save_checkpoint(trainer: Trainer, folder: str | Path, keep: int = 1) -> Path:
-    """Write the trainer's state to `folder/step-<n>` and return that; of older ones only the last `keep` - 1 stay.
+    """Write the trainer's state to `folder/step-<n>` and return that path.
 
-    One layer is copied at a time. The folder gets its name when all is on the disk: whenever this is interrupted, or
-    the disk is full, the checkpoint before is still whole; what a killed process left half is removed first. Of several
-    processes all must call it, with a folder that all see; they gather layer after layer, and write in turn, as many
-    side by side as they are: the format says nothing of how many. Raises `T1Error`, on all of them, if it cannot be
-    written.
+    Of the checkpoints of earlier steps the last `keep` - 1 stay.
+
+    One layer is copied at a time. The folder gets its final name once everything is on disk: if the call is interrupted
+    or the disk is full, the previous checkpoint is still whole. Partial files of a killed process are removed first.
+    With several processes, all must call it with a folder that all of them see; they gather one layer for each rank,
+    then all ranks write theirs in parallel, and so on. The format does not depend on the number of processes. Raises
+    `T1Error`, on all of them, if the checkpoint cannot be written.
     """
     require(keep >= 1, f"keep={keep} checkpoints; allowed: 1 or more")
     files, ranks = _Files(Path(folder), trainer.steps), trainer.ranks
@@ -38,7 +40,7 @@ def save_checkpoint(trainer: Trainer, folder: str | Path, keep: int = 1) -> Path
         meta = json.dumps({"step": trainer.steps, "skipped": trainer.skipped, "parts": parts})
         ranks.first(lambda: files.end(meta, keep))
     except T1Error:
-        ranks.first(files.drop)  # gone before any rank goes on
+        ranks.first(files.drop)  # removed before any rank continues
         raise
     except BaseException:
         if ranks.rank == 0:
@@ -48,7 +50,7 @@ def save_checkpoint(trainer: Trainer, folder: str | Path, keep: int = 1) -> Path
 
 
 def _gather(trainer: Trainer, some: Sequence[str]) -> dict[str, Any]:
-    """Gather these parts, at most one for each rank. Returns this rank's, if there is one, by its file."""
+    """Gather these parts, at most one for each rank. Returns this rank's part, if it has one, by file name."""
     own = {}
     for turn, part in enumerate(some):
         state = trainer.state_part(part)
@@ -58,7 +60,7 @@ def _gather(trainer: Trainer, some: Sequence[str]) -> dict[str, Any]:
 
 
 class _Files:
-    """A checkpoint that is being written."""
+    """The files of a checkpoint that is being written."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.whole = folder, folder / f"step-{step:08d}"
@@ -83,7 +85,8 @@ class _Files:
         with writing(self.whole):
             _discard(self.whole)
             os.replace(self._partial, self.whole)
-        for old in checkpoints(self.folder)[:-keep]:
+        older = [path for path in checkpoints(self.folder) if path.name < self.whole.name]
+        for old in older[: max(len(older) - keep + 1, 0)]:
             _discard(old)
 
     def drop(self) -> None:
@@ -91,7 +94,7 @@ class _Files:
 
 
 def _discard(checkpoint: Path) -> None:
-    """Remove it, under another name: what is left if this is interrupted is no checkpoint, and goes with the next."""
+    """Rename it, then remove it: what an interruption leaves is no checkpoint, and the next save removes it."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old.partial")
     with suppress(OSError):
         os.replace(checkpoint, aside)
@@ -106,15 +109,15 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those in `folder` that are complete, the oldest first."""
+    """The complete checkpoints in `folder`, in the order of their steps."""
     return sorted(p for p in folder.glob("step-*") if (p / META).is_file())
 
 
 def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
-    """Take over the last checkpoint in `folder`, or the one that `folder` is, and return its step.
+    """Load the last checkpoint in `folder`, or `folder` itself if it is a checkpoint, and return its step.
 
-    Of several processes each reads its own part of every tensor. Raises `T1Error`, on all of them and before anything
-    is changed, if there is none or it is of another model.
+    With several processes, each reads its own part of every tensor. Raises `T1Error`, on all of them and before
+    anything is changed, if there is no checkpoint or it is of another model.
     """
     saved: dict[str, Any] = {}
 
@@ -139,7 +142,7 @@ def _last(folder: Path) -> Path:
 
 
 def _opened(path: Path) -> dict[str, Any]:
-    """A checkpoint as `Trainer.state_dict` gives it; its tensors are mapped, not read."""
+    """A checkpoint in the format of `Trainer.state_dict`; its tensors are memory-mapped, not read."""
     meta = _read_meta(path / META)
     parts = [_read(path / f"{part}.pt") for part in meta["parts"]]
     kinds = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in ("model", "optimizer")}

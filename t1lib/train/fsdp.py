@@ -1,9 +1,9 @@
 """Mode `fsdp`: PyTorch's FSDP2 in any number of processes, with or without CPU offload.
 
-Every process holds its share of parameters, gradients and optimizer state, on the host or on its device. FSDP gathers
-a layer's weights on the device before it computes and drops them after, in forward and backward, and adds up the
-gradients of all processes as they come; when all have come, each process updates its share. Layers are computed again
-in the backward, as in mode `ckpt`. In one process with offload this is what one would otherwise take on one GPU.
+Every process holds its shard of parameters, gradients and optimizer state, on the host or on its device. In forward and
+backward, FSDP all-gathers a layer's weights on the device before the layer runs and frees them afterwards; gradients
+are summed over all processes as they become available, and at the end each process updates its shard. Layers are
+recomputed in the backward, as in mode `ckpt`. In one process with offload, this is the usual alternative on one GPU.
 """
 
 from typing import Any
@@ -25,16 +25,16 @@ COMPUTE = ("float32", "bfloat16")
 
 
 class FsdpTrainer(Several, CkptTrainer):
-    """FSDP2 over all processes of `torch.distributed`'s group, which is made if there is none: of the processes that
-    torchrun started, else of this one alone. Beyond `Trainer`'s arguments, the same on every rank:
+    """FSDP2 over all processes of `torch.distributed`'s group. If there is none, it is created: of the processes that
+    torchrun started, else of this one alone. Arguments beyond `Trainer`'s, the same on every rank:
 
     offload        keep parameters, gradients and optimizer state on the host (else on the device)
-    compute_dtype  FSDP2's mixed precision: gather and compute in it what is kept and updated in the model's own dtype
+    compute_dtype  FSDP2's mixed precision: gather and compute in this dtype; keep and update in the model's own
 
-    The model must be the same everywhere, and so must the batch that `step` and `evaluate` get: the whole one, of which
-    each rank takes its rows in order, `micro_batch` at a time. The loss is the mean over all tokens that count,
-    wherever they are. In several processes gradients of 16 bits are added up in float32; without offload only after the
-    last micro-batch, until when each device holds them whole.
+    The model must be the same on every rank, and so must the batch that is passed to `step` and `evaluate`: the whole
+    batch, of which each rank takes its rows in order, `micro_batch` at a time. The loss is the mean over all tokens
+    that count, whichever rank has them. In several processes 16-bit gradients are summed in float32. Without offload
+    they are reduced only after the last micro-batch; until then each device holds them unsharded.
     """
 
     mode = "fsdp"
@@ -57,10 +57,10 @@ class FsdpTrainer(Several, CkptTrainer):
         fully_shard(self.model, mesh=mesh, **policy)
         self._defers = not self._offload and not self.ranks.alone
         for module in self.model.modules():
-            if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: the loss is a share of the batch's
+            if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: each loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-            for name, buffer in module.named_buffers(recurse=False):  # no parameters: FSDP leaves them where they are
+            for name, buffer in module.named_buffers(recurse=False):  # FSDP moves parameters only
                 setattr(module, name, buffer.to(self.device))
 
     def _precision(self) -> MixedPrecisionPolicy:
@@ -72,7 +72,7 @@ class FsdpTrainer(Several, CkptTrainer):
     def _own_facts(self) -> dict[str, Any]:
         return {"offload": self._offload, "compute_dtype": self._compute_dtype}
 
-    # -- weights, gradients and state of which this process has a part ---------------------------------------------
+    # -- sharded weights, gradients and state ----------------------------------------------------------------------
 
     def _local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -87,7 +87,7 @@ class FsdpTrainer(Several, CkptTrainer):
     def _part(self, whole: Tensor) -> Tensor:
         if self.ranks.alone or whole.dim() == 0:
             return whole
-        parts = whole.chunk(self.ranks.size)  # fewer where there are not enough rows
+        parts = whole.chunk(self.ranks.size)  # fewer than ranks if there are too few rows
         return parts[self.ranks.rank] if self.ranks.rank < len(parts) else whole[:0]
 
     def device_tensors(self) -> list[Tensor]:
@@ -98,7 +98,7 @@ class FsdpTrainer(Several, CkptTrainer):
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
         found = super().evaluate(batch)
-        self.model.reshard()  # FSDP waits with it for a backward
+        self.model.reshard()  # by itself, FSDP would do it only in a backward
         return found
 
     def _intercept(self) -> None:
@@ -125,7 +125,7 @@ class FsdpTrainer(Several, CkptTrainer):
         return self.ranks.sum(total, self.device)
 
     def _norm(self, norms: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
-        if not self.ranks.alone:  # so far of the parts that are here
+        if not self.ranks.alone:  # so far these are norms of the local shards
             here = torch.stack(list(norms.values()))
             whole = self.ranks.sum(here.double().square(), self.device).sqrt().to(here.dtype)
             norms = dict(zip(norms, whole.unbind(), strict=True))

@@ -1,7 +1,7 @@
-"""AdamW of 16-bit parameters with a master, on a GPU in one pass: each number of the state is read and written once.
+"""AdamW for 16-bit parameters with a master, in one pass on a GPU: every value of the state is read and written once.
 
-PyTorch's fused AdamW takes tensors of one dtype: gradients would be widened before it, weights rounded after it, split
-masters joined and split, and narrow moments widened and rounded, each in passes of their own.
+PyTorch's fused AdamW takes tensors of one dtype. With it, gradients would have to be widened and weights rounded, split
+masters joined and split again, 16-bit moments widened and rounded, each in a pass of its own.
 """
 
 import math
@@ -22,7 +22,7 @@ if triton is not None:
 
     @triton.jit
     def _chance(wide, noise):
-        """float32 rounded to bfloat16's bits: up with the probability of its distance from the lower neighbour."""
+        """Round float32 to bfloat16's bits stochastically: P(up) is the relative distance from the lower neighbour."""
         return ((wide.to(tl.int32, bitcast=True) + noise) >> 16).to(tl.int16)
 
     @triton.jit
@@ -48,7 +48,7 @@ if triton is not None:
         else:
             rest = tl.load(low + at, inside, 0).to(tl.int32)
             p = ((tl.load(weight + at, inside, 0).to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
-        # float64: beta2 is next to 1
+        # in float64, because beta2 is close to 1
         correction1 = (1.0 - tl.exp2(count.to(tl.float64) * log_beta1)).to(tl.float32)
         correction2 = (1.0 - tl.exp2(count.to(tl.float64) * log_beta2)).to(tl.float32)
         new_m = m * beta1 + g * rest1
@@ -70,14 +70,14 @@ if triton is not None:
         if low is None:
             tl.store(master + at, p, inside)
             tl.store(weight + at, p.to(weight.dtype.element_ty), inside)
-        else:  # halves round up: then the rest fits 16 bits
+        else:  # ties round away from zero, so that the remainder fits 16 bits
             bits = p.to(tl.int32, bitcast=True)
             tl.store(low + at, bits.to(tl.int16), inside)
             tl.store(weight + at, ((bits + 32768) >> 16).to(tl.int16), inside)
 
 
 def has_kernel(weight: Tensor) -> bool:
-    """Whether the parameter is where the kernel can run."""
+    """Whether the kernel can run on this parameter: it is on a GPU, and Triton is installed."""
     return triton is not None and weight.is_cuda
 
 
@@ -86,16 +86,16 @@ def adamw_(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], spec: "OptimizerSpec", lr: float,
     scale: Tensor | float = 1.0, lost: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One update of a 16-bit `weight` (N) and its `state`, in place; all contiguous, and on one device.
+    """Update a 16-bit `weight` (N) and its `state` in place. All tensors are contiguous and on one device.
 
     grad    (N), 16 or 32 bits
-    state   of a master: "step" () float32, this update counted; "exp_avg" and "exp_avg_sq", float32, or bfloat16, which
-            are rounded by chance (as the step decides, so a run can be repeated); "master" float32, or "low" int16
-            (`t1lib.train.narrow.join`)
-    scale   of the gradient, a number or () on the device
-    lost    () on the device: other than 0, nothing changes
+    state   "step" () float32, which already counts this update; "exp_avg" and "exp_avg_sq", float32, or bfloat16 with
+            stochastic rounding (seeded by the step, so that a run can be repeated); and the master: "master" float32,
+            or "low" int16 (`t1lib.train.narrow.join`)
+    scale   factor of the gradient: a number, or a tensor () on the device
+    lost    () on the device: if not 0, nothing changes
 
-    Decay is decoupled from the gradient, bias is corrected (Loshchilov and Hutter, arXiv:1711.05101).
+    Weight decay is decoupled from the gradient, and bias is corrected (Loshchilov and Hutter, arXiv:1711.05101).
     """
     first, second = state["exp_avg"], state["exp_avg_sq"]
     narrow = first.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Layers as CUDA graphs: one launch where a layer of few tokens would keep the host busy with a hundred."""
+"""Layers as CUDA graphs: for few tokens, one launch per layer instead of a hundred that keep the host busy."""
 
 import gc
 import warnings
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-GRAPH_TOKENS = 1024  # up to here an eager layer takes the host longer than an H200
-SMALL = 2**20  # bytes
-LIMIT = 32  # graphs; batches of ever new shapes run eagerly
+GRAPH_TOKENS = 1024  # up to so many, the host takes longer to launch an eager layer than an H200 to run it
+SMALL = 2**20  # bytes; see `_Graph.replay`
+LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
 
 
 class LayerGraphs:
-    """Runs functions of like layers that lie at the same few places in turn. What was run once is captured the second
-    time, and replayed from then on.
+    """Runs functions of layers that are alike and take turns in the same few places on the device. A call runs eagerly
+    the first time, is captured the second time, and is replayed from then on.
 
-    layers   those that may be run; which of them are alike is found out from their modules' settings
+    layers   those that may be run; their modules' settings tell which of them are alike
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -29,12 +29,12 @@ class LayerGraphs:
         self._refused = False  # a capture failed: none is tried again
 
     def run(self, index: int, place: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
-        """function(*inputs) for layer `index`.
+        """Return function(*inputs) for layer `index`.
 
-        place    says where on the device all that is which the function uses beside its inputs; and what it does
+        place    a key: what the function does, and where on the device everything lies that it uses beside its inputs
         inputs   tensors, and dicts, tuples and lists with tensors; whatever else is in them must be hashable
 
-        What cannot be captured, because it waits for the device, runs as it is; a warning says so.
+        What cannot be captured, because it waits for the device, runs eagerly, with a warning.
         """
         tensors, rest = [], []
         _take_apart(inputs, tensors, rest)
@@ -55,7 +55,7 @@ class LayerGraphs:
 
 
 class _Graph:
-    """A captured call, and the tensors that it reads: inputs are copied to them unless they are there already."""
+    """A captured call and the tensors that it reads; inputs are copied into these unless they are there already."""
 
     def __init__(
         self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor], other: "_Graph | None"
@@ -70,7 +70,7 @@ class _Graph:
             held = self._holds[i]
             if held is None or held[0] is not given or held[1] != given._version:
                 fixed.copy_(given)
-                small = given.nbytes <= SMALL  # larger ones differ each time, and are not to be kept alive
+                small = given.nbytes <= SMALL  # larger ones are new each time; holding them would cost memory
                 self._holds[i] = (given, given._version) if small else None
         self._graph.replay()
         return None if self._made is None else self._made.clone()
@@ -83,18 +83,18 @@ def can_capture(device: torch.device) -> bool:
 def capture(
     function: Callable[[], Tensor | None], other: "torch.cuda.CUDAGraph | None"
 ) -> tuple["torch.cuda.CUDAGraph", Tensor | None]:
-    """The function's work as a graph, and the tensor that every replay fills. Nothing is computed yet.
+    """Capture the function's work. Returns the graph and the tensor that every replay fills; nothing is computed yet.
 
-    Threads beside this one may go on using the device. other: a graph whose memory this one may use, too.
+    Other threads may go on using the device meanwhile. other: a graph whose memory pool is shared with the new one.
     """
     graph = torch.cuda.CUDAGraph()
     pool = None if other is None else other.pool()
     collecting = gc.isenabled()
     gc.collect()
-    gc.disable()  # what a collection may free in between (graphs, pinned memory) a capture must not see
+    gc.disable()  # a collection may free graphs or pinned memory, which must not happen during a capture
     try:
         with (
-            torch.cuda.stream(torch.cuda.current_stream()),  # which a capture that fails does not put back
+            torch.cuda.stream(torch.cuda.current_stream()),  # restores the stream, even if the capture fails
             torch.cuda.graph(graph, pool=pool, stream=_capturing(), capture_error_mode="thread_local"),
         ):
             made = function()
@@ -106,12 +106,12 @@ def capture(
 
 @cache
 def _capturing() -> "torch.cuda.Stream":
-    """One stream for all captures: of high priority, because PyTorch deals out the others in turn, to lanes as well."""
+    """One stream for all captures. Of high priority: PyTorch hands out the others round-robin, to lanes as well."""
     return torch.cuda.Stream(priority=-1)
 
 
 def _kind(layer: nn.Module, index: int) -> Any:
-    """What two layers that differ in their weights alone have in common. One with buffers is like no other."""
+    """A key that is equal for layers that differ only in their weights. A layer with buffers is like no other."""
     if any(True for _ in layer.buffers()):
         return index
     plain = (bool, int, float, str, type(None))
@@ -138,7 +138,7 @@ def _take_apart(value: Any, tensors: list[Tensor], rest: list[Any]) -> None:
 
 
 def _put_together(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same with its tensors replaced, in the order in which they were found."""
+    """The same structure with its tensors replaced, in the order in which `_take_apart` found them."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, dict):

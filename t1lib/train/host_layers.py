@@ -1,4 +1,4 @@
-"""Like layers in flat pinned buffers on the host, and what updates them there."""
+"""Layers of the same structure in flat pinned buffers on the host, and the updaters that update them there."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -14,16 +14,16 @@ from t1lib.train.streams import Layout
 
 
 class HostLayers:
-    """Takes over the parameters of `layers` from the `first` on, which must be alike. The layers below stay where they
-    are.
+    """Moves the parameters of `layers` from the `first` on into host buffers; these layers must be alike. The layers
+    below stay where they are.
 
-    names      of the layers in the model
-    ranks      processes of this host that hold all this together; each updates its part of every layer
-    on_device  layers that are updated on the device
-    streamed   numbers of the layers held here; trained: of those that have something to train
-    host_flat, host_views   by number of a layer: its buffer, and its parameters in there by name
-    updaters   by number of a layer: its state; own_updaters: what updates this rank's part of it
-    part       of a layer's gradients that is this rank's; own_layout: where parameters lie in it
+    names      names of the layers in the model
+    ranks      processes of this host that share the buffers and the state; each updates its part of every layer
+    on_device  indices of the layers that are updated on the device
+    streamed   indices of the layers held here; trained: of those with trainable parameters
+    host_flat, host_views   by layer index: its flat buffer, and its parameters as views into it, by name
+    updaters   by layer index: what holds the layer's state; own_updaters: what updates this rank's part of the layer
+    part       this rank's slice of a layer's flat gradients; own_layout: where parameters lie in that slice
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HostLayers:
         self.own_layout = self.grad_layout if ranks.alone else self.grad_layout.part(self.part)
         self._take_over()
         self._flat_state: dict[int, dict[str, Tensor]] = {}
-        self._scratch = Scratch()  # updates run one after the other
+        self._scratch = Scratch()  # shared, as updates run one at a time
         self.updaters = {i: self._updater(i) for i in self.streamed}
         self.own_updaters = self.updaters if ranks.alone else {i: self._own_updater(i) for i in self.trained}
 
@@ -59,7 +59,7 @@ class HostLayers:
             self.host_flat[index], self.host_views[index] = flat, views
 
     def _updater(self, index: int) -> Updater:
-        """Of the whole layer; what several ranks hold together is in their memory."""
+        """The updater of the whole layer. Its state is in shared memory if there are several ranks."""
         views, spec = self.host_views[index], spec_of(self.spec, index, self.on_device)
         updater = Updater({n: views[n] for n, _ in self.trainable(index)}, spec, self._scratch)
         if not self.ranks.alone:
@@ -67,7 +67,7 @@ class HostLayers:
         return updater
 
     def flat_state(self, index: int) -> dict[str, Tensor]:
-        """A layer's state, in one buffer a key, laid out as its gradients are."""
+        """A layer's optimizer state: one flat buffer per key, laid out like the layer's gradients."""
         if index not in self._flat_state:
             self._flat_state[index] = self._flatten(self.updaters[index])
         return self._flat_state[index]
@@ -85,7 +85,7 @@ class HostLayers:
         return found
 
     def _own_updater(self, index: int) -> Updater:
-        """Of this rank's part of the layer, in the same memory."""
+        """The updater of this rank's part of the layer, in the same memory."""
         whole, tensors, state = self.updaters[index], {}, {}
         for name in self.own_layout.shapes:
             inside = self.grad_layout.inside(name, self.part)
@@ -94,7 +94,7 @@ class HostLayers:
         return Updater(tensors, whole.spec, self._scratch, state)
 
     def update_own(self, index: int, grads: dict[str, Tensor], factor: float, scale: float) -> None:
-        """Update this rank's part of the layer, and count that for all of it."""
+        """Update this rank's part of the layer, and count the update for all of the layer's parameters."""
         self.own_updaters[index].step(grads, factor, scale)
         for name in self.updaters[index].state.keys() - grads.keys():
             if "step" in self.updaters[index].state[name]:
@@ -104,12 +104,12 @@ class HostLayers:
         return [(n, p) for n, p in self.layers[index].named_parameters() if p.requires_grad]
 
     def bytes_a_pass(self) -> int:
-        """Bytes of one pass of all streamed layers' weights."""
+        """Bytes that one pass over the weights of all streamed layers transfers."""
         return sum(flat.nbytes for flat in self.host_flat.values())
 
     def bytes_to_update(self, layers: Iterable[int]) -> int:
-        """Least that one update of these moves in the host's memory, by all ranks: gradients and state read, state and
-        weights written, and weights read where they have no master."""
+        """Bytes that one update of these layers must move in host memory, over all ranks: gradients and state are read,
+        state and weights are written, and weights without a whole master are read."""
         trained = [(p, self.updaters[i].spec) for i in layers for _, p in self.trainable(i)]
         read = sum(p.nbytes for p, spec in trained if not has_master(p, spec))
         return read + sum(2 * (p.nbytes + state_bytes(p, spec)) for p, spec in trained)

@@ -1,4 +1,4 @@
-"""How weights of layers on the host come to the device: slots, the lane that fills them, and what that waits for."""
+"""How weights of layers on the host come to the device: slots, the lane that fills them, and what it waits for."""
 
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -16,9 +16,9 @@ from t1lib.train.streams import Lane, Mark, Slots, UpdateWorker
 
 
 class Inward(HostLayers):
-    """The half of a `Pipeline` that brings weights.
+    """The half of a `Pipeline` that brings weights to the device.
 
-    slots        device buffers for weights
+    slots        number of device buffers for weights
     overlap_in   whether weights come in while the device computes
     """
 
@@ -33,11 +33,11 @@ class Inward(HostLayers):
         self.worker = UpdateWorker(device)
         self.landings = None if ranks.alone else Landings(self.memory, len(layers), device)
         self._coming: dict[int, threading.Event] = {}
-        self._left: dict[int, Mark] = {}  # marks when a layer's new weights are back on the host
+        self._left: dict[int, Mark] = {}  # marks of when a layer's new weights are back on the host
 
     def begin(self) -> None:
-        """Before a forward: let the first layers come in."""
-        if self._coming:  # a step was given up: its layers must not come in later, over those of this one
+        """Call before a forward: start copying in the first layers."""
+        if self._coming:  # a step was aborted: its copies must not overwrite this step's weights
             for queued in self._coming.values():
                 queued.wait()
             self._coming = {}
@@ -47,7 +47,7 @@ class Inward(HostLayers):
                 self.fetch(index)
 
     def bind(self, index: int, again: bool = False) -> None:
-        """Point the layer's parameters at its slot, filled when the device comes to use them."""
+        """Point the layer's parameters at its slot; the device waits until the slot is filled before it uses them."""
         if index < self.first:
             return
         slot = self.weights.of(index)
@@ -61,11 +61,11 @@ class Inward(HostLayers):
             param.data = self.weights.views[slot][name]
 
     def buffer(self, index: int) -> Tensor | None:
-        """What holds the layer's weights on the device while they are bound; None: they are always there."""
+        """The device buffer that holds the layer's weights while they are bound; None: they always stay there."""
         return None if index < self.first else self.weights.flat[self.weights.of(index)]
 
     def release(self, index: int, following: int, again: bool = False) -> None:
-        """Point the parameters back at the host; let the slot's next layer come in once the device has left it."""
+        """Point the parameters back at the host; layer `following` comes in once the device has left the slot."""
         if index < self.first:
             return
         slot = self.weights.of(index)
@@ -76,9 +76,9 @@ class Inward(HostLayers):
             self.fetch(following, again)
 
     def fetch(self, index: int, again: bool = False) -> None:
-        """Let the layer's weights come into its slot: now, or on the worker's thread as soon as they are updated.
+        """Copy the layer's weights into its slot: now, or on another thread as soon as they are updated.
 
-        again: for the second time in this step
+        again: whether this is the second time in this step
         """
         self.weights.holds[self.weights.of(index)] = index
         queued = self._coming[index] = threading.Event()
@@ -87,7 +87,7 @@ class Inward(HostLayers):
         (self.landings or self.worker).then(index, copy, queued)
 
     def check(self) -> None:
-        """Raise the error of an update, or of a copy, on another thread."""
+        """Raise the error of an update or a copy that failed on another thread."""
         self.worker.check()
         if self.landings is not None:
             self.landings.check()
@@ -102,5 +102,5 @@ class Inward(HostLayers):
         queued.set()
 
     def forget(self) -> None:
-        """What the slots hold is out of date."""
+        """Mark what the slots hold as out of date."""
         self.weights.holds = [None] * len(self.weights.holds)

@@ -1,4 +1,4 @@
-"""A language model in training on real text, in any mode and with any head; and its hidden states afterwards."""
+"""Training of a language model on real text, in any mode and with any head; and its hidden states afterwards."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from t1lib.train.session import TrainSession
 
 
 def from_params(p: Any, device: str) -> dict[str, Any]:
-    """Arguments of `LanguageSession`, but for mode and head, from parameters that the notebooks `convergence` and `cce`
-    share: the one's run `fused-gpu` is the model whose hidden states the other takes."""
+    """Arguments of `LanguageSession`, except mode and head, from parameters that the notebooks `convergence` and `cce`
+    share: run `fused-gpu` of `convergence` trains the same model as the one whose hidden states `cce` takes."""
     spec = {"name": "adamw", "lr": p.lr, "betas": (0.9, 0.95), "master_weights": p.dtype != "float32"}
     schedule = {"name": "cosine", "warmup": p.lr_warmup, "total": p.steps}
     size = {"model": p.model, "changes": {"num_hidden_layers": p.layers}, "vocabulary": p.vocabulary, "dtype": p.dtype}
@@ -28,13 +28,13 @@ def from_params(p: Any, device: str) -> dict[str, Any]:
 
 
 class LanguageSession(TrainSession):
-    """A `TrainSession` on the corpus: each step takes the batch of its number.
+    """A `TrainSession` on a corpus: step n trains on the corpus's n-th batch.
 
-    model          a preset, whose vocabulary the corpus's replaces, or a checkpoint directory with its tokenizer
-    data, limit    source of the text, and its bytes ("" for all), as `t1lib.texts.read_texts` has them
-    vocabulary     of the tokenizer that is trained on the text (a checkpoint brings its own)
-    packed         as `t1lib.corpus.load_corpus` has it
-    data_seed      of the order of the rows; by default `seed`, which is that of the weights and of the split
+    model          a preset, with the corpus's vocabulary instead of its own, or a checkpoint directory with a tokenizer
+    data, limit    source of the text, and its limit in bytes ("" for all), as in `t1lib.texts.read_texts`
+    vocabulary     size of the tokenizer that is trained on the text (a checkpoint brings its own tokenizer)
+    packed         as in `t1lib.corpus.load_corpus`
+    data_seed      seed of the order of the rows; by default `seed`, which also seeds the weights and the split
     options        further arguments of `TrainSession`
 
     Raises `T1Error` as `load_corpus`, `build_model` and the trainer do.
@@ -53,7 +53,7 @@ class LanguageSession(TrainSession):
         self.corpus = load_corpus(
             vocabulary, seq, source=data, limit=limit or None, seed=seed, packed=packed, tokenizer=own
         )
-        self.corpus.train.batch(0, batch, self.data_seed)  # refused before a model is built
+        self.corpus.train.batch(0, batch, self.data_seed)  # a bad size raises before a model is built
         if own is None:
             changes = {"vocab_size": self.corpus.vocabulary, **(changes or {})}
         super().__init__(model=model, seq=seq, batch=batch, seed=seed, changes=changes, **options)
@@ -65,7 +65,7 @@ class LanguageSession(TrainSession):
         return self.corpus.train.batch(step, self._size, self.data_seed)
 
     def about(self) -> dict[str, int | str]:
-        """Facts of corpus and model: the text's sha256, files, bytes, tokens, and the sizes of the model."""
+        """Facts about corpus and model: the text's sha256, files, bytes and tokens, and the sizes of the model."""
         corpus, head = self.corpus, self.trainer.parts.head
         return {
             "sha256": corpus.sha256, "files": corpus.files, "bytes": corpus.bytes,
@@ -75,11 +75,11 @@ class LanguageSession(TrainSession):
         }  # fmt: skip
 
     def train(self, steps: int) -> list[StepRecord]:
-        """Train; returns each step's record."""
+        """Train for `steps` steps; returns each step's record."""
         return [self.step() for _ in range(steps)]
 
     def evaluate(self, rows: int) -> float:
-        """Mean loss of `rows` held-out rows, evenly spaced over all of them, or of all if there are no more."""
+        """Mean loss over `rows` held-out rows, evenly spaced among all of them; over all if there are no more."""
         total, count = 0.0, 0
         held, taken = self.corpus.held_out, min(rows, len(self.corpus.held_out))
         for start in range(0, taken, self._size):
@@ -91,10 +91,10 @@ class LanguageSession(TrainSession):
 
     @torch.no_grad()
     def hidden_states(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What enters the head on held-out text: hidden states after the norm (N, D), weight (V, D), targets (N).
+        """The head's inputs on held-out text: hidden states after the norm (N, D), weight (V, D), targets (N).
 
-        N is `tokens`, or fewer where the held-out text is shorter; a row's last position has no target and is left out.
-        For models that are on the device as a whole (modes `gpu`, `ckpt`).
+        N is `tokens`, or fewer if the held-out text is shorter; a row's last position has no target and is left out.
+        Only for models that are entirely on the device (modes `gpu`, `ckpt`).
         """
         parts, rows = self.trainer.parts, self.corpus.held_out.ids
         states, targets = [], []
@@ -105,9 +105,9 @@ class LanguageSession(TrainSession):
         return torch.cat(states)[:tokens], parts.head.weight.detach(), torch.cat(targets)[:tokens].to(self.device)
 
     def export(self, folder: Path) -> Path:
-        """Write weights, configuration and tokenizer as `from_pretrained` reads them. The folder is whole or not there.
+        """Write weights, configuration and tokenizer as `from_pretrained` reads them. The folder is complete or absent.
 
-        Of several processes all must call it; rank 0 collects and writes. Raises `T1Error` if it cannot be written.
+        With several processes, all must call it; rank 0 collects and writes. Raises `T1Error` if it cannot be written.
         """
         ranks, weights = self.trainer.ranks, {}
         for part in self.trainer.state_parts():
@@ -122,7 +122,7 @@ class LanguageSession(TrainSession):
             save_tokenizer(self.corpus.tokenizer, partial)
 
     def held_out(self, tokens: int, path: str) -> dict[str, float]:
-        """Write `hidden_states` to `path` (`t1lib.measure.head_data`), and return their mean loss and count."""
+        """Write `hidden_states` to `path` (`t1lib.measure.head_data`); return their mean loss and number of tokens."""
         e, w, y = self.hidden_states(tokens)
         save_operands(path, e, w, y)
         return {"loss": float(linear_cross_entropy(e, w, y, head="chunked")), "tokens": len(y)}

@@ -1,4 +1,4 @@
-"""How a trainer has the model run its layers through itself, and what trains."""
+"""How a trainer makes the model run its layers through the trainer, and which parameters it trains."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from t1lib.train.models import Parts
 class Layered:
     """The part of a trainer between the model's own forward and its layers."""
 
-    _hooks_backward = True  # traced spans of the layers' backward come from hooks of their outputs
+    _hooks_backward = True  # spans of the layers' backward are traced by hooks on their outputs
 
     model: PreTrainedModel
     parts: Parts
@@ -22,7 +22,7 @@ class Layered:
     loss: str
     trace: Trace | NoTrace
     _in_backward: bool
-    _layer_forward: Any  # by the layer's class: its forward, compiled or not
+    _layer_forward: Any  # takes a layer's class; returns its forward, compiled or not
 
     def _run_layer(self, index: int, hidden: Tensor, **kwargs: Any) -> Tensor:
         """Run decoder layer `index`; by default, as the model itself would."""
@@ -37,14 +37,14 @@ class Layered:
             param.requires_grad_(self.train == "all" or id(param) in in_layers)
 
     def _intercept(self) -> None:
-        """Let the model's own forward run its layers through `_run_layer`: masks, rotations, scalings stay its own."""
+        """Make the model's own forward call `_run_layer` for each layer; masks, rotations and scalings stay its own."""
         for index, layer in enumerate(self.parts.layers):
             layer.forward = partial(self._run_layer, index)
         if self.loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden
 
     def _compute(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The layer's own computation, traced: forward, or recomputation when it happens within the backward."""
+        """The layer's own computation, traced as forward, or as recomputation if it runs within the backward."""
         again = self._in_backward
         with self.trace.span("compute", "recompute" if again else "forward", index):
             out = self._call_layer(index, hidden, kwargs)

@@ -1,4 +1,4 @@
-"""From a batch to its loss and gradients, in pieces where micro-batches are asked for."""
+"""From a batch to its loss and gradients, one piece at a time if it is split into micro-batches."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from t1lib.train.streams import send
 
 
 class Losses:
-    """The part of a trainer that computes."""
+    """The part of a trainer that computes losses and gradients."""
 
     model: PreTrainedModel
     parts: Parts
@@ -45,7 +45,7 @@ class Losses:
         return pieces_of(*self._checked(batch), self.micro_batch, self._width)
 
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(input_ids, targets) of a batch that fits the model."""
+        """(input_ids, targets) of a batch, checked to fit the model."""
         require(not self.closed, "the trainer was closed: make another one")
         return check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
 
@@ -61,9 +61,9 @@ class Losses:
             yield self._loss(hidden, piece, timer)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
-        """Gradients of the batch's loss, which is returned. Those of the embedding come last, of all pieces in turn.
+        """Compute the gradients of the batch's loss, and return the loss. The embedding's come last, piece by piece.
 
-        So they do in mode `slide`, too: a weight that is embedding and head adds up in the same order.
+        Mode `slide` does the same, so that a weight shared by embedding and head sums its gradients in the same order.
         """
         total, embeddings = torch.zeros((), device=self.device), []
         for piece in pieces:
@@ -83,7 +83,7 @@ class Losses:
         return total
 
     def _back(self, loss: Tensor) -> Tensor:
-        """Run the backward of a piece's loss, and return what it is."""
+        """Run the backward of a piece's loss, and return the loss."""
         self._in_backward = True
         try:
             loss.backward()
@@ -101,7 +101,7 @@ class Losses:
         return send(embed(send(piece.ids, embed.weight.device)), self.device)
 
     def _hidden(self, embedded: Tensor) -> Tensor:
-        """What comes out of the model before the head: the last layer's output, through the norm."""
+        """The model's output before the head: the last layer's output after the norm."""
         return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
     def _loss(self, hidden: Tensor, piece: Piece, timer: PhaseTimer) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models: presets by shape with random weights, or real checkpoints, all through `transformers`; and their parts."""
+"""Models, all through `transformers`: preset shapes with random weights, or real checkpoints; and their parts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,11 +66,11 @@ def build_model(
     """A Hugging Face causal language model on `device`, ready to train.
 
     `name` is a preset (random weights of that shape, drawn from `seed`), a local checkpoint directory, or a hub name
-    "owner/model" (real weights). `changes` replaces fields of the configuration, such as `num_hidden_layers=2`; with
-    a real checkpoint none are taken. No remote code is ever run.
+    "owner/model" (real weights). `changes` replaces fields of the configuration, such as `num_hidden_layers=2`; a real
+    checkpoint accepts none. No remote code is ever run.
 
-    The random weights depend on `seed` and on the machine, not on `device`: they are drawn on the GPU where there is
-    one, a module at a time, so a model larger than the GPU can be built on the host.
+    The random weights depend on `seed` and on the machine, not on `device`: they are drawn on the GPU if there is one,
+    one module at a time, so that a model larger than the GPU can be built on the host.
     """
     if name in PRESETS:
         return _random_model(_preset_config(name, changes), dtype, torch.device(device), seed)
@@ -84,7 +84,7 @@ def build_model(
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn what can go wrong with a checkpoint's files into one `T1Error`."""
+    """Turn the errors that a checkpoint's files can cause into a `T1Error`."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
@@ -97,16 +97,16 @@ def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
     _check(fields)
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except Exception as error:  # of validators of many kinds
+    except Exception as error:  # validators raise many kinds
         raise T1Error(f"{name} cannot be changed so: {str(error).strip().splitlines()[-1].strip()}") from None
-    plain = AutoConfig.for_model(config.model_type)  # a field that it does not know would be kept and mean nothing
+    plain = AutoConfig.for_model(config.model_type)  # a field that it does not know would be kept without effect
     for field in changes.keys() - {"model_type"}:
         choose(f"field of {config.model_type}'s configuration", field, plain.to_dict())
     return config
 
 
 def _check(fields: dict[str, Any]) -> None:
-    """Raise `T1Error` for what transformers takes for a configuration, but makes no model of."""
+    """Raise `T1Error` for fields that transformers accepts in a configuration but cannot build a model from."""
     own = f"dtype={fields.get('dtype')!r} is no change of the shape; allowed: by its own option --dtype, argument dtype"
     require("dtype" not in fields, own)
     for name in COUNTS:
@@ -119,7 +119,7 @@ def _check(fields: dict[str, Any]) -> None:
 
 
 def _is_local(name: str, changes: dict[str, object]) -> bool:
-    """Whether a model that is no preset is a directory (else a hub name); `T1Error` if it can be neither."""
+    """Whether `name`, which is no preset, is a directory (else a hub name). Raises `T1Error` if it can be neither."""
     require(not changes, f"{name!r} is no preset: its configuration cannot be changed ({', '.join(changes)})")
     local = Path(name).is_dir()
     if not local and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
@@ -151,7 +151,7 @@ def _random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.de
 
 @dataclass(frozen=True)
 class Parts:
-    """A causal language model taken apart: what runs before, in, and after its stack of like layers."""
+    """The parts of a causal language model: what runs before, in and after its stack of layers."""
 
     base: nn.Module  # runs embedding, layers and norm
     embed: nn.Module
@@ -167,7 +167,7 @@ class Parts:
 
 
 def split(model: PreTrainedModel) -> Parts:
-    """Take a decoder apart. Raises `T1Error` for models that are not embedding, stack of layers, norm and head."""
+    """Split a decoder into parts. Raises `T1Error` unless it is embedding, stack of layers, norm and linear head."""
     base, embed, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
     kind = model.config.model_type
@@ -182,10 +182,10 @@ def split(model: PreTrainedModel) -> Parts:
 
 
 def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-    """What the model's own forward gives the first layer, and each layer beside its input: masks, rotations, …
+    """The first layer's input and the other arguments of every layer (masks, rotations, …), as the model passes them.
 
-    The forward is run with layers and norm that hand on what they get, and watched: a model that does something
-    between layers or after the norm cannot be streamed.
+    The forward is run with layers and norm that return their input, and the calls are recorded. Raises `T1Error` for a
+    model that does something between its layers or after the norm: it cannot be streamed.
     """
     seen: list[tuple[Tensor, dict[str, Any]]] = []
 
@@ -209,7 +209,7 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[s
 
 
 def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: object) -> PreTrainedModel:
-    """The model of a preset or checkpoint on PyTorch's device "meta": shapes without numbers."""
+    """The model of a preset or checkpoint on PyTorch's device "meta": shapes without data."""
     if name in PRESETS:
         config = _preset_config(name, changes)
     else:
@@ -223,7 +223,7 @@ def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: obje
 
 
 def sizes(name: str, **changes: object) -> dict[str, int]:
-    """Counts of a preset or local checkpoint, without building it: layers, layer_params, params, vocabulary, hidden."""
+    """Counts of a preset or checkpoint, without building it: layers, layer_params, params, vocabulary, hidden."""
     model = shape_only(name, **changes)
     layers, config = split(model).layers, model.config
     return {

@@ -1,25 +1,25 @@
-"""Numbers of 16 bits: what they add up in, split masters, rounding by chance, and buffers to widen into."""
+"""16-bit numbers: the dtype to sum them in, split masters, stochastic rounding, and buffers to widen them into."""
 
 import torch
 from torch import Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums over such numbers are taken: float32, or wider."""
+    """The dtype in which numbers of this dtype are summed: float32, or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """float32 from a bfloat16 `high` and the int16 `low` by which its bits differ from the float32's upper half."""
+    """float32 whose bits are those of the bfloat16 `high`, shifted to the upper half, plus the int16 `low`."""
     bits = torch.empty(high.shape, dtype=torch.int32, device=high.device) if out is None else out.view(torch.int32)
     bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
     return bits.view(torch.float32)
 
 
 def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
-    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it. Halves round up: then the rest fits 16 bits.
+    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it.
 
-    `wide` is overwritten.
+    Ties round away from zero, so that `low` fits 16 bits. `wide` is overwritten.
     """
     bits = wide.view(torch.int32)
     low.copy_(bits)  # its lower half, as a signed number
@@ -27,7 +27,7 @@ def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 class Scratch:
-    """float32 buffers for one piece, and the noise by which moments are rounded."""
+    """Reusable float32 buffers for one piece, and the noise for the stochastic rounding of moments."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -46,9 +46,10 @@ class Scratch:
         return join(high, low, out=self._buffer("master", high))
 
     def round_by_chance(self, wide: Tensor, out: Tensor, step: int) -> None:
-        """out (bfloat16) ← wide, up with the probability of its distance from the lower neighbour.
+        """out (bfloat16) ← wide, stochastically rounded: P(up) is the relative distance from the lower neighbour.
 
-        The noise is drawn once; where a piece begins to read it depends on the step alone, so a run can be repeated.
+        The noise is drawn once. Where a piece starts reading it depends only on the step and the piece's size, so that
+        a run can be repeated. `wide` is overwritten.
         """
         if self._noise is None or self._noise.numel() < 2 * wide.numel():
             generator = torch.Generator().manual_seed(0)

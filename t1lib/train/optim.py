@@ -1,8 +1,9 @@
-"""Optimizers: PyTorch's fused AdamW and its SGD over named tensors, with what 16-bit parameters need beside them.
+"""Optimizers: PyTorch's fused AdamW and its SGD over named tensors, and what 16-bit parameters need beyond them.
 
-A 16-bit parameter may have a float32 master, of which it is the rounded copy; moments may be kept in 16 bits. Such
-tensors are updated in pieces: each is widened, updated and rounded while it is in the processor's caches, so that the
-memory sees every number of the state once in and once out. On a GPU one kernel does it (`t1lib.train.fused_adamw`).
+A 16-bit parameter may have a float32 master, of which it is the rounded copy; its moments may be kept in 16 bits. Such
+tensors are updated in pieces: each piece is widened, updated and rounded while it is in the processor's caches, so that
+every value of the state is read from memory once and written once. On a GPU, a single kernel does this for AdamW
+(`t1lib.train.fused_adamw`).
 """
 
 from typing import Any
@@ -16,12 +17,12 @@ from t1lib.train.fused_adamw import adamw_, has_kernel
 from t1lib.train.narrow import Scratch, join, split
 from t1lib.train.spec import MOMENTS, OptimizerSpec
 
-DEVICE_PIECE = 1 << 25  # numbers that a device updates at a time: enough to keep it busy, little to widen
-PIECE = 1 << 17  # numbers that a core of the host updates at a time: their float32 state stays in its caches
+DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
+PIECE = 1 << 17  # values that each core of the host updates at a time: their float32 state stays in its caches
 
 
 def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Euclidean norm of each gradient in float32 (float64 where there are such), on its device."""
+    """Euclidean norm of each gradient, in float32 (float64 if any gradient is float64), on the gradients' device."""
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads.values()) else torch.float32
     if all(g.device.type == "cpu" for g in grads.values()):
         return {name: host_norm(grad, dtype) for name, grad in grads.items()}
@@ -29,7 +30,7 @@ def norms_of(grads: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def host_norm(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Euclidean norm by all cores: PyTorch's own takes one, and adds up squares one after the other."""
+    """Euclidean norm computed on all cores: PyTorch's own uses one, and sums the squares sequentially."""
     pieces = grad.reshape(-1).split(PIECE * torch.get_num_threads())
     wide = (piece.to(dtype) for piece in pieces)
     return torch.stack([torch.dot(piece, piece) for piece in wide]).sum().sqrt()
@@ -38,11 +39,11 @@ def host_norm(grad: Tensor, dtype: torch.dtype) -> Tensor:
 class Updater:
     """Updates named tensors in place from their gradients.
 
-    The tensors may be parameters or plain views; several updaters over parts of a model do bit for bit what one does
+    The tensors may be parameters or plain views. Several updaters over parts of a model do bit for bit what one does
     over the whole.
 
-    scratch    memory that updaters run in turn may share
-    state      what there is already, by the tensors' names; count: after so many updates
+    scratch    buffers that several updaters may share if they run one at a time
+    state      existing state, by the tensors' names; count: how many updates it has seen
     """
 
     def __init__(
@@ -52,6 +53,9 @@ class Updater:
         self.tensors, self.spec, self._count = tensors, spec, count
         self.state = {n: self._new_state(t) for n, t in tensors.items()} if state is None else state
         self._wide = {n for n, t in tensors.items() if spec.master_weights and t.dtype != torch.float32}
+        for name in self._wide if spec.split_master else ():
+            dtype = tensors[name].dtype
+            require(dtype == torch.bfloat16, f"split_master with {name!r} of {dtype}; allowed: torch.bfloat16")
         self._scratch = scratch or Scratch()
 
     def _new_state(self, tensor: Tensor) -> dict[str, Tensor]:
@@ -70,24 +74,23 @@ class Updater:
         return state
 
     @torch.no_grad()
-    def step(
-        self, grads: dict[str, Tensor | None], factor: float = 1.0, scale: Tensor | float = 1.0,
-        lost: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """One update with the learning rate times `factor` and gradients times `scale`.
+    def step(self, grads: dict[str, Tensor | None], factor: float = 1.0, scale: Tensor | float = 1.0) -> None:
+        """One update, with the learning rate multiplied by `factor` and the gradients by `scale`.
 
         Tensors without a gradient (None or missing) stay as they are. Gradients may be overwritten.
-        lost: () float32, on a GPU; if not 0, all tensors stay as they are, and the host need not know
         """
         found = {n: g for n, g in grads.items() if g is not None and n in self.tensors}
         for name in found:
             if "step" in self.state[name]:
                 self.state[name]["step"] += 1
-        self.apply(found, factor, scale, lost)
+        self.apply(found, factor, scale)
 
     @torch.no_grad()
-    def apply(self, found: dict[str, Tensor], factor: float, scale: Tensor | float, lost: Tensor | None) -> None:
-        """An update that is counted already."""
+    def apply(self, found: dict[str, Tensor], factor: float, scale: Tensor | float, lost: Tensor | None = None) -> None:
+        """An update that the step counts already include.
+
+        lost: () float32, on a GPU; if not 0, nothing changes, without the host having to know
+        """
         lr = self.spec.lr * factor
         plain = [n for n in found if n not in self._wide]
         if plain:
@@ -100,14 +103,14 @@ class Updater:
 
     @torch.no_grad()
     def peek(self, name: str, rows: Tensor, grad: Tensor, factor: float = 1.0, scale: float = 1.0) -> Tensor:
-        """The rows of a tensor as `step` would leave them. Nothing is changed."""
+        """Rows of a tensor as `step` would leave them. Nothing is changed."""
         state = {k: v.clone() if k == "step" else v[rows] for k, v in self.state[name].items()}
         other = Updater({name: self.tensors[name][rows]}, self.spec, state={name: state})
         other.step({name: grad[rows]}, factor, scale)
         return other.tensors[name]
 
     def _step_wide(self, name: str, grad: Tensor, lr: float, scale: Tensor | float, lost: Tensor | None) -> None:
-        """A 16-bit tensor with a master: by one kernel, or a piece after the other."""
+        """Update a 16-bit tensor that has a master: with one kernel, or piece by piece."""
         weight, state, scratch = self.tensors[name].view(-1), self.state[name], self._scratch
         flat = {k: v.view(-1) for k, v in state.items() if k != "step"}
         step = {k: v for k, v in state.items() if k == "step"}
@@ -147,8 +150,8 @@ class Updater:
                 found_inf=lost,
             )  # fmt: skip
             return
-        # PyTorch's fused SGD on the CPU (2.11, 2.13) leaves 16-bit tensors of 32 elements and more unchanged. Its
-        # plain one rounds lr to the tensors' dtype first: all modes do, so that they agree.
+        # On the CPU, PyTorch's fused SGD (2.11, 2.13) leaves 16-bit tensors of 32 or more elements unchanged, and its
+        # plain SGD first rounds lr to the tensors' dtype. For these, all modes round lr, so that they agree.
         narrow = any(t.dtype.itemsize == 2 for t in tensors)
         lr = torch.tensor(lr, dtype=tensors[0].dtype).item() if narrow else lr
         fused = not (narrow and tensors[0].device.type == "cpu")
@@ -165,7 +168,7 @@ class Updater:
         return [t for state in self.state.values() for t in state.values()]
 
     def state_of(self, name: str) -> dict[str, Tensor]:
-        """A tensor's moments, step count and master weight, whatever their layout here (copies on the CPU)."""
+        """A tensor's moments, step count and master weight, independent of their layout here (copies on the CPU)."""
         state = self.state[name]
         saved = {k: v.detach().cpu().clone() for k, v in state.items() if k != "low"}
         if "low" in state:
@@ -173,7 +176,7 @@ class Updater:
         return saved
 
     def check_state(self, state: dict[str, dict[str, Any]], prefix: str = "") -> None:
-        """Raise `T1Error` if `load` could not take over `state`, by the tensors' names with `prefix` before them."""
+        """Raise `T1Error` if `load` could not take over `state`, whose keys are `prefix` + the tensors' names."""
         missing = [prefix + name for name in self.tensors if prefix + name not in state]
         if missing:
             raise T1Error(f"the checkpoint has no optimizer state for {missing[0]!r} ({len(missing)} missing)")
@@ -195,7 +198,7 @@ class Updater:
 
     @torch.no_grad()
     def load(self, name: str, saved: dict[str, Tensor]) -> None:
-        """Take over what `state_of` gave of a tensor; to be checked before."""
+        """Take over what `state_of` returned for a tensor; call `check_state` first."""
         for key, value in self.state[name].items():
             if key == "low":
                 split(saved["master"].to(value.device, copy=True), self.tensors[name], value)

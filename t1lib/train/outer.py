@@ -1,9 +1,10 @@
-"""Embedding, norm and head of mode `slide` with optimizer state on the host; weights and gradients are on the device,
-or, of embedding and head, on the host as well.
+"""Embedding, norm and head of mode `slide` with their optimizer state on the host. Weights and gradients are on the
+device, except that those of embedding and head may be on the host instead.
 
-Their gradients are complete when the backward ends, and the next step begins with the embedding: it would wait for all
-of them to be updated. It needs few rows, though. Those are updated ahead, on a copy of their state; the whole follows
-on the worker's thread while the layers are computed, and is done before norm and head are.
+Their gradients are complete only when the backward pass ends, and the next step starts with the embedding, so it would
+have to wait for the whole update. But it needs only a few rows of the embedding. These rows are updated ahead of time,
+on a copy of their state; the full update runs on the worker's thread while the layers are computed, and finishes before
+norm and head are.
 """
 
 import math
@@ -19,6 +20,7 @@ from torch.func import functional_call
 from t1lib.errors import require
 from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
+from t1lib.train.narrow import wide
 from t1lib.train.optim import Updater, norms_of
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.rows import HostRows
@@ -27,18 +29,19 @@ from t1lib.train.streams import Mark, send
 
 
 class LookedUp(NamedTuple):
-    """Rows of the embedding (R), on the host, none of them twice; what they hold, which gets the gradient (R, D)."""
+    """The distinct embedding rows (R) that were looked up, on the host, and their values (R, D), which receive the
+    gradient."""
 
     rows: Tensor
     values: Tensor
 
 
 class Outer:
-    """Updates `params` from state on the host.
+    """Updates `params` on the host, where their optimizer state is.
 
-    embed      the model's embedding; its parameter may be frozen, and may be the head's too
-    streamed   names of those whose weights and gradients are on the host as well: the embedding's, the head's
-    pipeline   whose lanes and worker are used
+    embed      the model's embedding; its weight may be frozen, and may be shared with the head
+    streamed   names of the parameters (of embedding and head) whose weights and gradients are held on the host only
+    pipeline   provides the lanes and the worker
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class Outer:
         self.refresh()
         self.updater = Updater(self.weights, spec)
         self.rows = HostRows(self.grads[self._name], pipeline) if self._name in streamed else None
-        self._numbers = pinned_zeros(2, torch.float32, device)  # norm of all gradients, factor of these
+        dtype = wide(self.weights[self._name].dtype)
+        self._numbers = pinned_zeros(2, dtype, device)  # norm of all gradients, and their scale
         self._arrived: Mark = None
         self._ready: threading.Event | None = None
 
@@ -67,20 +71,20 @@ class Outer:
         self.params, self.embed, self._pipeline, self._trace = params, embed, pipeline, trace
         self._name = next((n for n, p in params.items() if p is embed.weight), None)
         self.rows: HostRows | None = None
-        self._norms: dict[str, list[Tensor]] = {}  # of the streamed gradients' pieces
+        self._norms: dict[str, list[Tensor]] = {}  # norms of the pieces of each streamed gradient
         self._factor = 1.0
-        self._pending = False  # gradients are there, and their update has not been submitted
-        self._filled: Mark = None  # when the updated weights are on the device
+        self._pending = False  # gradients were sent, but their update is not submitted yet
+        self._filled: Mark = None  # marks when the updated weights are on the device
 
     # -- the embedding ---------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before the look-ups of a step."""
+        """Call before the look-ups of a step."""
         if self.rows is not None:
             self.rows.begin()
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, LookedUp]:
-        """What the embedding makes of `ids`, and its rows that did."""
+        """Embed `ids`; returns the embeddings and the rows that were looked up."""
         rows, places = self._rows_of(ids)
         device, weight = self._pipeline.device, self.embed.weight
         if self._pending and self._name is not None:
@@ -92,7 +96,7 @@ class Outer:
         if self.rows is not None:
             self.rows.ask(rows)
         padding, self.embed.padding_idx = self.embed.padding_idx, None
-        try:  # the module's own forward, over the rows alone
+        try:  # the module's own forward, on these rows only
             self.embed.padding_idx = _place_of(padding, rows)
             embedded = functional_call(self.embed, {"weight": values}, (send(places, device),))
         finally:
@@ -100,18 +104,18 @@ class Outer:
         return embedded, LookedUp(rows, values)
 
     def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows that `ids` name, none of them twice, and for each of `ids` its place among them; on the host."""
+        """The distinct rows that `ids` refer to, and the position of each of `ids` among them; both on the host."""
         return torch.unique(ids.cpu(), return_inverse=True)
 
     def _ahead(self, rows: Tensor) -> Tensor:
-        """The embedding's rows as the update to come will leave them."""
+        """The embedding's rows as the pending update will leave them."""
         norm, scale = self._read()
         if not math.isfinite(norm):
             return self.weights[self._name][rows]
         return self.updater.peek(self._name, rows, self.grads[self._name], self._factor, scale)
 
     def add_gradient(self, looked_up: LookedUp) -> None:
-        """Add to the embedding's gradient that of its rows."""
+        """Add the gradient of the looked-up rows to the embedding's gradient."""
         grad = looked_up.values.grad
         if self.rows is not None:
             self.rows.add(looked_up.rows, grad)
@@ -124,11 +128,11 @@ class Outer:
     # -- the update ------------------------------------------------------------------------------------------------
 
     def add_norms(self, name: str, norms: list[Tensor]) -> None:
-        """Norms of the pieces of a streamed gradient, which are on their way to the host."""
+        """Record the norms of a streamed gradient's pieces, which are on their way to the host."""
         self._norms[name] = norms
 
     def norms(self) -> dict[str, Tensor]:
-        """Of all gradients of this step."""
+        """Norms of all gradients of this step, by parameter name."""
         if self.rows is not None:
             self._norms.setdefault(self._name, []).append(self.rows.norm())
         streamed = {n: torch.linalg.vector_norm(torch.stack(found)) for n, found in self._norms.items()}
@@ -136,7 +140,8 @@ class Outer:
         return streamed | norms_of({n: p.grad for n, p in self._there.items() if p.grad is not None})
 
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
-        """Queue the copy of the gradients to the host. The update waits for the next embedding, or for `ready`."""
+        """Queue the copy of the gradients to the host. The update comes later: after the next look-ups (`passed`) or
+        in `ready`."""
         lane = self._pipeline.outward
         both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
         lane.after(self._pipeline.compute.mark())
@@ -149,7 +154,7 @@ class Outer:
         self._arrived, self._factor, self._pending = lane.mark(), factor, True
 
     def _taken(self) -> Iterator[tuple[str, Tensor]]:
-        """The gradients on the device, which the parameters have no more."""
+        """Detach the gradients on the device from their parameters and yield them by name."""
         for name, param in self._there.items():
             require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
             grad, param.grad = param.grad, None
@@ -163,12 +168,12 @@ class Outer:
         return float(self._numbers[0]), float(self._numbers[1])
 
     def passed(self, index: int) -> None:
-        """The forward's work up to this layer is queued: the device has something to do while the host does this."""
+        """Called when the forward is queued up to this layer: the device is busy while the host submits the update."""
         if index == 0:
             self._submit()
 
     def _submit(self) -> None:
-        """Let the update that waits run, after those of the layers; then the weights go to the device."""
+        """Submit the pending update, to run after those of the layers; the weights are then copied to the device."""
         if not self._pending:
             return
         self._pending, self._ready = False, threading.Event()
@@ -193,16 +198,16 @@ class Outer:
         self._ready.set()
 
     def leave(self) -> None:
-        """After the head: until the update, nothing needs the weights."""
+        """Called after the head's backward: nothing reads the weights from here until the update."""
 
     def announce(self, ids: Callable[[], list[Tensor]]) -> None:
-        """The next step's micro-batches will be these, if the batch fits the model."""
+        """Called with a function that gives the ids of the next step's micro-batches, if its batch fits the model."""
 
     def settle(self, lost: bool) -> None:
-        """The host knows whether the step's gradients are finite; `_read` finds that out, too."""
+        """Called once the host knows whether the step's gradients are finite; here `_read` finds that out itself."""
 
     def ready(self) -> None:
-        """From here on the device finds the updated weights."""
+        """Make the device's further work see the updated weights."""
         self._submit()
         if self._ready is not None:
             self._ready.wait()
@@ -215,11 +220,11 @@ class Outer:
         self.ready()
 
     def close(self) -> None:
-        """After `drain`."""
+        """Release what is held; call `drain` first."""
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the weights over from the device."""
+        """Copy the weights from the device to the host."""
         for name, param in self._there.items():
             self.weights[name].copy_(param)
 

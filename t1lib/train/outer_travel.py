@@ -1,11 +1,12 @@
-"""Embedding, norm and head of mode `slide` with optimizer state on the host, updated on the device: the state comes to
-it, and leaves again (`t1lib.train.travel`), beside the next forward.
+"""Embedding, norm and head of mode `slide` with optimizer state on the host, updated on the device: the state is copied
+to the device and back (`t1lib.train.travel`) during the next forward.
 
-As in `outer`, the next step needs few rows of the embedding at once. Their state is gathered by the host, in the step
-before where the batch is known, and sent; a copy of them is updated ahead.
+As in `outer`, the next step needs only a few rows of the embedding right away. The host gathers the state of these rows
+(during the previous step, if the batch is known by then) and sends it; a copy of the rows is updated ahead of time.
 
-Between the head and that update nothing reads the weights. For the backward, where memory is short, they give up their
-place on the device if an update makes them anew from their masters, or if the host has them, too ("parked").
+Nothing reads the weights between the head's backward and that update. During the layers' backward, when memory is
+tightest, their device memory is therefore released if the update rebuilds them from their masters, or if the host holds
+a copy as well ("parked").
 """
 
 from collections.abc import Callable, Iterator
@@ -28,9 +29,9 @@ from t1lib.train.travel import PIECE, Traveller, update_once
 
 
 class TravellingOuter(Outer):
-    """Updates `params`, none of them on the host, by the pipeline's `travel`.
+    """Updates `params`, whose weights are on the device, through the pipeline's `travel`.
 
-    parked   the host holds those without a master, too, and they come and leave with their state
+    parked   for weights that have no master, the host keeps a copy, which travels in and out with their state
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class TravellingOuter(Outer):
         self._rows = None if self._name is None else self._rows_ahead(self._name)
         self._grads: dict[str, Tensor] = {}
         self._scale: Tensor | float = 1.0
-        self._known: Mark = None  # mark before which gradients are not there, or rows are still read
-        self._left: dict[str, Mark] = {}  # marks when new state is back on the host
-        self._underway: Iterator[None] = iter(())  # queues what is left of the update, a piece at a time
+        self._known: Mark = None  # marks when gradients are complete and rows have been read
+        self._left: dict[str, Mark] = {}  # marks when the new state is back on the host
+        self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
         self._pieces = sum(len(traveller.pieces) for traveller in self._travellers.values())
-        self._passed: Mark = None  # mark when the layer before was computed
-        self._away = False  # these have given up their place
+        self._passed: Mark = None  # marks when the previous layer was computed
+        self._away = False  # whether the device memory of `_spare` is released
         self._scratch = Scratch()
 
     def _flat(self, name: str) -> dict[str, Tensor]:
@@ -76,7 +77,7 @@ class TravellingOuter(Outer):
         self._away = bool(self._spare)
 
     def _make_room(self) -> None:
-        """Let the weights have a place again, with whatever is in it."""
+        """Reallocate the weights' device memory, with undefined content."""
         if self._away:
             for param in self._spare.values():
                 param.untyped_storage().resize_(param.nbytes)
@@ -84,7 +85,7 @@ class TravellingOuter(Outer):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """No update will make the weights anew: take them from the host."""
+        """Restore the weights from the host, when no update is going to rebuild them."""
         self._make_room()
         for name, param in self._spare.items():
             weight = param.data.view(-1)
@@ -105,7 +106,7 @@ class TravellingOuter(Outer):
         return super()._rows_of(ids) if self._rows is None else self._rows.looked_up(ids)
 
     def _wait_for(self, name: str) -> None:
-        """The host's state is up to date after this."""
+        """Wait until the state on the host is up to date."""
         if self._left.get(name) is not None:
             self._left[name].synchronize()
 
@@ -129,7 +130,7 @@ class TravellingOuter(Outer):
         return torch.cat(found)
 
     def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
-        """Take the gradients. The update waits for the next embedding, or for `ready`."""
+        """Keep the gradients. The update comes later: after the next look-ups (`passed`) or in `ready`."""
         self._grads = dict(self._taken())
         self._scale, self._factor, self._pending = scale, factor, True
         self._known = self._pipeline.compute.mark()
@@ -140,8 +141,8 @@ class TravellingOuter(Outer):
             self.ready()
 
     def passed(self, index: int) -> None:
-        """Queue a share of the update: to come beside the layer, and leave the link time for weights in between. Where
-        the layers' state travels in the forward, too, that goes first."""
+        """Queue a share of the update, to overlap with this layer and leave the link free for weights in between. With
+        `together` the layers' own state travels in the forward as well and goes first: `ready` then queues it all."""
         if self._pipeline.together:
             return
         self._begin_update()
@@ -174,7 +175,7 @@ class TravellingOuter(Outer):
         for _ in self._underway:
             pass
         self._pipeline.compute.after(self._filled)
-        self._grads, self._scale = {}, 1.0  # only now: their memory goes on in the order of the computing
+        self._grads, self._scale = {}, 1.0  # freed only now: the memory is reused in compute order
         if self._away:
             self._restore()
 
@@ -184,7 +185,7 @@ class TravellingOuter(Outer):
             mark.synchronize()
 
     def refresh(self) -> None:
-        """The device's weights are the only ones."""
+        """The weights on the device have changed: drop or overwrite the copies on the host."""
         if self._rows is not None:
             self._rows.forget()
         for name, held in self._parked.items():
@@ -196,17 +197,17 @@ class TravellingOuter(Outer):
 
 
 def _is_spare(param: nn.Parameter) -> bool:
-    """Whether the parameter is large, and alone in its memory, which may be given up."""
+    """Whether the parameter is a matrix with a storage of its own, which can be released."""
     storage = param.untyped_storage()
     return param.ndim > 1 and storage.resizable() and storage.nbytes() == param.nbytes
 
 
 def _state_on_host(param: nn.Parameter, spec: OptimizerSpec, device: torch.device) -> dict[str, Tensor]:
-    """The parameter's optimizer state, pinned."""
+    """The parameter's new optimizer state, in pinned memory."""
     state = Updater({"": param.detach().cpu()}, spec).state[""]
     return {k: v if k == "step" else _pinned(v.view(-1), device).view(v.shape) for k, v in state.items()}
 
 
 def _pinned(flat: Tensor, device: torch.device) -> Tensor:
-    """The host tensor in pinned memory: itself, unless it is small (`pinned_zeros`)."""
+    """The host tensor in pinned memory: pinned in place, or copied if it is small (`pinned_zeros`)."""
     return pinned_zeros(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)

@@ -1,4 +1,4 @@
-"""How gradients of layers on the host leave the device: slots, the lane that empties them, and sums over ranks."""
+"""How gradients of host-resident layers leave the device: slots, the lane that empties them, and sums over ranks."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from t1lib.train.streams import HostPool, Lane, Mark, Slots
 
 
 class Outward(Inward):
-    """The half of a `Pipeline` that takes gradients, or what has come of them. The arguments are the pipeline's."""
+    """The half of a `Pipeline` that moves gradients, or weights updated with them, to the host. Arguments as there."""
 
     _travel: Callable[..., tuple[Mark, Mark, Mark]]  # updates a layer on the device
     _submit: Callable[..., None]  # has a layer updated on the host
@@ -34,21 +34,21 @@ class Outward(Inward):
         on_host = set(self.trained) - set(on_device)
         waiting = len(self.trained) if together else min(host_grads, len(on_host))
         self._host_grads = HostPool(waiting, self.own_layout, device)
-        self._host_norms = pinned_zeros(len(layers), torch.float32, device)
+        self._host_norms = pinned_zeros(len(layers), wide(self.layout.dtype), device)
         self.outward = Lane(device, own_stream=overlap_out)
         self._norms = torch.zeros(0 if ranks.alone else len(layers), dtype=wide(self.layout.dtype), device=device)
-        self._summed: Mark = None  # when the last layer's part is added up, and its norm taken
-        self._waiting: list[tuple[int, int]] = []  # layers and their gradients, until those of all are known
-        self._stays = has_no_state(spec) and not together and ranks.alone  # an update needs nothing from the host
+        self._summed: Mark = None  # marks when the last layer is summed and its norm taken
+        self._waiting: list[tuple[int, int]] = []  # (layer, its gradient buffer), until all gradients are known
+        self._stays = has_no_state(spec) and not together and ranks.alone  # updates need nothing from the host
         self._slot_updaters = [Updater(v, spec) for v in self.weights.views] if self._stays and on_device else []
 
     def place(self, index: int, gradients: bool = False) -> tuple[Any, ...]:
-        """Where the layer's weights and gradients are on the device: the same for layers that take turns there."""
+        """Where the layer's weights and gradients lie on the device; equal for layers that share the slots in turn."""
         names = tuple(n for n, _ in self.trainable(index)) if gradients else ()
         return self.weights.of(index), names, self.grads.of(index) if names else None
 
     def want_gradients(self, index: int) -> None:
-        """Let the layer's gradients add up in a slot that begins at 0."""
+        """Give the layer a zeroed slot to accumulate its gradients in."""
         if index not in self.trained:
             return
         slot = self.grads.of(index)
@@ -58,22 +58,22 @@ class Outward(Inward):
             param.grad = self.grads.views[slot][name]
 
     def gradients_done(self, index: int, factor: float) -> dict[str, Tensor]:
-        """The layer's gradients are complete: their norms, by the parameter's name in the model where they are to be
-        clipped, else one by the layer's name: few launches, which is what a step of few tokens is made of.
+        """Called when the layer's gradients are complete; returns their norms, empty if ranks have yet to sum them.
 
-        factor: of the learning rate
+        With `together` there is one norm per parameter, by its name in the model; otherwise a single one by the layer's
+        name, which takes fewer launches: they dominate a step of few tokens. factor: multiplies the learning rate
         """
         if index not in self.trained:
             return {}
         slot, name = self.grads.of(index), self.names[index]
-        if self.landings is not None:  # they are not yet added up
+        if self.landings is not None:  # not yet summed over ranks
             self.grads.filled[slot] = self.compute.mark()
             return {}
         if self.together:
             norms = {f"{name}.{n}": norm for n, norm in norms_of(self.grads.views[slot]).items()}
             self._norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         else:
-            self._norm = torch.linalg.vector_norm(self.grads.flat[slot], dtype=torch.float32)
+            self._norm = torch.linalg.vector_norm(self.grads.flat[slot], dtype=wide(self.layout.dtype))
             norms = {name: self._norm}
         if index in self.on_device and self._slot_updaters:
             self._descend(index, factor)
@@ -81,7 +81,8 @@ class Outward(Inward):
         return norms
 
     def _descend(self, index: int, factor: float) -> None:
-        """Update the weights in their slot, if the gradients are finite, and put them where the gradients were."""
+        """Update the weights in their slot and copy them over the gradients. If the gradients are not finite they count
+        as 0, so that at most weight decay changes the weights."""
         slot, held = self.grads.of(index), self.weights.of(index)
         with self._trace().span("compute", "update", index):
             self.grads.flat[slot].masked_fill_(self._norm.isfinite().logical_not(), 0)
@@ -89,10 +90,10 @@ class Outward(Inward):
             self.grads.flat[slot].copy_(self.weights.flat[held])
 
     def send(self, index: int, factor: float) -> None:
-        """Queue the copy of the gradients to the host, and the update that follows it (or `update_all`); or that of the
-        weights, where they are updated on the device.
+        """Queue the copy of the gradients to the host and the update that follows it (with `together`, `update_all`
+        queues the updates). For a layer updated on the device, queue the copy of its new weights, or its update.
 
-        factor: of the learning rate
+        factor: multiplies the learning rate
         """
         if index not in self.trained:
             return
@@ -106,7 +107,7 @@ class Outward(Inward):
             known = self.outward
             self._sum(index)
         if self.weights.holds[held_in] == index and not (there and self.landings is None):
-            self.weights.holds[held_in] = None  # out of date from here on
+            self.weights.holds[held_in] = None  # stale from here on
         if there and not self.together:
             with known.active():
                 lost = self._norm.isfinite().logical_not().float()
@@ -128,7 +129,7 @@ class Outward(Inward):
             self._submit(index, held, arrived, self._host_norms[index], None, factor)
 
     def _sum(self, index: int) -> None:
-        """Add up this rank's part of the layer's gradients over all ranks, in place; then that part's norm."""
+        """Reduce-scatter the layer's gradients: sum this rank's part over all ranks, in place, and take its norm."""
         slot, lane = self.grads.of(index), self.outward
         lane.after(self.grads.filled[slot])
         with lane.active(), self._trace().span("out", "sum over ranks", index, lane.stream):
@@ -141,7 +142,7 @@ class Outward(Inward):
         self.grads.filled[slot] = self._summed = lane.mark()
 
     def norms(self) -> dict[str, Tensor]:
-        """Of each layer's gradients, where several ranks have added them up."""
+        """Norms of each layer's gradients once they are summed over several ranks; empty for one process."""
         if self.landings is None:
             return {}
         self.compute.after(self._summed)

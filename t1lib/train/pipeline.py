@@ -1,11 +1,11 @@
-"""Like layers on the host, a few at a time on the device: weights in, gradients out, updates on the host.
+"""Identically shaped layers on the host, a few at a time on the device: weights in, gradients out, updates on the host.
 
-Three lanes run beside the computing: copies in, copies out, and the worker that updates. They are ordered by events on
-the device and by one wait a layer on the host: a layer's weights are not sent before its update is done, so no stale
-weight is ever read.
+Three lanes run alongside the computation: copies in, copies out, and the worker that updates. They are ordered by
+events on the device and by one wait per layer on the host: a layer's weights are not sent before its update is done, so
+stale weights are never read.
 
-Several processes of one host, each with a device of its own, hold the layers together: a layer's gradients are added up
-over them on the devices, each updates its part of the layer, and all wait for all parts before they read it.
+Several processes of one host, each with its own device, can share the layers: gradients are reduce-scattered between
+the devices, each process updates its part of every layer, and all wait for every part before they read the layer.
 """
 
 import math
@@ -26,17 +26,18 @@ from t1lib.train.travel import Travel
 
 
 class Pipeline(Outward):
-    """Lets the layers that the host holds come to the device, and their gradients or new weights leave it. For layers
-    below the `first` nothing is to be done.
+    """Brings host-resident layers to the device, and their gradients or new weights back. Layers below `first` stay on
+    the device: nothing is done for them.
 
     slots        device buffers for weights; grad_slots: for gradients
     host_grads   pinned host buffers for gradients that wait for their update
     together     no layer is updated before the gradients of all are known (`update_all`)
-    on_device    layers that are updated on the device. Without state, and not together: as soon as their gradients are
-                 there, and their weights leave in place of the gradients. Else their state travels (`travel`)
-    ranks        processes that hold the layers together
+    on_device    layers that are updated on the device. In one process, with an optimizer without state and without
+                 `together`: as soon as their gradients are complete, and their weights leave in place of the gradients.
+                 Otherwise their optimizer state travels to the device and back (`travel`)
+    ranks        processes that share the layers
     overlap_*    whether weights come in, gradients leave and updates run while the device computes
-    trace        what spans of work are reported to
+    trace        receives the spans of work
     """
 
     def __init__(
@@ -49,20 +50,20 @@ class Pipeline(Outward):
             overlap_in, overlap_out, trace,
         )  # fmt: skip
         self.overlap_update = overlap_update
-        self._later: dict[int, tuple[Callable[[], None], int]] = {}  # updates on the device to be queued, and gradients
-        self._following = -1  # layer that comes into a slot when the update there is queued
+        self._later: dict[int, tuple[Callable[[], None], int]] = {}  # device update to be queued, its gradient buffer
+        self._following = -1  # layer to fetch into a slot once the update that reads it is queued
         self.travel = Travel(self, () if self._stays else on_device, together, trace)
 
     def begin(self) -> None:
-        for _, held in self._waiting:  # of a step that was given up
+        for _, held in self._waiting:  # left by an aborted step
             self._host_grads.give(held)
         self._waiting = []
         super().begin()
-        for index in self.streamed[: len(self.weights.flat)]:  # what the slots still hold
+        for index in self.streamed[: len(self.weights.flat)]:  # layers whose weights the slots may still hold
             self._update_waiting(index)
 
     def fetch(self, index: int, again: bool = False) -> None:
-        """As `Inward` has it; but if the layer's update on the device still waits, the weights come of that."""
+        """As in `Inward`; but if the layer's update on the device is still pending, it provides the weights."""
         if index in self._later:
             self.weights.holds[self.weights.of(index)] = index
             self._update_waiting(index)
@@ -70,8 +71,8 @@ class Pipeline(Outward):
             super().fetch(index, again)
 
     def release(self, index: int, following: int, again: bool = False) -> None:
-        """Beside a layer that stays on the device, one that does not is updated ahead of its turn. The slot of a layer
-        whose update reads the weights there is not free before that."""
+        """As in `Inward`, except that a slot whose weights the layer's update reads is refilled only after that update,
+        and that during a resident layer one pending update of a streamed layer is queued ahead of its turn."""
         reads = again and self._reads_slot(index)
         super().release(index, -1 if reads else following, again)
         self._following = following if reads and self.overlap_in else -1
@@ -79,7 +80,7 @@ class Pipeline(Outward):
             self._update_waiting(min(self._later))
 
     def settle(self, lost: bool) -> None:
-        """The host knows whether the step's gradients are finite."""
+        """Called once the host knows whether the step's gradients are finite; `lost` if not."""
         self.travel.settle(lost)
         if lost:
             for _, held in self._later.values():
@@ -89,8 +90,8 @@ class Pipeline(Outward):
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def _reads_slot(self, index: int) -> bool:
-        """Whether the layer's update on the device, right after its backward, takes the weights from their slot: no
-        master among its state makes them."""
+        """Whether the layer is updated on the device right after its backward and reads its weights from their slot,
+        because its state has no master to rebuild them from."""
         travels = index in self.on_device and not self._slot_updaters and self.landings is None
         return travels and not self.together and "master" not in self.flat_state(index)
 
@@ -99,7 +100,7 @@ class Pipeline(Outward):
     ) -> tuple[Mark, Mark, Mark]:
         """Update the layer on the device, and its weights in their slot if they are still there.
 
-        known: mark before which gradients and factors are not there. Returns what `Travel.update` does.
+        known: marks when gradients and `scale` are complete. Returns the marks of `Travel.update`.
         """
         held = self.weights.of(index)
         stays = self.weights.holds[held] == index
@@ -120,14 +121,14 @@ class Pipeline(Outward):
         return marks
 
     def update_all(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
-        """Queue the updates that waited, in the order of the next forward: gradients times `scale`, if finite."""
+        """Queue the pending updates in the order of the next forward: gradients times `scale`, if they are finite."""
         if not self._waiting:
             return
         lane = self.outward
         both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
         lane.after(self.compute.mark())
         with lane.active():
-            host = pinned_zeros(2, torch.float32, self.device).copy_(lane.uses(both), non_blocking=True)
+            host = pinned_zeros(2, both.dtype, self.device).copy_(lane.uses(both), non_blocking=True)
         arrived, known = lane.mark(), self.compute.mark()
         for index, held in sorted(self._waiting):
             if index in self.on_device:
@@ -135,12 +136,12 @@ class Pipeline(Outward):
             else:
                 self._submit(index, held, arrived, host[0], host[1], factor)
         self._waiting = []
-        if not self.overlap_update or self.landings is not None:  # all ranks wait for each one's part of a layer
+        if not self.overlap_update or self.landings is not None:  # ranks wait for each other's parts
             self._update_all_waiting()
 
     def _update_waiting(self, index: int) -> None:
-        """Queue the layer's update on the device, if it waits. All at the end of a step would leave the device without
-        work: each takes the host a millisecond or two."""
+        """Queue the layer's update on the device, if it is pending. Queuing one takes the host a millisecond or two:
+        to queue all of them at the end of a step would leave the device idle."""
         if index in self._later:
             update, _ = self._later.pop(index)
             update()
@@ -155,7 +156,7 @@ class Pipeline(Outward):
     ) -> None:
         self.travel.lanes[0].after(arrived)
         self._travel(index, self._host_grads.buffers[held], known, factor, scale, None)
-        self._host_grads.give(held)  # the next gradients follow weights that this update has left
+        self._host_grads.give(held)  # not refilled before a forward with this update's weights
 
     def _submit(self, index: int, held: int, *arguments: Any) -> None:
         if self.landings is not None:
@@ -170,7 +171,7 @@ class Pipeline(Outward):
     ) -> None:  # fmt: skip
         """On the worker's thread: wait for the gradients, update the layer on the host, give the buffer back.
 
-        norm, scale: of the gradients, which must be finite, and their factor; on the host when `arrived` is.
+        norm, scale: norm of the gradients (no update unless it is finite) and their factor; valid after `arrived`.
         """
         try:
             if arrived is not None:
@@ -180,7 +181,7 @@ class Pipeline(Outward):
                     by = 1.0 if scale is None else float(scale)
                     self.update_own(index, self._host_grads.views[held], factor, by)
         except BaseException as error:
-            if self.landings is not None:  # which other ranks wait for
+            if self.landings is not None:  # other ranks wait for this update
                 self.landings.fail(error)
             raise
         finally:
@@ -194,20 +195,21 @@ class Pipeline(Outward):
         return [*self.weights.flat, *self.grads.flat, *self.travel.device_tensors()]
 
     def update_bytes(self) -> int:
-        """Least that an update moves in the host's memory (`bytes_to_update`), of what this rank updates there."""
+        """Fewest bytes that the updates of a step on the host move in its memory, per rank (`bytes_to_update`)."""
         return self.bytes_to_update(set(self.trained) - set(self.on_device)) // self.ranks.size
 
     def link_bytes(self) -> tuple[int, int, int]:
-        """Least that a step sends: in during the forward, in during the backward, out."""
+        """Fewest bytes that a step copies: in during the forward, in during the backward, out."""
         total, layers = self.bytes_a_pass(), max(len(self.streamed), 1)
-        again = total // layers * max(layers - len(self.weights.flat), 0)  # at the turn the last layers are still there
-        # and at the end the first ones, up to date
+        # When the backward starts, the last layers are still in their slots.
+        again = total // layers * max(layers - len(self.weights.flat), 0)
+        # When it ends, the first layers are in theirs: up to date if the device updates all layers.
         current = len(self.on_device) == len(self.streamed) > 0 and self.landings is None
         state = self.travel.bytes_a_step()
         return again if current else total, again + state, total // self.ranks.size + state
 
     def drain(self) -> None:
-        """Wait for the updates that still run, and for weights on their way."""
+        """Wait for pending updates, and for weights on their way to the host."""
         self._update_all_waiting()
         self.worker.drain()
         for mark in filter(None, self._left.values()):

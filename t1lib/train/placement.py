@@ -1,4 +1,4 @@
-"""What mode `slide` asks before anything moves: what is where, what the host must hold, what a budget allows."""
+"""What mode `slide` decides before anything moves: what lies where, what the host must hold, what a budget allows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from t1lib.train.spec import OptimizerSpec, has_no_state, state_bytes
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:
-    """Raise `T1Error` for a model that drops out: layers are computed twice, and would not be the same."""
+    """Raise `T1Error` for a model with dropout: layers are computed twice, and the two results would differ."""
     for name, value in model.config.to_dict().items():
         require(
             not (name.endswith(("dropout", "pdrop")) and value),
@@ -24,7 +24,7 @@ def refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def spare_modules(parts: Parts, train: str, loss: str, embedding: str) -> set[nn.Module]:
-    """Of embedding and head, what is frozen and never used on the device (the arguments as `SlideTrainer` has them)."""
+    """Those of embedding and head that are frozen and never used on the device (arguments as of `SlideTrainer`)."""
     spare: set[nn.Module] = set()
     if train == "layers" and loss == "mean_square":
         spare.add(parts.head)
@@ -34,14 +34,14 @@ def spare_modules(parts: Parts, train: str, loss: str, embedding: str) -> set[nn
 
 
 def trained_outside(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, nn.Parameter]:
-    """Trained parameters that are not of these layers."""
+    """Trained parameters outside these layers, by name."""
     theirs = {id(p) for p in layers.parameters()}
     return {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in theirs}
 
 
 def host_bytes(layers: Sequence[nn.Module], specs: Sequence[OptimizerSpec], waiting: int) -> int:
-    """What the host will hold of layers, each by its own spec, beside the model as it was built, whose weights move one
-    layer at a time. waiting: layers whose gradients wait at a time
+    """Bytes that the host will need for `layers` beyond the model as built: optimizer state, by each layer's own spec;
+    gradients of the `waiting` layers that may be pending at once; and one layer's weights, as they move layer by layer.
     """
     each = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
     state = sum(state_bytes(p, spec) for trained, spec in zip(each, specs, strict=True) for p in trained)
@@ -49,26 +49,27 @@ def host_bytes(layers: Sequence[nn.Module], specs: Sequence[OptimizerSpec], wait
     return state + grads + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
 
 
-# Arguments of `work_of`, too.
+# Options that are arguments of `work_of` as well.
 OF_WORK = ("train", "loss", "embedding", "graph_tokens", "update", "host_share", "cuda", "overlap_update")
 
 
 def not_in_pieces(model: PreTrainedModel, head_options: dict[str, Any] | None) -> str:
-    """What of a head cannot be made in pieces of the vocabulary, "" if all can."""
+    """Which features of the head cannot be computed in pieces of the vocabulary, comma-separated; "" if none."""
     found = [name for name in ("z_loss", "label_smoothing", "filter_eps") if (head_options or {}).get(name)]
     return ", ".join(found + ["a bias"] * (model.get_output_embeddings().bias is not None))
 
 
 def place_of(update: str, spec: OptimizerSpec, together: bool, cuda: bool, whole: bool) -> str:
-    """Where `update` has layers updated. whole: they are trained as a whole, and updates may overlap"""
+    """Where layers are updated, with "auto" resolved. whole: all their parameters train, and updates may overlap"""
     if update != "auto":
         return update
     return best_place(spec, together, cuda) if whole else "host"
 
 
 def best_place(spec: OptimizerSpec, together: bool, cuda: bool) -> str:
-    """Where layers that are trained as a whole are updated soonest, "host" or "device"; `together`: after the last
-    gradient. State that the host updates it reads and writes; on its way to a GPU and back it crosses the link."""
+    """Where fully trained layers are updated soonest, "host" or "device". together: updates wait for the last gradient.
+
+    To update state, the host reads and writes it in its memory; for a GPU it crosses the link in and out."""
     from t1lib.machine import this_machine  # imports this package
 
     if has_no_state(spec):
@@ -80,8 +81,8 @@ def best_place(spec: OptimizerSpec, together: bool, cuda: bool) -> str:
 def choose_by_budget(
     model: PreTrainedModel, gpu_memory: str | int, plan_for: tuple[int, int] | None, common: dict[str, Any]
 ) -> tuple[Any, dict[str, float]]:
-    """The `t1lib.plan.Choice` that fits into the budget, for a trainer of these other options; bytes on the device and
-    ms a step that it is predicted to take."""
+    """The `t1lib.plan.Choice` that fits the budget for a trainer with the options `common`, and its predicted device
+    memory ("bytes") and step time ("ms")."""
     from t1lib.machine import this_machine  # these import this package
     from t1lib.plan import choose_plan, device_bytes, step_ms
     from t1lib.work import with_head, work_of
@@ -101,6 +102,6 @@ def choose_by_budget(
     )  # fmt: skip
     work = replace(with_head(work, common.get("head", DEFAULT_HEAD)), whole_head=bool(not_in_pieces(model, head)))
     machine = this_machine()
-    held = sum(p.nbytes for p in model.parameters() if not p.is_cuda)  # already, of what the host is to hold
+    held = sum(p.nbytes for p in model.parameters() if not p.is_cuda)  # is on the host already
     choice = choose_plan(work, parse_bytes(gpu_memory), machine, host_available() * 9 // 10 + held)
     return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, machine)}

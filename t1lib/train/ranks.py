@@ -1,5 +1,6 @@
-"""The processes of a run: how they find each other, what they tell each other, how they end together."""
+"""The processes of a run: how they find each other, exchange data and errors, and end together."""
 
+import atexit
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
 from t1lib.errors import T1Error, require
+from t1lib.files import remove
 from t1lib.heads.agreement import SAME, difference, require_backend
 
 EXIT_LOST = 1
@@ -23,7 +25,7 @@ T = TypeVar("T")
 class Ranks:
     """Processes that train one model together: this one alone, or those of `group`.
 
-    All methods but `alone` are for every rank to call, in the same order; alone, they cost nothing.
+    Except for `alone`, every rank must call the methods, in the same order; with a single process they cost nothing.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -36,8 +38,7 @@ class Ranks:
         return self.size == 1
 
     def share(self, call: Callable[[], T]) -> list[T]:
-        """What `call` returns on each rank, in their order. If it raises `T1Error` on one of them, so does every
-        rank."""
+        """What `call` returns on each rank, in rank order. If it raises `T1Error` on one rank, all ranks raise it."""
         if self.alone:
             return [call()]
         mine: tuple[Any, str | None] = (None, None)
@@ -58,7 +59,7 @@ class Ranks:
         return self.share(lambda: call() if self.rank == 0 else None)[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on one rank at least."""
+        """Whether `flag` is true on at least one rank."""
         return any(self.share(lambda: flag))
 
     def agree(self, facts: dict[str, Any]) -> None:
@@ -68,16 +69,16 @@ class Ranks:
             raise T1Error(f"{difference(every)}; {SAME}")
 
     def meet(self) -> None:
-        """Return when all ranks have come here."""
+        """Barrier: return when all ranks have called this."""
         self.share(lambda: None)
 
     def add(self, tensor: Tensor) -> None:
-        """Make it the sum over ranks, where it lies. The same bits on all of them."""
+        """All-reduce: replace the tensor by its sum over ranks, in place. The result is bitwise equal on all."""
         if not self.alone:
             dist.all_reduce(tensor, group=self.group)
 
     def sum(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The sum over ranks of a tensor, taken on `device`. The same bits on all of them."""
+        """The sum of a tensor over ranks, computed on `device`. The result is bitwise equal on all."""
         if self.alone:
             return tensor
         total = tensor.to(device, copy=True)
@@ -89,12 +90,12 @@ ALONE = Ranks()
 
 
 def launched() -> int:
-    """How many processes torchrun, or whatever sets its variables, started."""
+    """How many processes torchrun, or another launcher that sets its variables, started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def own_device(device: torch.device) -> torch.device:
-    """This process's device: of a host's CUDA devices the one of its number there, which becomes the current one."""
+    """This process's device: with several processes, the CUDA device of its local rank, which is made current."""
     if device.type != "cuda" or launched() == 1:
         return device
     if device.index is None:
@@ -106,18 +107,20 @@ def own_device(device: torch.device) -> torch.device:
 
 
 def join(cuda: bool) -> Store:
-    """Make the process group of what torchrun started, or one of this process alone. Returns its store.
+    """Create the process group of what torchrun started, or one of this process alone. Returns its store.
 
-    cuda   whether tensors will be on GPUs; what they say about themselves travels from host to host in any case
+    cuda   whether tensors will be on GPUs; metadata is exchanged in host memory (gloo) in any case
 
-    Raises `T1Error` where the launcher's variables are not whole.
+    Raises `T1Error` if the launcher's variables are incomplete.
     """
     size, rank = launched(), 0
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
-        os.environ.setdefault(name, "lo")  # the host's name may lead nowhere
-    if size == 1:  # by a file instead of a network
-        store: Store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
+        os.environ.setdefault(name, "lo")  # the host's name may not resolve
+    if size == 1:  # a file instead of the network
+        folder = Path(tempfile.mkdtemp())
+        atexit.register(remove, folder)
+        store: Store = dist.FileStore(str(folder / "store"), 1)
     else:
         try:
             store, rank, size = next(dist.rendezvous("env://"))
@@ -129,7 +132,7 @@ def join(cuda: bool) -> Store:
 
 
 def world(device: torch.device) -> Ranks:
-    """All processes of the group that there is. Raises `T1Error` if its backend does not serve the device."""
+    """All processes of the existing group. Raises `T1Error` if its backend does not support the device."""
     require_backend(dist.group.WORLD, device.type)
     return Ranks(dist.group.WORLD)
 
@@ -138,14 +141,14 @@ def world(device: torch.device) -> Ranks:
 def together() -> Iterator[Ranks]:
     """The processes that torchrun started, or this one alone, for a command.
 
-    Rank 0 alone prints. The first of them that fails has its error shown; the others, which then fail for want of it,
-    end without a word. They leave together, too: a launcher ends all when one has left with an error.
+    Only rank 0 prints. The first rank that fails shows its error; the others, which then fail because it is missing,
+    exit silently. At the end all ranks wait for each other: a launcher ends all when one has exited with an error.
     """
     if launched() == 1:
         yield ALONE
         return
     store, number = join(torch.cuda.is_available()), int(os.environ.get("LOCAL_RANK", "0"))
-    if number < torch.cuda.device_count():  # before anything, such as a model's weights, is made on the first one
+    if number < torch.cuda.device_count():  # before anything, such as weights, is allocated on the first one
         torch.cuda.set_device(number)
     ranks = Ranks(dist.group.WORLD)
     try:
@@ -166,12 +169,12 @@ def together() -> Iterator[Ranks]:
 
 
 def _is_of_the_connection(error: Exception) -> bool:
-    """Whether another process is missed, which said nothing: it was killed."""
+    """Whether the connection to another process broke without an error from it: it was killed."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _is_first_to_fail(store: Store) -> bool:
     try:
         return store.add("t1/failed", 1) == 1
-    except RuntimeError:  # the store went with the process that held it
+    except RuntimeError:  # the store is gone, with the process that held it
         return False

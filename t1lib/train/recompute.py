@@ -1,6 +1,6 @@
-"""Computing a layer again for its gradients, without its last product: most layers end by adding that to what came
-before, so that no gradient depends on what it gives. (PyTorch's checkpoint stops there, too, but needs a graph that
-has been kept since the forward.)"""
+"""Recomputing a layer for its gradients without its last matrix product: most layers end by adding that product to the
+residual, so no gradient depends on its result. (PyTorch's checkpoint also stops there, but needs a graph kept since the
+forward.)"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +13,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Recomputation:
-    """Runs layers that are alike; the first one is watched for what their gradients need.
+    """Recomputes layers of one kind; observes on the first one whether gradients need the last product.
 
-    whole   compute the last product, too
+    whole   always compute the last product as well
     """
 
     def __init__(self, whole: bool) -> None:
-        self._last: str | None = "" if whole else None  # its name in a layer; "": it is needed; None: not known yet
+        self._last: str | None = "" if whole else None  # its name in a layer; "": needed; None: not known yet
 
     def run(self, layer: nn.Module, call: Callable[[], Tensor]) -> Tensor:
-        """What call() returns, which runs the layer: for its gradients, and not for its numbers, which it may lack."""
+        """Run the layer through call() and return its output, for its graph only: the values may be missing."""
         if self._last is None:
             out, self._last = _watched(layer, call)
             return out
@@ -31,12 +31,12 @@ class Recomputation:
         with _unread(layer.get_submodule(self._last)):
             out = call()
         if out._base is None:
-            out.untyped_storage().resize_(0)  # nobody reads it, and it is there for all of the backward
+            out.untyped_storage().resize_(0)  # never read, but alive for the whole backward
         return out
 
 
 def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, str]:
-    """What call() returns; and the name of the last product, if nothing is saved for the backward after it, else ""."""
+    """What call() returns, and the name of the last product if nothing is saved for the backward after it, else ""."""
     last, read = "", True
 
     def computed(name: str, *_: Any) -> None:
@@ -60,7 +60,7 @@ def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, str]
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether it is a product and nothing else, that nobody has changed or looks at."""
+    """Whether the module is a bare matrix product: a `Linear` with no bias, no replaced forward, no forward hooks."""
     own = "forward" not in vars(module) and not module._forward_hooks
     return type(module) is nn.Linear and module.bias is None and own
 
@@ -75,7 +75,7 @@ def _unread(product: nn.Module) -> Iterator[None]:
 
 
 class _Unread(torch.autograd.Function):
-    """A product x (…, K) times weight (N, K) transposed that nobody reads: only its gradients are computed."""
+    """The product of x (…, K) and the transposed weight (N, K), never read: only its gradients are computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

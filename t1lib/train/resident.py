@@ -19,7 +19,7 @@ class GpuTrainer(Trainer):
 
 
 class CkptTrainer(GpuTrainer):
-    """Mode `ckpt`: as `gpu`, but each layer keeps only its input and is computed again in the backward."""
+    """Mode `ckpt`: as `gpu`, but each layer keeps only its input and is recomputed in the backward."""
 
     mode = "ckpt"
 

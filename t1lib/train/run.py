@@ -1,4 +1,4 @@
-"""Training that leaves something behind: metrics a step, checkpoints to go on from, and a plot."""
+"""Training runs in a folder: metrics of every step, checkpoints to resume from, and a plot."""
 
 import csv
 import json
@@ -27,18 +27,18 @@ COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "wall_ms", "device_gib", "host_gib", "held_out_loss",
 )  # fmt: skip
 NEEDED = {"model", "mode", "seq", "batch", "steps", "schedule"}  # settings that every run has
-FREE = {"steps", "device"}  # settings that may differ when a run goes on
+FREE = {"steps", "device"}  # settings that may change when a run is resumed
 
 
 class TrainRun:
     """A run in `folder`: run.json (its settings, the text's hash), metrics.csv, checkpoints/, metrics.png and model/.
 
-    settings   of `LanguageSession`, and `steps`
-    resume     go on from the folder's last checkpoint; else the folder must not hold a run
-    ranks      the processes that train; rank 0 looks after the folder, which the others need only to resume
+    settings   arguments of `LanguageSession`, and `steps`
+    resume     continue from the folder's last checkpoint; otherwise the folder must not hold a run
+    ranks      the processes that train; rank 0 manages the folder, the others need it only to resume
 
-    Raises `T1Error` where a run is and none should be, or the other way round, for one with other settings, and where
-    ranks have other settings or another text.
+    Raises `T1Error` if the folder holds a run but should not, or holds none but should; if that run has other settings
+    or another text; and if settings or text differ between ranks.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool, ranks: Ranks = ALONE) -> None:
@@ -58,17 +58,17 @@ class TrainRun:
         if held:
             same = before["corpus"] == self.about["sha256"]
             require(same, f"the text is not the one that the run in {folder} was begun with")
-            if ranks.first(self._has_checkpoints):  # else it ended before the first one
+            if ranks.first(self._has_checkpoints):  # otherwise it ended before the first one
                 load_checkpoint(self.session.trainer, folder / "checkpoints")
         ranks.first(self._write_settings)
 
     @property
     def steps(self) -> int:
-        """Steps done, over all sittings."""
+        """Steps done so far, including those before a resume."""
         return self.session.trainer.steps
 
     def _begun(self) -> bool:
-        """Whether the folder's run came to a step: one that failed before may be begun anew."""
+        """Whether the folder's run completed a step: if it failed before that, it may be started over."""
         return bool(_read_metrics(self.folder / METRICS)) or self._has_checkpoints()
 
     def _has_checkpoints(self) -> bool:
@@ -89,12 +89,12 @@ class TrainRun:
     def train(
         self, *, checkpoint_every: int, evaluate_every: int, evaluate_rows: int, report_every: int, out: TextIO
     ) -> bool:
-        """Train up to `steps` of the settings; whether it came so far.
+        """Train up to `steps` of the settings; returns whether that was reached.
 
-        An interrupt (Ctrl-C) of one process ends all after the step or the checkpoint that is under way. Whatever ends
-        it, metrics are on the disk, and after an interrupt or the last step there is a checkpoint and a plot. A number
-        of 0 switches that off.
-        Raises `T1Error` if metrics cannot be written, after a checkpoint of the step.
+        Interrupting one process (Ctrl-C) stops all of them after the current step or checkpoint. However training ends,
+        the metrics are in their file; after an interrupt or the last step there is also a checkpoint. An interval of 0
+        turns that checkpoint, evaluation or report off.
+        Raises `T1Error` if metrics cannot be written, after saving a checkpoint of that step.
         """
         last, saved = self.settings["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
         rows = _Metrics(self.folder / METRICS)
@@ -133,7 +133,7 @@ class TrainRun:
         }  # fmt: skip
 
     def plot(self) -> Path:
-        """Draw the metrics so far. Raises `T1Error` if there are none, or the plot cannot be written."""
+        """Plot the metrics so far. Raises `T1Error` if there are none or the plot cannot be written."""
         return self.ranks.first(self._draw)
 
     def _draw(self) -> Path:
@@ -148,7 +148,7 @@ class TrainRun:
         return self.folder / PLOT
 
     def export(self) -> Path:
-        """Write the model and its tokenizer to model/, as Hugging Face's `from_pretrained` and --model read them."""
+        """Write the model and its tokenizer to model/, readable by Hugging Face's `from_pretrained` and by --model."""
         return self.session.export(self.folder / MODEL)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class TrainRun:
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """What a run's folder says of it, None where none is. Raises `T1Error` for a file that is broken."""
+    """The content of the folder's run.json, None if there is none. Raises `T1Error` if the file is broken."""
     path = folder / SETTINGS
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -173,9 +173,9 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 
 
 class _Metrics:
-    """metrics.csv, complete after every row. Only the process that called `begin` writes.
+    """metrics.csv, flushed after every row. Only the process that called `begin` writes.
 
-    A row that cannot be written is kept as the `failure`, which ends the training, and is raised by `check`.
+    If a row cannot be written, the error is kept as `failure`, which ends the training, and is raised by `check`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,7 +185,7 @@ class _Metrics:
         self.failure: T1Error | None = None
 
     def begin(self, step: int) -> None:
-        """Drop rows beyond `step`, of steps that will be done again, and those that are damaged."""
+        """Open the file; rows beyond `step`, whose steps will be repeated, and damaged rows are dropped."""
         kept = [row for row in _read_metrics(self._path) if int(row["step"]) <= step]
         with whole(self._path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
@@ -211,12 +211,12 @@ class _Metrics:
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # of a row that could not be written, which `failure` says
+            with suppress(OSError):  # from a row that could not be written: see `failure`
                 self._file.close()
 
 
 def _read_metrics(path: Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv. What a full disk or a power cut left of one is none."""
+    """The complete rows of a metrics.csv: one truncated by a full disk or a power cut is skipped."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -228,12 +228,12 @@ def _is_whole(row: dict[str, str]) -> bool:
     try:
         numbers = [float(text) for text in row.values() if text != ""]
         return bool(numbers) and int(row["step"]) > 0
-    except (TypeError, ValueError):  # the header's names; too few or too many fields
+    except (TypeError, ValueError):  # the header, or too few or too many fields
         return False
 
 
 def _without_length(setting: Any) -> Any:
-    """A setting without the number of steps, which may grow."""
+    """A setting without the total number of steps, which may change on resume."""
     if not isinstance(setting, dict):
         return setting
     return {k: v for k, v in setting.items() if k != "total"}
@@ -250,7 +250,7 @@ def _line(row: dict[str, Any], last: int) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[Any]:
-    """Whether Ctrl-C (or SIGTERM) was pressed. The second time it interrupts at once."""
+    """Yield a function that says whether Ctrl-C or SIGTERM was received. The second one interrupts at once."""
     asked: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""Sessions: a trainer or a head, its data and its measurements behind methods that take and give plain values.
+"""Sessions: a trainer or a head, with its data and measurements, behind methods that take and return plain values.
 
-What the notebooks measure runs in such a session in a process of its own (`t1lib.measure.isolate`).
+The notebooks run what they measure in such a session, in a separate process (`t1lib.measure.isolate`).
 """
 
 from dataclasses import asdict
@@ -32,7 +32,7 @@ Timeline = list[tuple[float, int, int | None]]
 
 
 def envelope(points: Timeline, bins: int) -> Timeline:
-    """Thin a timeline to about `bins` points without losing a peak: of each equal span of time, the highest point."""
+    """Thin a timeline to about `bins` points, keeping the highest point of each equal time span: no peak is lost."""
     if len(points) <= bins:
         return points
     end = points[-1][0] or 1.0
@@ -45,12 +45,12 @@ def envelope(points: Timeline, bins: int) -> Timeline:
 
 
 class TrainSession:
-    """A model in training on repeated batches of random tokens.
+    """Trains a model on repeated batches of random tokens.
 
-    model      a preset or checkpoint, as `build_model` takes it; `changes` to a preset's configuration
+    model      a preset or checkpoint, as for `build_model`; `changes` modify a preset's configuration
     optimizer  fields of `OptimizerSpec`
-    batches    how many there are, which take turns
-    options    further arguments of `make_trainer`; `schedule` also as a dict of `Schedule`'s fields
+    batches    number of different batches, used in turn
+    options    further arguments of `make_trainer`; `schedule` may also be a dict of `Schedule`'s fields
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TrainSession:
         self.trainer = make_trainer(built, mode, device=device, optimizer=spec, **options)
         self.set_tokens(batch=batch, seq=seq)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what building the model left behind is no part of the variant
+            torch.cuda.empty_cache()  # leftovers of building the model do not belong to the variant
 
     def set_tokens(self, batch: int, seq: int) -> None:
         """From now on, train on `batch` sequences of `seq` tokens."""
@@ -77,16 +77,16 @@ class TrainSession:
         self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
 
     def batch_of(self, step: int) -> dict[str, torch.Tensor]:
-        """That of a step, counted from 0."""
+        """The batch of a step, counted from 0."""
         return {"input_ids": self._batches[step % self._count]}
 
     @property
     def batch(self) -> dict[str, torch.Tensor]:
-        """The next step's."""
+        """The next step's batch."""
         return self.batch_of(self.trainer.steps)
 
     def set_point(self, batch: int, seq: int, head: str, head_options: dict[str, Any]) -> None:
-        """From now on, another number of tokens and another head; memory that nothing uses is given back."""
+        """From now on, train on batches of this shape with this head; unused memory is released."""
         self.trainer.head, self.trainer.head_options = choose("head", head, HEADS), head_options
         self.set_tokens(batch, seq)
         self.trainer.forget_shapes()
@@ -94,7 +94,7 @@ class TrainSession:
             torch.cuda.empty_cache()
 
     def warm_up(self, steps: int) -> list[float]:
-        """Train without measuring, then start new peaks of memory. Returns the losses."""
+        """Train without measuring, then reset the memory peaks. Returns the losses."""
         losses = [self.step().loss for _ in range(steps)]
         self._host_setup_peak = self._host_setup.read()
         self._host = HostPeak()
@@ -102,19 +102,19 @@ class TrainSession:
         return losses
 
     def step(self) -> StepRecord:
-        """One clean step. What the next one brings is known in it, as to every loop that trains."""
+        """One clean step. The trainer is given the next batch as well, as any training loop can."""
         return self.trainer.step(self.batch, upcoming=self.batch_of(self.trainer.steps + 1))
 
     def turn(self) -> StepRecord:
-        """A clean step among those of other variants: the one before it is its own, whose updates may last into it, and
-        all that it leaves to be done is done when this returns."""
+        """A clean step, for interleaving with other variants. An unmeasured step of this variant precedes it, whose
+        updates may run on into it; this returns when all of its own pending work is done."""
         self.step()
         record = self.step()
         self._settle()
         return record
 
     def traced_step(self) -> tuple[StepRecord, list[Span]]:
-        """A `turn` whose second step is instrumented: its record, and the spans of its work on all lanes."""
+        """A `turn` whose second step is instrumented; returns its record and the spans of its work on all lanes."""
         self.step()
         self.trainer.trace = Trace(self.device)
         record = self.step()
@@ -123,7 +123,7 @@ class TrainSession:
         return record, trace.spans()
 
     def timeline(self, bins: int = 400) -> Timeline:
-        """One step's allocations on the computing side: (ms, allocated bytes, reserved bytes or None), thinned."""
+        """One step's allocations on the compute device: (ms, allocated bytes, reserved bytes or None), thinned."""
         self._settle()
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
@@ -131,8 +131,8 @@ class TrainSession:
         return envelope(timeline.points, bins)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: peaks on the device since `warm_up`, exact peaks of the host during set-up and since, pinned, and
-        mapped as other processes may map it, too."""
+        """Memory in bytes: device peaks since `warm_up`, exact host peaks during set-up and since `warm_up`, pinned
+        memory, and mapped memory that other processes may share."""
         result = {"host_setup": self._host_setup_peak, "host": self._host.read(), "pinned": pinned_bytes()}
         result["unpinned"] = unpinned_bytes()
         result["host_base"] = self._host_setup.baseline
@@ -144,11 +144,11 @@ class TrainSession:
         return result | {"baseline": baseline, "allocated": max(a for _, a, _ in self.timeline())}
 
     def link_floor(self) -> dict[str, float]:
-        """Rates of the link (bytes/s) here and now, and the least time (ms) that slide's copies need on it."""
+        """Link rates (bytes/s) measured on the spot, and the least time (ms) that slide's copies need at them."""
         self._settle()
         link = measure_link(self.device, nbytes=2**28 if self.device.type == "cuda" else 2**22)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the measurement's own buffers are no part of the variant
+            torch.cuda.empty_cache()  # the measurement's buffers do not belong to the variant
         rates = {"h2d": link.host_to_device, "d2h": link.device_to_host}
         rates |= {"both_in": link.both_in, "both_out": link.both_out}
         if isinstance(self.trainer, SlideTrainer):
@@ -156,8 +156,8 @@ class TrainSession:
         return rates
 
     def floors(self) -> dict[str, float]:
-        """Here and now: rates of products (FLOP/s) and of copies within the host's memory (bytes/s), and the least time
-        (ms) that the step's products need at that rate, and slide's updates on the host."""
+        """Measured on the spot: rates of matrix products (FLOP/s) and of copies within host memory (bytes/s), and the
+        least times (ms) that the step's products and slide's updates on the host need at these rates."""
         self._settle()
         cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
         found = {"product": measure_product(self.device, dtype, 8192 if cuda else 256)}
@@ -170,12 +170,12 @@ class TrainSession:
         return found
 
     def choice(self) -> dict[str, float]:
-        """What slide's budget came to: `t1lib.plan.Choice` in numbers (places by `PLACES`), predicted bytes and ms."""
+        """What slide chose for its budget: `t1lib.plan.Choice` in numbers (places by `PLACES`), predicted bytes, ms."""
         chosen = {k: PLACES.index(v) if isinstance(v, str) else v for k, v in asdict(self.trainer.chosen).items()}
         return chosen | {f"predicted_{k}": v for k, v in self.trainer.predicted.items()}
 
     def _settle(self) -> None:
-        """Let updates that are still on their way finish, so that a measurement begins with idle lanes."""
+        """Let pending updates finish, so that a measurement starts with idle lanes."""
         if isinstance(self.trainer, SlideTrainer):
             self.trainer.drain()
         synchronize(self.device)
@@ -200,7 +200,7 @@ class HeadSession:
         return LeadIn(self.device)
 
     def step(self) -> dict[str, float]:
-        """Times in ms behind queued work: `t1lib.measure.timing.phases_ms`."""
+        """Times in ms of the phases, measured behind queued work (`t1lib.measure.timing.phases_ms`)."""
         self.e.grad = self.w.grad = None
         call = partial(linear_cross_entropy, self.e, self.w, self.y, head=self.head, **self.options)
         return phases_ms(call, Tensor.backward, self.device, self._lead)

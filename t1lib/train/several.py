@@ -1,4 +1,4 @@
-"""What trainers in several processes share: their group, and the batch that is dealt to its ranks."""
+"""What trainers in several processes have in common: their group, and a batch split over its ranks."""
 
 import hashlib
 from typing import Any
@@ -15,13 +15,13 @@ from t1lib.train.trainer import Trainer
 
 
 class Several(Trainer):
-    """Each rank takes its rows of the whole batch that `step` and `evaluate` get on all of them. What they return is of
-    the whole batch and the same everywhere (wall time and phases are each rank's own)."""
+    """`step` and `evaluate` get the whole batch on every rank, and each rank takes its own rows. Their results are for
+    the whole batch and equal on all ranks (except wall time and phases, which are each rank's own)."""
 
     _own_group = False
 
     def _meet(self) -> None:
-        """Enter the process group, which is made if there is none, and see that all ranks want the same."""
+        """Join the process group, creating it if there is none, and check that the ranks' facts agree (`_facts`)."""
         self._own_group = not dist.is_initialized()
         if self._own_group:
             join(self.device.type == "cuda")
@@ -29,7 +29,7 @@ class Several(Trainer):
         self.ranks.agree(self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Settings and weights that must be equal on all ranks."""
         facts = {name: getattr(self, name) for name in ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite")}
         facts |= {"head": self.head, "head_options": self.head_options, "optimizer": self.spec}
         params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in self.model.named_parameters()}
@@ -38,7 +38,7 @@ class Several(Trainer):
         return {"mode": self.mode, "device": self.device.type} | self._own_facts() | facts
 
     def _own_facts(self) -> dict[str, Any]:
-        """The same of the mode's own options."""
+        """The mode's own options that must be equal on all ranks."""
         return {}
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:

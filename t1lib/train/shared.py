@@ -1,6 +1,6 @@
-"""Host memory that the processes of one host share, and how each learns what the others have brought up to date in it.
+"""Host memory shared by the processes of one host, and how each process learns what the others have updated in it.
 
-The memory has no name and no file: it goes with the last process that maps it, however that ends.
+The memory has no name and no file: it is freed when the last process that maps it ends, even by a crash.
 """
 
 import os
@@ -17,20 +17,20 @@ from t1lib.measure.memory import pin, pinned_zeros
 from t1lib.train.ranks import Ranks
 from t1lib.train.streams import Mark, way_in
 
-TICK = 1e-4  # seconds between two looks at what another process, or the device, is still to do
+TICK = 1e-4  # seconds between polls of other processes and of CUDA events
 
 
 class HostMemory:
-    """Where the state of a model comes to lie: in memory of this process, or of all `ranks` of this host together."""
+    """Allocates memory for the state of a model: private to this process, or shared by all `ranks` of this host."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor that `device` can copy from and to, see `pinned_zeros`; the same memory for all ranks, which
-        must all ask for it.
+        """A flat tensor of zeros that `device` can copy from and to, see `pinned_zeros`. All ranks must call this, and
+        all get the same memory.
 
-        Raises `T1Error`, on all ranks, where they cannot share memory.
+        Raises `T1Error`, on all ranks, if they cannot share memory.
         """
         if self.ranks.alone:
             return pinned_zeros(numel, dtype, device)
@@ -46,7 +46,7 @@ class HostMemory:
 
 
 def _new_memory(nbytes: int, held: list[int]) -> str:
-    """A path under which the other processes find it, as long as the descriptor is `held` open."""
+    """Create shared memory; return a path by which other processes map it while the descriptor in `held` is open."""
     if not hasattr(os, "memfd_create"):
         raise T1Error("several processes share the host's state on Linux alone; start one")
     held.append(os.memfd_create("t1"))
@@ -68,10 +68,11 @@ def _map(path: str, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class Landings:
-    """How often each rank's part of each layer has been updated, and what waits for that.
+    """Counts how often each rank has updated its part of each layer, and runs actions that wait for these updates.
 
-    One thread looks after both: it announces what has come to the host, and lets go what all ranks have announced.
-    An error of an action, or of another rank's update, is raised by `check`.
+    One thread does both: it announces this rank's updates once they are on the host, and runs an action once all ranks
+    have announced the updates that it waits for. An error in an action, or in another rank's update, is raised by
+    `check`.
     """
 
     def __init__(self, memory: HostMemory, layers: int, device: torch.device) -> None:
@@ -89,34 +90,34 @@ class Landings:
         self._thread.start()
 
     def due(self, layer: int) -> None:
-        """From here on the layer is wanted once more updated than before."""
+        """From here on, actions on this layer wait for one more update of it."""
         self._due[layer] += 1
 
     def landed(self, layer: int, mark: Mark = None) -> None:
-        """This rank's part of the layer is updated, and on the host when `mark` has been come to."""
+        """This rank has updated its part of the layer, which is on the host once `mark` is reached."""
         with self._changed:
             self._coming.append((layer, mark))
             self._changed.notify()
 
     def then(self, layer: int, action: Callable[[], None], given_up: threading.Event) -> None:
-        """Run `action` on a thread when every rank's part of the layer is as it is due by now; actions keep their
-        order. After an error `given_up` is set instead."""
+        """Run `action` on the thread once every rank's part of the layer has had all updates due so far. Actions keep
+        their order. After an error, `given_up` is set instead."""
         with self._changed:
             self._waiting.append((layer, self._due[layer], action, given_up))
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
-        """This rank goes no further: no rank waits for it any longer."""
+        """Report that this rank has failed, so that no rank waits for it any longer."""
         self._error = self._error or error
         self._failed[self._rank] = 1
 
     def check(self) -> None:
-        """Raise what failed here, or say which rank failed."""
+        """Raise the error that occurred here, or a `T1Error` that names the rank that failed."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Announce what is still to come, then end the thread."""
+        """Announce the updates that are still in flight, then end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -159,7 +160,7 @@ class Landings:
         try:
             if self._error is None:
                 action()
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # `check` raises it in the waiting thread
             self.fail(error)
         given_up.set()
         return True

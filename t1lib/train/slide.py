@@ -1,6 +1,6 @@
-"""Mode `slide`: the layers' weights, gradients and optimizer state live on the host; the device holds a few at a time.
+"""Mode `slide`: layer weights, gradients and optimizer state live on the host; the device holds a few layers at a time.
 
-Here is what lies where; how a step goes is in `t1lib.train.slide_step`.
+This module places everything; the schedule of a step is in `t1lib.train.slide_step`.
 """
 
 from dataclasses import astuple
@@ -41,46 +41,63 @@ UPDATES = ("auto", *WHERE, "both")
 
 
 class SlideTrainer(SlideStep):
-    """Streams the layers. Beyond `Trainer`'s arguments:
+    """Trains with decoder layers in pinned host memory, streaming them through a few buffers on the device.
 
-    slots            device buffers for weights; 2 are enough to send one layer while another computes, 3 where updates
-                     on the device read a layer's weights there (state without whole masters)
-    grad_slots       device buffers for gradients
-    host_grads       pinned host buffers for gradients that wait for their update; with `max_grad_norm` or
-                     nonfinite="skip" there is one a layer, because no update may begin before the last gradient
-    resident         how many layers, the first ones, stay on the device with gradients and optimizer state
-    keep             how many layers, the last ones, keep their activations: they are not computed again
-    inputs           where the other layers' inputs wait for the backward, "device" or "host"
-    overlap_in       weights of the next layer come in while this one computes (else just before it)
-    overlap_out      gradients leave while the next layer computes (else before it does)
-    overlap_update   the CPU updates a layer while the device goes on (else the step waits for it)
-    update           where streamed layers, all of them trained, are updated: "host"; "device", whereto their optimizer
-                     state travels (`t1lib.train.travel`), if there is any; "both": a share of them on the host;
-                     "auto": on the device without state and without a wait for the last gradient, or where the link
-                     is faster than the host's updates (`t1lib.machine`); else, and without overlap_update, on the host
-    host_share       of the layers that update="both" leaves to the host, between 0 and 1
-    embedding        where a frozen embedding is looked up, "host" or "device"; a trained one is on the device
-    outer            where embedding, norm and head, when they train, have their optimizer state, "device" or "host";
-                     their weights and gradients are on the device. They are updated where that state is
-                     (`t1lib.train.outer`), or as the layers, if that of layers travels (`outer_travel`). Or "parked":
-                     as "host", but if it travels, the weights are on the host alone while the layers go backward (with
-                     whole masters, which make them anew, they give up their place with "host", too). Or "streamed":
-                     on the host, and embedding and head are there altogether, of which the device sees rows that are
-                     looked up, and pieces of the vocabulary (`t1lib.train.vocabulary`)
-    graph_tokens     micro-batches of up to so many tokens take streamed layers as CUDA graphs (`t1lib.train.graphs`): a
-                     launch a layer, and one for its recomputation with the backward; 0: never
-    gpu_memory       bytes, or "2GiB": choose slots, resident, keep, inputs, outer and grad_slots so that steps of
-                     `plan_for` (rows, tokens a row) are as fast as fit into it, and into nine tenths of what
-                     the host has free (`t1lib.plan`); `chosen` says what it came to
+    Options beyond those of `Trainer`:
 
-    Without `max_grad_norm` and nonfinite="skip" a layer is updated as soon as its gradients are there: a step that is
-    given up (an error, Ctrl-C) leaves some layers updated and others not. Go on from a checkpoint then.
+    slots            device buffers for layer weights. 2 suffice to copy one layer in while another computes; a third
+                     helps if updates on the device read the weights in their slot (optimizer state without whole
+                     masters). 1 requires overlap_in=False
+    grad_slots       device buffers for layer gradients
+    host_grads       pinned host buffers for gradients that wait for their update. With `max_grad_norm` or
+                     nonfinite="skip" there is one per layer, because no update may start before the last gradient
+    resident         this many first layers stay on the device, with their gradients and optimizer state
+    keep             this many last layers keep their activations; the others are recomputed in the backward pass
+    inputs           where the inputs of recomputed layers wait for the backward pass: "device" or "host"
+    overlap_in       prefetch the next layer's weights while a layer computes (False: copy them just before use)
+    overlap_out      copy a layer's gradients out while the next layer computes (False: before it computes)
+    overlap_update   let the CPU update a layer while the device goes on (False: the step waits for the update)
+    update           where streamed layers are updated:
+                     "host"    by the CPU
+                     "device"  on the device; the optimizer state, if any, is copied there and back in pieces
+                               (`t1lib.train.travel`). All parameters of the streamed layers must be trained
+                     "both"    a share of the layers on the host, the others as with "device"
+                     "auto"    on the device if the optimizer has no state and updates need not wait for the last
+                               gradient, or if it has state and the link to a GPU is faster than the host's updates
+                               (`t1lib.machine`). On the host otherwise, or with frozen parameters in the layers, or
+                               with overlap_update=False
+    host_share       share of the layers that update="both" leaves to the host, between 0 and 1
+    embedding        where a frozen embedding is looked up: "host" or "device". A trained one is on the device, unless
+                     outer="streamed"
+    outer            where embedding, norm and head are, if they are trained:
+                     "device"    weights, gradients and optimizer state on the device
+                     "host"      weights and gradients on the device, optimizer state on the host, where the CPU updates
+                                 it (`t1lib.train.outer`). But if the layers' state travels to the device, so does this
+                                 state (`t1lib.train.outer_travel`)
+                     "parked"    as "host", but if the state travels, the weights are on the host, too, and leave the
+                                 device during the layers' backward pass (with "host" they do so only if whole masters
+                                 can restore them)
+                     "streamed"  optimizer state on the host, updated by the CPU; and embedding and head, even if they
+                                 are frozen, entirely on the host: the device receives only the rows looked up, and
+                                 pieces of the vocabulary (`t1lib.train.vocabulary`)
+    graph_tokens     run streamed layers as CUDA graphs for micro-batches of at most this many tokens: one launch per
+                     layer forward, one for its recomputation and backward (`t1lib.train.graphs`). 0: never
+    gpu_memory       memory budget on the device, in bytes or as "2GiB". Chooses slots, resident, keep, inputs, outer
+                     and grad_slots for the fastest step that fits into it and into nine tenths of the host's free
+                     memory (`t1lib.plan`); the attribute `chosen` holds the result
+    plan_for         the batch that `gpu_memory` plans for: (rows, tokens per row)
 
-    In several processes of one host (by torchrun, or in a group that there is), each with a GPU, the host holds one
-    copy of the streamed layers and their state for all (Linux). Each process trains on its rows of the batch, which
-    `step` gets whole on every rank; gradients are added up on the GPUs, in their own dtype, and each process updates
-    its part of every layer. What is on the device is on all of them. Not with `gpu_memory`, and with outer="device"
-    alone.
+    Raises `T1Error` for options out of range or in conflict, a model with dropout, layers that are not alike, and a
+    host without enough free memory.
+
+    Without `max_grad_norm` and nonfinite="skip", a layer is updated as soon as its gradients are complete. A step that
+    is aborted (by an error or Ctrl-C) then leaves some layers updated and others not: resume from a checkpoint.
+
+    Several processes on one host (Linux), each with its own GPU, can train together: started by torchrun, or in an
+    existing process group. The host then holds a single copy of the streamed layers and their state. `step` takes the
+    whole batch on every rank, and each rank trains on its own rows. Gradients are summed on the GPUs, in their own
+    dtype, and each rank updates its part of every layer. Whatever stays on the device is replicated on every GPU. This
+    requires outer="device", and excludes `gpu_memory`.
     """
 
     mode = "slide"
@@ -127,7 +144,7 @@ class SlideTrainer(SlideStep):
             "overlap_out": overlap_out, "overlap_update": overlap_update,
         }  # fmt: skip
         super().__init__(model, **common)
-        trim_heap()  # of what the layers were on the host before
+        trim_heap()  # gives back the memory that the layers occupied before they moved
 
     # -- where things live -----------------------------------------------------------------------------------------
 
@@ -140,7 +157,7 @@ class SlideTrainer(SlideStep):
         names = {id(layer): name for name, layer in self.model.named_modules()}
         self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
         self._on_device = self._updated_there()
-        if not self.ranks.alone:  # what a machine has, too, decides that
+        if not self.ranks.alone:  # the choice may depend on each process's machine
             self.ranks.agree({"layers that are updated on the device": self._on_device})
         self.ranks.first(self._require_host_memory)
         self.pipeline = Pipeline(
@@ -150,7 +167,7 @@ class SlideTrainer(SlideStep):
         )  # fmt: skip
         for module in self._resident_modules():
             module._apply(lambda t: t.to(self.device), recurse=False)
-        for module in layers.modules():  # of the layers, only buffers stay on the device
+        for module in layers.modules():  # of streamed layers, only buffers stay on the device
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
         outer, self._outer = trained_outside(self.model, layers), None
@@ -159,8 +176,8 @@ class SlideTrainer(SlideStep):
         self._head = self._streamed_head() if self._outer_place == "streamed" else None
         frozen = not self.parts.embed.weight.requires_grad
         trained = [i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
-        self._lowest = min(trained, default=len(layers)) if frozen else 0  # no layer below wants a gradient
-        self.ranks.meet()  # what one of them took over, all of them find
+        self._lowest = min(trained, default=len(layers)) if frozen else 0  # the backward stops here
+        self.ranks.meet()  # rank 0 has filled the shared memory: all ranks find the weights there
         lanes = self.pipeline.compute, self.pipeline.inward, self.pipeline.outward
         store = HostStore(self.device, *lanes, lambda: self.trace) if self._inputs == "host" else None
         self._activations = Activations(len(layers), self.keep, store)
@@ -181,7 +198,7 @@ class SlideTrainer(SlideStep):
 
     @property
     def _outer_travels(self) -> bool:
-        """Whether embedding, norm and head are updated where the layers are, which is not where their state is."""
+        """Whether embedding, norm and head, with state on the host, are updated on the device like the layers."""
         if self._outer_place not in ("host", "parked") or not self._on_device or has_no_state(self.spec):
             return False
         dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad}
@@ -202,7 +219,7 @@ class SlideTrainer(SlideStep):
         require(need <= free, f"the host has {free / GIB:.1f} GiB to give; slide needs {need / GIB:.1f} GiB of it more")
 
     def _updated_there(self) -> list[int]:
-        """Streamed layers that are updated on the device."""
+        """Indices of the streamed layers that are updated on the device."""
         streamed, place = range(self.resident, len(self.parts.layers)), self._update_place
         trained = all(p.requires_grad for i in streamed for p in self.parts.layers[i].parameters())
         whole = trained and self._pipeline_options["overlap_update"]
@@ -232,14 +249,15 @@ class SlideTrainer(SlideStep):
         embed = [p for p in outer.values() if p is self.parts.embed.weight and self._outer_travels]
         ahead = [p[:ROWS] for p in embed for _ in range(GATHERED)]
         specs = [spec_of(self.spec, i, self._on_device) for i in range(self.resident, len(self.parts.layers))]
-        copies = 0 if self._outer_travels else 2  # of its size, for weights and gradients there
+        copies = 0 if self._outer_travels else 2  # of each parameter on the host: weights and gradients
         beside = sum(state_bytes(p, self.spec) + copies * p.nbytes for p in outer.values())
         parked = [*outer.values(), *ahead] if self._outer_place == "parked" else []
         beside += sum(p.nbytes for p in parked if not has_master(p, self.spec))
         return sum(state_bytes(p, self.spec) for p in ahead) + beside + host_bytes(layers, specs, waiting)
 
     def _resident_modules(self) -> list[nn.Module]:
-        """Modules that the device needs: all but streamed layers, and a frozen embedding or head that it never uses."""
+        """Modules whose own tensors are on the device: all except streamed layers, a frozen embedding or head that it
+        never uses, and embedding and head with outer="streamed"."""
         spare = spare_modules(self.parts, self.train, self.loss, self._embedding)
         spare |= {self.parts.embed, self.parts.head} if self._outer_place == "streamed" else set()
         streamed = {m for layer in self.parts.layers[self.resident :] for m in layer.modules()}
@@ -258,7 +276,7 @@ class SlideTrainer(SlideStep):
         return [*rest, *head, *self.pipeline.device_tensors(), *self._rest.state_tensors()]
 
     def drain(self) -> None:
-        """Wait for the updates that still run, on all ranks; a step itself does not."""
+        """Wait, on all ranks, for updates that are still running; `step` returns without waiting for them."""
         if self._outer is not None:
             self._outer.drain()
         self.pipeline.drain()

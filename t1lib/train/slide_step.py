@@ -1,13 +1,14 @@
-"""A step of mode `slide`.
+"""The schedule of one step in mode `slide`.
 
-One step, for layer i (T1M1 §3.1, SlideFormer arXiv:2603.16428; here with everything overlapped):
+For layer i (T1M1 §3.1, SlideFormer arXiv:2603.16428; here with everything overlapped):
 
     forward   weights i come in | layer i computes, keeping only its input
-    backward  weights i come in | layer i computes again, then its gradients | gradients i leave | the CPU updates i
+    backward  weights i come in | layer i is recomputed, then its gradients | gradients i leave | the CPU updates i
 
-Each column is a lane (`t1lib.train.pipeline`): while layer i computes, weights of the next layer come in, gradients of
-the last one leave, and the CPU updates the one before. Of a batch in micro-batches, all go through a layer before the
-next one comes: weights and gradients cross the link once a step.
+Each column is a lane (`t1lib.train.pipeline`), and all lanes overlap: while layer i computes, the weights of the next
+layer come in, the gradients of the previous one leave, and the CPU updates the one before that. All micro-batches of a
+batch pass through a layer before the next layer starts, so weights and gradients cross the link no more often than
+without micro-batches.
 """
 
 from collections.abc import Iterator
@@ -30,9 +31,9 @@ from t1lib.train.vocabulary import StreamedHead
 
 
 class SlideStep(Several):
-    """The schedule of `SlideTrainer`, which sets up what it uses."""
+    """Runs the schedule; `SlideTrainer` sets up the attributes that it uses."""
 
-    _hooks_backward = False  # it runs each layer's backward itself
+    _hooks_backward = False  # this class runs each layer's backward itself
 
     pipeline: Pipeline
     slots: int
@@ -40,19 +41,21 @@ class SlideStep(Several):
     _recomputation: Recomputation
     _graphs: LayerGraphs | None  # None: layers run eagerly
     _graph_tokens: int
-    _outer: Outer | None  # None: nothing outside the layers is updated on the host
+    _outer: Outer | None  # None: no optimizer state outside the layers is on the host
     _head: StreamedHead | None  # None: the head's weight is on the device
     _head_name: str
-    _lowest: int  # layer; none below wants a gradient
-    _together: bool  # no update before the last gradient
-    _known: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]]  # layers' arguments, by the shape of their input
+    _lowest: int  # the lowest layer that the backward reaches; none below needs a gradient
+    _together: bool  # no layer is updated before the last gradient is known
+    # Arguments of all layers, by shape and dtype of the first one's input.
+    _known: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _forward(self, hidden: list[Tensor], kwargs: list[list[dict[str, Any]]], save: bool) -> list[Tensor]:
-        """All micro-batches through layer after layer; the slot that a layer leaves takes the one that comes next.
+        """Run all micro-batches through one layer after another; a slot that a layer leaves receives the next one.
 
-        `kwargs` by micro-batch and layer. save: for a backward
+        kwargs   the layers' arguments, by micro-batch and layer
+        save     save activations for a backward pass
         """
         self.pipeline.begin()
         self._activations.begin()
@@ -75,7 +78,7 @@ class SlideStep(Several):
             return self._compute(index, hidden, arguments)
         with self.trace.span("compute", "forward", index):
             function = partial(self._call_layer, index)
-            x = hidden.detach()  # as a capture's input is: `torch.compile` must not tell them apart
+            x = hidden.detach()  # like the input of a capture, so that `torch.compile` cannot tell them apart
             return self._graphs.run(index, self.pipeline.place(index), function, x, arguments)
 
     def _has_graph(self, index: int, hidden: Tensor) -> bool:
@@ -97,7 +100,7 @@ class SlideStep(Several):
         self._looked_up = []
 
     def _begin(self, pieces: list[Piece]) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
-        """Inputs of the first layer and arguments of all layers, by micro-batch."""
+        """Return the first layer's inputs and the arguments of all layers, by micro-batch."""
         self._looked_up: list[LookedUp] = []
         if self._outer is not None:
             self._outer.begin()
@@ -107,7 +110,7 @@ class SlideStep(Several):
             arguments = known.get(key) or self._known.get(key)
             if arguments is None:
                 first, arguments = layer_arguments(self.parts, embedded)
-            if first is embedded:  # nothing but shapes decided what the layers get
+            if first is embedded:  # the layers' arguments depend on the shape alone
                 self._known[key] = arguments
             hidden.append(first)
             kwargs.append(arguments)
@@ -156,7 +159,7 @@ class SlideStep(Several):
     def _head_backward(
         self, hidden: list[Tensor], pieces: list[Piece], timer: PhaseTimer
     ) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and the gradients of the last layer's outputs, which are forgotten here."""
+        """Return the loss and the gradients of the last layer's outputs; the outputs themselves are released."""
         total, grads = torch.zeros((), device=self.device), []
         for k, piece in enumerate(pieces):
             x = hidden[k].detach().requires_grad_()
@@ -171,7 +174,7 @@ class SlideStep(Several):
     def _streamed_head_backward(
         self, hidden: list[Tensor], pieces: list[Piece], timer: PhaseTimer
     ) -> tuple[Tensor, list[Tensor]]:
-        """The same with the head in pieces; the norm is computed again for its gradients."""
+        """The same with the head in pieces of the vocabulary; the norm is recomputed for its gradients."""
         with torch.no_grad():
             normed = [self.parts.norm(x) for x in hidden]
         found = self._head.forward(normed, pieces)
@@ -193,9 +196,9 @@ class SlideStep(Several):
     def _layer_backward(
         self, index: int, grads: list[Tensor], kwargs: list[list[dict[str, Any]]]
     ) -> list[Tensor | None]:
-        """Gradients of the layer's inputs, from those of its outputs; the layer's own leave for the host.
+        """Return the gradients of the layer's inputs, given those of its outputs, and send off the layer's own.
 
-        The layer is computed again where its activations were not kept.
+        The layer is recomputed if its activations were not kept.
         """
         pipeline = self.pipeline
         saved = self._activations.take(index)
@@ -209,8 +212,11 @@ class SlideStep(Several):
         return onward
 
     def _piece_backward(self, index: int, k: int, saved: Saved, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """The layer's k-th micro-batch. The slot of its gradients is waited for as late as can be: when the layer is
-        computed again, but before a graph, which does both."""
+        """Run the backward of the layer's k-th micro-batch.
+
+        The wait for a gradient slot comes as late as possible: after the recomputation, but before a CUDA graph, which
+        contains recomputation and backward.
+        """
         x, out = saved.input, saved.output
         wanted = index > self._lowest or x.requires_grad
         graph = out is None and self._has_graph(index, x)
@@ -230,7 +236,7 @@ class SlideStep(Several):
         return x.grad
 
     def _again(self, index: int, wanted: bool, x: Tensor, grad: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """The layer again, and its gradients: those of its weights add up, that of its input is returned if wanted."""
+        """Recompute the layer and run its backward. Weight gradients add up; the input's is returned if `wanted`."""
         with torch.enable_grad():
             x = x.detach().requires_grad_(wanted)
             out = self._recomputation.run(self.parts.layers[index], partial(self._call_layer, index, x, kwargs))
@@ -238,7 +244,7 @@ class SlideStep(Several):
         return x.grad
 
     def _update(self) -> Tensor:
-        """What is on the device; then what waited for the norm of all."""
+        """Update what is on the device, then queue the updates that waited for the norm of all gradients."""
         if self._outer is not None:
             self._norms |= self._outer.norms()
         for param in self._resident_trainable().values():
@@ -252,7 +258,7 @@ class SlideStep(Several):
         return norm
 
     def _may_update(self, norm: Tensor) -> bool:
-        return super()._may_update(norm) if self._together else True  # else layers are updated already
+        return super()._may_update(norm) if self._together else True  # otherwise layers have been updated already
 
     def _settle(self, lost: bool) -> None:
         self.pipeline.settle(lost)

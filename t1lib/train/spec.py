@@ -1,4 +1,4 @@
-"""What to update with and how fast: an optimizer's specification, and learning rates over steps."""
+"""The specification of an optimizer, and the learning-rate schedule."""
 
 import math
 from collections.abc import Collection
@@ -16,13 +16,13 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What to update with. Defaults are PyTorch's, except that nothing decays unless asked.
+    """An optimizer and its hyperparameters. Defaults are PyTorch's, except for lr and for weight decay, which is off.
 
-    master_weights  a float32 master beside each 16-bit parameter, and moments in float32
-    split_master    of the master, keep only the 16 bits that the parameter lacks: 2 bytes less a parameter (not of
-                    layers that the host updates beside a GPU that updates others, `spec_of`)
-    moments         "float32", or "bfloat16": AdamW's moments beside a master, rounded up or down at random (by
-                    chance, not to the nearest: a thousandth of change would never get through 8 bits)
+    master_weights  keep a float32 master of each 16-bit parameter, and moments in float32 (but see `moments`)
+    split_master    store only those 16 bits of the master that the parameter lacks: saves 2 bytes per parameter (not
+                    for layers that the host updates while a GPU updates others, see `spec_of`)
+    moments         "float32", or "bfloat16" for AdamW's moments beside a master, with stochastic rounding (rounding
+                    to nearest would lose changes of a thousandth, which 8 bits cannot represent)
     """
 
     name: str = "sgd"
@@ -53,8 +53,8 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate over steps, as a factor: up from 0 over `warmup` steps, then constant, or down to `least` at the
-    end of `total` steps, in a line or along a cosine."""
+    """A factor of the learning rate by step: linear warmup from 0 over `warmup` steps, then constant, or decay to
+    `least` at the end of `total` steps, linearly or along a cosine."""
 
     name: str = "constant"
     warmup: int = 0
@@ -69,7 +69,7 @@ class Schedule:
         require(ends, f"schedule of total={self.total} steps, warmup={self.warmup}; allowed: total beyond warmup")
 
     def __call__(self, step: int) -> float:
-        """The factor of step `step`, counted from 0."""
+        """The factor at step `step`, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.name == "constant":
@@ -80,14 +80,14 @@ class Schedule:
 
 
 def spec_of(spec: OptimizerSpec, layer: int, on_device: Collection[int]) -> OptimizerSpec:
-    """A layer's own, where these are updated on a GPU. Beside it the host keeps masters whole: to join and split them
-    takes its cores three times as long as to read and write them. (Whole ones round to even where they are halfway
-    between two parameters, split ones up.)"""
+    """The spec of one layer, given the layers that are updated on a GPU. For layers that the host updates beside these,
+    masters are kept whole: joining and splitting them takes the host's cores three times as long as reading and writing
+    them. (Halfway between two 16-bit values, whole masters round to even, split ones round up.)"""
     return replace(spec, split_master=False) if on_device and layer not in on_device else spec
 
 
 def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
-    """Bytes of a parameter's optimizer state: moments and what is kept of a master."""
+    """Bytes of a parameter's optimizer state: moments, and the whole or split master."""
     wide = spec.master_weights and param.dtype != torch.float32
     moment = MOMENTS[spec.moments].itemsize if wide else param.dtype.itemsize
     count = 2 if spec.name == "adamw" else int(spec.momentum > 0)
@@ -95,10 +95,10 @@ def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
 
 
 def has_master(param: Tensor, spec: OptimizerSpec) -> bool:
-    """Whether a whole master is kept beside the parameter, of which it can be made anew."""
+    """Whether a whole master is kept beside the parameter, from which the parameter can be restored."""
     return spec.master_weights and not spec.split_master and param.dtype != torch.float32
 
 
 def has_no_state(spec: OptimizerSpec) -> bool:
-    """Whether an update asks for nothing but weights and gradients."""
+    """Whether an update needs nothing but weights and gradients."""
     return spec.name == "sgd" and not spec.momentum and not spec.master_weights

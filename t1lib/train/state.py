@@ -1,4 +1,4 @@
-"""What a run needs to go on: weights and optimizer state by parameter name, in one format for all modes."""
+"""What a run needs to resume: weights and optimizer state by parameter name, in one format for all modes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,34 +14,34 @@ from t1lib.train.ranks import ALONE
 
 
 class Stateful:
-    """The part of a trainer that saves and restores. A part of the state is a layer, or the rest."""
+    """The part of a trainer that saves and restores its state. A part of the state is one layer, or all the rest."""
 
     model: PreTrainedModel
     parts: Parts
     steps: int
     skipped: int
     ranks = ALONE  # the processes that share the model
-    # all updaters, each with what its tensors' names lack of the parameters' names
+    # all updaters, each with the prefix that turns its tensors' names into parameter names
     _named_updaters: Callable[[], list[tuple[str, Updater]]]
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """The tensor that this process holds of a parameter or gradient."""
+        """This process's shard of a parameter or gradient."""
         return tensor
 
     def _whole(self, param: Tensor, part: Tensor) -> Tensor:
-        """All of what every process holds its part of as it does of `param`: weights or optimizer state."""
+        """Gather a whole tensor (weights or optimizer state) from the processes' shards, cut in the way of `param`."""
         return part
 
     def _part(self, whole: Tensor) -> Tensor:
-        """The opposite: what this process is to hold."""
+        """The inverse of `_whole`: the shard that this process holds."""
         return whole
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on: weights and optimizer state by parameter name, and the step; CPU copies.
+        """All that a run needs to resume: weights and optimizer state by parameter name, and the step; as CPU copies.
 
-        The format is the same in every mode: a run can change its mode at a checkpoint. For models whose copy the
-        host cannot hold: `t1lib.train.checkpoint`, which writes `state_parts` one by one. Where the model is dealt to
-        several processes, all of them must call it, and all get the whole.
+        The format is the same in every mode, so a run can change its mode at a checkpoint. If the host cannot hold a
+        copy of the model, use `t1lib.train.checkpoint`, which writes the `state_parts` one by one. If several processes
+        train the model, all of them must call this, and all get the whole state.
         """
         whole = {"step": self.steps, "skipped": self.skipped, "model": {}, "optimizer": {}}
         for part in self.state_parts():
@@ -50,7 +50,7 @@ class Stateful:
         return whole
 
     def state_parts(self) -> dict[str, list[str]]:
-        """Names of parameters that are saved together: those of a layer, and the rest, by a name of the part."""
+        """Names of the parameters that are saved together, by part: "layer-0000" and so on, and "rest"."""
         layers = {id(p): i for i, layer in enumerate(self.parts.layers) for p in layer.parameters()}
         parts: dict[str, list[str]] = {}
         for name, param in self.model.named_parameters():
@@ -69,11 +69,11 @@ class Stateful:
         return {"model": weights, "optimizer": state}
 
     def _owners(self) -> dict[str, tuple[Updater, str]]:
-        """Who updates a parameter, and under which name."""
+        """The updater of each parameter, and the parameter's name in that updater."""
         return {prefix + n: (updater, n) for prefix, updater in self._named_updaters() for n in updater.tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict`'s result. Raises `T1Error`, before anything is changed, if it is of another model."""
+        """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model."""
         lacking = sorted({"step", "skipped", "model", "optimizer"} - state.keys())
         require(not lacking, f"the state lacks {', '.join(lacking)}; allowed: what `state_dict` returned")
         self.check_state(state["model"], state["optimizer"])
@@ -102,7 +102,7 @@ class Stateful:
 
     @torch.no_grad()
     def load_part(self, part: str, state: dict[str, Any]) -> None:
-        """Take over a part of what was saved; to be checked before."""
+        """Restore one part of a saved state, which must have passed `check_state`."""
         params, owners = dict(self.model.named_parameters()), self._owners()
         for name in self.state_parts()[part]:
             self._local(params[name]).copy_(self._part(state["model"][name]))

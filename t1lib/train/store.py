@@ -1,4 +1,4 @@
-"""Where tensors of a forward wait on the host for the backward, in mode `slide`."""
+"""Host buffers in which tensors of the forward pass wait for the backward pass, in mode `slide`."""
 
 from collections.abc import Callable
 
@@ -9,29 +9,29 @@ from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.streams import Lane, Mark
 
-LEAVING = 2  # groups of a `HostStore`: a copy has the time that a layer's computing takes
+LEAVING = 2  # latest groups of a `HostStore` that stay on the device: a copy may take as long as a layer computes
 
 
 class HostStore:
-    """Tensors that leave the device for a while, by key: pinned buffers, kept for the next time. Keys begin with a
-    number that groups them.
+    """Offloads tensors to pinned host buffers and brings them back, by key. A key's first number is its group. Buffers
+    are kept for the next step.
 
-    Their memory on the device is taken and given back in the order of the computing, which waits for their copies.
-    The host, far ahead of the device, would else find none of it free yet, and take as much again.
+    The tensors' device memory is allocated and freed on the compute lane, which waits for their copies. Otherwise the
+    host, which runs far ahead of the device, would find none of that memory free yet, and allocate as much again.
     """
 
     def __init__(
         self, device: torch.device, compute: Lane, inward: Lane, outward: Lane, trace: Callable[[], Trace | NoTrace]
     ) -> None:  # fmt: skip
         self.device, self._compute, self._in, self._out = device, compute, inward, outward
-        self._trace = trace  # what spans of copies are reported to
+        self._trace = trace  # records the spans of copies
         self._buffers: dict[tuple[int, int], Tensor] = {}
         self._left: dict[tuple[int, int], Mark] = {}
-        self._leaving: dict[tuple[int, int], Tensor] = {}  # still there, as long as their copies may run
+        self._leaving: dict[tuple[int, int], Tensor] = {}  # kept on the device while their copies may run
         self._back: dict[int, Mark] = {}
 
     def put(self, key: tuple[int, int], tensor: Tensor) -> None:
-        """Queue the copy to the host. Of the `LEAVING` latest groups all stays on the device."""
+        """Queue the copy to the host. Tensors of the `LEAVING` latest groups stay on the device for now."""
         group, buffer = key[0], self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[key] = pinned_zeros(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
@@ -42,7 +42,7 @@ class HostStore:
         self._let_go([key for key in self._leaving if key[0] <= group - LEAVING])
 
     def bring(self, key: tuple[int, int]) -> Tensor:
-        """The tensor, to be used after `arrived`: the one that is still there, or a copy that is queued here."""
+        """The tensor, to be used after `arrived`: still on the device, or its copy from the host, queued here."""
         if key in self._leaving:
             return self._leaving[key]
         tensor = torch.empty_like(self._buffers[key], device=self.device)
@@ -53,7 +53,7 @@ class HostStore:
         return tensor
 
     def arrived(self, group: int) -> None:
-        """Let the computing wait for what still leaves, or was brought, of this group."""
+        """Make the compute lane wait for this group's copies, in either direction."""
         self._let_go([key for key in self._leaving if key[0] == group])
         self._compute.after(self._back.pop(group, None))
 

@@ -1,4 +1,4 @@
-"""The mechanisms under mode `slide`: layers in flat host buffers, device slots, copy lanes, and the update worker."""
+"""The mechanisms beneath mode `slide`: layers in flat host buffers, device slots, copy lanes, and the update worker."""
 
 import atexit
 import copy
@@ -16,34 +16,34 @@ from torch import Tensor, nn
 from t1lib.errors import T1Error
 from t1lib.measure.memory import pinned_zeros
 
-Mark = torch.cuda.Event | None  # of a point that a lane comes to; None: there is nothing to wait for
-SPARE = 2  # cores that updates leave to the threads that launch, where there are many
-ALIGN = 128  # elements; every parameter in a flat buffer begins at a multiple, as the device's loads like it
+Mark = torch.cuda.Event | None  # a point in a lane's work; None: there is nothing to wait for
+SPARE = 2  # cores that updates leave to the threads that launch kernels, if there are many cores
+ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat buffer, which suits the device's loads
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; on its way to a GPU from pinned memory, so that the host does not wait for the copy."""
+    """The tensor on `device`. A copy to a GPU starts from pinned memory, so that the host does not wait for it."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def way_in(device: torch.device) -> Callable[[], object]:
-    """What a new thread calls to have `device` as its current one: it begins with the first, whatever its process
-    works on."""
+    """A function by which a new thread makes `device` its current one. It would otherwise start with the first device,
+    whichever one its process uses."""
     if device.type != "cuda":
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device() if device.index is None else device.index)
 
 
 class Layout:
-    """Where each parameter of a layer lies in one flat buffer. Layers, by number, must be alike in names, shapes and
-    dtype.
+    """Where each parameter of a layer lies in one flat buffer. The layers, by index, must be alike in names, shapes and
+    dtype: raises `T1Error` if they are not.
 
-    trained_only   of the parameters that require a gradient
-    parts          into which the buffer is to be cut: as long, each of them
+    trained_only   include only parameters that require a gradient
+    parts          number of parts of equal length into which the buffer can be cut
 
-    Without layers, a buffer of nothing.
+    Without layers the buffer is empty.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], trained_only: bool = False, parts: int = 1) -> None:
@@ -68,7 +68,7 @@ class Layout:
         self.numel = -(-self.numel // (parts * ALIGN)) * parts * ALIGN
 
     def part(self, span: slice) -> "Layout":
-        """The layout of a part of the buffer: of every parameter that has numbers there, these, in one dimension."""
+        """The layout of a part of the buffer: the elements in that part of each parameter that has any, flattened."""
         found = copy.copy(self)
         found.shapes, found.offsets, found.numel = {}, {}, span.stop - span.start
         for name in self.shapes:
@@ -79,7 +79,7 @@ class Layout:
         return found
 
     def inside(self, name: str, span: slice) -> slice:
-        """Which of a parameter's numbers lie in a part of the buffer."""
+        """The range of a parameter's elements that lies in a part of the buffer."""
         offset, numel = self.offsets[name], self.shapes[name].numel()
         return slice(*(min(max(end - offset, 0), numel) for end in (span.start, span.stop)))
 
@@ -89,10 +89,10 @@ class Layout:
 
 
 class Lane:
-    """An ordered queue of device work: a CUDA stream of its own, or the current one; on a CPU, work done at once.
+    """An ordered queue of device work: a CUDA stream of its own, or the current one; on a CPU, work is done at once.
 
-    Lanes are ordered among each other by marks: `after(mark)` holds a lane back until the mark's lane has come to it,
-    without the host waiting for anything. The urgent one's work goes first wherever the device has a choice.
+    Marks (CUDA events) order lanes among each other: `after(mark)` holds a lane back until the mark's lane has reached
+    it, without making the host wait. Work of an `urgent` lane goes first wherever the device has a choice.
     """
 
     def __init__(self, device: torch.device, own_stream: bool, urgent: bool = False) -> None:
@@ -120,19 +120,19 @@ class Lane:
             self.stream.wait_event(mark)
 
     def uses(self, tensor: Tensor) -> Tensor:
-        """The tensor, whose memory goes to nobody else before the lane has come to this point, though it is let go."""
+        """The tensor, whose memory is not reused before the lane reaches this point, even if it is freed earlier."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
         return tensor
 
 
 class Slots:
-    """`count` flat device buffers, one layer each, used in turn: layer i goes to slot i mod count."""
+    """`count` flat device buffers that hold one layer each, used in turn: layer i goes to slot i mod count."""
 
     def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
         self.flat = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
         self.views = [layout.views(flat) for flat in self.flat]
-        self.holds: list[int | None] = [None] * count  # which layer's content
+        self.holds: list[int | None] = [None] * count  # index of the layer in each slot
         self.filled: list[Mark] = [None] * count  # marks when the content is complete
         self.freed: list[Mark] = [None] * count  # marks when the content is no longer needed
 
@@ -158,32 +158,31 @@ class HostPool:
 
 
 class UpdateWorker:
-    """Runs one update a layer on a thread of its own; of those that wait, the lowest layer first.
+    """Runs one update per layer on a thread of its own; among waiting updates, the lowest layer goes first.
 
-    The next forward needs layer 0 first, and its gradients come last: the order in which updates are needed is the
-    order of the layers. What waits for an update may be given along (`then`). An error in an update is raised where
-    its layer is waited for, or by `check`.
+    The next forward needs layer 0 first, although its gradients come last: updates are needed in the order of the
+    layers. `then` adds an action that follows an update. An error in an update is raised by `wait`, `then` or `check`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._enter = way_in(device)
         self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None, _Pending | None]]
         self._queue = queue.PriorityQueue()
-        self._count = itertools.count()  # of two updates of one layer, the earlier first
+        self._count = itertools.count()  # of two updates of one layer, the earlier goes first
         self._pending: dict[int, _Pending] = {}
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="t1-update", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # an interpreter that ends under a running update aborts
+        atexit.register(self.close)  # the interpreter would abort if it ended during an update
 
     def submit(self, layer: int, update: Callable[[], None]) -> None:
         pending = self._pending[layer] = _Pending()
         self._queue.put((layer, next(self._count), update, pending))
 
     def then(self, layer: int, action: Callable[[], None], given_up: threading.Event) -> None:
-        """Run `action` when the layer's update is done: at once, or on the worker's thread. After an error `given_up`
-        is set instead."""
+        """Run `action` once the layer's update is done: immediately, or later on the worker's thread. After an error,
+        `given_up` is set instead."""
         pending = self._pending.get(layer)
         with self._lock:
             later = pending is not None and not pending.done.is_set()
@@ -194,7 +193,7 @@ class UpdateWorker:
             action()
 
     def wait(self, layer: int) -> None:
-        """Return when the layer's update, if one was submitted, is done."""
+        """Wait until the layer's update, if one was submitted, is done."""
         pending = self._pending.pop(layer, None)
         if pending is not None:
             pending.done.wait()
@@ -219,7 +218,7 @@ class UpdateWorker:
         self._enter()
         cores = torch.get_num_threads()
         if cores >= 4 * SPARE:
-            torch.set_num_threads(cores - SPARE)  # of this thread's loops
+            torch.set_num_threads(cores - SPARE)  # for this thread's loops
         while True:
             _, _, update, pending = self._queue.get()
             if update is None:
@@ -230,18 +229,18 @@ class UpdateWorker:
             for action, given_up in pending.actions:
                 self._try(action)
                 given_up.set()
-            del update, pending  # they hold the trainer, and the next one may be long in coming
+            del update, pending  # they keep the trainer alive, and the next one may take long to come
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
             if self._error is None:
                 action()
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # raised later in the waiting thread
             self._error = error
 
 
 class _Pending:
-    """An update that was submitted, and what is to follow it."""
+    """A submitted update, and the actions that follow it."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

@@ -28,10 +28,10 @@ HEAD_OPTIONS = ("workspace", "chunks", "by", "chunked", "accumulate", "filter_ep
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step: its loss, wall time (ms) between two synchronised boundaries, and time of each phase (ms).
+    """One training step: its loss, the wall time (ms) between two synchronised points, and the time of each phase (ms).
 
     grad_norm   Euclidean norm of all gradients, before clipping
-    skipped     whether nothing was updated, because a gradient was not finite
+    skipped     whether the update was skipped because a gradient was not finite
     """
 
     step: int
@@ -44,7 +44,7 @@ class StepRecord:
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
-    """What is asked for, or a GPU where there is one."""
+    """The device asked for; by default a GPU if there is one. Raises `T1Error` for a GPU if there is none."""
     there = torch.cuda.is_available()
     found = torch.device(device or ("cuda" if there else "cpu"))
     require(found.type != "cuda" or there, f"device {str(found)!r}; allowed here: 'cpu', as there is no CUDA device")
@@ -54,18 +54,22 @@ def default_device(device: torch.device | str | None) -> torch.device:
 class Trainer(Layered, Losses, Stateful):
     """Trains a causal language model one batch at a time. Subclasses say where the layers live and how they run.
 
-    model      from `build_model`; the trainer places it and owns it until `close`
-    device     where the computing is done: a CUDA device, or the CPU
-    head       name of an output layer in `t1lib.heads.HEADS`; `head_options`, of those in `HEAD_OPTIONS`, go with it
-    optimizer  an `OptimizerSpec`, or its name
-    loss       "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm: T1M1's
-               setting, which has no output layer
-    train      "all" parameters, only the decoder "layers", or those "marked": that require a gradient as they come
-    schedule   factor of the learning rate by step: a `Schedule`, or any function of the step's number from 0 on
-    micro_batch    rows of a batch that are computed at a time; their gradients add up. By default all at once
-    max_grad_norm  gradients beyond this norm, over all parameters together, are scaled down to it
-    compile_layers compile the decoder layers, all by one call of `torch.compile`, instead of running them eagerly
-    nonfinite      a step with a gradient that is no number: "raise" `T1Error`, or "skip" its update and count it
+    model            from `build_model`; the trainer places it on its devices and owns it until `close`
+    device           where the model computes: a CUDA device, or the CPU (default: a GPU if there is one)
+    head             name of an output layer in `t1lib.heads.HEADS`
+    head_options     options passed to the head; allowed: those in `HEAD_OPTIONS`
+    optimizer        an `OptimizerSpec`, or its name
+    loss             "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm:
+                     T1M1's setting, which has no output layer
+    train            what to train: "all" parameters, only the decoder "layers", or "marked": the parameters of `model`
+                     that already require a gradient
+    schedule         factor of the learning rate by step: a `Schedule`, or any function of the step number, from 0 on
+    micro_batch      rows of a batch computed at a time, with gradients accumulated (default: the whole batch)
+    max_grad_norm    clip gradients to this norm, taken over all parameters together (default: no clipping)
+    compile_layers   compile the decoder layers with `torch.compile`, once for all layers alike, instead of running them
+                     eagerly
+    nonfinite        what to do in a step with a gradient that is not finite: "raise" `T1Error`, or "skip" the update
+                     and count the step
     """
 
     mode = ""
@@ -108,10 +112,10 @@ class Trainer(Layered, Losses, Stateful):
         self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.trace: Trace | NoTrace = NoTrace()
         self.steps, self.skipped, self._in_backward, self.closed = 0, 0, False, False
-        self._scale: Tensor | float = 1.0  # of the gradients of this step
-        self._norms: dict[str, Tensor] = {}  # of gradients that are not on the device any more
+        self._scale: Tensor | float = 1.0  # factor of this step's gradients
+        self._norms: dict[str, Tensor] = {}  # of gradients that are no longer on the device
         self._upcoming: dict[str, Tensor] | None = None  # batch of the next step
-        # Of the class, not of each layer: like layers share what is compiled, and weights are only its inputs.
+        # Compiled per class, not per layer: like layers share the compiled code, and weights are only its inputs.
         self._compiled = compile_layers
         self._layer_forward = cache(lambda kind: torch.compile(kind.forward) if compile_layers else kind.forward)
         self._mark_trainable()
@@ -122,7 +126,7 @@ class Trainer(Layered, Losses, Stateful):
     # -- what subclasses define ------------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Move what must be on the device there."""
+        """Move to the device what must be there."""
         raise TypeError(f"{type(self).__name__} does not say where the model lives")
 
     def _resident_trainable(self) -> dict[str, nn.Parameter]:
@@ -132,20 +136,20 @@ class Trainer(Layered, Losses, Stateful):
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
-        """Train on one batch: `input_ids` (B, S), and `labels` (B, S) where they are not the inputs themselves.
+        """Train on one batch: `input_ids` (B, S), and `labels` (B, S) if they differ from the inputs.
 
-        upcoming: the next step's batch, if it is known. What the host has to do for it is done while the device is in
-        the backward. Another batch may follow nevertheless.
+        upcoming: the next step's batch, if it is known. The host then prepares for it while the device runs the
+        backward pass. The next step may still get another batch.
 
-        The loss is the mean over the whole batch, in however many micro-batches it is computed. Returns when the
-        device is done with the step. Raises `T1Error` for a batch that does not fit the model, before anything is
-        changed, and for gradients that are not finite (`nonfinite`).
+        The loss is the mean over the whole batch, however many micro-batches it is computed in. Returns when the device
+        has finished the step. Raises `T1Error` for a batch that does not fit the model, before anything is changed, and
+        for gradients that are not finite (unless nonfinite="skip").
         """
         timer = PhaseTimer(self.device)
         pieces, self._upcoming = self._pieces(batch), upcoming
         self._norms = {}
         for param in self.model.parameters():
-            param.grad = None  # of a step that was given up
+            param.grad = None  # left over if a step was aborted
         loss = self._backward(pieces, timer)
         norm = self._update()
         self._scale = 1.0
@@ -159,17 +163,17 @@ class Trainer(Layered, Losses, Stateful):
         return StepRecord(self.steps, float(loss), batch["input_ids"].numel(), wall_ms, phases, norm, lost)
 
     def _settle(self, lost: bool) -> None:
-        """What is to be done when the host knows whether the gradients were finite, or the step is lost."""
+        """Called once the host knows whether the gradients were finite; if not, the step is lost."""
 
     def _spoiled(self) -> str:
-        """What a step has changed when it fails for a gradient that is not finite."""
+        """For an error message: what a step has changed when it fails because a gradient is not finite."""
         return "nothing was updated"
 
     @torch.no_grad()
     def _update(self) -> Tensor:
         """Update what stays on the device, and return the norm of all gradients.
 
-        In a traced step layer by layer, so that each layer's share is seen.
+        A traced step updates layer by layer, so that the trace shows each layer's share.
         """
         params = {n: p for n, p in self._resident_trainable().items() if p.grad is not None}
         grads = {n: self._local(p.grad) for n, p in params.items()}
@@ -188,9 +192,10 @@ class Trainer(Layered, Losses, Stateful):
         return norm
 
     def _norm(self, norms: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
-        """Norm of all gradients, from those of each parameter or layer; and by what gradients are to be scaled.
+        """The norm of all gradients, from the norms of parameters or layers, and the factor that clips the gradients.
 
-        As `torch.nn.utils.clip_grad_norm_` has it, in the order of the model's parameters, whatever came first.
+        Both are computed as in `torch.nn.utils.clip_grad_norm_`: in the order of the model's parameters, whatever the
+        order of `norms`.
         """
         own = [n for n, _ in self.model.named_parameters() if n in norms]
         found = [norms[n] for n in dict.fromkeys([*own, *norms])]
@@ -200,7 +205,7 @@ class Trainer(Layered, Losses, Stateful):
         return norm, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def _may_update(self, norm: Tensor) -> bool:
-        """Whether the gradients are finite. The host waits for the backward to know it."""
+        """Whether the gradients are finite. To find out, the host waits for the backward pass to finish."""
         return math.isfinite(float(norm))
 
     def _by_layer(self, params: dict[str, nn.Parameter]) -> dict[int, list[str]]:
@@ -212,10 +217,10 @@ class Trainer(Layered, Losses, Stateful):
         return groups
 
     def forget_shapes(self) -> None:
-        """Give up memory that is kept for batches of earlier shapes, if any is."""
+        """Release memory that is kept for batches of earlier shapes, if there is any."""
 
     def close(self) -> None:
-        """Give the model back: its layers run as before. Weights stay where they are."""
+        """Release the model: its layers run as they did before the trainer. Weights stay where they are."""
         self.closed = True
         for module in (*self.parts.layers, self.parts.norm):
             module.__dict__.pop("forward", None)
@@ -223,15 +228,15 @@ class Trainer(Layered, Losses, Stateful):
     # -- accounting ---------------------------------------------------------------------------------------------
 
     def flops(self, tokens: int) -> float:
-        """Of a step's products with the weights, forward and backward, nothing computed twice; attention left out."""
+        """FLOPs of a step's matrix products with the weights, forward and backward; no recomputation, no attention."""
         layers = sum(p.numel() for p in self.parts.layers.parameters())
         head = self.parts.head.weight.numel() if self.loss == "cross_entropy" else 0
         return 6.0 * tokens * (layers + head)
 
     def device_tensors(self) -> list[Tensor]:
-        """Tensors held on the computing side between steps."""
+        """Tensors held on the device between steps."""
         return [*self.model.parameters(), *self.model.buffers(), *self._rest.state_tensors()]
 
     def _named_updaters(self) -> list[tuple[str, Updater]]:
-        """All updaters, each with what its tensors' names lack of the parameters' names."""
+        """All updaters, each with the prefix that turns its tensors' names into parameter names."""
         return [("", self._rest)]

@@ -1,8 +1,8 @@
-"""Updates on the device of what has its optimizer state on the host: the state comes, and leaves again, in pieces.
+"""Updates on the device with optimizer state that lives on the host: the state is copied in and back out in pieces.
 
-A step of AdamW reads and writes 24 bytes of state a parameter. The host's cores are slow at that, and wanted for
-launching; the link is idle for most of a step, and the device updates in no time. So a piece of a layer's state comes
-in while another one is updated and a third one leaves, all beside the layers' computing.
+A step of AdamW reads and writes 24 bytes of state per parameter. The host's cores are slow at that, and needed for
+launching kernels; the link is idle for most of a step, and the update itself takes the device almost no time. So one
+piece of a layer's state comes in while another is updated and a third leaves, all while layers compute.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -20,17 +20,17 @@ from t1lib.train.optim import Updater
 from t1lib.train.spec import OptimizerSpec
 from t1lib.train.streams import Lane, Mark
 
-PIECE = 5 << 19  # numbers of a layer: enough to keep the link busy, few beside a layer
-SLOTS = 5  # pieces on the device: on their way in, updated, on their way out; enough of these while weights come in
-ROOM = 80  # bytes that a number of a piece may take in all slots together; more of them are further ahead
-TOGETHER = 4  # pieces that the host queues at a time: it changes lanes less often
+PIECE = 5 << 19  # elements of a piece: enough to keep the link busy, few compared to a layer
+SLOTS = 5  # least number of pieces on the device: coming in, being updated, leaving; with spares while weights come in
+ROOM = 80  # bytes per element of a piece in all slots together; with more slots, pieces come in further ahead
+TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often
 
 
 Marks = tuple[Mark, Mark, Mark]
 
 
 def slots_for(nbytes: int) -> int:
-    """How many slots there are for pieces of so many bytes a number."""
+    """The number of slots for pieces of `nbytes` bytes per element."""
     return max(SLOTS, ROOM // nbytes)
 
 
@@ -38,20 +38,21 @@ def update_once(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], spec: OptimizerSpec, scratch: Scratch, step: Tensor | None,
     count: int, factor: float, scale: Tensor | float, lost: Tensor | None,
 ) -> None:  # fmt: skip
-    """Update a tensor and its state, which has seen `count` updates, and this one in `step` on the device; the rest as
-    `Updater.step` has it."""
+    """Update a tensor and its optimizer state. `count` is the number of updates so far; `step`, on the device, includes
+    this one (None: the optimizer does not use it). The other arguments are those of `Updater.step`."""
     state = state if step is None else state | {"step": step}
     Updater({"": weight}, spec, scratch, {"": state}, count).apply({"": grad}, factor, scale, lost)
 
 
 @dataclass(frozen=True)
 class Traveller:
-    """What is updated at a time: its state by key, and its weights, flat on the host and as long as one another.
+    """What one update covers, such as a layer: its optimizer state by key, and its weights, as flat host tensors of
+    equal length.
 
-    weights      None: they are on the device alone
-    counted      states of an updater, whose steps go on
+    weights      None: they are on the device only
+    counted      an updater's states, whose step counts advance with each update
     grads_come   whether its gradients are on the host, too
-    size         numbers of a piece of it, for which a slot has room
+    size         elements per piece, for which a slot has room
     """
 
     state: dict[str, Tensor]
@@ -62,11 +63,11 @@ class Traveller:
 
     @property
     def count(self) -> int:
-        """Of its updates up to now."""
+        """Number of updates so far."""
         return int(next(iter(self.counted)).get("step", 0))
 
     def step_on(self, device: torch.device) -> Tensor | None:
-        """That count with the update to come, () on the device, where the optimizer asks for it."""
+        """The count including the next update, () on the device; None if the optimizer does not use it."""
         counts = "step" in next(iter(self.counted))
         return torch.full((), self.count + 1.0, device=device) if counts else None
 
@@ -79,14 +80,14 @@ class Traveller:
 
 
 class Piece(NamedTuple):
-    """Which numbers of a traveller; what the host has of them, by key, "weight" among these."""
+    """A range of a traveller's elements, and the host tensors that hold them, by key: state, and maybe "weight"."""
 
     span: slice
     held: dict[str, Tensor]
 
 
 class Underway(NamedTuple):
-    """A piece in its slot on the device, by number, and the mark when it has come, or has been updated."""
+    """A piece in its device slot (and that slot's number), and the mark at which it has come in, or is updated."""
 
     piece: Piece
     number: int
@@ -95,28 +96,30 @@ class Underway(NamedTuple):
 
 
 def _weights(piece: Piece, slot: dict[str, Tensor], onto: Tensor | None, there: bool) -> tuple[Tensor, Tensor | None]:
-    """Weights to be updated, and where they are wanted besides: those that are there, and leave from the slot if the
-    host has them; or those of the slot, and `onto`."""
+    """The weights to update, and where to copy them afterwards (None: nowhere). If they are `there`, those in `onto`
+    are updated, and copied to the slot if the host keeps them, too. Otherwise those in the slot are updated, and copied
+    to `onto`, if given."""
     if there:
         return onto[piece.span], slot["weight"] if "weight" in piece.held else None
     return slot["weight"], None if onto is None else onto[piece.span]
 
 
 def _layer(host: HostLayers, index: int, grads_come: bool, size: int) -> Traveller:
-    """This rank's part of a layer."""
+    """The traveller that is this rank's part of a layer."""
     state = {key: flat[host.part] for key, flat in host.flat_state(index).items()}
     return Traveller(state, host.host_flat[index][host.part], host.updaters[index].state.values(), grads_come, size)
 
 
 class Travel:
-    """Updates `layers` of `host` on the device, of each this rank's part, and what else is added. All of their
-    parameters are trained.
+    """Updates on the device this rank's part of each of the `layers` of `host`, and whatever else is added. All
+    parameters of these layers must be trained.
 
     host_grads   whether gradients wait on the host, and come in with the state
-    trace        what spans of work are reported to
+    trace        returns the trace that records spans of work
 
+    Attributes:
     lanes        in, update, out
-    size         numbers of a piece: what a slot has room for
+    size         elements per piece, for which a slot has room
     """
 
     def __init__(
@@ -135,25 +138,25 @@ class Travel:
             {key: torch.zeros(size, dtype=dtype, device=host.device) for key, dtype in kinds.items()}
             for _ in range(count)
         ]
-        self._freed: list[Mark] = [None] * count  # marks when what was in a slot has left
+        self._freed: list[Mark] = [None] * count  # marks at which a slot's content has left
         self._turn = 0
-        self._updated: list[int] = []  # what was updated and is not counted yet
-        self._beside = 0  # bytes of weights that come with what was added
+        self._updated: list[int] = []  # travellers whose update has not been counted yet
+        self._beside = 0  # bytes of weights that travel with what was added
         self._scratch = Scratch()
 
     def add(self, index: int, traveller: Traveller) -> None:
-        """Let this be updated by that number, too."""
+        """Register another traveller under the number `index`."""
         self._travellers[index] = traveller
         self._beside += 0 if traveller.weights is None else traveller.weights.nbytes
 
     def update(self, index: int, *arguments: Any) -> Marks:
-        """Queue an update, all of its pieces (the arguments are those of `by_piece`)."""
+        """Queue an update with all its pieces and return its `marks`. The arguments are those of `by_piece`."""
         for _ in self.by_piece(index, *arguments):
             pass
         return self.marks(index)
 
     def marks(self, index: int) -> Marks:
-        """Marks of what is queued of an update: gradients read, updated, back on the host."""
+        """Marks for the pieces of an update queued so far: gradients read, weights updated, state back on the host."""
         inward, lane, outward = self.lanes
         updated = lane.mark()
         return inward.mark() if self._travellers[index].grads_come else updated, updated, outward.mark()
@@ -164,13 +167,13 @@ class Travel:
     ) -> Iterator[None]:  # fmt: skip
         """Queue an update, `together` pieces at a time.
 
-        grads      flat, as long as the part, on the device, or on the host (`host_grads`)
-        marks      before which neither they nor the rest is there
+        grads      flat, as long as the traveller's state; on the device, or on the host (`host_grads`)
+        marks      to wait for before gradients and other inputs are read
         factor     of the learning rate; scale: of the gradients
-        lost       () float32 on the device: other than 0, nothing changes
-        left       mark when the state was last back on the host
-        onto       flat, on the device: where the new weights go, too; or alone, where the host has none
-        there      whether the weights are in `onto` already: then they do not come
+        lost       () float32 on the device: if it is not 0, nothing changes
+        left       mark at which the state of the previous update is back on the host
+        onto       flat, on the device: receives the new weights, too, or alone if the host has none
+        there      whether `onto` holds the weights already, so that they need not come in
         """
         inward, lane, _ = self.lanes
         traveller = self._travellers[index]
@@ -205,7 +208,7 @@ class Travel:
             yield
 
     def settle(self, lost: bool) -> None:
-        """Count the updates since the last call, unless they were lost."""
+        """Count the updates since the last call, unless the step was lost."""
         states = (state for index in self._updated for state in self._travellers[index].counted)
         steps = [] if lost else [state["step"] for state in states if "step" in state]
         if steps:
@@ -213,7 +216,7 @@ class Travel:
         self._updated = []
 
     def _bring(self, index: int, pieces: list[Piece], grads: Tensor, absent: Collection[str]) -> list[Underway]:
-        """Queue the pieces' way in, to the slots that are next; not of these keys."""
+        """Queue the copies of the pieces into the next slots, except for the keys in `absent`."""
         inward, traveller, found = self.lanes[0], self._travellers[index], []
         with inward.active():
             for piece in pieces:
@@ -230,7 +233,7 @@ class Travel:
         return found
 
     def _return(self, index: int, updated: list[Underway]) -> None:
-        """Queue their way out, which frees the slots."""
+        """Queue the copies of the updated pieces back to the host, which free the slots."""
         outward = self.lanes[2]
         with outward.active():
             for piece, number, slot, mark in updated:
@@ -241,7 +244,7 @@ class Travel:
                 self._freed[number] = outward.mark()
 
     def bytes_a_step(self) -> int:
-        """Of state that crosses the link each way, and of weights that are no layer's."""
+        """Bytes that cross the link each way per step: optimizer state, and weights of what was added."""
         state = sum(flat.nbytes for traveller in self._travellers.values() for flat in traveller.state.values())
         return state + self._beside
 

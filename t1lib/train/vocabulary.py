@@ -1,10 +1,10 @@
 """The output layer of mode `slide` with its weight on the host: loss and gradients by pieces of the vocabulary.
 
-The softmax over the vocabulary is put together from the pieces': a piece's log-sum-exp L_p gives it the share
-P_p = exp(L_p − L) of a token's probability. Any head does the work of a piece, as a loss of its own with the upstream
-gradient g P_p. What then lacks is g (P_p − 1) at the target, where that is in the piece; where it is not, the token's
-target is one more row, of zeros, which is taken out of the log-sum-exp again. The two terms at a target have one sign:
-nothing cancels.
+The softmax over the vocabulary is assembled from those of the pieces: with log-sum-exp L_p of a piece and L of the
+whole, the piece holds the share P_p = exp(L_p − L) of a token's probability. Any head can process a piece, as a loss of
+its own with upstream gradient g P_p. If the target is in the piece, this lacks the term g (P_p − 1) at the target,
+which is added. If it is not, the token's target is an extra row of zeros, which is then removed from the log-sum-exp.
+The two terms at a target have the same sign, so nothing cancels.
 
 A piece's weight comes in once for the loss and once more for the gradients; its gradient leaves once.
 """
@@ -25,15 +25,15 @@ from t1lib.train.narrow import wide
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.streams import send
 
-PIECE_BYTES = 64 * 2**20  # of a piece's weight
-NEVER = -1e4  # bias of the row of zeros
+PIECE_BYTES = 64 * 2**20  # bytes of weight per piece
+NEVER = -1e4  # bias of the extra row of zeros
 IGNORED = -100
 
 
 @dataclass
 class _Rows:
-    """Tokens of a micro-batch: hidden states (N, D), targets and whether they count (N), by what their losses are
-    divided; log-sum-exp and the target's logit (N) of the pieces so far."""
+    """Tokens of a micro-batch: hidden states (N, D), targets and whether they count (N), and the divisor of the loss;
+    log-sum-exp and the target's logit (N) over the pieces so far."""
 
     hidden: Tensor
     target: Tensor
@@ -47,14 +47,14 @@ class _Rows:
         return torch.where(self.valid, self.lse - self.logit, 0.0).sum() / self.total
 
     def gradient(self, share: Tensor) -> Tensor:
-        """(N): `share` of dL / d(token's loss), 0 where a token does not count."""
+        """(N): `share` times dL / d(token's loss); 0 for tokens that do not count."""
         return torch.where(self.valid, share / self.total, 0.0)
 
 
 @dataclass
 class _Part:
-    """A piece's loss of one micro-batch, with the graph behind it: input (a leaf), per-token loss, log-sum-exp and
-    targets among its rows (N), and whether they are (N)."""
+    """The loss of one micro-batch over one piece, with its autograd graph: input (a leaf), per-token loss, log-sum-exp
+    and target row in the piece (N each), and whether the target is inside the piece (N)."""
 
     input: Tensor
     loss: Tensor
@@ -64,7 +64,7 @@ class _Part:
 
 
 class Forward(NamedTuple):
-    """What `StreamedHead.forward` found of micro-batches: shapes of their hidden states, tokens, and parts by piece."""
+    """Result of `StreamedHead.forward`: hidden states' shape and tokens of each micro-batch, and the parts by piece."""
 
     shapes: list[torch.Size]
     tokens: list[_Rows]
@@ -77,9 +77,9 @@ class Forward(NamedTuple):
 
 
 class StreamedHead:
-    """Loss and gradients of `weight` (V, D), which is on the host, as is `grad`, where its gradient goes; None: frozen.
+    """Loss and gradients for `weight` (V, D) on the host; its gradient goes to `grad`, also on the host (None: frozen).
 
-    rows      of a piece
+    rows      vocabulary rows per piece (default: `PIECE_BYTES` of weight)
     options   of `linear_cross_entropy` for all pieces: head, softcap, workspace, …
     """
 
@@ -89,7 +89,7 @@ class StreamedHead:
     ) -> None:  # fmt: skip
         self.weight, self.grad, self._pipeline, self._options, self._trace = weight, grad, pipeline, options, trace
         self._softcap = softcap = options.get("softcap")
-        self._never = softcap * math.tanh(NEVER / softcap) if softcap else NEVER  # that row's logit
+        self._never = softcap * math.tanh(NEVER / softcap) if softcap else NEVER  # the extra row's logit
         rows = rows or max(1, PIECE_BYTES // (weight.shape[1] * weight.element_size()))
         self._spans = [(a, min(a + rows, len(weight))) for a in range(0, len(weight), rows)]
         shape, device = (min(rows, len(weight)) + 1, weight.shape[1]), pipeline.device
@@ -102,13 +102,14 @@ class StreamedHead:
     # -- pieces of the weight --------------------------------------------------------------------------------------
 
     def _visit(self, order: list[int]) -> Iterator[tuple[int, Tensor]]:
-        """Each piece in this order, and its weight with the row of zeros; the next one comes in meanwhile."""
+        """Yield each piece in this order with its weight and the extra row of zeros, while the next one comes in."""
         for piece in order[:2]:
             self._fetch(piece)
         for at, piece in enumerate(order):
             slot = piece % 2
             self._pipeline.compute.after(self._filled[slot])
-            yield piece, self._slots[slot].data[: self._size(piece) + 1]  # a view that no later copy seems to change
+            # `.data`, so that later copies into the slot do not change the view's version
+            yield piece, self._slots[slot].data[: self._size(piece) + 1]
             self._freed[slot] = self._pipeline.compute.mark()
             if at + 2 < len(order):
                 self._fetch(order[at + 2])
@@ -135,13 +136,13 @@ class StreamedHead:
     # -- the loss --------------------------------------------------------------------------------------------------
 
     def forward(self, hidden: list[Tensor], pieces: list[Piece]) -> "Forward":
-        """The loss of micro-batches `hidden`, (B, S, D) each, and what their gradients need where those are enabled."""
+        """The loss of micro-batches `hidden`, (B, S, D) each, and, if grad is enabled, what `gradients` needs."""
         found = Forward([h.shape for h in hidden], self._tokens(hidden, pieces), {})
         for piece, weight in self._visit(list(range(len(self._spans)))):
             parts = found.parts.setdefault(piece, [])
             for t in found.tokens:
                 part, logprob = self._piece_loss(piece, weight, t)
-                without = part.lse + torch.log1p(-torch.exp(self._never - part.lse))  # the row of zeros
+                without = part.lse + torch.log1p(-torch.exp(self._never - part.lse))  # the extra row
                 t.lse = torch.logaddexp(t.lse, without)
                 t.logit = torch.where(part.inside, logprob + part.lse, t.logit)
                 if torch.is_grad_enabled():
@@ -151,9 +152,10 @@ class StreamedHead:
     def gradients(
         self, found: "Forward", take: Callable[[int, int, Tensor], None] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Gradients of the hidden states, in float32 or wider; norms of the pieces of the weight's gradient.
+        """Return gradients of the hidden states, in float32 or wider, and norms of the weight gradient's pieces.
 
-        take(start, stop, grad) is given a piece's gradient (stop − start, D) on the device before its norm is taken.
+        take(start, stop, grad) is called with each piece's gradient (stop − start, D) on the device before its norm is
+        computed.
         """
         made = [torch.zeros_like(t.hidden, dtype=t.lse.dtype) for t in found.tokens]
         norms = []
@@ -188,7 +190,7 @@ class StreamedHead:
         inside = (t.target >= start) & (t.target < stop)
         target = torch.where(inside, t.target - start, stop - start)
         bias = torch.zeros(stop - start + 1, dtype=weight.dtype, device=weight.device)
-        bias[-1:].fill_(NEVER)  # an assignment by index would wait for the device
+        bias[-1:].fill_(NEVER)  # assigning by index would make the host wait
         x, grad = t.hidden.detach(), torch.is_grad_enabled()
         x.requires_grad_(grad)
         weight.requires_grad_(grad and self.grad is not None)
@@ -202,7 +204,7 @@ class StreamedHead:
         return _Part(x, loss, lse, target, inside), stats.logprob
 
     def _backward(self, piece: int, weight: Tensor, t: _Rows, part: _Part, out: Tensor) -> None:
-        """Add a piece's share to the gradients of its weight and of the hidden states, `out`."""
+        """Add a piece's contribution to the gradients of its weight and of the hidden states (`out`)."""
         share = part.lse - t.lse
         torch.autograd.backward(part.loss, t.gradient(share.exp()))
         slope = 1 - (t.logit / self._softcap) ** 2 if self._softcap else 1

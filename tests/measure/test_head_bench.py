@@ -12,6 +12,7 @@ from t1lib.measure.head_bench import HeadBench, WorkspaceBench
 from t1lib.measure.head_cases import OPTIONS, Case, Shape, comparison, make_plan
 from t1lib.measure.head_data import operands, save_operands
 from t1lib.measure.head_run import Gate, add_bars, measure_times, measure_workspaces
+from t1lib.measure.isolate import VariantOutOfMemory
 from t1lib.measure.records import Records, statuses
 from t1lib.measure.relative import relative_error
 from t1lib.measure.softmax import sparsity
@@ -167,6 +168,33 @@ def test_a_run_files_workspaces_times_errors_and_statuses():
     state = statuses(frame[frame["phase"] == "flat/A"])
     assert state["full"] == state["fused-64MiB"] == "ok"
     assert torch.cuda.is_available() or state["cce"] == "unavailable"
+
+
+def test_after_a_shape_that_does_not_fit_the_next_one_is_measured(monkeypatch):
+    """Each method's process that ran out of memory is replaced, and every one is closed."""
+    closed = []
+
+    class Small:
+        def __init__(self, factory, settings):
+            self.dead = False
+
+        def call(self, name, shape, cases):
+            assert not self.dead
+            self.dead = shape.name == "A"
+            if self.dead:
+                raise VariantOutOfMemory("no memory")
+            return {case.key: 2**20 for case in cases}
+
+        def close(self):
+            closed.append(self)
+
+    monkeypatch.setattr(head_run, "Isolated", Small)
+    records, plan = Records(), make_plan(["A 64 200 8", "B 32 200 8"], ["full", "chunked"], [])
+    measure_workspaces(records, {shape: plan.cases(shape.name) for shape in plan.shapes}, {})
+    frame = records.frame()
+    assert set(statuses(frame[frame["phase"] == "workspace/A"]).values()) == {"oom"}
+    assert set(frame[frame["phase"] == "workspace/B"]["value"]) == {1.0}
+    assert len(closed) == 4
 
 
 def test_a_case_beyond_its_bound_gets_no_time():

@@ -191,6 +191,17 @@ def test_how_many_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_going_on_from_an_earlier_step_removes_nothing_of_later_ones(tmp_path):
+    trainer, seen = make_trainer(model("qwen3"), "gpu", optimizer=SPEC), batches(4)
+    for batch in seen:
+        trainer.step(batch)
+        save_checkpoint(trainer, tmp_path, keep=4)
+    load_checkpoint(trainer, tmp_path / "step-00000001")
+    trainer.step(seen[0])
+    assert save_checkpoint(trainer, tmp_path).is_dir()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (2, 3, 4)]
+
+
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
     trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC)
     trainer.step(batches(1)[0])

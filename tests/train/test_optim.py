@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_parity import assert_same, batches, model, run
 
+from t1lib.errors import T1Error
 from t1lib.train import OptimizerSpec, make_trainer
 from t1lib.train.narrow import Scratch, join, split
 from t1lib.train.optim import Updater
@@ -34,6 +35,13 @@ def test_a_split_master_is_the_master():
     assert torch.equal(join(high, low).view(torch.int32), wide.view(torch.int32))
     ties = (wide.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(high[~ties], wide.bfloat16()[~ties])
+
+
+def test_split_masters_are_for_bfloat16():
+    spec = OptimizerSpec(**ADAMW, **SPLIT)
+    with pytest.raises(T1Error, match=r"split_master with 'w' of torch.float16; allowed: torch.bfloat16"):
+        Updater({"w": torch.zeros(4, dtype=torch.float16)}, spec)
+    Updater({"w": torch.zeros(4, dtype=torch.bfloat16), "wide": torch.zeros(4)}, spec)
 
 
 def test_rounding_by_chance_is_right_on_average():

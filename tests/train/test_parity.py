@@ -53,6 +53,15 @@ def assert_same(state, other) -> None:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["optimizer"][name][key])), (name, key)
 
 
+@pytest.mark.parametrize("clipped", [None, 0.5], ids=["plain", "clipped"])
+def test_float64_trains_in_slide_as_in_gpu(clipped):
+    options = {"optimizer": OPTIMIZERS["adamw"], "max_grad_norm": clipped}
+    losses, state = run(make_trainer(model("qwen3", torch.float64), "slide", **options))
+    expected, other = run(make_trainer(model("qwen3", torch.float64), "gpu", **options))
+    assert losses == expected
+    assert_same(state, other)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-untied"])
 @pytest.mark.parametrize("mode", ["ckpt", "slide", "fsdp"])
