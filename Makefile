@@ -1,5 +1,5 @@
 # make reproduce   install, run every experiment that is not up to date, redraw, build the reports
-# make test | lab | report | lint | clean          PYTHON=python3.12 and PROFILE=smoke choose others
+# make test | lab | report | lint | clean          PYTHON=python3.12 and PROFILE=smoke override the defaults
 PYTHON ?= python3
 PROFILE ?= auto
 VENV := .venv
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 venv install: $(STAMP)
 
-# The stamp saves the installation each time but after a change of what is to be installed. ipykernel
+# The stamp file skips the installation unless pyproject.toml or constraints.txt has changed. ipykernel
 # puts the kernel `python3` into the venv itself, so notebooks run in the venv's Python.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,7 +21,7 @@ reproduce: install
 	$(BIN)/python -m t1lib run all --profile $(PROFILE)
 	$(BIN)/python -m t1lib report --profile $(PROFILE)
 
-# Builds the PDFs where TeX is installed, and says what is missing where it is not.
+# Builds the PDFs if TeX is installed, and otherwise says what is missing.
 report: install
 	$(BIN)/python -m t1lib report --profile $(PROFILE)
 
@@ -34,7 +34,7 @@ lab: install
 lint: install
 	$(BIN)/python -m ruff check .
 
-# Leaves .venv and the finished runs alone.
+# Keeps .venv and the finished runs.
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache outputs/*/.*.partial outputs/*/.*.old outputs/*/.*.redraw
 	find t1lib tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,11 @@
-"""The command line: `python -m t1lib run | list | report | plan | train`."""
+"""The command line: `python -m t1lib run | list | report | check | plan | train`."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from t1lib import driver, params, paths, planning, training
+from t1lib import claims, driver, params, paths, planning, training
 from t1lib.errors import T1Error, UnavailableError, choose, require
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile
@@ -71,7 +71,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "Run and report the experiments of the kit; plan and train models."
+    what = "Run, report and check the experiments of the kit; plan and train models."
     parser = argparse.ArgumentParser(prog="python -m t1lib", description=what)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -92,13 +92,14 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
     report.set_defaults(command=_report)
+    claims.add_parser(commands)
     planning.add_parser(commands)
     training.add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 (an experiment failed), 2 (bad input), 130 (interrupted)."""
+    """Run a command and return its exit code: 0, 1 (an experiment or claim failed), 2 (bad input), 130 (interrupted)."""
     arguments = _parser().parse_args(argv)
     try:
         code = arguments.command(arguments)

@@ -68,7 +68,7 @@ def calibrate(device: torch.device) -> Machine:
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
 GRAPHED = H200.graph_ms / H200.launch_ms  # launch time of a graph, relative to an eager layer's
 PRACTICE = {"update": 0.55, "flops": 0.9, "attention": 0.84, "memory": 0.36}
-"""Of what a single large update, product or copy reaches by itself, a training step's do."""
+"""Share of the rate of a single large update, product or copy that a training step reaches."""
 
 
 def measure_machine(device: torch.device) -> Machine:

@@ -75,7 +75,7 @@ class Prediction:
 
 
 def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
-    """Predict every mode with every head, on a device of `vram` bytes with `host` bytes of host memory (None: no limit).
+    """Predict every mode with every head, on a device of `vram` bytes, with `host` bytes beside it (None: no limit).
 
     Raises `T1Error` for a setting that no mode can train: positions, sizes.
     """

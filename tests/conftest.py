@@ -12,12 +12,12 @@ MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step 
 
 
 SMOKE = ("tests/report/test_report.py", "tests/test_latex.py", "tests/test_notebooks.py")
-"""Those that look at runs of all experiments, which one process makes for them."""
+"""Tests that read runs of all experiments, which one process makes for them."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Under `-n`, the tests of a file stay in one process, and so do those of all files in SMOKE; not with `--dist`."""
+    """Under `-n` without `--dist`, run the tests of a file in one process, and those of all SMOKE files in one."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -64,7 +64,7 @@ def _cell(index: int, text: str) -> dict:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_left():
-    """Mode fsdp makes one, which goes with `close`; a module of tests that leaves it finds its successor without."""
+    """Destroy a process group that a test module leaves behind: mode fsdp creates one, which only `close` destroys."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():

@@ -1,6 +1,6 @@
-"""Tests on several processes: a worker's cases run in one set of processes a size, and each is a test of its own.
+"""Tests on several processes: for each group size, one set of processes runs all cases of a worker.
 
-A worker is a script that calls `work`; its test module takes `Outcomes` and one parameter a case.
+A worker is a script that calls `work`. Its test module uses `Outcomes` and makes each case a test of its own.
 """
 
 import json
@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 SIZES = (2, 3)
 SECONDS = 480
-SECONDS_A_COLLECTIVE = 30  # one that waits longer fails
-SECONDS_TO_END = 40  # for the others, when one process has failed
-PORTS = 8  # for groups that are made one after the other
+SECONDS_A_COLLECTIVE = 30  # a collective that waits longer fails
+SECONDS_TO_END = 40  # for the other processes, once one has failed
+PORTS = 8  # for process groups that are created one after another
 Cases = dict[str, Callable[[], None]]
 
 
 class Outcomes:
-    """Tracebacks by process and case, by number of processes. All run once, one number after the other, in `folder`."""
+    """Tracebacks by process and case, for each group size. The worker runs once, in `folder`, and covers all sizes."""
 
     def __init__(self, worker: Path, folder: Path) -> None:
         self._worker, self.folder, self._failed = worker, folder, ""
@@ -51,11 +51,11 @@ class Outcomes:
 
 
 def work(folder: Path, cases: Callable[[int, Path], Cases], alone: Callable[[int, Path], Cases] | None = None) -> None:
-    """What a worker does, as `WORKER FOLDER`. It forks, so that what takes long to import is imported once.
+    """The body of a worker script, started as `WORKER FOLDER`. It forks, so that slow imports happen only once.
 
-    All processes run every case of `cases` in one group, in the same order, then those of `alone` without a group, as
-    torchrun starts them: RANK and the like are set, and `next_port()` names one for the next group. Each writes
-    {case: traceback, or "" where it passed}.
+    All processes run every case of `cases` in one process group, in the same order; then every case of `alone`, without
+    a group but in torchrun's environment: RANK etc. are set, and `next_port()` selects the port of the next group.
+    Each process writes {case: traceback, or "" if it passed}.
     """
     for size in SIZES:
         ports = free_ports(PORTS if alone else 0)
@@ -64,7 +64,7 @@ def work(folder: Path, cases: Callable[[int, Path], Cases], alone: Callable[[int
 
 
 def forked(size: int, call: Callable[[int], None]) -> list[int]:
-    """Exit codes of `size` processes that each call it with its number; when one fails, the others have seconds."""
+    """Exit codes of `size` processes that run `call(rank)`. After a failure the others have `SECONDS_TO_END` to end."""
     children = {}
     for rank in range(size):
         child = os.fork()
@@ -114,7 +114,7 @@ def _run(rank: int, size: int, folder: Path, cases: Callable, alone: Callable | 
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, below those that the system gives away: it would, before their turn comes."""
+    """Unused ports, below the system's ephemeral range: it could hand out ports of that range before they are used."""
     found: list[int] = []
     for port in random.SystemRandom().sample(range(20000, 32000), 100 * count):
         with suppress(OSError):
@@ -133,7 +133,7 @@ def as_torchrun_does(rank: int, size: int, ports: list[int]) -> None:
 
 
 def next_port() -> None:
-    """The next group listens where none has."""
+    """Give the next process group a port that no earlier group has used."""
     port, *rest = json.loads(os.environ["T1_TEST_PORTS"])
     os.environ.update(MASTER_PORT=str(port), T1_TEST_PORTS=json.dumps(rest))
 

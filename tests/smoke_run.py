@@ -1,4 +1,4 @@
-"""A pytest plugin with the fixture `smoke_outputs`: all experiments, run once a session, away from the user's outputs.
+"""A pytest plugin with the fixture `smoke_outputs`: all experiments, run once per session in a copy.
 
 A test module takes it with `pytest_plugins = ["smoke_run"]`.
 """
@@ -19,7 +19,7 @@ EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "
 def smoke_outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkout (a value for T1_ROOT) whose outputs/smoke/ holds finished runs. Copy it before changing it.
 
-    Runs of the real checkout that are up to date are taken over, the others made here.
+    Runs in the real checkout that are up to date are copied; the others are made here.
     """
     root = tmp_path_factory.mktemp("smoke")
     for name in ("notebooks", "params", "report"):

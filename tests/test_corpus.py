@@ -37,7 +37,7 @@ def test_text_comes_back_from_its_tokens():
 
 
 def _byte_alphabet():
-    """GPT-2's printable stand-ins of the 256 bytes."""
+    """The printable characters with which GPT-2 represents the 256 bytes."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [b for b in range(256) if b not in kept]
     return {b: chr(b) for b in kept} | {b: chr(256 + i) for i, b in enumerate(rest)}
@@ -104,7 +104,7 @@ def test_texts_apart_are_padded_at_the_end_and_padding_has_no_label(tmp_path):
     assert torch.equal(ids[found.train.text], labels[found.train.text])
     for row, text in zip(ids, found.train.text, strict=True):
         assert text.tolist() == sorted(text.tolist(), reverse=True)  # text, then padding
-        assert text.all() or (row[text.sum() - 1 :] == 0).all()  # which is end tokens
+        assert text.all() or (row[text.sum() - 1 :] == 0).all()  # the padding is end tokens
 
 
 def test_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_row_once():
@@ -168,11 +168,11 @@ def test_long_runs_of_one_kind_come_back_from_their_tokens():
     tokenizer = corpus.byte_pairs({"a": text}, 300)
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    assert max(end - begin for _, (begin, end) in words) <= 513  # 256 characters and the end of the line after them
+    assert max(end - begin for _, (begin, end) in words) <= 513  # 256 characters, then up to 256 of line breaks
 
 
 def test_a_rest_without_anything_to_predict_is_no_row(tmp_path):
     for i in range(20):
-        (tmp_path / f"{i}.txt").write_text(f"{i:016d}")  # 17 tokens with the end
+        (tmp_path / f"{i}.txt").write_text(f"{i:016d}")  # 17 tokens, the end token included
     found = corpus.load_corpus(257, 16, source=tmp_path, packed=False, held_out=0.2)
     assert len(found.train) + len(found.held_out) == 20 and found.train.text.all() and found.held_out.text.all()

@@ -1,4 +1,4 @@
-"""Files and folders that are written: whole or as they were, and one error where the disk refuses."""
+"""Writing files and folders: afterwards they are complete or unchanged, and a failing disk gives a single error."""
 
 import pytest
 

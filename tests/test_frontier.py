@@ -13,7 +13,7 @@ SESSION = {"dtype": "float32", "device": "cpu", "seed": 0, "optimizer": {"name":
 
 
 class Worker:
-    """Stands for a session's process; rows of more than 100 tokens with head full run out of memory."""
+    """Stands in for a session's process; head full runs out of memory on rows of more than 100 tokens."""
 
     started = 0
 

@@ -1,4 +1,4 @@
-"""What an H200 measured is about what is predicted for it."""
+"""Predictions for an H200 are close to what was measured on one."""
 
 import json
 from dataclasses import replace
@@ -41,7 +41,7 @@ def adamw(**other):
     ids=["gpu", "ckpt", "lean", "8GiB", "24GiB", "64GiB", "clipped", "8B", "14B"],
 )
 def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reserved):
-    """Of commit b8f9a1d: ms, GiB."""
+    """Measured at commit b8f9a1d: ms, GiB."""
     found = predict_point(replace(setting, optimizer=adamw(**optimizer)), mode, "fused", H200, choice)
     assert found.ms == pytest.approx(ms, rel=0.12 if setting.model == "qwen3-14b" else 0.05)
     assert found.allocated == pytest.approx(allocated * GIB, rel=0.04)
@@ -75,7 +75,7 @@ def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reser
     ],
 )
 def test_single_rows(point, ms, allocated, reserved):
-    """Points of notebook frontier, by scripts at b8f9a1d on a host that launches faster than the reference: ms, GiB."""
+    """Points of frontier, measured by scripts at b8f9a1d on a host that launches faster than the reference: ms, GiB."""
     size, mode, head, seq = point.split()
     spec = adamw(**(NARROW if size == "14b" else {}))
     setting = Setting("qwen3-" + size, 1, int(seq), optimizer=spec, changes={"max_position_embeddings": 131072})
@@ -88,7 +88,7 @@ def test_single_rows(point, ms, allocated, reserved):
 
 @pytest.mark.parametrize("head", ["full", "chunked", "fused"])
 def test_memory_of_t1m3(head):
-    """Its committed steps: SGD, all on the device."""
+    """The steps of t1m3's committed run: SGD, everything on the device."""
     measured = json.loads((H200_KIT / "t1m3" / "numbers.json").read_text(encoding="utf-8"))
     asked = json.loads((H200_KIT / "t1m3" / "manifest.json").read_text(encoding="utf-8"))["parameters"]
     setting = Setting(asked["model"], asked["batch"], asked["seq"], optimizer=OptimizerSpec("sgd"), workspace=300 << 20)

@@ -136,7 +136,7 @@ def test_figures_are_shown_in_the_cell_that_draws_them_and_nowhere_else(finished
 
 
 def test_all_modes_have_the_same_losses(smoke_outputs):
-    """t1m1 on a CPU in float32: to the last bit, in every phase and step."""
+    """t1m1 on a CPU in float32: bitwise equal losses, in every step of every phase that is compared."""
     with (smoke_outputs / "outputs" / "smoke" / "t1m1" / "samples.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == "loss"]
     losses: dict[tuple[str, str], dict[str, str]] = {}
@@ -147,7 +147,7 @@ def test_all_modes_have_the_same_losses(smoke_outputs):
     compared = [(at, found) for at, found in losses.items() if at[0] not in ("ablation", "budget", "capacity")]
     assert {"own", "real", *two} < {phase for (phase, _), _ in compared}
     for at, found in compared:
-        for other in ROUNDING:  # they add up in another order
+        for other in ROUNDING:  # variants that sum in another order
             found.pop(other, None)
         assert set(found) == two.get(at[0], whole | ({"slide-device"} if at[0] != "real" else set())), at
         assert len(set(found.values())) == 1, (at, found)
@@ -156,7 +156,7 @@ def test_all_modes_have_the_same_losses(smoke_outputs):
 
 
 def test_the_same_arithmetic_trains_the_same(smoke_outputs):
-    """convergence on a CPU in float32: with one head, both modes have the same losses and norms to the last bit."""
+    """convergence on a CPU in float32: with the same head, both modes have bitwise equal losses and norms."""
     with (smoke_outputs / "outputs" / "smoke" / "convergence" / "samples.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] in ("loss", "grad_norm", "held_out_loss")]
     curves: dict[str, list[tuple[str, ...]]] = {}
@@ -178,7 +178,7 @@ def test_the_model_of_cce_has_the_losses_of_convergence(smoke_outputs):
 
 
 def test_two_ranks_find_what_one_finds_and_hold_half_of_the_weight(smoke_outputs):
-    """parallel on a CPU in float32: processes that were really two."""
+    """parallel on a CPU in float32, run on two actual processes."""
     with (smoke_outputs / "outputs" / "smoke" / "parallel" / "samples.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     found = {(row["variant"], row["phase"], row["metric"]): row["value"] for row in rows if not row["step"]}

@@ -1,4 +1,4 @@
-"""The cost model: budgets are kept, more memory is never slower, activations are counted, slide takes the choice."""
+"""The cost model: budgets are kept, more memory is never slower, activations are counted, slide uses the plan."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ def test_from_pure_streaming_to_fully_resident():
 
 
 def test_frozen_parts_and_a_loss_without_head_take_no_room():
-    """T1M1's setting: of what is outside the layers, only the norm is on the device, and nothing has a gradient."""
+    """T1M1's setting: outside the layers, only the norm is on the device, and nothing has a gradient."""
     model = build_model("tiny")
     own = work_of(model, OptimizerSpec(), rows=1, seq=8, train="layers", loss="mean_square")
     assert (own.outer, own.still, own.head, own.workspace) == (0, 64, 0, 0)
@@ -70,7 +70,7 @@ def test_graphs_take_the_place_of_kept_activations_where_launches_take_the_time(
 
 
 def test_gradients_with_a_place_let_computing_run_ahead_of_the_link():
-    """Where state travels beside a backward that computes nothing again, and lower layers stay: they need no link."""
+    """State is transferred beside a backward that recomputes nothing; lower layers are resident and need no link."""
     travels = dataclasses.replace(WORK, on_device=1.0, micro_tokens=16384, masters=True)
     few, many = (Choice(resident=4, keep=28, grad_slots=slots) for slots in (2, 8))
     assert step_ms(travels, many, Machine()) < step_ms(travels, few, Machine())
@@ -85,8 +85,8 @@ def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
     tight = choose_plan(WORK, budget, host=short)
     assert host_bytes(WORK, tight) <= short < host_bytes(WORK, free)
     assert step_ms(WORK, tight, Machine()) >= step_ms(WORK, free, Machine())
-    assert choose_plan(WORK, budget, host=2**30) == free  # nothing fits: the trainer says what the host lacks
-    assert choose_plan(WORK, 3 * 2**30, host=short) == choose_plan(WORK, 3 * 2**30)  # nor where it fits neither
+    assert choose_plan(WORK, budget, host=2**30) == free  # nothing fits: the trainer reports what the host lacks
+    assert choose_plan(WORK, 3 * 2**30, host=short) == choose_plan(WORK, 3 * 2**30)  # nor does a plan within 3 GiB
 
 
 def test_a_budget_too_small_says_the_least_that_works():
@@ -144,7 +144,7 @@ def test_bad_budgets(options, part):
 
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}, {"filter_eps": 1e-3}], ids=str)
 def test_a_head_that_cannot_be_made_in_pieces_is_left_whole(options, monkeypatch):
-    """Nor does a budget take it to pieces."""
+    """A plan for a memory budget does not stream it either."""
     found = []
     monkeypatch.setattr(plan, "choose_plan", lambda work, *_: found.append(work) or Choice())
     head = {"head_options": options | {"workspace": "4MiB"}}

@@ -34,10 +34,11 @@ def by_name(predictions):
 
 
 def test_heads_workspaces_are_those_that_were_measured():
-    """Notebook cce, shape Q, beyond the gradients: full 13619 MiB, chunked 1203, fused in 512 MiB 442."""
+    """Notebook cce, shape Q, MiB beyond the gradients: full 13619, chunked 1203, fused with a workspace of 512: 442."""
     model = shape_only("qwen3-1.7b", torch.bfloat16)
     asked = work_of(model, OptimizerSpec("adamw", master_weights=True), rows=8, seq=1024)
-    gradients = 8192 * 2048 * 2  # of the weight's, this is what the head holds before it
+    # dE, which `full` does not hold yet at its peak; `head_bytes` deducts only dW.
+    gradients = 8192 * 2048 * 2
     assert (head_bytes("full", asked) - gradients) / 2**20 == pytest.approx(13619, rel=0.01)
     assert head_bytes("chunked", asked) / 2**20 == pytest.approx(1203, rel=0.02)
     assert head_bytes("fused", asked) / 2**20 == pytest.approx(442, rel=0.02)
@@ -87,7 +88,7 @@ def test_why_the_others_fail_and_what_would_fit():
 
 
 def test_what_would_fit_instead_does():
-    """Of each kind of change the least; what does not help is not named."""
+    """The smallest change of each kind is named; changes that do not help are not."""
     short_host = planner.would_fit(SETTING, 16 * GIB, 16 * GIB, H200)
     assert {"--moments bfloat16 --split-master", "--optimizer sgd", "--model qwen3-0.6b"} <= short_host.keys()
     assert all(p.fits and p.host <= 16 * GIB for p in short_host.values())

@@ -1,4 +1,4 @@
-"""Texts: what is read of the library, of files and folders, and what is refused."""
+"""Texts: what is read from the standard library, files and folders, and what is refused."""
 
 import json
 import os

@@ -17,7 +17,7 @@ from t1lib.heads.native import native
 __all__ = ["DEFAULT_HEAD", "HEADS", "HeadStats", "linear_cross_entropy", "next_token_targets", "parse_bytes"]
 
 HEADS: dict[str, Callable] = {"full": full, "chunked": chunked, "fused": fused, "torch": native}
-"""Name to function. Each takes what `linear_cross_entropy` takes, without `head`, and options of its own."""
+"""Functions by name. Each takes the arguments of `linear_cross_entropy` except `head`, plus options of its own."""
 
 DEFAULT_HEAD = "fused"
 

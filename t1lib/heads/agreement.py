@@ -33,7 +33,7 @@ class _Known(NamedTuple):
 
 
 KNOWN: WeakKeyDictionary[ProcessGroup, dict[tuple, _Known]] = WeakKeyDictionary()
-"""By the group itself: the next one may have the name of one that was destroyed."""
+"""Keyed by the group object, not by its name, which a new group may take over from a destroyed one."""
 
 
 def agree(group: ProcessGroup, facts: dict[str, Any], rows: int, device: torch.device) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from t1lib.heads.shards import Shards
 
 SHARDS: dict[str, "Shards"] = {}
-"""By name: an operator takes no groups."""
+"""By name, because an operator cannot take a process group."""
 
 
 def call(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, HeadStats]:
@@ -99,26 +99,22 @@ def _is_early(
     return fused_search.early_is_faster(shape, opts.workspace, kind, tiles)
 
 
-def _shape(tokens: int, compute: torch.dtype, needs: list[bool], linear_weight: Tensor) -> fused_plan.Shape:
-    vocab, hidden = map(int, linear_weight.shape)
-    room = hidden * linear_weight.element_size() // compute.itemsize * needs[1]
-    return fused_plan.Shape(tokens, vocab, hidden, compute, needs[0], needs[1], room)
-
-
 def _shapes(
-    o: fused_chunks.Operands, needs: list[bool], linear_weight: Tensor
+    tokens: int, compute: torch.dtype, needs: list[bool], linear_weight: Tensor, shards: "Shards | None"
 ) -> tuple[fused_plan.Shape, fused_plan.Shape]:
-    """(the shape on this process, the shape to plan for).
+    """(the shape on this process, the shape to plan for), for all tokens of a call.
 
     All shards of the vocabulary must split the tokens into the same chunks, so they plan for the largest shard. If
     shards differ in size, no dW lends its memory, because the room in its last panel depends on the size.
     """
-    shape = _shape(len(o.e), o.compute, needs, linear_weight)
-    if o.opts.shards is None:
+    vocab, hidden = map(int, linear_weight.shape)
+    room = hidden * linear_weight.element_size() // compute.itemsize * needs[1]
+    shape = fused_plan.Shape(tokens, vocab, hidden, compute, needs[0], needs[1], room)
+    if shards is None:
         return shape, shape
-    shape = shape._replace(ranks=o.opts.shards.size)
-    equal = len(set(o.opts.shards.rows)) == 1
-    return shape, shape._replace(vocab=o.opts.widest, room=shape.room * equal)
+    shape = shape._replace(ranks=shards.size)
+    equal = len(set(shards.rows)) == 1
+    return shape, shape._replace(vocab=max(shards.rows), room=room * equal)
 
 
 def _where_they_are(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +139,7 @@ def forward_op(
     """(loss, lse, logprob, correct, offset, log_total, dE, dW, dBias); gradients are empty unless computed here."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, shards, compute)
-    shape, planned = _shapes(o, needs, linear_weight)
+    shape, planned = _shapes(len(o.e), o.compute, needs, linear_weight, o.opts.shards)
     early = _is_early(o.opts, planned, o.e.device, exact_sum, needs)
     gradients: tuple[Tensor | None, ...] = (None,) * 3
     if early:
@@ -168,11 +164,13 @@ def _(
 ):  # fmt: skip
     size = None if workspace is None else checks.parse_bytes(workspace)
     opts = _Traced(reduction, filter_eps, softcap, label_smoothing, size)
-    shape = _shape(target.numel(), compute or input.dtype, needs, linear_weight)
-    early = _is_early(opts, shape, input.device, exact_sum, needs)
+    known = None if shards is None else SHARDS[shards]
+    tokens = target.numel() * (known.size if known and known.sequence else 1)
+    _, planned = _shapes(tokens, compute or input.dtype, needs, linear_weight, known)
+    early = _is_early(opts, planned, input.device, exact_sum, needs)
     rows = input.new_empty(target.shape, dtype=torch.float32)
     loss = rows if reduction == "none" else input.new_empty((), dtype=torch.float32)
-    flat = input.new_empty(target.numel(), dtype=torch.float32)
+    flat = input.new_empty(tokens, dtype=torch.float32)
     operands = (input, linear_weight, linear_bias)
     made = (
         t.new_empty(t.shape) if early and needed else input.new_empty(0)
@@ -195,7 +193,7 @@ def backward_op(
     """(dE, dW, dBias) from recomputed logits and the saved log-sum-exp; empty where not needed."""
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, shards, compute)
-    shape, planned = _shapes(o, needs, linear_weight)
+    shape, planned = _shapes(len(o.e), o.compute, needs, linear_weight, o.opts.shards)
     count = 1 if exact_sum else chunks
     plan = fused_search.plan_late(planned, o.opts.workspace, o.device, o.tiles, count)
     flat = upstream.reshape(-1) if reduction == "none" else upstream

@@ -29,7 +29,7 @@ TILES: dict[tuple[str, int], Tiles] = {
     ("interpreter", 2): Tiles(32, 64, 32, 4, 1, 1),
     ("interpreter", 4): Tiles(32, 64, 32, 4, 1, 1),
 }
-"""By architecture and bytes an element. Hopper alone could be measured; the others are a safe choice."""
+"""By architecture and bytes per element. Only Hopper could be measured; the others are safe choices."""
 
 
 class Device(NamedTuple):

@@ -21,14 +21,14 @@ from t1lib.heads.shards import Shards
 __all__ = ["HEADS", "linear_cross_entropy"]
 
 HEADS = {"full": full, "chunked": chunked, "fused": fused}
-"""Those of `t1lib.heads.HEADS` that work on shards of the weight."""
+"""The heads that work on shards of the weight, by the names of `t1lib.heads.HEADS`."""
 
 OPERANDS = {"linear_bias", "weight", "token_weight", "shards", "cast"}
 DEFAULTS = {
     name: {k: v for k, v in (defaults(prepare) | defaults(head)).items() if k not in OPERANDS}
     for name, head in HEADS.items()
 }
-"""Of the options that each head takes."""
+"""Defaults of the options that each head takes."""
 
 
 def linear_cross_entropy(

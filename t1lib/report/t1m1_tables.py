@@ -80,7 +80,7 @@ def table4_capacity(frame: pd.DataFrame) -> Table:
     for name in dict.fromkeys(frame[frame["phase"] == "capacity"]["variant"]):
         loss = pick(frame, "loss", "capacity", name)
         rows.append({
-            "model, budget, moments": name,
+            "model, budget, state": name,
             "first loss": loss.iloc[0] if len(loss) else None,
             "last loss": loss.iloc[-1] if len(loss) else None,
             "median (ms)": median(frame, "wall_ms", "capacity", name),

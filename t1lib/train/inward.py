@@ -84,7 +84,11 @@ class Inward(HostLayers):
         queued = self._coming[index] = threading.Event()
         phase = "weights again" if again else "weights"
         copy = partial(self._copy_in, index, phase, queued, self._trace())
-        (self.landings or self.worker).then(index, copy, queued)
+        try:
+            (self.landings or self.worker).then(index, copy, queued)
+        except BaseException:
+            queued.set()  # nothing will fill the slot, so nobody may wait for it
+            raise
 
     def check(self) -> None:
         """Raise the error of an update or a copy that failed on another thread."""

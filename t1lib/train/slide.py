@@ -67,13 +67,13 @@ class SlideTrainer(SlideStep):
                                (`t1lib.machine`). On the host otherwise, or with frozen parameters in the layers, or
                                with overlap_update=False
     host_share       share of the layers that update="both" leaves to the host, between 0 and 1
-    embedding        where a frozen embedding is looked up: "host" or "device". A trained one is on the device, unless
-                     outer="streamed"
+    embedding        where an embedding that train="layers" freezes is looked up: "host" or "device". Any other, or one
+                     that shares its weight with a head in use, is on the device (but see outer="streamed")
     outer            where embedding, norm and head are, if they are trained:
                      "device"    weights, gradients and optimizer state on the device
-                     "host"      weights and gradients on the device, optimizer state on the host, where the CPU updates
-                                 it (`t1lib.train.outer`). But if the layers' state travels to the device, so does this
-                                 state (`t1lib.train.outer_travel`)
+                     "host"      weights and gradients on the device, optimizer state on the host. The CPU updates them
+                                 (`t1lib.train.outer`), but if the layers' state travels to the device, so does theirs,
+                                 and they are updated there (`t1lib.train.outer_travel`)
                      "parked"    as "host", but if the state travels, the weights are on the host, too, and leave the
                                  device during the layers' backward pass (with "host" they do so only if whole masters
                                  can restore them)

@@ -54,7 +54,7 @@ def default_device(device: torch.device | str | None) -> torch.device:
 class Trainer(Layered, Losses, Stateful):
     """Trains a causal language model one batch at a time. Subclasses say where the layers live and how they run.
 
-    model            from `build_model`; the trainer places it on its devices and owns it until `close`
+    model            from `build_model`; the trainer places it and owns it until `close`
     device           where the model computes: a CUDA device, or the CPU (default: a GPU if there is one)
     head             name of an output layer in `t1lib.heads.HEADS`
     head_options     options passed to the head; allowed: those in `HEAD_OPTIONS`

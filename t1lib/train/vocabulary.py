@@ -142,7 +142,7 @@ class StreamedHead:
             parts = found.parts.setdefault(piece, [])
             for t in found.tokens:
                 part, logprob = self._piece_loss(piece, weight, t)
-                without = part.lse + torch.log1p(-torch.exp(self._never - part.lse))  # the extra row
+                without = part.lse + torch.log1p(-torch.exp(self._never - part.lse))  # without the extra row
                 t.lse = torch.logaddexp(t.lse, without)
                 t.logit = torch.where(part.inside, logprob + part.lse, t.logit)
                 if torch.is_grad_enabled():

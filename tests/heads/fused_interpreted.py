@@ -1,4 +1,4 @@
-"""Head `fused` through Triton's interpreter, which must be on before Triton is imported: see test_fused.py."""
+"""Head `fused` through Triton's interpreter, which must be enabled before Triton is imported: see test_fused.py."""
 
 import os
 
@@ -34,7 +34,7 @@ def test_first_chunk_in_the_memory_of_the_weight_gradient(tokens, name, monkeypa
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_row_blocks_go_through_the_vocabulary_in_groups(reduction, group, monkeypatch):
-    """The last group may be smaller: seven blocks of 32 rows."""
+    """There are seven blocks of 32 rows, so the last group may be smaller."""
     monkeypatch.setattr(fused_launch, "CACHED", group * 32 * 40 * 4)
     p = problem(200, 300, 40, dtype=torch.float32)
     kwargs = {"reduction": reduction}
@@ -62,7 +62,7 @@ def test_float16_error_is_that_of_full(reduction):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_chunked_computes_bfloat16(autocast):
-    """Of which the interpreter would make garbage."""
+    """The interpreter does not support bfloat16, so `chunked` computes in place of the kernels."""
     p = problem(20, 257, 16, dtype=torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         fused, chunked = (run(head, p) for head in ("fused", "chunked"))
@@ -80,7 +80,7 @@ def test_frozen_operands(reduction, grad):
 @pytest.mark.parametrize("units", [1, 2, 3, 5, 16, 40])
 @pytest.mark.parametrize("name", ["plain", "weighted smoothing"])
 def test_columns_are_dealt_to_any_number_of_programs(name, units, monkeypatch):
-    """dBias is taken on the way, each program's share after another of its tiles."""
+    """dBias is computed alongside dW: each program does its share after a different one of its tiles."""
     monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
     p = problem(70, 300, 150, dtype=torch.float32)
     kwargs = options(name, p)
@@ -100,7 +100,7 @@ def test_many_tokens_with_one_target():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_logit_far_above_the_targets(reduction):
-    """Exponentials overflow with the first guess of their offset: those rows are made again."""
+    """The exponentials overflow with the first estimate of their offset, so those rows are recomputed."""
     p = problem(40, 257, 16, dtype=torch.float32, bias=True)
     p.b[3] += 1000.0
     assert_close(run("fused", p, reduction=reduction), run("full", p.to(torch.float64), reduction=reduction), 1e-4)
@@ -110,24 +110,24 @@ def test_a_logit_far_above_the_targets(reduction):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_large_offsets(shift, reduction):
     p = problem(20, 257, 16, dtype=torch.float32)
-    p.b += shift  # logits of 1000 have a last digit of 6e-5
+    p.b += shift  # float32 resolves logits near 1000 to 6e-5
     assert_close(run("fused", p, reduction=reduction), run("full", p.to(torch.float64), reduction=reduction), 3e-4)
 
 
 def test_a_certain_target():
-    """p → 1: the loss is 0 and the gradients vanish, as `torch.nn.functional.cross_entropy` answers."""
+    """p → 1: the loss is near 0, as in `torch.nn.functional.cross_entropy`, and the gradients are finite."""
     p = problem(20, 257, 16, dtype=torch.float32, bias=False, ignored=False)
     p.e *= 300
     p.target[:] = (p.e @ p.w.T).argmax(1)
     loss, *gradients = run("fused", p)
     want = torch.nn.functional.cross_entropy((p.e @ p.w.T).double(), p.target)
-    assert want < 0.01 and (loss - want).abs() <= 1e-3  # logits of thousands
+    assert want < 0.01 and (loss - want).abs() <= 1e-3  # logits are in the thousands
     assert all(g.isfinite().all() for g in gradients if g is not None)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_numbers_that_are_none(bad):
-    """NaN and inf show where they show with `full`."""
+    """NaN and inf appear where they appear with `full`."""
     p = problem(20, 257, 16, dtype=torch.float32, bias=False, ignored=False)
     p.e[3, 2] = bad
     for got, want in zip(run("fused", p), run("full", p), strict=True):

@@ -26,7 +26,7 @@ class Problem:
 
 
 def problem(n, v, d, *, dtype=torch.float64, bias=True, ignored=True, seed=0, device="cpu") -> Problem:
-    """Logits of standard deviation about 3; a fifth of the tokens ignored, the first never (index −100)."""
+    """Logits have a standard deviation of about 3; a fifth of the tokens are ignored (target −100), never the first."""
     g = torch.Generator().manual_seed(seed)
     e = torch.randn(n, d, generator=g, dtype=torch.float64)
     w = torch.randn(v, d, generator=g, dtype=torch.float64) * 3 / d**0.5
@@ -57,7 +57,7 @@ def options(name: str, p: Problem, seed: int = 1) -> dict:
 
 
 def upstream_for(loss: Tensor) -> Tensor:
-    """An upstream gradient: 1.7, or for losses per token a column of a matrix, so not contiguous."""
+    """An upstream gradient: 1.7, or for per-token losses a column of a matrix, which is not contiguous."""
     if loss.dim() == 0:
         return torch.full_like(loss, 1.7)
     g = torch.Generator().manual_seed(2)
@@ -75,7 +75,7 @@ def run(head: str, p: Problem, upstream: Tensor | None = None, grad=(True, True,
 
 
 def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
-    """Largest difference at most `tolerance` times the largest magnitude wanted, tensor by tensor."""
+    """Assert that each tensor's largest difference is at most `tolerance` times the largest magnitude wanted."""
     assert len(got) == len(want)
     for place, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.shape == w.shape, f"{place}: {g.shape} against {w.shape}"
@@ -85,11 +85,11 @@ def assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> Non
 
 
 def weight_bound(name: str, own: dict) -> float:
-    """How far the 16-bit error of dW may exceed that of `full`: 1.5, and 2.12 where logits saturate.
+    """Bound on the 16-bit error of dW relative to that of `full`: 1.5, or 2.12 where logits saturate.
 
-    By sequence, dW is rounded once a chunk. If the sum's square grows evenly, 8 chunks have Σ k/8 = 4.5 times the
-    squared rounding error of one product: 2.12 times the error. The rounding of the logits, which every head shares,
-    hides that, except under a softcap, which flattens it away.
+    By sequence, dW is rounded once per chunk. If the square of the sum grows evenly, 8 chunks give Σ k/8 = 4.5 times
+    the squared rounding error of a single product, so 2.12 times the error. The rounding of the logits, common to all
+    heads, hides this except under a softcap, which flattens it away.
     """
     by_sequence = own.get("by", "sequence") == "sequence"
     return 2.12 if by_sequence and name in ("softcap", "all") else 1.5

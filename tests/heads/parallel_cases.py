@@ -18,14 +18,14 @@ TORCH_HEADS = {
     "by sequence": {"head": "chunked", "chunks": 3},
     "by vocabulary": {"head": "chunked", "by": "vocabulary", "chunks": 3},
 }
-ROWS = {2: (100, 157), 3: (90, 7, 160)}  # of the weight: 257 classes
+ROWS = {2: (100, 157), 3: (90, 7, 160)}  # of the weight on each rank: 257 classes in total
 FEW = {2: (72, 28), 3: (70, 10, 20)}  # for the interpreter; rows of 72, 28 and 20 logits need no padding
 STATS = ("lse", "logprob", "correct")
 ALL = (True, True, True)
 
 
 def exact(size: int) -> Cases:
-    """Every head made of PyTorch's operators, option and reduction, in float64; tokens the same or dealt."""
+    """Every head built from PyTorch operators, option and reduction, in float64; tokens replicated or sharded."""
     p, rows, found = problem(36, 257, 16), ROWS[size], {}
     for head, own in TORCH_HEADS.items():
         for reduction in REDUCTIONS:
@@ -39,7 +39,7 @@ def exact(size: int) -> Cases:
 
 
 def edges(size: int) -> Cases:
-    """The same heads: what is particular about operands and targets."""
+    """The same heads, with special operands and targets."""
     found = {}
     for head, own in TORCH_HEADS.items():
         p, rows = problem(36, 257, 16), ROWS[size]
@@ -60,10 +60,10 @@ def edges(size: int) -> Cases:
             changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
             found[f"{head}, {name}"] = partial(agrees, changed, rows, 1e-11, reduction="sum", **own)
         far = problem(36, 257, 16)
-        far.b[50] += 2000.0  # where only the first rank has it
+        far.b[50] += 2000.0  # a class that only the first rank holds
         found[f"{head}, a logit far above the others"] = partial(agrees, far, rows, 1e-11, **own)
         masked = Problem(p.e, p.w, p.b.clone(), p.target.where(p.target < 0, p.target % (257 - rows[-1])))
-        masked.b[-rows[-1] :] = float("-inf")  # all that the last rank has
+        masked.b[-rows[-1] :] = float("-inf")  # all classes of the last rank
         found[f"{head}, a rank all masked"] = partial(agrees, masked, rows, 1e-11, **own)
         none = Problem(p.e[:0], p.w, p.b, p.target[:0])
         found[f"{head}, no tokens"] = partial(agrees, none, rows, 1e-11, reduction="sum", **own)
@@ -71,7 +71,7 @@ def edges(size: int) -> Cases:
 
 
 def kernels(size: int) -> Cases:
-    """Head `fused` by Triton's interpreter; 36 tokens make two chunks."""
+    """Head `fused` in Triton's interpreter; 36 tokens make two chunks."""
     p, few = (problem(n, 100, 16, dtype=torch.float32) for n in (36, 20))
     found = {
         "two chunks": dict(p=p, chunks=2),
@@ -104,7 +104,7 @@ def agrees(
     p: Problem, rows: tuple[int, ...], tolerance: float, *, bias: bool = True, grad: tuple[bool, ...] = ALL,
     sequence_parallel: bool = False, **kwargs: Any,
 ) -> None:  # fmt: skip
-    """Loss, gradients and statistics are those of head `full` in float64 in one process."""
+    """Assert that loss, gradients and statistics agree with those of head `full` in float64 in one process."""
     want = expected(p, rows, bias=bias, grad=grad, sequence_parallel=sequence_parallel, **kwargs)
     got = on_shards(p, rows, bias=bias, grad=grad, sequence_parallel=sequence_parallel, **kwargs)
     assert got.keys() == want.keys(), (got.keys(), want.keys())
@@ -125,7 +125,7 @@ def expected(
     p: Problem, rows: tuple[int, ...], *, bias: bool = True, grad: tuple[bool, ...] = ALL,
     sequence_parallel: bool = False, dtype: torch.dtype = torch.float64, **kwargs: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """What this process should find, from the whole weight; by head `full` in `dtype`."""
+    """What this process should compute: the result of head `full` in `dtype` with the whole weight."""
     of_heads = ("head", "chunks", "by", "accumulate", "workspace", "group")
     rest = {k: v for k, v in kwargs.items() if k not in of_heads}
     want = results(partial(in_one, head="full"), p.to(dtype), p.target, bias=bias, grad=grad, **rest)
@@ -143,7 +143,7 @@ def on_shards(
     p: Problem, rows: tuple[int, ...], *, bias: bool = True, grad: tuple[bool, ...] = ALL,
     sequence_parallel: bool = False, **kwargs: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """What this process finds, from its rows of the weight."""
+    """What this process computes from its rows of the weight."""
     part, rank, size = own_rows(rows), dist.get_rank(), len(rows)
     share = Problem(p.e, p.w[part], None if p.b is None else p.b[part], p.target)
     kwargs.setdefault("group", dist.group.WORLD)
@@ -159,7 +159,7 @@ def results(
     call: Callable[..., Any], p: Problem, every_target: Tensor, *, bias: bool = True, grad: tuple[bool, ...] = ALL,
     **kwargs: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """What `call` returns and its gradients, by name; the upstream gradient is the same however tokens are dealt."""
+    """What `call` returns and its gradients, by name; the upstream gradient is the same however tokens are sharded."""
     e, w = (t.detach().clone().requires_grad_(g) for t, g in zip((p.e, p.w), grad, strict=False))
     b = p.b.detach().clone().requires_grad_(grad[2]) if bias else None
     loss, stats = call(e, w, p.target, linear_bias=b, return_stats=True, **kwargs)

@@ -1,11 +1,11 @@
-"""Cases of the vocabulary-parallel heads beside their numbers: DTensors, roundings, what is exchanged, mutations."""
+"""Cases of the vocabulary-parallel heads beyond their values: DTensors, rounding, communication, mutations."""
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import parallel_cases
 import torch
 import torch.distributed as dist
 from head_cases import Problem, options, problem
@@ -46,6 +46,8 @@ def manners(size: int) -> Cases:
     found["fused, targets elsewhere write nothing"] = partial(within_bounds, size)
     if size == 2:
         found["fused, first chunk in the memory of dW"] = lent
+        found["fused, compiled"] = partial(compiled, False)
+        found["fused, compiled, tokens dealt"] = partial(compiled, True)
     return found
 
 
@@ -58,7 +60,7 @@ def same_bits(size: int) -> None:
 
 
 def sixteen_bits(size: int, dtype: torch.dtype, tokens: int = 150, **own: Any) -> None:
-    """The error is that of the same head in one process: dE is not rounded on each shard."""
+    """The error is about that of the same head in one process: dE is not rounded per shard."""
     rows = FEW[size] if own["head"] == "fused" else ROWS[size]
     p = problem(tokens, sum(rows), 64, dtype=dtype, bias=False)
     usual = results(partial(in_one, **own), p, p.target, bias=False)
@@ -81,8 +83,8 @@ def autocast(size: int, **own: Any) -> None:
 
 
 def exchanged(size: int, sequence_parallel: bool, **own: Any) -> None:
-    """Each collective and the numbers in the larger of its tensors: never more than statistics of tokens, or dE."""
-    n, d = 64 * size, 5  # fewer dimensions than classes
+    """Check each collective and the size of its larger tensor: never more than per-token statistics, or dE."""
+    n, d = 64 * size, 5  # the hidden size is smaller than the number of classes
     p = problem(n, 100 * size, d, dtype=torch.float32)
     sent: list[tuple[str, int]] = []
 
@@ -106,7 +108,7 @@ def exchanged(size: int, sequence_parallel: bool, **own: Any) -> None:
 def exchanges(
     size: int, n: int, d: int, dealt: bool, head: str, chunks: int = 1, by: str = "sequence"
 ) -> list[tuple[str, int]]:
-    """What a loss of n tokens and its backward exchange, after the ranks have agreed."""
+    """The collectives in a loss over n tokens and its backward, after the ranks have agreed."""
     tokens = [("all_gather", n * d)] if dealt else []
     found = [("all_gather", n), *tokens] if dealt else []
     whole = [("reduce_scatter" if dealt else "all_reduce", n * d)]
@@ -125,7 +127,7 @@ def exchanges(
 
 
 def counted(size: int, by: str) -> None:
-    """The least workspace of `chunked` is that of one process, and the sum of dE where it is not dE itself."""
+    """The least workspace of `chunked` is that of one process, plus the buffer for summing dE if not dE itself."""
     apart = 36 * 16 * 4
     for dtype, dealt, more in (
         (torch.float32, False, 0),
@@ -148,7 +150,7 @@ def least_of(call: Callable[[], Any]) -> int:
 
 
 def sharded(**own: Any) -> None:
-    """257 rows dealt as DTensor deals them: the gradient is a DTensor, too."""
+    """257 rows sharded as DTensor does it: the gradient is a DTensor, too."""
     p = problem(36, 257, 16)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     e = p.e.clone().requires_grad_()
@@ -180,7 +182,7 @@ def by_mesh(size: int) -> None:
 
 
 def noticed(mutation: tuple, *args: Any, **kwargs: Any) -> None:
-    """Without the mutation `agrees` holds; with it, it does not."""
+    """`agrees` passes without the mutation and fails with it."""
     kwargs.setdefault("head", "chunked")
     agrees(*args, **kwargs)
     try:
@@ -192,7 +194,7 @@ def noticed(mutation: tuple, *args: Any, **kwargs: Any) -> None:
 
 
 def within_bounds(size: int) -> None:
-    """Rows before and after those of this shard's dW stay as they are."""
+    """The rows just before and after this shard's dW are left unchanged."""
     add = fused_run.add_targets
 
     def between_guards(o: Any, tokens: Any, tau: Tensor, frequent: Any, dw: Tensor, db: Tensor | None) -> None:
@@ -206,21 +208,28 @@ def within_bounds(size: int) -> None:
 
 
 def lent() -> None:
-    """On equal shards, three panels each; see fused_interpreted.py."""
+    """The first chunk uses the memory of dW, on equal shards of three panels; see fused_interpreted.py."""
     plan = fused_plan.Early(32, 1, 0, *2 * (fused_plan.Work(2, 1),), fused_plan.Lent(32, 64, fused_plan.Work(2, 2)))
     p = problem(50, 360, 40, dtype=torch.float32)
     with patch.object(fused_search, "plan_early", lambda *_: plan):
         agrees(p, (180, 180), 3e-6, head="fused", **options("weighted smoothing", p))
 
 
+def compiled(sequence_parallel: bool) -> None:
+    """The compiler is told the shapes that the operator returns, of all ranks' tokens and for the largest shard."""
+    p = problem(36, 100, 16, dtype=torch.float32)
+    call = torch.compile(linear_cross_entropy, backend="aot_eager")
+    with patch.object(parallel_cases, "linear_cross_entropy", call):
+        agrees(p, FEW[2], 3e-6, head="fused", sequence_parallel=sequence_parallel)
+
+
 def lends_nothing(size: int) -> None:
-    """Plans are those of the largest shard; where the others are smaller, dW keeps its memory."""
+    """Plans are made for the largest shard; if other shards are smaller, dW lends no memory."""
     w = torch.empty(128000, 2304, dtype=torch.bfloat16, device="meta")
     device, tiles, budget = fused_plan.Device("hopper", 132), fused_plan.TILES["hopper", 2], 128 * 2**20
     for rows, lends in (((128000,) * size, True), ((128001,) * (size - 1) + (128000,), False)):
-        opts = SimpleNamespace(widest=max(rows), shards=Shards(dist.group.WORLD, size - 1, rows, False))
-        o = SimpleNamespace(e=torch.empty(8192, 2304, device="meta"), compute=torch.bfloat16, opts=opts)
-        here, planned = fused_op._shapes(o, [True, True, False], w)
+        dealt = Shards(dist.group.WORLD, size - 1, rows, False)
+        here, planned = fused_op._shapes(8192, torch.bfloat16, [True, True, False], w, dealt)
         assert here.vocab == 128000 and planned.vocab == max(rows)
         plan = fused_search.plan_early(planned, budget, device, tiles, None)
         assert (plan.lent is not None) == lends

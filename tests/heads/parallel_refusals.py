@@ -1,4 +1,4 @@
-"""Cases of the vocabulary-parallel heads: bad input is the same kind of error on every process, and never a hang."""
+"""Cases of the vocabulary-parallel heads: bad input raises the same kind of error on every process and never hangs."""
 
 import re
 import time
@@ -41,7 +41,7 @@ def refusals(size: int) -> Cases:
 
 
 def by_one(size: int) -> Cases:
-    """(what only the last rank does, what all do, the message)."""
+    """Each case: (arguments of the last rank only, arguments of all ranks, the message)."""
     cases = {
         "dtype": ({"input": P.e.double()}, {}, r"disagree about input: .*float32.* on rank 0, .*float64.* on rank"),
         "tokens": ({"input": P.e[:9], "target": P.target[:9]}, {}, r"disagree about input: .*\(36, 16\).*\(9, 16\)"),
@@ -65,7 +65,7 @@ def by_one(size: int) -> Cases:
 
 
 def by_all(size: int) -> Cases:
-    """(what all do, the message)."""
+    """Each case: (arguments of all ranks, the message)."""
     rows = r"the ranks hold " + r" \+ ".join(map(str, ROWS[size])) + " = 257 rows of linear_weight, but "
     cases = {
         "vocabulary": ({"vocabulary": 256}, rows + "vocabulary is 256 classes"),
@@ -79,12 +79,12 @@ def by_all(size: int) -> Cases:
         "no group": ({"group": None}, "group must be a ProcessGroup or a one-dimensional DeviceMesh, got NoneType"),
         "a mesh of two dimensions": ({"group": "2-D"}, "one-dimensional DeviceMesh, got 2 dimensions"),
     }
-    least = 36 * max(ROWS[size]) * 4 * 4  # four float32 a logit
+    least = 36 * max(ROWS[size]) * 4 * 4  # four float32 per logit
     return {f"refused: {what}": partial(refused, size, {}, c, m.format(least=least)) for what, (c, m) in cases.items()}
 
 
 def of_placements(size: int) -> Cases:
-    """(the last rank's, that of the others, the message)."""
+    """Each case: (the last rank's placement, that of the other ranks, the message)."""
     wrong = "linear_weight must be sharded on dimension 0.*"
     cases = {
         "refused: a DTensor on dimension 1": (Shard(1), Shard(1), f"^{wrong}dim=1"),
@@ -96,7 +96,7 @@ def of_placements(size: int) -> Cases:
 
 
 def refused(size: int, last: dict[str, Any], change: dict[str, Any], message: str) -> None:
-    """`change` on every rank, `last` on the last one: T1Error on each, within seconds."""
+    """With `change` on every rank, and `last` on the last one as well, each rank raises T1Error within seconds."""
     part = own_rows(ROWS[size])
     kwargs = {"input": P.e, "linear_weight": P.w[part].requires_grad_(), "target": P.target, "linear_bias": P.b[part]}
     kwargs |= {"group": dist.group.WORLD, "head": "fused", "sequence_parallel": False, **change}
@@ -124,7 +124,7 @@ def raises(call: Callable[[], Any], message: str) -> None:
 
 
 def placed(last: Placement, others: Placement | None, message: str) -> None:
-    """How the last rank places its weight, and how the others do; None: a plain tensor."""
+    """Each rank raises when the last one and the others place their weights so (None: as a plain tensor)."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     ways = [distribute_tensor(P.w, mesh, [placement or Shard(0)]) for placement in (last, others)]
@@ -143,7 +143,7 @@ def other_units(size: int) -> None:
 
 
 def told_there() -> None:
-    """On CUDA objects travel on the current device, which need not be that of the call."""
+    """On CUDA, objects are sent through the current device, which need not be the device of the call."""
     inside: list[torch.device] = []
     seen: list[torch.device] = []
     gather = dist.all_gather_object
@@ -170,7 +170,7 @@ def backend(config: str, message: str) -> None:
 
 
 def agreed_before(size: int) -> None:
-    """What happens on CUDA, where the integers of such a call are not read."""
+    """The behaviour on CUDA, where the integers of a call that agreed before are not read."""
     rank, group, cpu = dist.get_rank(), dist.group.WORLD, torch.device("cpu")
     call = partial(agree, group, rows=rank + 1, device=cpu)
     with patch.object(agreement, "READ", ()):
@@ -190,7 +190,7 @@ def agreed_before(size: int) -> None:
 
 
 def agreed_in_a_group_of_that_name(size: int) -> None:
-    """The same, but the group is made anew, and another rank has other rows then."""
+    """As above, but the group is created anew, and another rank then holds a different number of rows."""
     with patch.object(agreement, "READ", ()):
         for more in (0, 1):
             dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""One process of the group of test_heads_parallel.py: every case, in the same order on all of them."""
+"""The worker of test_heads_parallel.py: every process runs every case, in the same order."""
 
 import sys
 from functools import partial

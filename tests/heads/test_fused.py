@@ -1,4 +1,4 @@
-"""Head `fused` without a GPU: its kernels through Triton's interpreter, and `chunked` in their place."""
+"""Head `fused` without a GPU: its kernels in Triton's interpreter, and the fallback to `chunked`."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_kernels_by_the_interpreter():
-    """In processes of their own, two at a time: Triton decides at its import whether kernels are interpreted."""
+    """In two separate processes: Triton decides on import whether kernels are interpreted."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "fused_interpreted.py"), "-k"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     options = {"cwd": HERE.parent.parent, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

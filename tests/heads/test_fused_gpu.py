@@ -1,4 +1,4 @@
-"""Head `fused` on a GPU: 16-bit accuracy, memory, no wait of the host, graphs, the same bits, the compiler."""
+"""Head `fused` on a GPU: 16-bit accuracy, memory, no host waits, CUDA graphs, reproducibility, torch.compile."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_on_a_device_that_is_not_the_current_one(reduction):
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_kernels_for_any_gpu(name, reduction, monkeypatch):
-    """Those that run where the ones for Hopper cannot."""
+    """The kernels that run where the Hopper ones cannot."""
     from t1lib.heads import fused_launch  # needs Triton
 
     monkeypatch.setattr(fused_launch, "hopper", None)
@@ -66,7 +66,7 @@ def test_first_chunk_in_the_memory_of_the_weight_gradient(name, monkeypatch):
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
 def test_weight_gradient_is_as_exact_as_fulls_at_any_number_of_chunks(chunks):
-    """Targets as frequent as in a text: their rows of dW grow with every chunk."""
+    """Targets are as frequent as in a text: the rows of dW of frequent ones grow with every chunk."""
     p = problem(2048, 20011, 264, dtype=torch.bfloat16, bias=False, ignored=False, device="cuda")
     p.target.copy_(torch.multinomial(1 / torch.arange(1.0, 20012), 2048, replacement=True))
     one = torch.ones((), device="cuda")

@@ -23,7 +23,7 @@ TORCH_LACKS = ("softcap", "z_loss", "all")
 
 
 def lacks(head, own, name):
-    """Whether PyTorch's op cannot do this (its chunked path has no smoothing either)."""
+    """Whether PyTorch's op lacks this option (its chunked path also lacks label smoothing)."""
     chunked = own.get("chunked", True)
     return head == "torch" and (name in TORCH_LACKS or ("smoothing" in name and chunked))
 

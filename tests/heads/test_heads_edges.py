@@ -1,4 +1,4 @@
-"""Extreme values as cross_entropy answers them; what chunking promises of memory, products, waiting and backward."""
+"""Extreme values, compared with cross_entropy; what chunking promises on memory, GEMMs, host waits and backward."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_ignored_tokens_have_exactly_zero_gradient(head, own, reduction, name):
 @pytest.mark.parametrize("offset", [1e3, -1e3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_large_offsets(head, own, offset, smoothing):
-    """A constant added to every logit changes nothing but rounding: that of logits near 1000 in float32, 6e-5."""
+    """A constant added to every logit changes only the rounding: 6e-5 for float32 logits near 1000."""
     p = problem(37, 1000, 16, dtype=torch.float32)
     p.b += offset
     kwargs = {"reduction": "none", "label_smoothing": smoothing}
@@ -72,7 +72,7 @@ def test_certain_targets(head, own):
 @pytest.mark.parametrize("head, own", HEADS)
 @pytest.mark.parametrize("masked", [slice(0, 86), slice(86, 200), slice(1, None)], ids=str)
 def test_logits_of_minus_infinity(head, own, masked):
-    """Whole chunks of the vocabulary by a bias of −inf: the first, the second, all but one column of the first."""
+    """A bias of −inf masks whole chunks of the vocabulary: the first; the second and more; all but one column."""
     p = problem(5, 257, 16)
     p.b[masked] = -math.inf
     allowed = (~p.b.isinf()).nonzero()[:, 0]
@@ -89,7 +89,7 @@ def test_wrong_targets_of_large_loss(own):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operator that runs and the size and dtype of what it returns."""
+    """Counts matrix products; notes operators that make the host wait, and size and dtype of every result."""
 
     WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")
 
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(p, reduction="mean", grad=(True, True, True), backward=True, **kwargs):
-    """A Recorder over one call of `chunked` (without the target's range check, which may wait on the CPU)."""
+    """A Recorder over one call of `chunked` (on a CPU the target's range check may wait, unless it is patched out)."""
     operands = [t.detach().requires_grad_(g) for t, g in zip((p.e, p.w, p.b), grad, strict=True)]
     with Recorder() as seen:
         loss = linear_cross_entropy(
@@ -190,7 +190,7 @@ def test_a_gradient_of_the_gradient_is_refused(own):
 
 
 def test_the_upstream_scalar_is_not_rounded_to_16_bits():
-    """1/3 in bfloat16 is 0.2% too large: every gradient would be."""
+    """1/3 rounded to bfloat16 is 0.2% too large, and so every gradient would be."""
     p = problem(64, 257, 16, dtype=torch.bfloat16)
     one, third = (run("chunked", p, torch.tensor(x))[2].double() for x in (1.0, 1 / 3))
     ratio = (third * one).sum() / (one * one).sum()

@@ -1,4 +1,4 @@
-"""On a GPU: no wait of the host, 16-bit accuracy, and the memory and workspace that `chunked` promises."""
+"""On a GPU: no host waits, 16-bit accuracy, and the memory and workspace that `chunked` promises."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BOTH = [{}, {"by": "vocabulary"}]
 @pytest.mark.parametrize("name", OPTION_SETS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_the_host_never_waits(own, name, reduction):
-    """The target's range check included."""
+    """Not even in the target's range check."""
     p = problem(300, 9000, 64, dtype=torch.bfloat16, device="cuda")
     kwargs = options(name, p) | {"reduction": reduction}
     upstream = torch.ones((300,) if reduction == "none" else (), device="cuda")
@@ -46,7 +46,7 @@ def test_error_is_that_of_full(own, name, dtype):
 
 @pytest.mark.parametrize("own", BOTH, ids=str)
 def test_float32_on_the_gpu(own):
-    """The buffers of float32 operands are one: softmax and product overwrite what they read."""
+    """With float32 operands there is a single buffer: softmax and product overwrite what they read."""
     p = problem(300, 9000, 64, dtype=torch.float32, device="cuda")
     exact = run("full", p.to(torch.float64))
     for g, x in zip(run("chunked", p, **own), exact, strict=True):
@@ -61,9 +61,9 @@ def test_the_upstream_scalar_is_not_rounded_to_16_bits():
 
 
 def workspace_of(head, p, **kwargs):
-    """Peak bytes beyond operands and gradients of one loss and backward, without a bias (whose GEMM takes its own)."""
+    """Peak bytes beyond operands and gradients of one loss and backward, without a bias (whose GEMM needs its own)."""
     operands = [t.detach().requires_grad_() for t in (p.e, p.w)]
-    for _ in range(2):  # in the first, libraries allocate their own buffers
+    for _ in range(2):  # in the first pass, libraries allocate their own buffers
         for t in operands:
             t.grad = None
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel heads on two and three processes against one, all cases of a size in one set of processes."""
+"""The vocabulary-parallel heads on two and three processes against one; each set of processes runs all cases."""
 
 from pathlib import Path
 

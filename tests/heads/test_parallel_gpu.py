@@ -1,4 +1,4 @@
-"""The vocabulary-parallel heads on two CUDA devices, through NCCL; and the same task on two processes of the CPU."""
+"""The vocabulary-parallel heads on two CUDA devices, through NCCL; and the same task on two CPU processes."""
 
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +19,10 @@ from t1lib.measure.records import Records
 
 DTYPES = ("bfloat16", "float32")
 HEADS = {**TORCH_HEADS, "fused": {"head": "fused", "chunks": 2}}
-DEALS = ("plain", "dealt")  # where the tokens are dealt there are a softcap and token weights, too
+DEALS = ("plain", "dealt")  # dealt: tokens are sharded; also with a softcap and token weights
 CASES = {f"{d}, {r}, {h}, {t}": (d, r, h, t) for d in DTYPES for r in REDUCTIONS for h in HEADS for t in DEALS}
 FACTORS = {"loss": 1.05, "input": 1.05, "linear_weight": 1.5, "linear_bias": 1.5}  # as in test_fused_gpu.py
-DIFFERENT = {"an option": "softcap", "a shape": "input"}  # and what the error is about
+DIFFERENT = {"an option": "softcap", "a shape": "input"}  # what differs on the last rank, and what the error names
 LARGE = {"tokens": 512, "rows": [5001, 4000], "hidden": 256}
 SMALL = {"tokens": 64, "rows": [160, 97], "hidden": 32}
 
@@ -30,11 +30,11 @@ Found = dict[tuple[str, str, str, int | str], float]
 
 
 def compare_all(records: Records, device: torch.device, tokens: int, rows: list[int], hidden: int) -> None:
-    """What each rank does. For each of DIFFERENT: how many ranks get an error. For each of CASES, called twice: errors
-    by their bounds, on the worst rank, and whether the call was a new one, to be read before it is known to agree."""
+    """The task of each rank. For each of DIFFERENT, record how many ranks get an error. For each of CASES, called
+    twice, record the worst rank's errors relative to their bounds, and whether the call was new to the ranks."""
     sizes = {"n": tokens, "v": sum(rows), "d": hidden, "device": device}
-    unread = patch.object(agreement, "READ", ())  # calls that agreed before are not read again, on a CPU either
-    ones = patch.object(parallel_cases, "upstream_for", torch.ones_like)  # others round a second time in 16 bits
+    unread = patch.object(agreement, "READ", ())  # as on CUDA, calls that agreed before are not read again
+    ones = patch.object(parallel_cases, "upstream_for", torch.ones_like)  # other values round again in 16 bits
     with unread, ones:
         for what in DIFFERENT:
             refused = is_refused(what, problem(**sizes, dtype=torch.float32), rows)
@@ -64,8 +64,8 @@ def compare(
 
 
 def bound(dtype: torch.dtype, exact: Tensor, usual: Tensor, factor: float) -> Tensor:
-    """How large an error may be. In 16 bits: `factor` times that of head `full` in one process. Errors of tokens happen
-    to cancel in a loss that is one number, which has a bound of its own."""
+    """How large an error may be. In 16 bits: `factor` times that of head `full` in one process. In a scalar loss,
+    errors of tokens may happen to cancel, so it has a bound of its own."""
     if dtype == torch.float32:
         return 1e-5 * exact.norm()
     if exact.dim() == 0:
@@ -74,7 +74,7 @@ def bound(dtype: torch.dtype, exact: Tensor, usual: Tensor, factor: float) -> Te
 
 
 def is_refused(what: str, p: Problem, rows: list[int]) -> bool:
-    """Whether this rank gets the error where the last one has another option, or a token less."""
+    """Whether this rank gets the error when the last one passes another option, or one token less."""
     last = dist.get_rank() == len(rows) - 1
     softcap = 3.0 if last and what == "an option" else 2.0
     tokens = slice(len(p.e) - (last and what == "a shape"))
@@ -98,7 +98,7 @@ def on_two(device: str, sizes: dict[str, Any], limit: float) -> Found:
 
 
 def check(found: Found, case: str) -> None:
-    """Errors are within their bounds; only the first of the two calls was new."""
+    """Check that errors are within their bounds and that only the first of the two calls was new."""
     for step in range(2):
         assert found[case, "call", "new", step] == 1 - step
         for name in FACTORS:

@@ -1,4 +1,4 @@
-"""What the ranks of test_ranks.py do: importable by name in their processes."""
+"""Tasks for the ranks of test_ranks.py, importable by name in their processes."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def add_up(records, device, phase, pids):
-    """The ranks' numbers, from 1 on."""
+    """Sum the rank numbers, counted from 1."""
     note(pids)
     total = torch.tensor([dist.get_rank() + 1.0], device=device)
     dist.all_reduce(total)

@@ -1,4 +1,4 @@
-"""One process that measures an output layer: what it finds wrong, and what becomes of a variant's status."""
+"""A process that measures an output layer: which errors it detects, and which status a variant gets."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_ignored_tokens_get_no_gradient_and_the_others_theirs(layer, head, reduc
 
 
 def test_a_head_that_multiplies_padding_in_is_found(layer, monkeypatch):
-    """As one would be that takes target 0 for an ignored token."""
+    """Such as a head that treats an ignored token as having target 0."""
     valid = layer.padding(2)
     exact = layer.exact("sum", valid)
     monkeypatch.setattr(layer, "masked", lambda valid: layer.y * valid)

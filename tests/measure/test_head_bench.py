@@ -1,4 +1,4 @@
-"""Errors, workspaces and statuses of an output layer's cases; data; sparsity. Nothing here depends on a time."""
+"""Errors, workspaces and statuses of an output layer's cases; data; sparsity. Nothing here depends on timing."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a notebook's lists say is measured, and the error for an entry that is wrong."""
+"""Which cases a notebook's lists select for measurement, and the error for a wrong entry."""
 
 import pytest
 

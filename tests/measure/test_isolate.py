@@ -1,4 +1,4 @@
-"""A fresh process for every variant, their turns, and how each of them can end."""
+"""A fresh process for every variant: how variants take turns, and how each of them can end."""
 
 import os
 import signal

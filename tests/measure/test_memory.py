@@ -125,7 +125,7 @@ def test_what_the_environment_says_of_the_allocator_counts(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library keeps nothing to itself")
 def test_what_was_freed_is_given_back_to_the_system():
-    """Blocks too small to be mapped on their own, below one that stays: their heap does not shrink by itself."""
+    """Blocks too small for mappings of their own, below one that stays: the heap does not shrink by itself."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     blocks = [libc.malloc(2**16) for _ in range(1024)]

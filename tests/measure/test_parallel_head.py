@@ -1,4 +1,4 @@
-"""An output layer dealt to ranks, in a group of one process; two find what one does in the smoke run."""
+"""A sharded output layer, in a group of one process; the smoke run checks that two processes agree with one."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_heads_are_checked_then_their_memory_taken_then_timed_in_turn_with_the_p
         assert parts[:4] == [x / 2**20 for x in (50 * 8 * 4, 50 * 8 * 4, 24 * 8 * 4, 24 * 8 * 4)]
         assert len(found[head, "both_ms"]) == 3
     assert len(found["floor", "dW_ms"]) == 3
-    assert ("chunked", "collectives_ms") not in found  # one rank is the ordinary head
+    assert ("chunked", "collectives_ms") not in found  # one rank runs the ordinary head
 
 
 def test_a_wrong_head_gets_no_time():
@@ -61,12 +61,12 @@ def test_what_cannot_run_is_not_tried(monkeypatch, capsys):
 def test_collectives_are_noted_with_their_sizes_and_run_again_alone():
     layer = Share(device=CPU, **SHAPE)
     exchange = layer.exchange(ShardCall("full"))
-    # What agrees: 3 integers of 8 bytes; top: float32 a token; three sums a token; dE.
+    # The agreement: 3 integers of 8 bytes; the maximum: a float32 per token; three sums per token; dE.
     assert exchange.count == 4
     assert exchange.nbytes == 3 * 8 + 24 * 4 + 3 * 24 * 4 + 24 * 8 * 4
     with overheard() as again:
         exchange.run()
-    assert (again.count, again.nbytes) == (0, 0)  # it calls what it noted, past those who listen
+    assert (again.count, again.nbytes) == (0, 0)  # the noted calls bypass any listener
     started = []
     exchange.note(lambda tensor, **options: started.append((tensor.shape, options)), (layer.w,), {"async_op": True})
     exchange.run()

@@ -1,4 +1,4 @@
-"""The table of peers: what is missing says so, what is here computes the same mean loss."""
+"""The table of peers: a missing one says so, an installed one computes the same mean loss."""
 
 import sys
 import types
@@ -43,7 +43,7 @@ def test_an_unknown_method_is_named_with_what_there_is():
 
 
 class Package(types.ModuleType):
-    """Stands in for cut_cross_entropy; keeps what it was asked."""
+    """Stands in for cut_cross_entropy; its loss returns the options that it was given."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__("cut_cross_entropy")

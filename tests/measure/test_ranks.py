@@ -30,7 +30,7 @@ run_ranks(rank_tasks.fail, {"how": "sleeps", "pids": sys.argv[2]}, 2, "cpu", 600
 
 
 def alive(folder: Path) -> list[int]:
-    """Of the processes that left a file in `folder`, those that still run."""
+    """The processes that left a file in `folder` and are still running."""
     pids = [int(path.name) for path in folder.iterdir()]
     return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
 
@@ -44,7 +44,7 @@ def until(condition, seconds: float) -> bool:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """How rank 1 ended → future of: the exception, seconds, processes that began, those that were left."""
+    """How rank 1 ends → future of (exception, seconds, number of processes started, processes still alive)."""
 
     def run(how, pids):
         began = time.monotonic()
@@ -54,8 +54,8 @@ def ended(tmp_path_factory):
         except VariantFailed as error:
             return error, time.monotonic() - began, len(list(pids.iterdir())), alive(pids)
 
-    with ThreadPoolExecutor(2) as pool:  # the first waits for most of its time
-        folders = {how: tmp_path_factory.mktemp(how) for how in ("sleeps", "raises", "exits")}  # not for two threads
+    with ThreadPoolExecutor(2) as pool:  # the first run mostly waits
+        folders = {how: tmp_path_factory.mktemp(how) for how in ("sleeps", "raises", "exits")}  # not thread-safe
         yield {how: pool.submit(run, how, folder) for how, folder in folders.items()}
 
 
@@ -151,7 +151,7 @@ def test_more_ranks_than_gpus_are_skipped_and_memory_is_a_status(monkeypatch, ca
 
 
 def test_a_rank_that_sleeps_ends_all_with_where_it_is(ended):
-    """The last test here: the others run meanwhile."""
+    """The last test here, so that the others run while the rank sleeps."""
     message = rf"\A2 ranks took longer than {LIMIT:g} s: rank 0 in \S+:\d+ all_reduce; rank 1 in \S+:\d+ oversleep\n"
     ends_all(ended["sleeps"], message, LIMIT + ranks.PATIENCE + 10)
 

@@ -105,5 +105,5 @@ def test_a_slow_warm_up_is_in_no_sample():
 
 def test_times_are_in_milliseconds():
     assert time_ms(lambda: time.sleep(0.01), CPU) >= 10
-    pauses = iter([0, 0.05, 0.01, 0.02])  # one call to warm up; of three the middle one counts
+    pauses = iter([0, 0.05, 0.01, 0.02])  # one warm-up call, then the median of three
     assert 20 <= median_ms(lambda: time.sleep(next(pauses)), CPU, repeats=3, warmup=1) < 50

@@ -1,4 +1,4 @@
-"""The law of memory and the balance point of experiment `chunks`, from records made by hand."""
+"""The memory law and the balance point of experiment `chunks`, from hand-made records."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ COUNTS = (1, 2, 4, 8, 16)
 
 
 def frame(fixed=3.0, whole=800.0, single=600.0, tile=1):
-    """`fused` follows the law but at one chunk, where it needs `single` MiB; GEMMs of 1e12/s, copies of 1e9 bytes/s."""
+    """`fused` follows the law except at one chunk: `single` MiB. GEMMs run at 1e12 op/s, copies at 1e9 bytes/s."""
     records = Records()
     for n in COUNTS:
         mib = single if n == 1 else fixed + whole / n
@@ -34,7 +34,7 @@ def test_the_law_is_found_from_two_chunks_on():
 def test_chunks_that_were_not_made_are_no_points():
     points = chunks.by_count(frame(tile=250), "workspace_mib", "fused")
     assert points.index.tolist() == [4.0, 2.0, 1.0]
-    assert points[4.0] == pytest.approx(203.0)  # of the call that asked for 4
+    assert points[4.0] == pytest.approx(203.0)  # from the call that asked for 4 chunks
     assert chunks.by_tokens(frame(), "workspace_mib", "fused").index.tolist() == [62.5, 125, 250, 500, 1000]
 
 
@@ -45,7 +45,7 @@ def test_a_head_without_points_has_no_law():
 def test_the_balance_point_follows_from_measured_rates():
     measured = frame()
     assert chunks.rates(measured) == pytest.approx((1e12, 1e9))
-    # 6 C V D / 1e12 = 4 V D / 1e9
+    # C, the tokens of a chunk, solves 6 C V D / 1e12 = 4 V D / 1e9.
     assert chunks.balance_tokens(measured) == pytest.approx(4 / 6 * 1000)
 
 

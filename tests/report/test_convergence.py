@@ -60,4 +60,4 @@ def test_figures_draw_all_curves_and_leave_out_distances_of_0(frame):
     pyplot.close(figure)
     left, right = figure.axes
     assert len(left.get_lines()) == len(OFFSETS)
-    assert len(right.get_lines()) == len(OFFSETS) - 1 + 1  # without the reference, and the tenth
+    assert len(right.get_lines()) == len(OFFSETS) - 1 + 1  # no curve for the reference; plus the line at a tenth

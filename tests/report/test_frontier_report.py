@@ -8,7 +8,7 @@ from matplotlib import pyplot
 from t1lib.measure.records import Numbers, Records
 from t1lib.report import frontier, frontier_numbers
 
-POINTS = {  # (mode, head, tokens): reserved GiB and µs a token; None: out of memory
+POINTS = {  # (mode, head, tokens): reserved GiB and µs per token; None: out of memory
     ("gpu", "full", 512): (20.0, 10.0), ("gpu", "full", 4096): None,
     ("gpu", "fused", 512): (18.0, 9.0), ("gpu", "fused", 4096): (70.0, 5.0),
     ("slide", "fused", 512): (4.0, 90.0), ("slide", "fused", 4096): (9.0, 12.0),
@@ -62,7 +62,7 @@ def test_numbers_name_the_longest_rows_and_count_what_did_not_run(frame, tmp_pat
     assert "frontier.longest.16GiB.qwen3-0.6b.gpu.full" not in found
     assert found["frontier.longest.16GiB.qwen3-0.6b.over_ckpt_full"] == "none"
     assert found["frontier.points.oom"] == 1 and found["frontier.points.ok"] == 5
-    assert found["frontier.points.unforeseen"] == 0  # 220 GiB were predicted
+    assert found["frontier.points.unforeseen"] == 0  # its prediction, 220 GiB, does not fit
     assert found["frontier.accuracy.host.largest"] == 0
     assert found["frontier.accuracy.time.largest"] == pytest.approx(0.3)
     assert found["frontier.qwen3-0.6b.slide.fused.4096.us_a_token"] == pytest.approx(12.0)

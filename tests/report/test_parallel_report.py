@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def made(skipped=(), wrong=()):
-    """Heads that take `TIMES`, `full` twice as long; a step of 100 ms a rank and 10 more for each other one."""
+    """Heads take `TIMES` ms, `full` twice as long; a step takes 100 ms, and 10 ms more for each further rank."""
     records = Records()
     for name, value in SHAPE.items():
         records.add("all", name, value, phase="shape")
@@ -69,7 +69,7 @@ def test_the_head_is_held_against_one_rank_its_products_and_the_arithmetic():
     assert found["head.fused.2.over_products"] == pytest.approx(22 / 18)
     assert found["head.fused.2.must_mib"] == pytest.approx(8192 / 2 * 512 * 2 * 2 / 2**20 + 2)
     assert found["head.fused.2.held_over_arithmetic"] == pytest.approx(26.5 / (8 + 2 + 16))
-    assert found["head.full.2.held_over_arithmetic"] == pytest.approx(26.5 / (8 + 2))  # it is given no workspace
+    assert found["head.full.2.held_over_arithmetic"] == pytest.approx(26.5 / (8 + 2))  # `full` is given no workspace
     assert found["head.products.4.both_ms"] == pytest.approx(9.0)
     assert found["head.fused.2.collectives_ms"] == 2.0 and "head.fused.1.collectives_ms" not in found
 

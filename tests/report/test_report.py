@@ -110,7 +110,7 @@ def test_all_text_lies_within_the_figure(draw, experiment, name):
 
 
 def _unused(axis):
-    """Tick labels beyond the axis' limits, which matplotlib keeps and does not draw; those drawn are checked."""
+    """Tick labels beyond the axis limits: matplotlib keeps but does not draw them; only the drawn ones are checked."""
     drawn = {id(label) for tick in axis._update_ticks() for label in (tick.label1, tick.label2)}
     ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
     labels = [label for tick in ticks for label in (tick.label1, tick.label2)]
@@ -163,7 +163,7 @@ def test_numbers_are_those_of_the_run_and_none_is_missing(frames, samples):
 
 
 def out_of_memory(frame, variants):
-    """The records as they were if the variants had run out of memory before their first step."""
+    """The records as they would be if the variants had run out of memory before their first step."""
     records = Records()
     kept = frame[~frame["variant"].isin(variants)]
     records.extend(kept.to_dict("records"))
@@ -178,7 +178,7 @@ def test_a_variant_out_of_memory_is_a_row_and_no_traceback(draw, frames, experim
     gone = VARIANTS[experiment] if variant == "all" else (variant,)
     frame = out_of_memory(frames[experiment], gone)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if variant == "all" else "error")  # a legend of nothing is worth a warning
+        warnings.simplefilter("ignore" if variant == "all" else "error")  # an empty legend causes a warning
         for name in FIGURES[experiment]:
             draw(experiment, name, frame)
             plt.close("all")

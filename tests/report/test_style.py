@@ -1,4 +1,4 @@
-"""The style of the figures does not hang on what an earlier environment left in the user's cache."""
+"""The style of the figures does not depend on what an earlier environment left in the user's cache."""
 
 from pathlib import Path
 

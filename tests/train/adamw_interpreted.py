@@ -25,7 +25,7 @@ def state_of(weight: torch.Tensor, **own) -> dict[str, torch.Tensor]:
     "own, dtype", [({}, torch.float16), (SPLIT, torch.bfloat16), ({"betas": (0.0, 0.95)}, torch.float16)], ids=str
 )
 def test_updates_as_pytorchs_own(own, dtype, scale):
-    """But for the last bits: against float64, no further than it."""
+    """Up to rounding: the error against float64 is at most about twice that of PyTorch's."""
     torch.manual_seed(0)
     spec, start = OptimizerSpec(**ADAMW, **own), torch.randn(ITS_OWN).to(dtype)
     weight, wide, exact = start.clone(), start.float(), start.double().requires_grad_()

@@ -1,6 +1,6 @@
 """Cases of mode `fsdp` on several processes against mode `gpu` in one: what each process does (several_worker.py).
 
-Sums over ranks are taken in another order than sums over a batch: weights agree within rounding. Losses are float32.
+Sums over ranks and sums over a batch differ in order, so weights agree within rounding. Losses are float32.
 """
 
 import math
@@ -18,7 +18,7 @@ from test_steps import EVERYTHING, ragged
 from t1lib.errors import T1Error
 from t1lib.train import OptimizerSpec, Trainer, build_model, make_trainer
 
-SGD = OPTIMIZERS["momentum"]  # a step is as large as its gradient is: AdamW would hide a factor
+SGD = OPTIMIZERS["momentum"]  # a step is proportional to its gradient; AdamW would hide a wrong factor
 ADAM = {"rel": 1e-6, "abs": 1e-8, "norm": 1e-9}
 LARGE = OptimizerSpec("sgd", lr=0.5)
 TWO = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -36,7 +36,7 @@ def tiny(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any):
 
 
 def numbers(size: int) -> Cases:
-    """Everything at two processes; at three what their number makes a difference to."""
+    """All cases with two processes; with three, those that depend on the number of processes."""
     plain = {"optimizer": SGD, "head": "full"}
     every = {**EVERYTHING, **plain}
     found: Cases = {
@@ -74,7 +74,7 @@ def at_two(plain: dict[str, Any], every: dict[str, Any]) -> Cases:
 
 
 def last_rows_ignored() -> list[dict]:
-    """Labels in the first row alone."""
+    """Batches with labels in the first row only."""
     batches = even(2)
     for batch in batches:
         batch["labels"] = batch["input_ids"].clone()
@@ -89,7 +89,7 @@ def agrees(data: list[dict], bound: dict[str, float], changes: dict, own: dict |
 def compare(
     build: Any, data: list[dict], bound: dict[str, float], own: dict | None = None, mode: str = "fsdp", **options: Any
 ) -> None:
-    """Losses, norms and tokens of every batch of `data`, weights and optimizer state after it. own: of `mode` alone"""
+    """Compare losses, norms and tokens for each batch of `data`, then weights and state. own: options of `mode` only"""
     one, many = make_trainer(build(), "gpu", **options), make_trainer(build(), mode, **{**options, **(own or {})})
     for batch in data:
         expected, found = one.step(batch), many.step(batch)
@@ -113,18 +113,18 @@ def same_state(trainer: Trainer, expected: Trainer, bound: dict[str, float]) -> 
 
 
 def another_decoder() -> None:
-    """Gemma-2's norms are float32 in any dtype."""
+    """Gemma-2 computes its norms in float32, whatever the dtype."""
     compare(lambda: model("gemma2"), even(1), SINGLE, optimizer=SGD, head="full")
 
 
 def evaluation(mode: str = "fsdp") -> None:
     one, many = (make_trainer(tiny(), m, optimizer=SGD, head="full", micro_batch=2) for m in ("gpu", mode))
-    for rows in (1, 2, 5):  # ranks may have none
+    for rows in (1, 2, 5):  # fewer rows than ranks, too
         batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
         assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
     same_state(many, one, {"rel": 0, "abs": 0})
     other = make_trainer(tiny(seed=5), "gpu", optimizer=SGD, head="full")
-    many.load_state_dict(other.state_dict())  # FSDP keeps weights of a forward until a backward, slide its slots
+    many.load_state_dict(other.state_dict())  # what FSDP gathered and slide's slots are now stale
     assert many.evaluate(even(1)[0]) == pytest.approx(other.evaluate(even(1)[0]), rel=2e-6)
     many.close()
 
@@ -141,7 +141,7 @@ def same_everywhere(mode: str = "fsdp") -> None:
 
 
 def reduced_once(size: int) -> None:
-    """Without offload no rank has its share of the gradient before the last micro-batch; with it, after each."""
+    """Without offload, ranks get their gradient shards only after the last micro-batch; with it, after each one."""
     for offload in (False, True):
         trainer, held = make_trainer(tiny(), "fsdp", head="full", micro_batch=1, offload=offload), []
         back = trainer._back
@@ -159,7 +159,7 @@ def reduced_once(size: int) -> None:
 
 
 def mixed_precision() -> None:
-    """Kept, updated and added up in float32; computed in bfloat16."""
+    """Weights are kept and updated, and gradients summed, in float32; the model computes in bfloat16."""
     options = {"optimizer": SGD, "head": "full"}
     one, many = make_trainer(tiny(torch.float32), "gpu", **options), tiny(torch.float32)
     many = make_trainer(many, "fsdp", compute_dtype="bfloat16", **options)
@@ -175,7 +175,7 @@ def mixed_precision() -> None:
 
 
 def sixteen_bits() -> None:
-    """With masters: the update is that of one process but for what gradients of 16 bits are rounded to."""
+    """With masters, the update is that of one process up to the rounding of 16-bit gradients."""
     spec = OptimizerSpec("sgd", lr=0.5, master_weights=True)
     exact = make_trainer(tiny(torch.float32), "gpu", optimizer=spec, head="full")
     exact.load_state_dict(make_trainer(tiny(torch.bfloat16).float(), "gpu", optimizer=spec, head="full").state_dict())
@@ -190,7 +190,7 @@ def sixteen_bits() -> None:
 
 
 def no_number(nonfinite: str) -> None:
-    """Only rank 0 has the weight that is spoiled; no rank updates anything."""
+    """Only rank 0 holds the spoiled weight, but no rank updates anything."""
     trainer = make_trainer(tiny(), "fsdp", optimizer=SGD, head="full", nonfinite=nonfinite)
     trainer.step(even(1)[0])
     before = trainer.state_dict()
@@ -210,7 +210,7 @@ def no_number(nonfinite: str) -> None:
 
 
 def noticed() -> None:
-    """Without a sum over ranks the comparison fails: of losses, of norms."""
+    """The comparison fails if sums over ranks, of losses and norms, are left out or off by a factor."""
     from t1lib.train.ranks import Ranks
 
     for wrong in (lambda self, tensor, device: tensor, lambda self, tensor, device: tensor * self.size):

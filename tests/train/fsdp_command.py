@@ -1,4 +1,4 @@
-"""Cases of the training command under what torchrun sets: who prints and writes, how it goes on, how it ends."""
+"""Cases of the training command in torchrun's environment: who prints and writes, how it resumes, how it ends."""
 
 import contextlib
 import csv
@@ -38,14 +38,14 @@ def commands(size: int, folder: Path) -> Cases:
 
 
 def call(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of the command in this process."""
+    """Run the command in this process; return its exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(list(arguments))
         except SystemExit as end:
             code = end.code
-    if dist.is_initialized():  # it was to end with the process
+    if dist.is_initialized():  # meant to end with the process
         dist.destroy_process_group()
     next_port()
     return code, out.getvalue(), err.getvalue()
@@ -73,7 +73,7 @@ def goes_on(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """The last one's alone: all stop after the same step, with a checkpoint."""
+    """Only the last rank is interrupted: all ranks stop after the same step, with a checkpoint."""
     with patch.object(LanguageSession, "step", in_step(2, lambda: os.kill(os.getpid(), signal.SIGINT))):
         code, _, err = call(*SMALL, "--mode", "fsdp", "--steps", "50", "--eval-every", "0", "--out", str(folder))
     assert code == 130
@@ -82,7 +82,7 @@ def interrupted(folder: Path) -> None:
 
 
 def in_step(number: int, happens: Callable[[], None]) -> Callable:
-    """A step in the course of which, on the last rank alone, something happens."""
+    """A step that, on the last rank only, calls `happens` at the start of step `number`."""
     plain, last = LanguageSession.step, int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
     def step(self: LanguageSession):
@@ -103,12 +103,12 @@ def too_few_rows(folder: Path) -> None:
 
 
 def _one_message(folder: Path, arguments: list[str], message: str) -> None:
-    """Of the process that was first to see it; a launcher ends the others, if they are not at their end, too."""
+    """Only the first process to see the error reports it; a launcher would end the others if they still ran."""
     code, out, err = call(*SMALL, *arguments, "--out", str(folder / "refused"))
     told = [folder / f"{arguments[-1]}.{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
     own = told[int(os.environ["RANK"])]
     own.with_name(f"{own.name}.part").write_text(err, encoding="utf-8")
-    own.with_name(f"{own.name}.part").rename(own)  # whole, when the others find it
+    own.with_name(f"{own.name}.part").rename(own)  # complete as soon as the others see it
     assert (code, out, err) in ((2, "", f"error: {message}\n"), (1, "", "")), (code, out, err)
     deadline = time.monotonic() + 20
     while not all(path.is_file() for path in told) and time.monotonic() < deadline:
@@ -129,7 +129,7 @@ def is_killed(folder: Path) -> None:
 
 
 def _ends(folder: Path, how: Callable[[], None]) -> None:
-    """Something ends the last process in its second step, and that the others."""
+    """`how` ends the last process in its second step, and that ends the others."""
     arguments = ["--mode", "fsdp", "--steps", "50", "--eval-every", "0", "--out", str(folder)]
     with patch.object(LanguageSession, "step", in_step(2, how)):
         sys.exit(main([*SMALL, *arguments]))

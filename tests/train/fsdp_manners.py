@@ -1,4 +1,4 @@
-"""Cases of mode `fsdp` beside its numbers: checkpoints over numbers of processes, and what it refuses on every rank."""
+"""Cases of mode `fsdp` beyond its values: checkpoints across numbers of processes, and what every rank refuses."""
 
 import json
 import time
@@ -41,9 +41,10 @@ def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
 
 
 def saved_and_on(folder: Path, mode: str = "fsdp") -> None:
-    """Going on, the same number of processes does the same bits; one process what rounding allows, from the same bits.
+    """Resumed with as many processes, the run is bitwise the same; in one process, it is the same within rounding.
 
-    The losses of the unbroken run lie beside the checkpoint, for another number of processes.
+    Both start from bitwise the same state. The losses of the unbroken run are stored beside the checkpoint, for a
+    resume with another number of processes.
     """
     data, whole, one = even(TOTAL), trainer(mode), trainer("gpu")
     losses = [whole.step(batch).loss for batch in data[:SAVED]]
@@ -54,7 +55,7 @@ def saved_and_on(folder: Path, mode: str = "fsdp") -> None:
         (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
     again = make_trainer(tiny(seed=4), mode, **ADAMW)
-    again.step(data[3])  # a past that the checkpoint must wipe out
+    again.step(data[3])  # state that the checkpoint must overwrite
     assert load_checkpoint(again, folder) == load_checkpoint(one, folder) == SAVED
     assert_same(state, again.state_dict())
     assert_same(state, one.state_dict())
@@ -83,7 +84,7 @@ def _from_one(folder: Path) -> Trainer:
 
 
 def masters() -> None:
-    """Weights of 16 bits: masters as a whole or as the bits that the weights lack."""
+    """16-bit weights, with whole masters or with only the bits of them that the weights lack."""
     spec = {"name": "adamw", "lr": 1e-2, "master_weights": True}
     whole = OptimizerSpec(**spec)
     first = make_trainer(tiny(torch.bfloat16), "fsdp", optimizer=whole, head="full")
@@ -98,7 +99,7 @@ def masters() -> None:
 
 
 def refused(call: Any, message: str) -> None:
-    """On every rank, and at once."""
+    """Assert that the call raises on every rank, without delay."""
     start = time.monotonic()
     with pytest.raises(T1Error, match=message):
         call()
@@ -106,7 +107,7 @@ def refused(call: Any, message: str) -> None:
 
 
 def full_disk(folder: Path) -> None:
-    """Each rank writes its share, and all are told of the one whose disk is full."""
+    """Each rank writes its share, and all ranks report the one whose disk is full."""
     many, plain, written = trainer(), checkpoint._write, []
     parts, size, rank = list(many.state_parts()), dist.get_world_size(), dist.get_rank()
 
@@ -166,7 +167,7 @@ def refusals(size: int) -> Cases:
 
 
 def bad_batches() -> None:
-    """Batches as the last rank has them, others, and what is said of it; none changes anything."""
+    """Batches of the other ranks and of the last one, with the error they cause; none changes anything."""
     ids, size = even(1)[0]["input_ids"], dist.get_world_size()
     few, every = f"^a batch of {size - 1} rows for {size} processes; allowed: {size} or more", "pass the whole batch on"
     batches = [
@@ -201,7 +202,7 @@ def other_midst() -> None:
 
 
 def other_schedule() -> None:
-    """Any function may be one, so that what it gives is compared."""
+    """Any function may be a schedule, so ranks compare the factors that it returns."""
     many, last = trainer(schedule=lambda step: 1.0 - step * dist.get_rank() / 4), dist.get_world_size() - 1
     many.step(even(1)[0])
     refused(partial(many.step, even(1)[0]), f"the ranks' schedules differ in step 1: factors 1.0, {1 - last / 4}")

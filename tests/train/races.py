@@ -1,12 +1,12 @@
-"""A race detector for the lanes of mode `slide`, on a CPU: what is ordered by marks and waits alone?
+"""A race detector for the lanes of mode `slide`, on a CPU: are marks and waits alone enough to order all accesses?
 
-On a CPU a lane's work is done at once, in the order of the program, so a wait that is missing changes no number. Here
-the order is written down instead (vector clocks): every lane and every thread of the host is an actor; work of a lane
-comes after what the issuing thread knew, a mark carries what its lane knew to whoever waits for it, and what threads
-hand to each other carries what they knew. Two accesses of different actors to the same bytes, one of them a write, of
-which neither is known to the other, are a race. PyTorch's CUDA sanitizer does the like on a GPU; it knows no threads.
+On a CPU, a lane's work runs at once, in program order, so a missing wait changes no value. This module tracks the order
+with vector clocks instead. Every lane and every host thread is an actor. A lane's work comes after everything that the
+issuing thread knew of; a mark carries what its lane knew to whoever waits for it; what threads hand to each other
+carries what they knew. Two accesses to the same bytes by different actors, at least one of them a write and neither
+known to the other, are a race. PyTorch's CUDA sanitizer does something similar on a GPU, but is unaware of threads.
 
-Watched are the buffers that live from step to step: slots, host buffers, optimizer state.
+The buffers that live from step to step are watched: slots, host buffers, optimizer state.
 """
 
 import threading
@@ -25,11 +25,11 @@ from t1lib.train import inward, outer, outward, shared, streams, travel
 
 Clock = dict[Any, int]
 COMPUTE = "computing"
-_active = threading.local()  # which lane's work the thread issues; whether it looks only because this is a CPU
+_active = threading.local()  # the lane whose work the thread issues; `blind`: it reads only because on a CPU
 
 
 class Races:
-    """Clocks of all actors, what the last accesses to watched memory were, and the races found."""
+    """The clocks of all actors, the last accesses to watched memory, and the races found."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -45,7 +45,7 @@ class Races:
                 self._watched[tensor.untyped_storage().data_ptr()] = f"{name} {number}", on_host
 
     def holds(self, tensor: Tensor) -> bool | None:
-        """Whether it is watched memory of the host (True) or the device (False); None: not watched."""
+        """Whether the tensor lies in watched memory of the host (True) or the device (False); None: not watched."""
         return self._watched.get(_start(tensor), (None, None))[1]
 
     # -- clocks ----------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class Races:
                 own[other] = max(own.get(other, 0), at)
 
     def access(self, actor: Any, tensors: list[tuple[Tensor, bool]], what: str) -> None:
-        """One piece of work of an actor: which tensors it touches, and whether it writes them."""
+        """Record a piece of an actor's work: the tensors that it touches, and whether it writes them."""
         with self._lock:
             self.learn(actor, self.snapshot(_thread()))
             clock = self._clocks[actor]
@@ -96,14 +96,14 @@ def _start(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Bytes of the storage between the first and the last that it has."""
+    """The range of bytes that the tensor spans in its storage."""
     low = tensor.storage_offset()
     high = low + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return low * tensor.element_size(), high * tensor.element_size()
 
 
 class Watching(TorchDispatchMode):
-    """Tells of every operation of this thread: as work of the lane that is active, of the computing or the thread."""
+    """Reports every operation of this thread as work of the active lane, the compute lane, or the thread itself."""
 
     def __init__(self, races: Races) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Watching(TorchDispatchMode):
 
 
 def _touched(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Tensor, bool]]:
-    """Tensors that an operation reads or writes. One that only makes a view does neither."""
+    """Tensors that an operation reads, or writes (True). One that only creates a view does neither."""
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         alias = argument.alias_info
@@ -148,7 +148,7 @@ class CheckedMark:
 
 
 def checked_lane(races: Races) -> type:
-    """A class that takes the place of `Lane`."""
+    """A class that replaces `Lane`."""
     names = iter(f"lane {number}" for number in range(100))
 
     class CheckedLane:
@@ -178,7 +178,7 @@ def checked_lane(races: Races) -> type:
 
 
 def _carried(races: Races, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call as another thread makes it, which knows what this one knows now; watched there."""
+    """Wrap a call for another thread: that thread then knows what this one knows now, and is watched during it."""
     known = races.snapshot(_thread())
 
     @wraps(call)
@@ -192,7 +192,7 @@ def _carried(races: Races, call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def lanes_made_by(lane: Callable[..., Any]) -> Iterator[None]:
-    """Trainers that are made here have such lanes."""
+    """Trainers created in this context have lanes made by `lane`."""
     with ExitStack() as stack:
         for module in (inward, outward, travel):
             stack.enter_context(patch.object(module, "Lane", lane))
@@ -201,7 +201,7 @@ def lanes_made_by(lane: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def watched(races: Races) -> Iterator[None]:
-    """Trainers that are made and run here are watched."""
+    """Trainers created and run in this context are watched."""
 
     class CheckedEvent(threading.Event):
         known: Clock | None = None
@@ -242,7 +242,7 @@ def watched(races: Races) -> Iterator[None]:
         landing(self, layer, _carried(races, landed_first), given_up)
 
     def blind_update(self: Any, *arguments: Any) -> Any:
-        """Only on a CPU does it look whether gradients are lost."""
+        """Only on a CPU does the update read whether gradients are lost."""
         _active.blind = True
         try:
             return update(self, *arguments)

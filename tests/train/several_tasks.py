@@ -1,4 +1,4 @@
-"""What the ranks of test_several_gpu.py do: importable by name in their processes."""
+"""Tasks for the ranks of test_several_gpu.py, importable by name in their processes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
 
 
 def train_all(records: Records, device: torch.device, cases: dict[str, dict[str, Any]]) -> None:
-    """Arguments of `train` by the name of a case, which is the phase."""
+    """Run `train` for each case. cases: its arguments by the name of the case, which is recorded as the phase"""
     for phase, settings in cases.items():
         train(records, device, phase, **settings)
 
@@ -20,8 +20,8 @@ def train(
     records: Records, device: torch.device, phase: str, *, mode: str, dtype: str, steps: int,
     optimizer: dict[str, Any], shared: dict[str, Any], **own: Any,
 ) -> None:  # fmt: skip
-    """The losses of a batch of six rows: `alone` in mode gpu on each rank's device, and of all ranks `together`; and
-    how far weights end apart, relative to their way."""
+    """Record the losses of a batch of six rows, `alone` in mode gpu on each rank's device and on all ranks `together`,
+    and how far apart the two end up in their weights, relative to how far these have moved."""
     options = shared | {"optimizer": OptimizerSpec(**optimizer), "device": str(device)}
     models = [build_model("tiny", dtype=getattr(torch, dtype), **SHAPE) for _ in range(2)]
     before = {n: p.detach().clone() for n, p in models[0].named_parameters()}

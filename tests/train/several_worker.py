@@ -1,4 +1,4 @@
-"""The processes of test_several.py: how one of two ends the other; then every case, on all in the same order."""
+"""The worker of test_several.py: how one of two processes ends the other; then every case, in the same order on all."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def cases(size: int, folder: Path) -> Cases:
 
 
 def ended(name: str, folder: Path) -> None:
-    """Write exit codes and outputs of two processes, and the seconds that they took."""
+    """Run two processes, one of which ends as `name` says; write their exit codes, outputs and seconds."""
     folder.mkdir()
     start, ports = time.monotonic(), free_ports(2)
     codes = forked(2, partial(_told, ENDS[name], folder, ports))

@@ -1,9 +1,9 @@
-"""The lanes of mode `slide` by arithmetic, on a CPU: how long would a step take on a GPU, where would it wait?
+"""The lanes of mode `slide`, simulated on a CPU: how long would a step take on a GPU, and where would it wait?
 
-The kit's own schedule runs on a small model with a large one's proportions. Every span of work becomes a node that
-lasts as long as it would there; lanes and marks order the nodes. One engine a direction copies, a thing at a time, and
-goes on with the lane that it serves while that has more, as an H200's do (docs/log.md). The host takes no time, but for
-its updates, and work beside other work is not slowed.
+The kit's own schedule runs on a small model with the proportions of a large one. Every span of work becomes a node that
+lasts as long as it would there; lanes and marks order the nodes. There is one copy engine per direction. It makes one
+copy at a time and stays with a lane as long as that has more, as on an H200 (docs/log.md). The host takes no time
+except for its updates, and concurrent work is not slowed down.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from t1lib.train import OptimizerSpec, build_model, make_trainer, travel
 
 LAYERS = 28
-SMALL = {  # the embedding has 6.2 times the numbers of a layer, as that of Qwen3-1.7B
+SMALL = {  # the embedding has 6.2 times the parameters of a layer, as in Qwen3-1.7B
     "num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 4760,
 }  # fmt: skip
@@ -31,8 +31,8 @@ _here = threading.local()  # the lane whose work the thread issues, and nodes wh
 
 @dataclass(frozen=True)
 class Times:
-    """Of an H200, Qwen3-1.7B and 16 × 1024 tokens: ms of computing, bytes/s of the link, numbers/s that the host
-    updates beside the link's traffic."""
+    """For an H200, Qwen3-1.7B and 16 × 1024 tokens: compute in ms, link rates in bytes/s, and how many parameters/s the
+    host updates while the link is busy."""
 
     forward: float = 5.1
     recompute: float = 4.55
@@ -41,9 +41,9 @@ class Times:
     link_in: float = 51.8e9
     link_out: float = 50.6e9
     host: float = 1.44e9
-    layer: float = 50.33e6  # numbers
-    inputs: float = 67.1e6  # bytes of a layer's
-    copy: float = 0.008  # ms beside the transfer
+    layer: float = 50.33e6  # parameters
+    inputs: float = 67.1e6  # bytes, of one layer
+    copy: float = 0.008  # ms on top of the transfer
 
     def computing(self) -> float:
         return LAYERS * (self.forward + self.recompute + self.backward) + self.head
@@ -69,7 +69,7 @@ class Mark(NamedTuple):
 
 
 class Lane:
-    """Takes the place of the kit's."""
+    """Replaces the kit's `Lane`."""
 
     def __init__(self, graph: "Graph", name: str) -> None:
         self.graph, self.name, self.stream, self.waits = graph, name, None, frozenset()
@@ -95,14 +95,14 @@ class Lane:
 
 @dataclass
 class Graph:
-    """What a run has issued; in the place of a trainer's trace, too. scale: bytes of the large model for one here"""
+    """What a run has issued; also replaces the trainer's trace. scale: bytes of the large model for each byte here"""
 
     times: Times
     scale: float = 1.0
     nodes: list[Node] = field(default_factory=list)
-    updates: dict[int, int] = field(default_factory=dict)  # the host's last of a layer
+    updates: dict[int, int] = field(default_factory=dict)  # layer → node of its last update on the host
     copied: int = 0
-    floor: frozenset[int] = frozenset()  # the end of the step before: the host waits for it
+    floor: frozenset[int] = frozenset()  # the end of the previous step: the host waits for it
 
     def __post_init__(self) -> None:
         self._lock, self._names = threading.Lock(), itertools.count()
@@ -145,7 +145,7 @@ class Graph:
 
 
 class Sizes(TorchDispatchMode):
-    """Counts bytes that are copied on this thread."""
+    """Counts the bytes copied on this thread."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Sizes(TorchDispatchMode):
 
 
 def played(nodes: list[Node]) -> list[tuple[float, float]]:
-    """When each begins and ends (ms)."""
+    """When each node begins and ends (ms)."""
     followers: list[list[int]] = [[] for _ in nodes]
     missing = [len(node.after) for node in nodes]
     for number, node in enumerate(nodes):
@@ -198,7 +198,7 @@ def played(nodes: list[Node]) -> list[tuple[float, float]]:
 
 
 def simulate(times: Times, steps: int = 3, **options: Any) -> dict[str, float]:
-    """Of the last of a few steps: its time, that of its phases, and of the link's work in both directions (ms)."""
+    """Times of the last of a few steps, in ms: the step, its phases, and the link's work in each direction."""
     graph = Graph(times)
     model = build_model("qwen3-1.7b", dtype=torch.bfloat16, **SMALL)
     layer = sum(param.numel() for param in model.model.layers[0].parameters())

@@ -38,11 +38,11 @@ from t1lib.train.shared import Landings
 
 LATE = 0.05  # seconds
 MASTERS = {"name": "adamw", "lr": 1e-2, "master_weights": True}
-HOST_NUMBERS = {"rel": 1e-5, "abs": 1e-8, "norm": 1e-6}  # what clips gradients on the host is float32
+HOST_NUMBERS = {"rel": 1e-5, "abs": 1e-8, "norm": 1e-6}  # gradients on the host are clipped in float32
 
 
 def slides(size: int, folder: Path) -> Cases:
-    """Everything at two processes; at three what their number makes a difference to."""
+    """All cases with two processes; with three, those that depend on the number of processes."""
     every = {**EVERYTHING, "optimizer": SGD, "head": "full"}
     plain = {"optimizer": SGD, "head": "full"}
     found: Cases = {
@@ -98,7 +98,7 @@ def agrees(data: list[dict], bound: dict[str, float], changes: dict | None = Non
 
 
 def some_of_a_layer() -> None:
-    """Parts of the gradients are no parts of the weights."""
+    """Only some parameters have gradients, so a rank's part of these is not its part of the weights."""
 
     def build():
         model = tiny(num_hidden_layers=3)
@@ -110,7 +110,7 @@ def some_of_a_layer() -> None:
 
 
 def sixteen_bits(layout: dict[str, Any]) -> None:
-    """With masters: the update is that of one process but for what gradients of 16 bits are rounded to."""
+    """With masters, the update is that of one process up to the rounding of 16-bit gradients."""
     spec = OptimizerSpec(**MASTERS, **layout)
     for update in ("host", "device"):
         options = {"optimizer": spec, "head": "full"}
@@ -127,7 +127,7 @@ def sixteen_bits(layout: dict[str, Any]) -> None:
 
 
 def one_copy() -> None:
-    """What one rank writes, the others find, weights and state; each updates its part, and all parts are the whole."""
+    """What one rank writes, weights and state, the others see; the parts that the ranks update make up the whole."""
     many = trainer("slide")
     rank, pipeline = dist.get_rank(), many.pipeline
     flats = [pipeline.host_flat[1], *pipeline.flat_state(1).values()]
@@ -159,7 +159,7 @@ def late() -> None:
 
 
 def stale_is_noticed() -> None:
-    """The case above fails where nobody waits."""
+    """`late` fails if no rank waits."""
     with patch.object(Landings, "due", lambda self, layer: None):
         failed = False
         try:
@@ -177,7 +177,7 @@ def announced_once() -> None:
         for batch in even(2):
             many.step(batch)
         many.drain()
-        many.pipeline.close()  # says what is still to be said
+        many.pipeline.close()  # makes the announcements that are still pending
         many.ranks.meet()
         landings = many.pipeline.landings
         assert landings._due == [2] * 4
@@ -185,7 +185,7 @@ def announced_once() -> None:
 
 
 def no_races() -> None:
-    """Of this process's lanes and threads; what another one may touch is for the cases above."""
+    """Among the lanes and threads of this process; the cases above cover what other processes may touch."""
     clipped = {"update": "device", "max_grad_norm": 0.1}
     for options in ({"update": "host"}, {"update": "both", "grad_slots": 1}, clipped):
         races = races_in(options)
@@ -193,7 +193,7 @@ def no_races() -> None:
 
 
 def no_number(nonfinite: str) -> None:
-    """The gradients that a rank adds are none; every rank says so, and with "skip" nothing is updated."""
+    """One rank's gradients are not finite: every rank reports it, and with "skip" nothing is updated."""
     many = make_trainer(tiny(), "slide", optimizer=SGD, head="full", nonfinite=nonfinite)
     many.step(even(1)[0])
     before = many.state_dict()
@@ -213,7 +213,7 @@ def no_number(nonfinite: str) -> None:
 
 
 def error_elsewhere() -> None:
-    """A copy that fails on its thread is an error of the step, here or on the rank that failed first."""
+    """A copy that fails on its thread makes the step raise: its error, or that another rank failed first."""
     many = trainer("slide")
     many.step(even(1)[0])
     given_up = threading.Event()
@@ -224,7 +224,7 @@ def error_elsewhere() -> None:
 
 
 def update_fails() -> None:
-    """No rank waits for what will never be announced."""
+    """No rank waits for an update that will never be announced."""
     last, plain = dist.get_rank() == dist.get_world_size() - 1, Pipeline.update_own
 
     def failing(self: Pipeline, index: int, *arguments: Any) -> None:
@@ -240,7 +240,7 @@ def update_fails() -> None:
 
 
 def not_shared() -> None:
-    """As in another container, where the first one's memory is not found."""
+    """As for a process in another container, which cannot find the memory of the first one."""
     with patch.object(torch, "from_file", _not_there):
         refused(partial(trainer, "slide"), "the processes cannot share memory .*take mode fsdp across hosts")
 
@@ -255,7 +255,7 @@ def other_options() -> None:
 
 
 def other_share() -> None:
-    """What `update` comes to decides which state lies in the memory that all have."""
+    """Which layers are updated on the device decides which state lies in shared memory."""
     share = 0.3 if dist.get_rank() == dist.get_world_size() - 1 else 0.7
     many = partial(trainer, "slide", update="both", host_share=share)
     refused(many, r"ranks disagree about layers that are updated on the device: \[0\] on rank 0, \[0, 1\] on rank 1")

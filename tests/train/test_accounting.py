@@ -1,4 +1,4 @@
-"""What mode `slide` says of itself: bytes over the link, bytes that updates move, bytes on the host."""
+"""What mode `slide` reports about itself: bytes over the link, bytes that updates move, bytes on the host."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def layer_numbers(whole, align: int = 1) -> int:
 @pytest.mark.parametrize(
     ("options", "forward", "backward", "out"),
     [
-        # times a layer's weights go in before and within the backward, and out; its state is six times as long
+        # in units of a layer's weights: in before the backward, in during it, and out; a layer's state is six units
         ({"update": "host", "slots": 2}, 6, 4, 6),
         ({"update": "host", "slots": 3}, 6, 3, 6),
         ({"update": "host", "slots": 2, "resident": 1}, 5, 3, 5),
@@ -41,7 +41,7 @@ def test_bytes_over_the_link(options, forward, backward, out):
 
 @pytest.mark.parametrize(("spec", "each"), [(MASTERS, 28), (NARROW, 18), (OptimizerSpec("sgd"), 6)], ids=str)
 def test_bytes_that_updates_move(spec, each):
-    """Gradients, weights and state; weights are not read where masters make them."""
+    """Gradients, weights and state; weights are not read where they are rounded from masters."""
     whole = model("qwen3", torch.bfloat16, num_hidden_layers=6)
     numbers = layer_numbers(whole)
     trainer = make_trainer(whole, "slide", optimizer=spec, update="host", resident=1)
@@ -54,7 +54,7 @@ def test_bytes_that_updates_move(spec, each):
 
 
 def held(trainer) -> int:
-    """Bytes of what the trainer has on the host."""
+    """Bytes that the trainer holds on the host."""
     pipeline, outer, store = trainer.pipeline, trainer._outer, trainer._activations._store
     found = [*pipeline.host_flat.values(), *pipeline._host_grads.buffers]
     found += [t for updater in pipeline.updaters.values() for t in updater.state_tensors()]
@@ -74,7 +74,7 @@ def held(trainer) -> int:
 @pytest.mark.parametrize("update", ["host", "device", "both"])
 @pytest.mark.parametrize(("layers", "spec"), [(1, MASTERS), (6, MASTERS), (6, NARROW)], ids=str)
 def test_bytes_on_the_host_are_those_that_were_counted_before(layers, spec, update, outer, clipped):
-    """By the trainer, beside the model as it was built, and by the cost model; vocabularies of few rows, too."""
+    """Counted by the trainer, on top of the model as built, and by the cost model; the vocabulary has few rows."""
     shape = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "vocab_size": 4096}
     whole = build_model("tiny", dtype=torch.bfloat16, num_hidden_layers=layers, **shape)
     trainer = make_trainer(whole, "slide", optimizer=spec, update=update, outer=outer, max_grad_norm=clipped)

@@ -85,18 +85,18 @@ def test_optimizers_and_schedules(call, parts):
 
 
 def _needed(whole) -> int:
-    """Masters and two moments of both layers, their gradients as they wait, and a layer on its way."""
+    """Bytes of the masters, two moments and waiting gradients of both layers, and of one layer in transit."""
     layer = sum(p.numel() for p in whole.model.layers[0].parameters())
     return 2 * layer * (12 + 2) + layer * 2
 
 
 def test_a_host_that_cannot_hold_the_state(monkeypatch):
-    """Seen before anything is allocated or moved."""
+    """Detected before anything is allocated or moved."""
     monkeypatch.setattr(slide, "host_available", lambda: 1000)
     spec = OptimizerSpec("adamw", master_weights=True)
     whole = model(torch.bfloat16)
     before = whole.model.layers[0].mlp.up_proj.weight.data_ptr()
-    monkeypatch.setattr(slide, "GIB", 2**10)  # so that the number is seen
+    monkeypatch.setattr(slide, "GIB", 2**10)  # so that the number does not round to 0.0
     need = f"slide needs {_needed(whole) / 2**10:.1f} GiB of it more"
     refused(lambda: make_trainer(whole, "slide", optimizer=spec), "the host has 1.0 GiB to give", need)
     assert whole.model.layers[0].mlp.up_proj.weight.data_ptr() == before
@@ -194,7 +194,7 @@ def assert_same(state, before):
             assert torch.equal(state["optimizer"][name][key], value), (name, key)
 
 
-LAST = "model.layers.1.mlp.down_proj.weight"  # so that everything before it is already checked
+LAST = "model.layers.1.mlp.down_proj.weight"  # so that everything before it has already been checked
 
 
 def without_weight(state):

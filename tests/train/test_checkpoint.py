@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, whenever a run is killed; no other model's; the same run in any mode."""
+"""Checkpoints on disk: complete or absent, whenever a run is killed; refused for another model; resumed in any mode."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ MODULE = "transformers.models.qwen3.modeling_qwen3"
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """The system lets no file grow beyond `size` bytes, as a full disk does."""
+    """Let no file grow beyond `size` bytes, as on a full disk."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -34,8 +34,8 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def _run(folder: Path, steps: int, threads: int) -> None:
-    """A process of its own: on from the last checkpoint, to `steps` steps."""
-    torch.set_num_threads(threads)  # they decide in which order sums are taken
+    """The body of a process: continue from the last checkpoint, up to `steps` steps."""
+    torch.set_num_threads(threads)  # their number decides the order of summation
     trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
     if list(folder.glob("step-*")):
         load_checkpoint(trainer, folder)
@@ -65,7 +65,7 @@ def test_any_mode_goes_on_from_any_others(tmp_path):
 def test_killed_at_any_time_and_resumed(tmp_path):
     """A run that is killed at random times, again and again, has the losses of one that is not."""
     kills, folder = int(os.environ.get("T1_KILLS", "6")), tmp_path / "run"
-    steps = 10 * kills  # a life makes a few
+    steps = 10 * kills  # a process makes a few before it is killed
     folder.mkdir()
     trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
     records = [trainer.step(batch) for batch in batches(steps)]
@@ -123,7 +123,7 @@ def test_a_disk_that_fills_leaves_the_checkpoint_before(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [10, 1000, 20_000])
 def test_a_file_that_cannot_grow_is_one_error(tmp_path, size):
-    """PyTorch's writer raises an error of its own over the system's."""
+    """PyTorch's writer raises its own error on top of the system's."""
     trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
     trainer.step(batches(1)[0])
     with largest_file(size), pytest.raises(T1Error, match=r"^cannot write .*step-00000001: File too large$"):
@@ -147,7 +147,7 @@ def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch):
-    """Half a checkpoint of another step; and one that was about to be removed."""
+    """Half a checkpoint of another step; and one whose removal had begun."""
     trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
     (tmp_path / ".step-00000099.partial").mkdir()
     (tmp_path / ".step-00000099.partial" / "rest.pt").write_bytes(b"half")

@@ -1,4 +1,4 @@
-"""How updates end beside a step: with the interpreter, which waits for those that run; and with an error."""
+"""How updates that run beside steps end: the interpreter waits for them on exit; a failed one makes a step raise."""
 
 import subprocess
 import sys
@@ -25,10 +25,14 @@ def test_a_script_that_ends_after_a_step_ends_well():
 
 @pytest.mark.parametrize("host_grads", [1, 4])
 def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch, host_grads):
-    """Also where the step waits for a buffer that the failing update has."""
+    """Even if the step waits for a buffer that the failing update holds."""
     monkeypatch.setattr(Pipeline, "update_own", lambda *_: 1 / 0)
     model = build_model("tiny", dtype=torch.float32, num_hidden_layers=4)
     trainer = make_trainer(model, "slide", optimizer=OptimizerSpec("sgd"), update="host", host_grads=host_grads)
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
     with pytest.raises(ZeroDivisionError):
         for _ in range(2):
-            trainer.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
+            trainer.step(batch)
+    for again in (trainer.step, trainer.evaluate):  # neither hangs
+        with pytest.raises(ZeroDivisionError):
+            again(batch)

@@ -1,4 +1,4 @@
-"""On a CUDA device: the modes agree within rounding, slide's memory stays flat, and no step waits inside."""
+"""On a CUDA device: the modes agree within rounding, slide's memory stays flat, and no step waits midway."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
     trainers = {m: trainer(m, optimizer=optimizer, **own) for m in ("gpu", mode)}
     losses = {m: [t.step(batch()).loss for _ in range(20)] for m, t in trainers.items()}
     assert losses["gpu"][-1] < losses["gpu"][0] - 0.1
-    # losses fall from 6.3 to 5.2; two orders of rounding part by up to 0.06 on the way
+    # losses fall from 6.3 to 5.2; on the way, rounding in another order makes a difference of up to 0.06
     assert losses[mode] == pytest.approx(losses["gpu"], rel=1.5e-2)
 
 
@@ -50,7 +50,7 @@ def test_losses_agree_with_gpu(mode, optimizer, own):
 def test_schedule_is_without_races(options, shared):
     """A missed wait would show as a loss that differs from run to run, or from the schedule without any overlap."""
     off = {"overlap_in": False, "overlap_out": False, "overlap_update": False}
-    options = {"update": "host"} | options  # as without overlap: CPU and GPU update in other last bits
+    options = {"update": "host"} | options  # in both schedules: CPU and GPU updates differ in the last bits
     off |= {k: v for k, v in options.items() if k in ("outer", "resident", "update")}
     spec = OptimizerSpec("adamw", lr=1e-3)
 
@@ -135,14 +135,14 @@ def test_updates_on_the_device_are_without_races(options):
     ids=["plain", "all", "streamed", "there", "both"],
 )  # fmt: skip
 def test_no_host_synchronisation_among_the_layers(options, monkeypatch):
-    """From the first layer on to the step's closing synchronisation, the host waits for nothing on the device.
+    """From the first layer to the step's closing synchronization, the host does not wait for the device.
 
-    (Before the first layer, transformers itself looks once at the position ids. After the last one, the norm is looked
-    at once where gradients are clipped and something is updated that stays on the device.)
+    (Before the first layer, transformers itself reads the position ids once. After the last one, the norm is read once
+    if gradients are clipped and something that stays on the device is updated.)
     """
     adamw = OptimizerSpec("adamw", lr=1e-3, master_weights=True)
     slide = trainer("slide", optimizer=adamw if "update" in options else OptimizerSpec("sgd", lr=0.1), **options)
-    for _ in range(2):  # the second captures graphs
+    for _ in range(2):  # the second one captures graphs
         slide.step(batch(), upcoming=batch())
     bind, stop = slide.pipeline.bind, PhaseTimer.stop
 
@@ -185,7 +185,7 @@ def test_graphs_are_replayed_and_change_nothing():
     data = [batch(), batch(100)] * 4
     assert [graphed.step(b).loss for b in data] == [eager.step(b).loss for b in data]
     held = [graph for graph in graphed._graphs._graphs.values() if graph is not None]
-    assert len(held) == 2 * 4  # by shape: forward and backward in two slots
+    assert len(held) == 2 * 4  # for each of two shapes: forward and backward in two slots
 
 
 def test_slide_memory_is_flat_and_small():

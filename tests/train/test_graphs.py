@@ -1,4 +1,4 @@
-"""Layers as graphs, with a capture that a CPU can do: what was captured runs again on the memory that it saw."""
+"""Layers as CUDA graphs, with a capture that works on a CPU: a replay runs on the memory that the capture saw."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ ADAMW = OptimizerSpec("adamw", lr=1e-2)
 
 
 class Recorder:
-    """Stands for CUDA graphs. A replay finds parameters where they were at the capture, and fills the same tensor."""
+    """Stands in for CUDA graphs. A replay uses parameters where they were at capture and fills the same output."""
 
     def __init__(self) -> None:
         self.captured, self.replayed, self.params = 0, 0, []
@@ -87,7 +87,7 @@ def test_a_graph_serves_every_layer_of_its_place(recorder):
     for batch in batches(6):
         trainer.step(batch)
     trainer.close()
-    # five layers in two slots: forward, and backward; the lowest layer's input wants a gradient, too
+    # five layers in two slots, each with a forward and a backward; the lowest layer's input needs a gradient, too
     assert recorder.captured == 4
     assert recorder.replayed > 6 * 5
 
@@ -101,7 +101,7 @@ def test_layers_that_differ_in_more_than_weights_share_no_graph(recorder):
 
 
 def test_changed_arguments_are_seen(recorder):
-    """Another batch of the same shape, and one that was changed in place."""
+    """Another batch of the same shape, and an argument that was changed in place."""
     runner, seen = graphs.LayerGraphs([torch.nn.Linear(2, 2)]), []
 
     def function(x, extra):

@@ -1,4 +1,4 @@
-"""Presets, random weights as the architecture draws them, checkpoints, and decoders taken apart."""
+"""Presets, random weights drawn as by the architecture, checkpoints, and decoders split into parts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""State of 16-bit parameters: split masters are exact, 16-bit moments right on average; both in checkpoints."""
+"""State of 16-bit parameters: split masters are exact, 16-bit moments are right on average; both are in checkpoints."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ SPLIT, SHORT = {"split_master": True}, {"moments": "bfloat16"}
 
 
 def every_half() -> torch.Tensor:
-    """float32 of all exponents, with bits beyond bfloat16's of every kind, ties among them."""
+    """float32 values of all exponents, with every kind of bits beyond those of bfloat16, ties included."""
     high = torch.arange(-(2**15), 2**15, 37, dtype=torch.int32) << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     wide = (high[:, None] | low).flatten().view(torch.float32)
@@ -57,7 +57,7 @@ def test_rounding_by_chance_is_right_on_average():
 
 @pytest.mark.parametrize("own", [SPLIT, SHORT], ids=str)
 def test_updates_follow_those_in_float32(own):
-    """A second moment that changes by a thousandth a step would stand still if it were rounded to the nearest."""
+    """A second moment that changes by a thousandth per step would never move if it were rounded to nearest."""
     torch.manual_seed(0)
     start = torch.randn(50, 70).bfloat16()
     plain, lean = start.clone(), start.clone()
@@ -88,7 +88,7 @@ def test_resume(first, second, own, tmp_path):
 
 
 def test_bytes_a_parameter():
-    """Beside a parameter of 2 bytes: 12 with float32 state, 8 with 16-bit moments, 6 with a split master, too."""
+    """State of a 2-byte parameter: 12 bytes in float32, 8 with 16-bit moments, 6 with a split master as well."""
     weight = torch.zeros(1000, dtype=torch.bfloat16)
     for own, expected in (({}, 12), ({"moments": "bfloat16"}, 8), ({"moments": "bfloat16", "split_master": True}, 6)):
         held = sum(t.nbytes for t in Updater({"w": weight}, OptimizerSpec(**ADAMW, **own)).state_tensors())
@@ -98,7 +98,7 @@ def test_bytes_a_parameter():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_kernel_by_the_interpreter():
-    """In a process of its own: Triton decides at its import whether kernels are interpreted."""
+    """In a separate process: Triton decides on import whether kernels are interpreted."""
     cases = Path(__file__).parent / "adamw_interpreted.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -87,7 +87,7 @@ def test_same_bits_as_gpu(mode, kind, optimizer):
     ids=str,
 )
 def test_a_device_need_not_be_named_as_its_tensors_name_it(options, clipped):
-    """As "cuda" and "cuda:0" are one: "cpu:0" is the CPU, and its tensors say "cpu"."""
+    """The device "cpu:0" is the CPU, though its tensors say "cpu", just as "cuda" and "cuda:0" are one device."""
     shared = {"optimizer": OPTIMIZERS["adamw"], "micro_batch": 1, "max_grad_norm": 1.0 if clipped else None}
     losses, _ = run(make_trainer(model("qwen3"), "gpu", **shared))
     other_losses, _ = run(make_trainer(model("qwen3"), device="cpu:0", **shared, **options))
@@ -96,7 +96,7 @@ def test_a_device_need_not_be_named_as_its_tensors_name_it(options, clipped):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
 def test_any_decoder(kind):
-    """Slide takes the layers as the model runs them: masks, windows, caps and scalings stay the model's own."""
+    """Slide runs the layers as the model does: masks, windows, caps and scalings stay the model's own."""
     spec = OPTIMIZERS["adamw"]
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=spec))
     other_losses, other = run(make_trainer(model(kind), "slide", optimizer=spec))
@@ -194,8 +194,8 @@ TRAVELLERS = {
 )
 @pytest.mark.parametrize("kind", TRAVELLERS)
 def test_state_that_travels_changes_no_bits(kind, options, shared, monkeypatch):
-    """Whatever the pieces, the last of which is shorter. Moments in 16 bits are rounded by noise, piece by piece; where
-    masters are halfway, those that the host keeps whole beside the device round to even, split ones up."""
+    """However state is cut into pieces; the last is shorter. Two exceptions: 16-bit moments are rounded with noise,
+    piece by piece; with update "both", ties round to even in whole masters (on the host), in split ones away from 0."""
     monkeypatch.setattr(travel, "PIECE", 1000)
     spec, dtype = TRAVELLERS[kind]
     shared = {"optimizer": spec, "schedule": Schedule("linear", total=9), **shared}
@@ -233,7 +233,7 @@ def test_weights_that_were_updated_on_the_device_are_not_sent_again():
 
 @pytest.mark.parametrize("options", [{}, {"resident": 2}], ids=["streamed", "resident"])
 def test_clipped_weights_come_of_their_update_on_the_device(options):
-    """Not from the host, except where a layer that stays left time to update one ahead of its turn."""
+    """They do not come from the host, unless a resident layer leaves time to update another one ahead of its turn."""
     common = {"optimizer": OPTIMIZERS["adamw"], "update": "device", "max_grad_norm": 0.5, "host_grads": 1}
     trainer = make_trainer(model("qwen3"), "slide", **common, **options)
     trainer.step(batches(1)[0])
@@ -260,8 +260,8 @@ def test_outer_state_travels_a_share_beside_each_layer(monkeypatch):
     trainer.pipeline.travel._bring = watched
     trainer.evaluate(batches(1)[0])
     shares = "".join(seen).split("|")[1:]
-    assert "".join(shares) == "." * sum(pieces)  # and nothing of the layers'
-    assert max(map(len, shares)) - min(map(len, shares[:-1])) <= 1  # as even as can be
+    assert "".join(shares) == "." * sum(pieces)  # and no state of the layers
+    assert max(map(len, shares)) - min(map(len, shares[:-1])) <= 1  # as even as possible
     assert not shares[-1]  # none is left for the head
 
 
@@ -281,7 +281,7 @@ def test_outer_state_travels_in_pieces_that_fit_beside_layers_smaller_than_it():
 @pytest.mark.parametrize("update, outer", [("host", "host"), ("device", "host"), ("device", "parked")])
 @pytest.mark.parametrize("kind", ["qwen3-untied", "gemma2"])
 def test_outer_state_on_the_host_changes_no_bits(kind, update, outer, announced, monkeypatch):
-    """Whatever is said of the next step's batch."""
+    """Whatever is announced as the next step's batch."""
     monkeypatch.setattr(ahead, "ROWS", 4)
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=OPTIMIZERS["adamw"]))
     options = {"outer": outer, "update": update}
@@ -293,7 +293,7 @@ def test_outer_state_on_the_host_changes_no_bits(kind, update, outer, announced,
     for k, batch in enumerate(data):
         others.append(trainer.step(batch, upcoming=said[announced][k] if announced in said else None).loss)
         if k % 2:
-            trainer.evaluate(batch)  # finds the updated weights
+            trainer.evaluate(batch)  # must find the updated weights
     assert others == losses
     assert_same(state, trainer.state_dict())
 
@@ -307,18 +307,18 @@ def test_rows_of_a_batch_that_was_announced_are_there_when_it_comes(micro_batch,
     monkeypatch.setattr(ahead._Gathered, "fill", lambda *a: (filled.append(a[1]), fill(*a)))
     one, other = batches(2)
     trainer.step(one, upcoming=other)
-    trainer._outer.begin()  # waits for the thread
+    trainer._outer.begin()  # waits for the gathering thread
     looked_up = [torch.unique(ids) for ids in other["input_ids"].split(micro_batch or 97)]
     assert all(map(torch.equal, filled, looked_up)) and len(filled) == len(looked_up)
     trainer.step(other)
     assert len(filled) == len(looked_up)
-    trainer.step(one)  # was not
+    trainer.step(one)  # was not announced
     assert len(filled) == 2 * len(looked_up)
     trainer.close()
 
 
 def test_rows_that_were_announced_and_did_not_come_are_forgotten(monkeypatch):
-    """What was gathered for them is older than the update before they do come."""
+    """When they do come, in a later step, what was gathered for them predates an update."""
     monkeypatch.setattr(ahead, "ROWS", 4)
     one, other = batches(2)
     few = {"input_ids": one["input_ids"][:, :3]}
@@ -331,7 +331,7 @@ def test_rows_that_were_announced_and_did_not_come_are_forgotten(monkeypatch):
 
 
 def test_weights_that_a_master_holds_are_away_during_the_backward(monkeypatch):
-    """They come back by the update; after a step that was lost, or given up, from the masters."""
+    """The update brings them back; after a skipped or aborted step, they are restored from the masters."""
     spec = OptimizerSpec("adamw", lr=1e-2, master_weights=True)
     shared = {"optimizer": spec, "nonfinite": "skip"}
     plain = make_trainer(model("qwen3", torch.bfloat16), "gpu", **shared)
@@ -365,7 +365,7 @@ def test_weights_that_a_master_holds_are_away_during_the_backward(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"embedding": "device"}], ids=["host", "device"])
 def test_reports_setting(options):
-    """Decoder layers only, mean square: the loss falls, and nothing outside the layers moves."""
+    """Only decoder layers train, with a mean-square loss: it falls, and nothing outside the layers changes."""
     setting = {"optimizer": OptimizerSpec("sgd", lr=5.0), "loss": "mean_square", "train": "layers"}
     losses, state = run(make_trainer(model("qwen3"), "gpu", **setting))
     other_losses, other = run(make_trainer(model("qwen3"), "slide", **setting, **options))
@@ -391,7 +391,7 @@ def test_loss_is_the_models_own(mode, head):
 
 @pytest.mark.parametrize("mode", ["gpu", "slide"])
 def test_master_weights(mode):
-    """bf16 parameters are the rounded copies of float32 masters, which take in updates smaller than a bf16 step."""
+    """bf16 parameters are the rounded copies of float32 masters, which accumulate updates smaller than a bf16 step."""
     spec = OptimizerSpec("adamw", lr=1e-5, master_weights=True)
     trainer = make_trainer(model("qwen3", torch.bfloat16), mode, optimizer=spec)
     _, state = run(trainer)
@@ -407,8 +407,8 @@ def test_master_weights(mode):
 
 @pytest.mark.parametrize("mode", ["gpu", "slide"])
 def test_sgd_in_16_bits_is_the_rounded_update(mode):
-    """Every weight becomes round(w − lr g): PyTorch's fused SGD leaves 16-bit tensors on the CPU as they are."""
-    lr = 0.125  # a power of two: no rounding of its own
+    """Every weight becomes round(w − lr g): PyTorch's fused SGD leaves 16-bit CPU tensors unchanged."""
+    lr = 0.125  # a power of two, so it adds no rounding
     trainer = make_trainer(model("qwen3", torch.bfloat16), mode, optimizer=OptimizerSpec("sgd", lr=lr))
     plain, batch = model("qwen3", torch.bfloat16), batches(1)[0]
     trainer.step(batch)
@@ -423,7 +423,7 @@ def test_sgd_in_16_bits_is_the_rounded_update(mode):
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 def test_compiled_layers(kind):
-    """Gemma-2's layers are of two kinds. What is compiled adds up in another order."""
+    """Gemma-2 has two kinds of layers. Compiled layers sum in another order."""
     spec, data = OptimizerSpec("sgd", lr=0.1), batches(2)
     losses, state = run(make_trainer(model(kind), "gpu", optimizer=spec), data)
     for mode, own in (("gpu", {}), ("ckpt", {}), ("slide", {}), ("slide", {"keep": 3, "slots": 3})):
@@ -443,7 +443,7 @@ def test_resume_equals_unbroken(first, second, optimizer, tmp_path):
     preset, changes = SHAPES["qwen3"]
     other = build_model(preset, dtype=torch.float32, seed=9, **changes)
     resumed = make_trainer(other, second, optimizer=spec)
-    resumed.step(data[4])  # a past that the checkpoint must wipe out
+    resumed.step(data[4])  # state that the checkpoint must overwrite
     resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
     rest, final = run(resumed, data[2:])
     assert begun + rest == losses
@@ -456,7 +456,7 @@ def test_resume_equals_unbroken(first, second, optimizer, tmp_path):
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_streamed_output_layer_agrees(optimizer, options, kind, monkeypatch):
-    """Its softmax is put together from pieces: not the same bits."""
+    """Its softmax is assembled from pieces, so the bits differ."""
     monkeypatch.setattr("t1lib.train.vocabulary.PIECE_BYTES", 32 * 4 * 40)  # 40 rows of 97
     shared = {k: v for k, v in options.items() if k in ("max_grad_norm", "micro_batch")}
     spec = OPTIMIZERS[optimizer]

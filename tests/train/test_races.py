@@ -1,4 +1,4 @@
-"""The lanes of mode `slide` touch no memory at once that one of them writes, by the order that marks and waits make."""
+"""Marks and waits order the lanes of mode `slide` so that none touches memory while another one writes it."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ CLIPPED = {"max_grad_norm": 0.5, "micro_batch": 2}
 
 
 def watch(races: Races, trainer) -> None:
-    """The buffers that live from step to step."""
+    """Watch the buffers that live from step to step."""
     pipeline, outer, head = trainer.pipeline, trainer._outer, trainer._head
     races.watch("weights' slot", pipeline.weights.flat, on_host=False)
     races.watch("gradients' slot", pipeline.grads.flat, on_host=False)
@@ -81,7 +81,7 @@ def races_in(options: dict, steps: int = 3) -> Races:
 )
 def test_nothing_is_touched_at_once(options, shared, monkeypatch):
     monkeypatch.setattr(vocabulary, "PIECE_BYTES", 20 * 32 * 4)  # five pieces
-    monkeypatch.setattr(ahead, "ROWS", 2)  # more than fit into the gathered rows
+    monkeypatch.setattr(ahead, "ROWS", 2)  # a step looks up more rows than can be gathered ahead
     races = races_in(options | shared)
     assert races.accesses > 200
     assert not races.found, "\n".join(sorted(set(races.found)))

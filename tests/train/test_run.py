@@ -1,4 +1,4 @@
-"""The training command: what it leaves, how it goes on, how it stops, and what it refuses."""
+"""The training command: what it leaves on disk, how it resumes, how it stops, and what it refuses."""
 
 import csv
 import os
@@ -55,13 +55,13 @@ def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, mode):
     assert train(tmp_path / "whole", *often, "--steps", "9") == 0
     assert train(tmp_path / "parts", *often, "--steps", "4") == 0
     with (tmp_path / "parts" / "metrics.csv").open("a") as file:
-        file.write("5" + ",1.0" * 8 + ",\n")  # of a step after the checkpoint, when the power went
+        file.write("5" + ",1.0" * 8 + ",\n")  # a step after the checkpoint, logged before a power failure
     assert train(tmp_path / "parts", *often, "--steps", "9", "--resume") == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_interrupted_it_keeps_what_it_has(tmp_path):
-    """Ctrl-C in the middle: a checkpoint of the last step, all metrics, exit code 130; and it goes on."""
+    """Ctrl-C in the middle: a checkpoint of the last step, all metrics, exit code 130."""
     command = [sys.executable, "-m", "t1lib", *SMALL, "--out", str(tmp_path / "a"), "--steps", "100000"]
     command += ["--checkpoint-every", "0", "--eval-every", "0"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
@@ -133,10 +133,10 @@ def test_killed_in_its_first_checkpoint_before_any_row_it_begins_anew(tmp_path):
 
 
 def test_metrics_that_cannot_be_written_cost_no_step(tmp_path, monkeypatch, capsys):
-    """The step's checkpoint is written, and the run goes on from there, without the row that is cut."""
+    """The step's checkpoint is written, and the run resumes from it, without the row that was cut short."""
     step, save = LanguageSession.step, run.save_checkpoint
-    with largest_file(2**30), monkeypatch.context() as patch:  # which ends the other limit, whatever happens
-        room = largest_file(350)  # amid the third row: two and the header are about 300 bytes
+    with largest_file(2**30), monkeypatch.context() as patch:  # restores the limit at the end, whatever happens
+        room = largest_file(350)  # within the third row: the header and two rows are about 300 bytes
 
         def full_in_the_third(self):
             record = step(self)

@@ -1,4 +1,4 @@
-"""How near a streamed step comes to its floors, by simulation (`simulated.py`), in the proportions of an H200."""
+"""How close a streamed step comes to its floors, simulated (`simulated.py`) with the proportions of an H200."""
 
 import pytest
 from simulated import LAYERS, Times, simulate
@@ -9,10 +9,10 @@ SPLIT = {"split_master": True}
 
 
 def test_eager_layers_do_not_wait_for_the_link():
-    """Neither in the forward, beside which the state of embedding and head comes, nor in the backward."""
+    """Neither in the forward, during which the state of embedding and head is transferred, nor in the backward."""
     found = simulate(EAGER)
     assert found["step"] >= EAGER.computing()
-    assert found["forward"] <= LAYERS * EAGER.forward + 13  # until the first layer's update is done
+    assert found["forward"] <= LAYERS * EAGER.forward + 13  # 13 ms: the first layer's update has to end first
     assert found["step"] <= 1.02 * EAGER.computing()
 
 

@@ -33,7 +33,7 @@ def test_on_every_process(outcomes, size, name):
 
 @pytest.mark.parametrize("name", ["run", "slide"])
 def test_a_run_in_two_processes_then_three_then_one(outcomes, tmp_path, name):
-    """The losses of one that was never stopped, in mode gpu."""
+    """It has the losses of a run in mode gpu that was never stopped."""
     outcomes.of(3)
     run = outcomes.folder / name
     assert main(["train", "--resume", "--out", str(run), "--steps", "8", "--eval-every", "0"]) == 0

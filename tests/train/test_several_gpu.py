@@ -1,4 +1,4 @@
-"""On two CUDA devices, one process each: they train as one does, through NCCL. All cases in one pair of processes."""
+"""Two CUDA devices, one process each, train as one device does, through NCCL. One pair of processes runs all cases."""
 
 import pytest
 import several_tasks
@@ -49,5 +49,5 @@ def test_in_sixteen_bits_with_masters_they_come_as_far(trained, mode):
 
 
 def test_what_waits_for_the_other_gets_no_stale_weights(trained):
-    """The same losses each time, bit for bit."""
+    """Two identical runs have bitwise equal losses."""
     assert trained["again 0", "together", "loss"] == trained["again 1", "together", "loss"]

@@ -1,4 +1,4 @@
-"""Micro-batches, clipping, schedules, gradients that are no numbers, frozen parameters, evaluation."""
+"""Micro-batches, clipping, schedules, non-finite gradients, frozen parameters, evaluation."""
 
 import math
 
@@ -15,7 +15,7 @@ EVERYTHING = {"micro_batch": 2, "max_grad_norm": 0.5, "schedule": Schedule("cosi
 
 
 def ragged(count: int = 10) -> list[dict]:
-    """Batches of five rows, with tokens to ignore, as many in no two rows."""
+    """Batches of five rows, each row with a different number of ignored tokens."""
     generator = torch.Generator().manual_seed(2)
     found = []
     for _ in range(count):
@@ -114,7 +114,7 @@ def test_schedules():
 
 @pytest.mark.parametrize("mode", ["gpu", "slide"])
 def test_the_learning_rate_follows_the_schedule(mode):
-    """At a factor of 0 nothing moves."""
+    """At a factor of 0 no weight changes."""
     trainer = make_trainer(model("qwen3"), mode, optimizer=SPEC, schedule=lambda step: float(step == 1))
     states = [trainer.state_dict()["model"] for batch in batches(3) if trainer.step(batch)]
     start = dict(model("qwen3").named_parameters())
@@ -162,7 +162,7 @@ def test_the_output_layer_alone(mode):
 
 @pytest.mark.parametrize("options", [{}, {"update": "device"}, {"outer": "host"}, {"outer": "parked"}], ids=str)
 def test_after_a_step_that_was_given_up_the_next_is_as_if_it_had_not_been(options, monkeypatch):
-    """With clipping nothing was updated. (The processes' buffers for gradients are few: one too few would hang.)"""
+    """With clipping, it has updated nothing. (The host has few gradient buffers: one not returned would hang.)"""
     clipped = {"optimizer": SPEC, "max_grad_norm": 0.5}
     trainer, first = make_trainer(model("qwen3"), "slide", **clipped, **options), batches(3)
     losses = [trainer.step(first[0]).loss]
@@ -224,7 +224,7 @@ def test_resume_with_everything_on(first, second, tmp_path):
 
 @pytest.mark.parametrize("kind, skipped", [("qwen3", "mlp.down_proj"), ("llama", "mlp.down_proj"), ("gemma2", "")])
 def test_the_last_product_is_not_computed_again_where_nothing_needs_it(kind, skipped, monkeypatch):
-    """Gemma 2 normalises what its last product gives, and that is needed."""
+    """Gemma 2 normalizes the result of its last product, which is therefore needed."""
     made, forward = [], recompute._Unread.forward
     monkeypatch.setattr(recompute._Unread, "forward", lambda *a: (made.append(1), forward(*a))[1])
     slide, held = make_trainer(model(kind), "slide", optimizer=OPTIMIZERS["sgd"]), []
@@ -240,7 +240,7 @@ def test_the_last_product_is_not_computed_again_where_nothing_needs_it(kind, ski
     layers = len(slide.parts.layers)
     assert slide._recomputation._last == skipped
     assert all(held[:1]) and any(held[1:]) == (not skipped)  # what is not computed takes no memory
-    assert len(made) == (layers - 1 if skipped else 0)  # the first one was watched
+    assert len(made) == (layers - 1 if skipped else 0)  # the first layer was computed in full, to find out
     assert all("forward" not in vars(m) for layer in slide.parts.layers for m in layer.mlp.children())
 
 

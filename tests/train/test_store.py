@@ -1,4 +1,4 @@
-"""Memory that a `HostStore` takes and gives back is ordered by what the computing waits for, not by the host."""
+"""When a `HostStore` takes and frees device memory follows from what the compute lane waits for, not from the host."""
 
 import weakref
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class NotedLane:
-    """Its marks are its name and a number; it knows which marks it has waited for."""
+    """Its marks are its name and a number; it notes the marks that it has waited for."""
 
     def __init__(self, name: str) -> None:
         self.name, self.count, self.waited, self.stream = name, 0, [], None
@@ -44,9 +44,9 @@ def test_no_memory_is_given_back_before_the_computing_has_waited_for_its_copy():
         came, before = inward.count, compute.count
         brought = store.bring((group, 0))
         assert brought.tolist() == [group] * 3
-        if group > 5 - LEAVING:  # it has not left: nothing comes
+        if group > 5 - LEAVING:  # it has not left the device: nothing is copied
             assert brought is alive[group]() and inward.count == came
-        else:  # into memory that the computing had until now
+        else:  # copied to memory that the computation may have used until now
             assert inward.waited[-1] == ("compute", before + 1)
         store.arrived(group)
         assert compute.waited[-1] == (("out", group) if group > 5 - LEAVING else ("in", inward.count))

@@ -1,4 +1,4 @@
-"""The output layer in pieces of the vocabulary: loss and gradients are those of the whole."""
+"""The output layer in pieces of the vocabulary: loss and gradients are those of the whole layer."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_those_of_the_whole(rows, head, micro_batch):
 
 
 def test_a_target_of_probability_near_1_keeps_its_digits():
-    """Where p − 1 is tiny, a gradient made of two large terms would be lost."""
+    """Where p − 1 is tiny, a gradient computed from two large terms would lose its digits."""
     x, w, y = operands(dtype=torch.float32)
     w[y[1, 0]] = 30 * x[1, 0] / x[1, 0].norm()
     pieces = [Piece(torch.zeros_like(y), y)]
@@ -73,7 +73,7 @@ def test_a_target_of_probability_near_1_keeps_its_digits():
 
 
 def test_a_frozen_weight_gets_no_gradient_and_softcap_is_exact():
-    """A cap so low that the row of zeros has a share of the softmax."""
+    """The cap is so low that the extra row of zeros takes a share of the softmax."""
     x, w, y = operands(3.0)
     pieces = [Piece(torch.zeros_like(y), y)]
     loss, d_e, _ = whole(x, w, pieces, softcap=2.0)
