@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 (an experiment or claim failed), 2 (bad input), 130 (interrupted)."""
+    """Run a command; return its exit code: 0, 1 (an experiment or claim failed), 2 (bad input), 130 (interrupted)."""
     arguments = _parser().parse_args(argv)
     try:
         code = arguments.command(arguments)
