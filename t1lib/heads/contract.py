@@ -25,7 +25,8 @@ class HeadStats(NamedTuple):
     """Detached statistics per token, each of the target's shape; 0, 0 and False at ignored tokens.
 
     `lse`: log-sum-exp of the token's logits. `logprob`: log-probability of the target, not weighted.
-    `correct`: whether no logit exceeds the target's (ties count as correct).
+    `correct`: whether no logit exceeds the target's (ties count as correct; so does, with head `fused`, a logit that is
+    higher by a relative 1e-6, because it comes from another product than the target's).
     """
 
     lse: Tensor
