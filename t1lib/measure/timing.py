@@ -209,7 +209,7 @@ def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
     """`number` rounds in which each of `things` has one turn, in a new random order per round (fixed seed).
 
     Clock drift then affects all of them alike, and so does the influence of whatever ran just before, which on an H200
-    seems to be worth up to 4 % (docs/log.md).
+    can be worth several per cent.
     """
     draw = random.Random(0)
     for _ in range(number):
