@@ -19,9 +19,17 @@ from t1lib.measure.records import Numbers, Records
 
 PROFILE = "h200"  # that the claims are about
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+SAMPLES, NUMBERS_FILE = "samples.csv", "numbers.json"
 _MARKED = re.compile(r"<!-- claims -->(.*)<!-- end of claims -->", re.DOTALL)
 _KEY = re.compile(r"`(\w+\.[\w.-]+)`")
-_BOUND = re.compile(r"(?P<percent>[\d.]+) %|≤ (?P<limit>[\d.e+-]+)|exact")
+_NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+_OURS = re.compile(rf"({_NUMBER})(?: .*)?")
+_BOUND = re.compile(rf"(?P<percent>{_NUMBER}) %|≤ (?P<limit>{_NUMBER})|exact")
+_FORM = "| claim | published | ours | 15 %, ≤ 0.02 or exact | `experiment.key` |"
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 @dataclass(frozen=True)
@@ -38,97 +46,112 @@ class Claim:
     def experiment(self) -> str:
         return self.key.split(".")[0]
 
-    def holds(self, value: float | None) -> bool:
-        """Whether a run that measured this value bears the claim out (None: it measured none)."""
+    def holds(self, value: Any) -> bool:
+        """Whether a run that measured this value bears the claim out (no number: it does not)."""
         bound = _BOUND.fullmatch(self.bound)
-        if value is None or bound is None:
+        if not isinstance(value, int | float) or bound is None:
             return False
         if bound["limit"]:
-            return value <= float(bound["limit"])
-        ours = float(self.ours.replace(",", ""))
-        return abs(value - ours) <= abs(ours) * float(bound["percent"] or 0) / 100
+            return value <= _value(bound["limit"])
+        ours = _value(self.ours)
+        return abs(value - ours) <= abs(ours) * _value(bound["percent"] or "0") / 100
 
 
 def read_claims(readme: str) -> list[Claim]:
     """All claims in the README's text, in its order.
 
-    Raises `T1Error` for a row that names a key, but whose value or bound cannot be read.
+    Raises `T1Error` if there are none, and for a row of their tables that is not of the form that it names.
     """
     marked = _MARKED.search(readme)
     require(marked is not None, "the README has no tables between <!-- claims --> and <!-- end of claims -->")
     claims = []
     for line in marked[1].splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        key = _KEY.fullmatch(cells[-1])
-        if key is None:
+        if not line.lstrip().startswith("|") or cells[0] == "claim" or not "".join(cells).strip("-: "):
             continue
-        ours = re.match(r"[\d.,e+-]*\d", cells[2]) if len(cells) == 5 else None
-        whole = ours is not None and _BOUND.fullmatch(cells[3]) is not None
-        require(whole, f"README: {line!r}; allowed: | claim | published | ours | 15 %, ≤ 0.02 or exact | `key` |")
-        claims.append(Claim(cells[0], cells[1], ours[0], cells[3], key[1]))
+        row = len(cells) == 5 and [_OURS.fullmatch(cells[2]), _BOUND.fullmatch(cells[3]), _KEY.fullmatch(cells[4])]
+        require(bool(row) and None not in row, f"README: {line.strip()!r}; allowed: {_FORM}")
+        claims.append(Claim(cells[0], cells[1], row[0][1], cells[3], row[2][1]))
+    require(bool(claims), "the README's tables hold no claims")
     return claims
 
 
 def doubts(folder: Path, experiment: str) -> str | None:
     """Why the numbers in a run's folder are no answer to its claims; None if they are.
 
-    The parameters must be the profile's, every file the one that the manifest lists, and the numbers must come out of
-    samples.csv again.
+    The manifest must be this experiment's, the parameters the profile's, every file the one that the manifest lists,
+    and the numbers must come out of the samples again.
     """
     from t1lib.report import NUMBERS
 
-    content, wanted = manifest.read(folder) or {"parameters": {}, "files": {}}, params.resolve(experiment, PROFILE)
-    for name, value in content["parameters"].items():
+    content, wanted = manifest.read(folder), params.resolve(experiment, PROFILE)
+    if content is None:
+        return f"{manifest.NAME} is missing or broken"
+    of = content.get("experiment"), content.get("profile")
+    if of != (experiment, PROFILE) or not {SAMPLES, NUMBERS_FILE} <= content["files"].keys():
+        return f"{manifest.NAME} is not that of a finished run of {experiment} with profile {PROFILE}"
+    for name, value in content.get("parameters", {}).items():
         if name in wanted and wanted[name] != value:
             return f"run with {name}={value!r}, params/{PROFILE} has {wanted[name]!r}"
     for name in content["files"]:
         if manifest.changed(folder, name):
             return f"{name} is not the file that the manifest lists"
     again = Numbers()
-    NUMBERS[experiment](Records.load(folder / "samples.csv").frame(), again)
-    kept = Numbers.load_json(folder / "numbers.json")
+    try:
+        NUMBERS[experiment](Records.load(folder / SAMPLES).frame(), again)
+    except T1Error as error:
+        return str(error)
+    kept = Numbers.load_json(folder / NUMBERS_FILE)
     other = sorted(key for key in kept.keys() | again.keys() if kept.get(key) != again.get(key))
-    return f"{other[0]} does not follow from samples.csv" if other else None
+    return f"{other[0]} does not follow from {SAMPLES}" if other else None
+
+
+def _about(content: dict[str, Any]) -> str:
+    commit = str(content.get("commit", "unknown"))[:7] + " with changes" * (content.get("dirty") is True)
+    return f"commit {commit}, {content.get('made_of', {}).get('device', 'unknown')}, {content.get('started', '')}"
 
 
 def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
-    """Print what one experiment's run says of its claims; returns their verdicts."""
+    """Print what one experiment's run says of its claims; returns their verdicts, and FAIL for a run in doubt."""
     folder = paths.outputs(PROFILE, experiment)
-    content = manifest.read(folder)
-    if content is None:
+    if not (folder / manifest.NAME).is_file():
         print(f"{experiment}: {NOT_RUN}; python -m t1lib run {experiment} --profile {PROFILE}")
         return [NOT_RUN] * len(claims)
-    why = doubts(folder, experiment)
-    where = f"commit {content['commit'][:7]}, {content['made_of']['device']}, {content['started']}"
-    sound = f"{len(content['files'])} files as the manifest lists them, numbers as samples.csv gives them"
-    print(f"{experiment}: {where}; {why or sound}")
-    numbers: dict[str, Any] = Numbers.load_json(folder / "numbers.json") if why is None else {}
+    content, why = manifest.read(folder) or {"files": {}}, doubts(folder, experiment)
+    sound = f"{len(content['files'])} files as the manifest lists them, numbers as {SAMPLES} gives them"
+    print(f"{experiment}: {_about(content)}; {why or sound}")
+    numbers: dict[str, Any] = Numbers.load_json(folder / NUMBERS_FILE) if why is None else {}
     verdicts = []
     for claim in claims:
         found = numbers.get(claim.key, {"value": None, "text": "–", "unit": ""})
         verdicts.append(PASS if claim.holds(found["value"]) else FAIL)
         measured = f"{found['text']} {found['unit']}".strip()
         print(f"  {verdicts[-1]}  {claim.key}: {measured} (README: {claim.ours}, {claim.bound})")
-    return verdicts
+    return verdicts if why is None else verdicts or [FAIL]
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Run the command; returns 0, or 1 if a claim fails."""
+    """Run the command; returns 0, or 1 if a claim fails or a run is in doubt."""
     path = paths.root() / "README.md"
     try:
         claims = read_claims(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise T1Error(f"cannot read the claims in {paths.shown(path)}: {error.strerror}") from None
-    for name in arguments.experiments:
-        choose("experiment", name, params.experiments())
-    chosen = arguments.experiments or list(dict.fromkeys(claim.experiment for claim in claims))
-    verdicts = [v for name in chosen for v in _check_run(name, [c for c in claims if c.experiment == name])]
+    except (OSError, UnicodeDecodeError) as error:
+        raise T1Error(f"cannot read the claims in {paths.shown(path)}: {error}") from None
+    known = params.experiments()
+    for name in [*arguments.experiments, *(claim.experiment for claim in claims)]:
+        choose("experiment", name, [*known, "all"])
+    every = not arguments.experiments or "all" in arguments.experiments
+    chosen = {claim.experiment for claim in claims} if every else set(arguments.experiments)
+    verdicts = []
+    for name in (name for name in known if name in chosen):
+        verdicts += _check_run(name, [claim for claim in claims if claim.experiment == name])
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (PASS, FAIL, NOT_RUN))
-    print(f"{len(verdicts)} claims: {counts}")
+    print(f"{len(verdicts)} checks: {counts}")
     return int(FAIL in verdicts)
 
 
 def add_parser(commands: Any) -> None:
+    """The command's arguments."""
     parser = commands.add_parser("check", help="hold the README's claims against outputs/h200")
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
     parser.set_defaults(command=check)

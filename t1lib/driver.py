@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require
 from t1lib.execute import NotebookError, execute
+from t1lib.files import locked
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile, require_gpu
 
@@ -113,7 +114,12 @@ class _Progress:
 
 
 def _run_one(job: Job, progress: _Progress) -> None:
-    """Run one experiment and publish its folder."""
+    """Run one experiment and publish its folder. Raises `T1Error` if another process is running it."""
+    with locked(job.staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
+        _run_alone(job, progress)
+
+
+def _run_alone(job: Job, progress: _Progress) -> None:
     shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
     job.staging.mkdir(parents=True)
     started, clock = manifest.utc_now(), time.perf_counter()

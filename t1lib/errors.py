@@ -27,3 +27,14 @@ def require(condition: bool, message: str) -> None:
     """Raise `T1Error(message)` unless `condition` holds."""
     if not condition:
         raise T1Error(message)
+
+
+def is_whole(value: Any, least: int, most: int | None = None) -> bool:
+    """Whether `value` is an integer from `least` to `most`; a bool is none."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole and value >= least and (most is None or value <= most)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is an int or a float other than NaN; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from t1lib.errors import T1Error
 
 
@@ -65,3 +67,19 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
         path.unlink()
+
+
+@contextmanager
+def locked(path: Path, otherwise: str) -> Iterator[None]:
+    """Hold the lock file `path` until the block or this process ends. Raises `T1Error(otherwise)` if another process
+    holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise T1Error(otherwise) from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -151,7 +151,8 @@ def choices(work: Work) -> Iterator[Choice]:
 def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | None = None) -> Choice:
     """The fastest choice whose reserved memory fits into `budget` bytes; among equally fast ones, the smallest.
 
-    host   bytes that the host may hold, ignored if no choice fits into them (None: no limit)
+    host   bytes that the host should hold at most; if every choice needs more, one that needs the least is taken
+           (None: no limit)
 
     Raises `T1Error` if no choice fits; the message says the least budget that works.
     """
@@ -159,18 +160,18 @@ def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | No
     def reserved(choice: Choice) -> float:
         return reserved_bytes(work, device_bytes(work, choice), choice)
 
-    best: tuple[float, float, Choice] | None = None
+    best: tuple[float, float, float, Choice] | None = None
     found = list(choices(work))
-    held = [choice for choice in found if host is None or host_bytes(work, choice) <= host]
-    for choice in held or found:
+    for choice in found:
+        beyond = 0 if host is None else max(host_bytes(work, choice) - host, 0)
+        if best is not None and beyond > best[0]:
+            continue
         fitting = [k for k in range(work.layers + 1) if reserved(replace(choice, keep=k)) <= budget]
         for keep in {0, max(fitting)} if 0 in fitting else ():
             kept = replace(choice, keep=keep)
-            key = step_ms(work, kept, machine), reserved(kept)
-            if best is None or key < best[:2]:
+            key = beyond, step_ms(work, kept, machine), reserved(kept)
+            if best is None or key < best[:3]:
                 best = (*key, kept)
-    if best is None and 0 < len(held) < len(found):
-        return choose_plan(work, budget, machine)  # the trainer then reports what the host lacks
     if best is None:
         least = min(found, key=reserved)
         need = -(-int(reserved(least)) // 2**20)
@@ -179,4 +180,4 @@ def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | No
             f"{work.tokens} tokens a step, {work.micro_tokens} at a time, is {need}MiB "
             f"({in_words(work.workspace)} of it are the output layer's workspace)"
         )
-    return best[2]
+    return best[3]

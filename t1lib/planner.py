@@ -25,7 +25,7 @@ from t1lib.train.spec import OptimizerSpec
 from t1lib.work import HEADS, Work, with_head, work_of
 
 MODES = ("gpu", "ckpt", "slide")
-ALIKE = 1.02  # predicted times within this ratio count as equal
+ALIKE = 1.1  # predicted times within this ratio count as equal: they are no better than that
 PROCESS = int(1.5 * GIB)  # host memory that Python, torch and CUDA take
 AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search for head `fused`'s plan takes long
 
@@ -102,8 +102,8 @@ def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choi
 
 
 def _work(setting: Setting) -> Work:
-    for name in ("rows", "seq"):
-        require(getattr(setting, name) >= 1, f"{name}={getattr(setting, name)}; allowed: 1 or more")
+    for name, least in (("rows", 1), ("seq", 2)):
+        require(getattr(setting, name) >= least, f"{name}={getattr(setting, name)}; allowed: {least} or more")
     require(setting.micro_batch is None or setting.micro_batch >= 1, f"micro_batch={setting.micro_batch}; allowed: ≥ 1")
     piece = min(setting.micro_batch or setting.rows, setting.rows) * setting.seq
     few = f"{piece} tokens at a time of rows={setting.rows}, seq={setting.seq}; allowed: {AT_A_TIME}, by a micro_batch"
@@ -144,7 +144,7 @@ def _chosen(work: Work, vram: int, machine: Machine, host: int | None) -> Choice
     least = min(choices(work), key=reserved)
     if reserved(least) > vram:
         return least  # even this does not fit
-    return choose_plan(work, vram, machine, None if host is None else host - PROCESS)
+    return choose_plan(work, vram, machine, None if host is None else host * 9 // 10 - PROCESS)
 
 
 def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Prediction:
@@ -207,6 +207,7 @@ def _near(setting: Setting) -> list[dict[str, dict[str, Any]]]:
     masters = setting.dtype != "float32"
     narrow = {"moments": "bfloat16", "split_master": True}
     state = replace(spec, master_weights=True, **narrow) if adamw and masters else spec
+    lean = " without --moments, --split-master" if spec.split_master or spec.moments != "float32" else ""
     family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
     smaller = family[: family.index(setting.model)] if setting.model in family else []
     fewer = [setting.rows >> n for n in range(1, setting.rows.bit_length())]
@@ -216,6 +217,6 @@ def _near(setting: Setting) -> list[dict[str, dict[str, Any]]]:
         {f"--batch {rows}": {"rows": rows} for rows in fewer},
         {f"--seq {seq}": {"seq": seq} for seq in shorter},
         {"--moments bfloat16 --split-master": {"optimizer": state}} if state != spec else {},
-        {"--optimizer sgd": {"optimizer": OptimizerSpec("sgd", master_weights=masters)}} if adamw else {},
+        {f"--optimizer sgd{lean}": {"optimizer": OptimizerSpec("sgd", master_weights=masters)}} if adamw else {},
         {f"--model {name}": {"model": name} for name in reversed(smaller)},
     ]

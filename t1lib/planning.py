@@ -51,8 +51,8 @@ def plan(arguments: argparse.Namespace) -> int:
     require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
     if arguments.vram is None:
         require(torch.cuda.is_available(), "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
-    vram = parse_bytes(arguments.vram) if arguments.vram else torch.cuda.mem_get_info()[0]
-    host = parse_bytes(arguments.host) if arguments.host else None
+    vram = parse_bytes(arguments.vram) if arguments.vram is not None else torch.cuda.mem_get_info()[0]
+    host = parse_bytes(arguments.host) if arguments.host is not None else None
     for name, size in (("vram", vram), ("host", host)):
         require(size is None or size >= 2**20, f"--{name} {getattr(arguments, name)} is less than 1MiB; such as 16GiB")
     machine, setting = this_machine(), setting_of(arguments)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import T1Error, choose, is_whole, require
 
 if TYPE_CHECKING:
     from t1lib.train.ranks import Ranks
@@ -65,6 +65,7 @@ def train(arguments: argparse.Namespace) -> int:
     """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
     from t1lib.measure.memory import grow_segments
     from t1lib.train.ranks import together
+    from t1lib.train.run import read_settings
 
     grow_segments()
     with together() as ranks:
@@ -72,8 +73,8 @@ def train(arguments: argparse.Namespace) -> int:
         goes_on = arguments.resume and arguments.model is None
         folder = Path(arguments.out or f"runs/{Path(arguments.model).name}-{arguments.mode}-{arguments.head}")
         settings = ranks.first(lambda: goes_on_with(folder, arguments.steps)) if goes_on else settings_of(arguments)
-        if arguments.resume and arguments.warmup is None:
-            settings["schedule"] |= ranks.first(lambda: warmup_of(folder))
+        if arguments.resume and not goes_on:
+            settings = with_length(settings, arguments, ranks.first(lambda: read_settings(folder)))
         mode, rows = settings["mode"], settings["batch"]
         one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp or slide, or start one"
         require(ranks.alone or mode in ("fsdp", "slide"), one)
@@ -89,6 +90,8 @@ def check(arguments: argparse.Namespace) -> None:
     for name in ("checkpoint_every", "eval_every", "eval_rows", "report_every"):
         value = getattr(arguments, name)
         require(value >= 0, f"--{name.replace('_', '-')} {value}; allowed: 0 or more")
+    require(abs(arguments.seed) < 2**32, f"--seed {arguments.seed}; allowed: less than 2^32")
+    require(arguments.out != "", "--out ''; allowed: a folder")
     rows = arguments.eval_rows or not arguments.eval_every
     require(bool(rows), "--eval-rows 0; allowed: 1 or more, or --eval-every 0")
     goes_on = arguments.resume and arguments.model is None
@@ -141,12 +144,17 @@ def goes_on_with(folder: Path, steps: int | None) -> dict[str, Any]:
     return settings
 
 
-def warmup_of(folder: Path) -> dict[str, int]:
-    """What a run in `folder` keeps of its schedule, however long it gets: the warmup. Empty if there is no run."""
-    from t1lib.train.run import read_settings
-
-    found = read_settings(folder)
-    return {} if found is None else {"warmup": found["settings"]["schedule"].get("warmup", 0)}
+def with_length(settings: dict[str, Any], arguments: argparse.Namespace, run: dict[str, Any] | None) -> dict[str, Any]:
+    """The settings with what a run keeps of its length, unless given: its steps, and, however long it gets, the warmup
+    of its schedule. run: what is read of it; None if there is none"""
+    if run is None:
+        return settings
+    before, schedule = run["settings"], dict(settings["schedule"])
+    steps = settings["steps"] if arguments.steps else before["steps"]
+    schedule["total"] = steps
+    if arguments.warmup is None:
+        schedule["warmup"] = before["schedule"].get("warmup", 0)
+    return settings | {"steps": steps, "schedule": schedule}
 
 
 def state_of(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
@@ -192,13 +200,19 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "schedule": {"name": arguments.schedule, "warmup": warmup, "total": steps},
     }  # fmt: skip
+    for name in ("data", "model", "out"):
+        text = str(getattr(arguments, name) or "")
+        require(text.isprintable(), f"--{name} {text!r} holds characters that no file of settings can hold")
+    same = arguments.out is not None and settings["data"] == str(Path(arguments.out).resolve())
+    require(not same, f"--out {arguments.out} is the folder of --data; a run's files are no text: take another")
     OptimizerSpec(**settings["optimizer"])  # errors are raised before a tokenizer is trained
     Schedule(**settings["schedule"])
     for size in filter(None, (arguments.workspace, arguments.gpu_memory)):
         parse_bytes(size)
     if preset is not None:
-        settings["vocabulary"] = arguments.vocabulary or min(VOCABULARY, int(preset["vocab_size"]))
-        settings["changes"] = {field: value_of(text) for field, text in arguments.change}
+        changes = settings["changes"] = {field: value_of(text) for field, text in arguments.change}
+        size = changes.get("vocab_size", preset["vocab_size"])
+        settings["vocabulary"] = arguments.vocabulary or (min(VOCABULARY, size) if is_whole(size, 1) else VOCABULARY)
     else:
         folder = Path(arguments.model).is_dir()
         choose("model", "a checkpoint folder" if folder else arguments.model, [*PRESETS, "a checkpoint folder"])

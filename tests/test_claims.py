@@ -35,18 +35,33 @@ def test_a_claim_holds_within_its_bound(ours, bound, value, holds):
 
 
 def test_claims_are_the_marked_rows_that_name_a_key():
-    rows = "\n".join([ROW.format(ours="1.78 ×", bound="15 %"), "| a table | without | a key |"])
+    rows = "\n".join(["| --- | --- | --- | --- | --- |", ROW.format(ours="1.78 ×", bound="15 %"), "prose | of no row"])
     found = read_claims(MARKED.format(rows=rows) + ROW.format(ours="2", bound="1 %"))
     assert found == [Claim("a claim", "–", "1.78", "15 %", "t1m3.head.full.over_floor")]
     assert found[0].experiment == "t1m3"
 
 
-@pytest.mark.parametrize(("ours", "bound"), [("1.78 ×", "15%"), ("many", "15 %"), ("1.78", ""), ("1.78", "≤ few")])
+@pytest.mark.parametrize(
+    ("ours", "bound"),
+    [("1.78 ×", "15%"), ("many", "15 %"), ("1.78", ""), ("1.78", "≤ few"), ("1,78", "5 %"), ("1.2-1.4", "5 %"),
+     ("e5", "5 %"), ("1.78", "1.5.2 %"), ("1.78", "≤ 1e")],
+)  # fmt: skip
 def test_a_row_that_cannot_be_read_is_an_error(ours, bound):
     with pytest.raises(T1Error, match=r"allowed: \| claim \| published \| ours"):
         read_claims(MARKED.format(rows=ROW.format(ours=ours, bound=bound)))
-    with pytest.raises(T1Error, match="no tables between"):
-        read_claims("no claims")
+
+
+@pytest.mark.parametrize("key", ["t1m3.head", "`t1m3`", "`t1m3.x`¹"])
+def test_a_row_without_a_key_is_an_error(key):
+    row = ROW.format(ours="1.78", bound="5 %").replace("`t1m3.head.full.over_floor`", key)
+    with pytest.raises(T1Error, match="allowed:"):
+        read_claims(MARKED.format(rows=row))
+
+
+def test_no_claims_are_an_error():
+    for readme, message in (("no claims", "no tables between"), (MARKED.format(rows=""), "hold no claims")):
+        with pytest.raises(T1Error, match=message):
+            read_claims(readme)
 
 
 @pytest.fixture
@@ -70,12 +85,14 @@ def test_each_claim_gets_its_verdict(kit, capsys):
     told = capsys.readouterr().out
     assert "PASS  t1m3.head.full.over_floor" in told and "FAIL  t1m3.head.fused.over_floor" in told
     assert "cce: NOT RUN; python -m t1lib run cce --profile h200" in told
-    assert told.endswith("3 claims: 1 PASS, 1 FAIL, 1 NOT RUN\n")
+    assert told.endswith("3 checks: 1 PASS, 1 FAIL, 1 NOT RUN\n")
     assert main(["check", "cce"]) == 0
+    assert main(["check", "t1m3", "t1m3"]) == 1 and "2 checks:" in capsys.readouterr().out
+    assert main(["check", "all"]) == 1
     assert main(["check", "cse"]) == 2
     (kit / "README.md").unlink()
     assert main(["check"]) == 2
-    assert "error: cannot read the claims in README.md: No such file or directory" in capsys.readouterr().err
+    assert "error: cannot read the claims in README.md:" in capsys.readouterr().err
 
 
 def test_an_edited_file_fails_every_claim(kit, capsys):
@@ -102,3 +119,28 @@ def test_numbers_that_the_samples_do_not_give_fail(kit, capsys):
     manifest.refresh(folder, ["numbers."])
     assert main(["check", "t1m3"]) == 1
     assert "t1m3.head.full.over_floor does not follow from samples.csv" in capsys.readouterr().out
+
+
+def test_an_experiment_that_there_is_not_is_an_error(kit, capsys):
+    readme = kit / "README.md"
+    readme.write_text(readme.read_text(encoding="utf-8").replace("`t1m3.", "`t1m33."), encoding="utf-8")
+    assert main(["check"]) == 2
+    assert "unknown experiment 't1m33'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("<<<<<<< broken", "manifest.json is missing or broken"),
+        ('{"files": {}}', "not that of a finished run of t1m3 with profile h200"),
+        ('{"experiment": "cce", "profile": "h200", "files": {"samples.csv": {}, "numbers.json": {}}}', "not that of"),
+    ],
+)
+def test_a_manifest_that_is_no_answer_fails(kit, capsys, content, message):
+    """Also without a claim about the run."""
+    (kit / "outputs/h200/t1m3/manifest.json").write_text(content, encoding="utf-8")
+    assert main(["check", "t1m3"]) == 1
+    assert message in capsys.readouterr().out
+    readme = kit / "README.md"
+    readme.write_text(readme.read_text(encoding="utf-8").replace("`t1m3.", "`cce."), encoding="utf-8")
+    assert main(["check", "t1m3"]) == 1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import T1Error, choose, is_whole, require
 
 REDUCTIONS = ("mean", "sum", "none")
 UNITS = {"B": 1, "": 1} | {f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
@@ -41,6 +41,7 @@ def operands(e: Tensor, w: Tensor, b: Tensor | None, same_dtype: bool = True) ->
     """Require shapes (…, D), (V, D), (V), a floating-point input and, with `same_dtype`, one dtype."""
     require(e.is_floating_point(), f"input must be floating point, got {e.dtype}")
     require(e.dim() >= 1, "input must have shape (…, D), got a scalar")
+    require(e.shape[-1] >= 1, f"input must have at least one feature (…, D), got shape {tuple(e.shape)}")
     require(w.dim() == 2, f"linear_weight must have shape (V, D), got {tuple(w.shape)}")
     require(w.shape[0] > 0, f"linear_weight must have at least one row, got {tuple(w.shape)}")
     require(
@@ -67,11 +68,16 @@ def targets(
         tuple(target.shape) == lead,
         f"target must have shape {lead}, that of input {tuple(e.shape)} without D; got {tuple(target.shape)}",
     )
-    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
-    require(whole, f"ignore_index must be an int, got {ignore_index!r}")
-    flat = flatten(target).long()
+    index(ignore_index)
+    flat = flatten(target).long().contiguous()  # kernels read it with stride 1
     _in_range(flat, vocab, ignore_index)
     return flat
+
+
+def index(ignore_index: int) -> None:
+    """Require an integer that a target can hold."""
+    fits = is_whole(ignore_index, -(2**63), 2**63 - 1)
+    require(fits, f"ignore_index must be an int of 64 bits, got {ignore_index!r}")
 
 
 def _in_range(target: Tensor, vocab: int, ignore_index: int) -> None:

@@ -89,6 +89,11 @@ def _costs(e: Tensor, opts: Options, by: str, needs: tuple[bool, bool, bool]) ->
     return fixed + ((wide + summed) * tokens * hidden if needs[0] else 0), max(1, entry * tokens)
 
 
+def _save(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> None:
+    """For a backward that computes; the options' tensors come after the operands only so that a change is noticed."""
+    ctx.save_for_backward(e, w, b, opts.target, opts.class_weight, opts.token_weight)
+
+
 def _outputs(ctx, rows: Rows, opts: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What both autograd functions return: the loss, and lse, logprob and correct, which are not differentiable."""
     lse, logprob, pull = (x[:, 0] for x in (rows.lse, rows.logprob, rows.pull))
@@ -125,7 +130,7 @@ class _BySequence(torch.autograd.Function):
             rows, ctx.gradients = sweeps.by_sequence(e, w, b, opts, plan.size, plan.needs, gradient)
         else:
             rows, _ = sweeps.by_sequence(e, w, b, opts, plan.size, (False,) * 3, None)
-            ctx.save_for_backward(e, w, b)
+            _save(ctx, e, w, b, opts)
             ctx.opts, ctx.plan = opts, plan
         return _outputs(ctx, rows, opts)
 
@@ -137,7 +142,7 @@ class _BySequence(torch.autograd.Function):
         if not ctx.early:
             opts, plan = ctx.opts, ctx.plan
             gradient = opts.token_gradient(upstream)
-            _, gradients = sweeps.by_sequence(*ctx.saved_tensors, opts, plan.size, plan.needs, gradient)
+            _, gradients = sweeps.by_sequence(*ctx.saved_tensors[:3], opts, plan.size, plan.needs, gradient)
             return *gradients, None, None
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
@@ -153,7 +158,7 @@ class _ByVocabulary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, plan: Plan):
         rows = sweeps.columns_forward(e, w, b, opts, plan.size)
-        ctx.save_for_backward(e, w, b)
+        _save(ctx, e, w, b, opts)
         ctx.opts, ctx.plan, ctx.rows = opts, plan, rows
         return _outputs(ctx, rows, opts)
 
@@ -164,7 +169,7 @@ class _ByVocabulary(torch.autograd.Function):
             return (None,) * 5
         opts, plan = ctx.opts, ctx.plan
         gradient = opts.token_gradient(upstream)
-        gradients = sweeps.columns_backward(*ctx.saved_tensors, opts, plan.size, plan.needs, gradient, ctx.rows)
+        gradients = sweeps.columns_backward(*ctx.saved_tensors[:3], opts, plan.size, plan.needs, gradient, ctx.rows)
         return *gradients, None, None
 
 

@@ -26,7 +26,7 @@ class HeadStats(NamedTuple):
 
     `lse`: log-sum-exp of the token's logits. `logprob`: log-probability of the target, not weighted.
     `correct`: whether no logit exceeds the target's (ties count as correct; so does, with head `fused`, a logit that is
-    higher by a relative 1e-6, because it comes from another product than the target's).
+    higher by 1e-6 of its size, or of 1, because it comes from another product than the target's).
     """
 
     lse: Tensor
@@ -110,8 +110,10 @@ class Options:
 
     @cached_property
     def target_weight(self) -> Tensor | None:
-        """(N): the class weight of each token's target; None without class weights."""
-        return None if self.class_weight is None else self.class_weight[self.safe_target]
+        """(N): the class weight of each token's target, 0 at ignored tokens; None without class weights."""
+        if self.class_weight is None:
+            return None
+        return _masked(self.class_weight[self.safe_target], self.target, self.ignore_index)
 
     @cached_property
     def class_sum(self) -> Tensor | float:
@@ -191,6 +193,11 @@ def reject_unknown(name: str, own: list[str], options: dict) -> None:
         require(key in own, f"unknown option {key!r} for head {name!r}; its options: {allowed}")
 
 
+def _masked(values: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """(N) values of the tokens, 0 at ignored ones: whatever is there must not matter, infinities included."""
+    return values.masked_fill(target == ignore_index, 0.0)
+
+
 def prepare(
     input: Tensor,
     linear_weight: Tensor,
@@ -230,8 +237,8 @@ def prepare(
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     opts = Options(
         target=flat,
-        class_weight=None if weight is None else weight.to(dtype),
-        token_weight=None if token_weight is None else flatten(token_weight).to(dtype),
+        class_weight=None if weight is None else weight.to(dtype).contiguous(),
+        token_weight=None if token_weight is None else _masked(flatten(token_weight).to(dtype), flat, ignore_index),
         shape=target.shape,
         vocab=vocab,
         dtype=dtype,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from t1lib.errors import T1Error
+from t1lib.errors import T1Error, require
 from t1lib.heads import checks, fused_chunks, fused_plan, fused_run, fused_search
 from t1lib.heads.contract import HeadStats, Options, prepare, refuse_create_graph
 from t1lib.heads.logits import token_losses
@@ -16,6 +16,7 @@ from t1lib.heads.scale import scale_
 if TYPE_CHECKING:
     from t1lib.heads.shards import Shards
 
+TIGHT = 1.0  # softcap, below which the logits that matter lie where tanh is flat
 SHARDS: dict[str, "Shards"] = {}
 """By name, because an operator cannot take a process group."""
 
@@ -33,13 +34,28 @@ def call(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) ->
     needs = [grad and t is not None and t.requires_grad for t in (input, linear_weight, optional["linear_bias"])]
     index = kwargs.pop("ignore_index")
     workspace, shards = kwargs.pop("workspace"), kwargs.pop("shards")
+    budget = None if workspace is None else str(checks.parse_bytes(workspace))
+    _check_beyond(index, compute, input, linear_weight, optional["linear_bias"])
     loss, lse, logprob, correct, *_ = forward_op(
         input, linear_weight, target, kwargs["linear_bias"], kwargs["weight"], kwargs["token_weight"],
         kwargs["reduction"], -100 if index is None else index, float(kwargs["label_smoothing"]), kwargs["softcap"],
-        float(kwargs["z_loss"]), None if workspace is None else str(workspace), kwargs["filter_eps"],
-        kwargs["chunks"], kwargs["accumulate"] is not None, _name_of(shards), compute, needs,
+        float(kwargs["z_loss"]), budget, kwargs["filter_eps"], kwargs["chunks"], kwargs["accumulate"] is not None,
+        _name_of(shards), compute, needs,
     )  # fmt: skip
+    loss = loss.reshape(target.shape) if kwargs["reduction"] == "none" else loss
     return (loss, HeadStats(lse, logprob, correct)) if stats else loss
+
+
+def _check_beyond(index: int | None, compute: torch.dtype | None, *operands: Tensor | None) -> None:
+    """Raise `T1Error` for what the operator would take silently or refuse with an error of its own."""
+    if index is not None:
+        checks.index(index)
+    for value in (t for t in operands if t is not None):
+        known = compute is None or value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        require(known, f"operands under autocast must be float32, float16 or bfloat16, got {value.dtype}")
+        if not torch.compiler.is_compiling():
+            plain = torch.autograd.forward_ad.unpack_dual(value).tangent is None
+            require(plain, 'head "fused" has no forward-mode derivative; allowed: head="full"')
 
 
 def _name_of(shards: "Shards | None") -> str | None:
@@ -56,11 +72,12 @@ def _operands(
 ) -> fused_chunks.Operands:  # fmt: skip
     """Check all arguments, flatten the operands, and cast weight and bias."""
     names = ("reduction", "ignore_index", "label_smoothing", "softcap", "z_loss", "workspace", "filter_eps")
-    e, w, b, opts = prepare(
-        input, linear_weight, target, linear_bias=bias, weight=weight, token_weight=token_weight,
-        **dict(zip(names, settings, strict=True)), shards=None if shards is None else SHARDS[shards],
-        cast=compute is None,
-    )  # fmt: skip
+    with torch.autocast(input.device.type, enabled=False):  # the forward's state counts, also in the backward
+        e, w, b, opts = prepare(
+            input, linear_weight, target, linear_bias=bias, weight=weight, token_weight=token_weight,
+            **dict(zip(names, settings, strict=True)), shards=None if shards is None else SHARDS[shards],
+            cast=compute is None,
+        )  # fmt: skip
     compute = compute or e.dtype
     if w.dtype != compute or w.stride(1) != 1:
         w = w.detach().to(compute).contiguous()
@@ -81,20 +98,22 @@ class _Traced(NamedTuple):
 
 
 def _is_early(
-    opts: Options | _Traced, shape: fused_plan.Shape, device: torch.device, exact_sum: bool, needs: list[bool]
-) -> bool:
+    opts: Options | _Traced, shape: fused_plan.Shape, operands: tuple[Tensor, Tensor], exact_sum: bool,
+    needs: list[bool],
+) -> bool:  # fmt: skip
     """Whether the forward computes the gradients.
 
-    It does if their factors are already known and `compute` has enough range for the exponentials, unless the
-    workspace is so small that recomputing the logits in the backward is faster.
+    It does if their factors are already known and no dtype is too narrow for exponentials or gradients before the
+    factors, unless the workspace is so small that recomputing the logits in the backward is faster. A tight softcap
+    saturates: then its slope does not follow from what the first pass keeps.
     """
-    even_slope = opts.softcap is not None and opts.label_smoothing
+    even_slope = opts.softcap is not None and (opts.label_smoothing or opts.softcap < TIGHT)
     late = opts.reduction == "none" or opts.filter_eps is not None or even_slope or exact_sum
-    if late or not any(needs) or shape.compute == torch.float16:
+    if late or not any(needs) or torch.float16 in (shape.compute, *(t.dtype for t in operands)):
         return False
     if opts.workspace is None:
         return True
-    kind = fused_plan.device_of(device)
+    kind = fused_plan.device_of(operands[0].device)
     tiles = fused_plan.TILES[kind.kind, shape.compute.itemsize]
     return fused_search.early_is_faster(shape, opts.workspace, kind, tiles)
 
@@ -140,18 +159,17 @@ def forward_op(
     settings = (reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps)
     o = _operands(input, linear_weight, target, linear_bias, weight, token_weight, settings, shards, compute)
     shape, planned = _shapes(len(o.e), o.compute, needs, linear_weight, o.opts.shards)
-    early = _is_early(o.opts, planned, o.e.device, exact_sum, needs)
+    early = _is_early(o.opts, planned, (input, linear_weight), exact_sum, needs)
     gradients: tuple[Tensor | None, ...] = (None,) * 3
     if early:
         plan = fused_search.plan_early(planned, o.opts.workspace, o.device, o.tiles, chunks)
         found, gradients = fused_run.early(o, shape, plan, tuple(needs), linear_weight, linear_bias)
     else:
         if any(needs):  # refuse a workspace too small for the backward already in the forward
-            fused_search.plan_late(planned, o.opts.workspace, o.device, o.tiles, chunks)
+            fused_search.plan_late(planned, o.opts.workspace, o.device, o.tiles, 1 if exact_sum else chunks)
         found = fused_run.loss_only(o, shape, fused_search.plan_loss(planned, o.opts.workspace, o.device, o.tiles))
     opts, lse = o.opts, found.lse
     loss = opts.reduce(opts.mask(token_losses(lse, found.logprob, found.pull, opts)))
-    loss = loss.reshape(opts.shape) if reduction == "none" else loss
     stats = (opts.own(x).reshape(opts.shape) for x in (lse, found.logprob, found.correct))
     made = _filled(gradients, (input, linear_weight, linear_bias))
     return loss, *stats, found.offset, found.log_total, *made
@@ -167,15 +185,15 @@ def _(
     known = None if shards is None else SHARDS[shards]
     tokens = target.numel() * (known.size if known and known.sequence else 1)
     _, planned = _shapes(tokens, compute or input.dtype, needs, linear_weight, known)
-    early = _is_early(opts, planned, input.device, exact_sum, needs)
+    early = _is_early(opts, planned, (input, linear_weight), exact_sum, needs)
     rows = input.new_empty(target.shape, dtype=torch.float32)
-    loss = rows if reduction == "none" else input.new_empty((), dtype=torch.float32)
     flat = input.new_empty(tokens, dtype=torch.float32)
     operands = (input, linear_weight, linear_bias)
     made = (
         t.new_empty(t.shape) if early and needed else input.new_empty(0)
         for t, needed in zip(operands, needs, strict=True)
     )
+    loss = rows.flatten() if reduction == "none" else input.new_empty((), dtype=torch.float32)
     correct = input.new_empty(target.shape, dtype=torch.bool)
     stats = torch.empty_like(rows), torch.empty_like(rows), correct
     return loss, *stats, flat, torch.empty_like(flat), *made

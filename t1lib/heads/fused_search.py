@@ -169,7 +169,7 @@ def _early_plans(costs: _Costs, budget: int) -> list[tuple[float, Early]]:
 
 def early_is_faster(shape: Shape, workspace: int, device: Device, tiles: Tiles) -> bool:
     """Whether, within the workspace, computing gradients in the forward is faster than recomputing the logits later."""
-    return workspace - TOKEN_BYTES * shape.tokens >= early_from(shape._replace(tokens=0), device, tiles)
+    return workspace - TOKEN_BYTES * up(shape.tokens, tiles.m) >= early_from(shape._replace(tokens=0), device, tiles)
 
 
 @cache
@@ -219,7 +219,7 @@ def plan_late(shape: Shape, workspace: int | None, device: Device, tiles: Tiles,
         least = Late(capacity, count, step)
         room = (budget - bytes_needed(shape, late_layout(shape, least))) // (capacity * shape.compute.itemsize)
         widest = min(up(shape.vocab, step), step + room // step * step)
-        if chunks is not None:
+        if chunks is not None and workspace is None:
             widest = max(widest, step)
         if widest < step:
             continue
@@ -229,8 +229,9 @@ def plan_late(shape: Shape, workspace: int | None, device: Device, tiles: Tiles,
             plan = Late(capacity, count, columns)
             found.append((costs.late(plan), plan))
     if not found:
-        least = Late(tiles.m, -(-shape.tokens // tiles.m), step)
-        need_workspace(workspace, bytes_needed(shape, late_layout(shape, least)), "fused")
+        smallest = [Late(capacity, count, step) for count, capacity in _pieces(shape.tokens, tiles.m, chunks)]
+        need, least = min((bytes_needed(shape, late_layout(shape, plan)), plan) for plan in smallest)
+        need_workspace(workspace, need, "fused")
         return least
     return min(found)[1]
 

@@ -61,7 +61,7 @@ class Shards:
 
     def own(self, every: Tensor) -> Tensor:
         """The values of this process's tokens, selected from those of all tokens, (N, …)."""
-        return every.chunk(self.size)[self.rank] if self.sequence and len(every) else every
+        return every.chunk(self.size)[self.rank].clone() if self.sequence and len(every) else every
 
     def combine(self, rows: Rows, hit: Tensor) -> tuple[Rows, Tensor]:
         """Statistics over the whole vocabulary, and (n, 1) this shard's share of each token's softmax: one collective.

@@ -9,6 +9,8 @@ from torch import Tensor
 from t1lib.errors import T1Error, require
 from t1lib.heads import next_token_targets
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -30,13 +32,16 @@ def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Te
     found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
     whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel() > 0
     require(whole, f"a batch needs `input_ids` of shape (batch, sequence), with tokens; found {found}")
+    for name, tokens in batch.items():
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        require(kind in INTEGERS, f"{name} of {kind}; allowed: a tensor of integers")
+    ids = ids.long()
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         bad = low if low < 0 else high
         raise T1Error(f"input_ids hold {bad}; allowed: 0 to {vocabulary - 1}, the model's vocabulary")
     require(ids.shape[1] <= positions, f"sequence of {ids.shape[1]} tokens; the model has {positions} positions")
-    labels = batch.get("labels", ids)
-    require(isinstance(labels, Tensor), f"labels are {type(labels).__name__}; allowed: a tensor like input_ids")
+    labels = batch.get("labels", ids).long()
     require(labels.shape == ids.shape, f"labels {tuple(labels.shape)} do not match input_ids {tuple(ids.shape)}")
     valid = labels[labels != -100]
     if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= vocabulary):

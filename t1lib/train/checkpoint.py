@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -82,8 +82,7 @@ class _Files:
 
     def end(self, meta: str, keep: int) -> None:
         self.add(META, lambda file: file.write(meta.encode()))
-        with writing(self.whole):
-            _discard(self.whole)
+        with writing(self.whole), _aside(self.whole):
             os.replace(self._partial, self.whole)
         older = [path for path in checkpoints(self.folder) if path.name < self.whole.name]
         for old in older[: max(len(older) - keep + 1, 0)]:
@@ -93,12 +92,27 @@ class _Files:
         remove(self._partial)
 
 
-def _discard(checkpoint: Path) -> None:
-    """Rename it, then remove it: what an interruption leaves is no checkpoint, and the next save removes it."""
+@contextmanager
+def _aside(checkpoint: Path) -> Iterator[None]:
+    """Rename the checkpoint, if there is one, and remove it in the end, or put it back where nothing took its place.
+
+    What is left if the removal is interrupted is no checkpoint, and goes with the next one.
+    """
     aside = checkpoint.with_name(f".{checkpoint.name}.old.partial")
     with suppress(OSError):
         os.replace(checkpoint, aside)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            os.replace(aside, checkpoint)
+        raise
     remove(aside)
+
+
+def _discard(checkpoint: Path) -> None:
+    with _aside(checkpoint):
+        pass
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:

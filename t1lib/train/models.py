@@ -130,10 +130,18 @@ def _is_local(name: str, changes: dict[str, object]) -> bool:
     return local
 
 
+def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise T1Error(f"no model of type {config.model_type!r} can be made of this configuration: {what}") from error
+
+
 def _random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
     transformers_logging.set_verbosity_error()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = _on_meta(config, dtype)
     draw_on = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     tied = model.get_output_embeddings() if config.tie_word_embeddings else None
     with torch.random.fork_rng(devices=[draw_on] if draw_on.type == "cuda" else []), torch.no_grad():
@@ -168,6 +176,10 @@ class Parts:
 
 def split(model: PreTrainedModel) -> Parts:
     """Split a decoder into parts. Raises `T1Error` unless it is embedding, stack of layers, norm and linear head."""
+    own = isinstance(model, PreTrainedModel)
+    require(
+        own, f"model of type {type(model).__name__}; allowed: a decoder of transformers, such as `build_model` gives"
+    )
     base, embed, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
     kind = model.config.model_type
@@ -216,8 +228,7 @@ def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: obje
         local = _is_local(name, changes)
         with _loading(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = _on_meta(config, dtype)
     model.tie_weights()
     return model
 

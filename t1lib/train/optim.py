@@ -95,7 +95,9 @@ class Updater:
         plain = [n for n in found if n not in self._wide]
         if plain:
             if isinstance(scale, Tensor) or scale != 1.0:
-                torch._foreach_mul_([found[n] for n in plain], scale)
+                # A Python number would be rounded to the gradients' dtype.
+                exact = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+                torch._foreach_mul_([found[n] for n in plain], exact)
             states = [self.state[n] for n in plain]
             self._update([self.tensors[n] for n in plain], [found[n] for n in plain], states, lr, lost)
         for name in found.keys() & self._wide:

@@ -59,7 +59,7 @@ class Outer:
         self.refresh()
         self.updater = Updater(self.weights, spec)
         self.rows = HostRows(self.grads[self._name], pipeline) if self._name in streamed else None
-        dtype = wide(self.weights[self._name].dtype)
+        dtype = wide(next(iter(self.weights.values())).dtype)
         self._numbers = pinned_zeros(2, dtype, device)  # norm of all gradients, and their scale
         self._arrived: Mark = None
         self._ready: threading.Event | None = None

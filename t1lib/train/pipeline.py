@@ -136,7 +136,8 @@ class Pipeline(Outward):
             else:
                 self._submit(index, held, arrived, host[0], host[1], factor)
         self._waiting = []
-        if not self.overlap_update or self.landings is not None:  # ranks wait for each other's parts
+        now = not self.overlap_update or self.landings is not None  # ranks wait for each other's parts
+        if now and math.isfinite(float(norm)):  # otherwise `settle` drops them
             self._update_all_waiting()
 
     def _update_waiting(self, index: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from t1lib.errors import require
-from t1lib.heads import DEFAULT_HEAD, parse_bytes
+from t1lib.errors import is_whole, require
+from t1lib.heads import parse_bytes
 from t1lib.measure.memory import host_available
 from t1lib.train.models import Parts
 from t1lib.train.spec import OptimizerSpec, has_no_state, state_bytes
@@ -49,14 +49,11 @@ def host_bytes(layers: Sequence[nn.Module], specs: Sequence[OptimizerSpec], wait
     return state + grads + sum(p.nbytes for layer in layers[:1] for p in layer.parameters())
 
 
-# Options that are arguments of `work_of` as well.
-OF_WORK = ("train", "loss", "embedding", "graph_tokens", "update", "host_share", "cuda", "overlap_update")
-
-
-def not_in_pieces(model: PreTrainedModel, head_options: dict[str, Any] | None) -> str:
+def not_in_pieces(model: PreTrainedModel, head: str, head_options: dict[str, Any] | None) -> str:
     """Which features of the head cannot be computed in pieces of the vocabulary, comma-separated; "" if none."""
     found = [name for name in ("z_loss", "label_smoothing", "filter_eps") if (head_options or {}).get(name)]
-    return ", ".join(found + ["a bias"] * (model.get_output_embeddings().bias is not None))
+    found += ["head 'torch'"] * (head == "torch") + ["a bias"] * (model.get_output_embeddings().bias is not None)
+    return ", ".join(found)
 
 
 def place_of(update: str, spec: OptimizerSpec, together: bool, cuda: bool, whole: bool) -> str:
@@ -79,28 +76,24 @@ def best_place(spec: OptimizerSpec, together: bool, cuda: bool) -> str:
 
 
 def choose_by_budget(
-    model: PreTrainedModel, gpu_memory: str | int, plan_for: tuple[int, int] | None, common: dict[str, Any]
-) -> tuple[Any, dict[str, float]]:
-    """The `t1lib.plan.Choice` that fits the budget for a trainer with the options `common`, and its predicted device
-    memory ("bytes") and step time ("ms")."""
+    model: PreTrainedModel, spec: OptimizerSpec, gpu_memory: str | int, plan_for: tuple[int, int] | None, *,
+    head: str, head_options: dict[str, Any], **of_work: Any,
+) -> tuple[Any, dict[str, float]]:  # fmt: skip
+    """The `t1lib.plan.Choice` that fits the budget, and its predicted device memory ("bytes") and step time ("ms").
+
+    of_work: further arguments of `work_of`
+    """
     from t1lib.machine import this_machine  # these import this package
     from t1lib.plan import choose_plan, device_bytes, step_ms
     from t1lib.work import with_head, work_of
 
     require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
-    pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(isinstance(n, int) for n in plan_for)
-    require(pair and min(plan_for) >= 1, f"plan_for={plan_for!r}; allowed: (rows, tokens a row), each 1 or more")
+    pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
+    require(pair, f"plan_for={plan_for!r}; allowed: (rows, tokens a row), each 1 or more")
     rows, seq = plan_for
-    spec = common.get("optimizer", "sgd")
-    head = common.get("head_options") or {}
-    work = work_of(
-        model, OptimizerSpec(spec) if isinstance(spec, str) else spec, rows=rows, seq=seq,
-        micro_batch=common.get("micro_batch"),
-        workspace=parse_bytes(head.get("workspace", "512MiB")),
-        together=common.get("max_grad_norm") is not None or common.get("nonfinite") == "skip",
-        **{k: common[k] for k in OF_WORK if k in common},
-    )  # fmt: skip
-    work = replace(with_head(work, common.get("head", DEFAULT_HEAD)), whole_head=bool(not_in_pieces(model, head)))
+    workspace = parse_bytes(head_options.get("workspace") or "512MiB")
+    work = work_of(model, spec, rows=rows, seq=seq, workspace=workspace, **of_work)
+    work = replace(with_head(work, head), whole_head=bool(not_in_pieces(model, head, head_options)))
     machine = this_machine()
     held = sum(p.nbytes for p in model.parameters() if not p.is_cuda)  # is on the host already
     choice = choose_plan(work, parse_bytes(gpu_memory), machine, host_available() * 9 // 10 + held)

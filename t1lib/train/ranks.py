@@ -1,6 +1,7 @@
 """The processes of a run: how they find each other, exchange data and errors, and end together."""
 
 import atexit
+import itertools
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from t1lib.files import remove
 from t1lib.heads.agreement import SAME, difference, require_backend
 
 EXIT_LOST = 1
+_JOINED = itertools.count()  # groups that this process has entered
 T = TypeVar("T")
 
 
@@ -124,6 +126,7 @@ def join(cuda: bool) -> Store:
     else:
         try:
             store, rank, size = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(f"t1/{next(_JOINED)}", store)  # an earlier group left its keys
         except ValueError as error:
             raise T1Error(f"WORLD_SIZE is {size}, but its processes cannot find each other: {error}") from None
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"

@@ -60,6 +60,10 @@ class TrainRun:
             require(same, f"the text is not the one that the run in {folder} was begun with")
             if ranks.first(self._has_checkpoints):  # otherwise it ended before the first one
                 load_checkpoint(self.session.trainer, folder / "checkpoints")
+        require(
+            self.steps <= self.settings["steps"],
+            f"the run in {folder} is at step {self.steps}; allowed: --steps {self.steps} or more, or none",
+        )
         ranks.first(self._write_settings)
 
     @property

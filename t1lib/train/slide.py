@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from t1lib.errors import choose, require
+from t1lib.errors import choose, is_number, is_whole, require
+from t1lib.heads import DEFAULT_HEAD
 from t1lib.measure.memory import GIB, host_available, pinned_zeros, trim_heap
 from t1lib.train.activations import Activations
 from t1lib.train.ahead import GATHERED, ROWS
@@ -33,7 +34,6 @@ from t1lib.train.recompute import Recomputation
 from t1lib.train.slide_step import SlideStep
 from t1lib.train.spec import has_master, has_no_state, spec_of, state_bytes
 from t1lib.train.store import HostStore
-from t1lib.train.trainer import default_device
 from t1lib.train.vocabulary import StreamedHead
 
 WHERE = ("host", "device")
@@ -109,32 +109,27 @@ class SlideTrainer(SlideStep):
         outer: str = "device", graph_tokens: int = GRAPH_TOKENS, gpu_memory: str | int | None = None,
         plan_for: tuple[int, int] | None = None, **common: Any,
     ) -> None:  # fmt: skip
-        self.chosen, self.predicted = None, {}
-        if gpu_memory is not None:
-            own = (slots, resident, keep, inputs, outer, grad_slots) == (2, 0, 0, "device", "device", 2)
-            require(own, "gpu_memory chooses slots, resident, keep, inputs, outer and grad_slots: give it or them")
-            device = default_device(common.get("device"))
-            tokens = graph_tokens if can_capture(device) else 0
-            options = {"embedding": embedding, "graph_tokens": tokens, "update": update, "host_share": host_share}
-            options |= {"cuda": device.type == "cuda", "overlap_update": overlap_update}
-            self.chosen, self.predicted = choose_by_budget(model, gpu_memory, plan_for, common | options)
-            slots, resident, keep, inputs, outer, grad_slots = astuple(self.chosen)
+        self.chosen, self.predicted, self._budget = None, {}, (gpu_memory, plan_for)
+        own = (slots, resident, keep, inputs, outer, grad_slots) == (2, 0, 0, "device", "device", 2)
+        free = gpu_memory is None or own
+        require(free, "gpu_memory chooses slots, resident, keep, inputs, outer and grad_slots: give it or them")
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
-            require(isinstance(value, int) and value >= 1, f"{name}={value}; allowed: 1 or more, whole numbers")
-        require(graph_tokens >= 0, f"graph_tokens={graph_tokens}; allowed: 0 or more")
-        require(0 < host_share < 1, f"host_share={host_share}; allowed: between 0 and 1")
+            require(is_whole(value, 1), f"{name}={value!r}; allowed: 1 or more, whole numbers")
+        require(is_whole(graph_tokens, 0), f"graph_tokens={graph_tokens!r}; allowed: 0 or more, whole numbers")
+        shared = is_number(host_share) and 0 < host_share < 1
+        require(shared, f"host_share={host_share!r}; allowed: between 0 and 1")
         self._graph_tokens, self._host_share = graph_tokens, host_share
         layers = model.config.num_hidden_layers
         for name, value in (("resident", resident), ("keep", keep)):
-            fits = isinstance(value, int) and 0 <= value <= layers
-            require(fits, f"{name}={value}; allowed: 0 to {layers}, the model's layers")
+            fits = is_whole(value, 0, layers)
+            require(fits, f"{name}={value!r}; allowed: 0 to {layers}, the model's layers")
         self._update_place = choose("update", update, UPDATES)
         self._embedding, self._inputs = choose("embedding", embedding, WHERE), choose("inputs", inputs, WHERE)
         self._outer_place = choose("outer", outer, (*WHERE, "parked", "streamed"))
         if outer == "streamed":
             with_head = common.get("loss", "cross_entropy") == "cross_entropy"
             require(with_head, "outer='streamed' is for a loss with a head")
-            odd = not_in_pieces(model, common.get("head_options"))
+            odd = not_in_pieces(model, common.get("head", DEFAULT_HEAD), common.get("head_options"))
             require(not odd, f"outer='streamed' makes the head in pieces of the vocabulary, without {odd}")
         enough = slots >= 2 or overlap_in is False
         require(enough, f"slots={slots} cannot overlap; allowed: 2 or more, or overlap_in=False")
@@ -153,9 +148,10 @@ class SlideTrainer(SlideStep):
             self._meet()
         refuse_dropout(self.model)
         self._refuse_for_several()
+        self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
+        self._choose()
         layers = self.parts.layers
         names = {id(layer): name for name, layer in self.model.named_modules()}
-        self._together = self.max_grad_norm is not None or self.nonfinite == "skip"
         self._on_device = self._updated_there()
         if not self.ranks.alone:  # the choice may depend on each process's machine
             self.ranks.agree({"layers that are updated on the device": self._on_device})
@@ -185,6 +181,21 @@ class SlideTrainer(SlideStep):
         self._known = {}
         self.forget_shapes()
 
+    def _choose(self) -> None:
+        """Take the options that the budget, if there is one, comes to."""
+        gpu_memory, plan_for = self._budget
+        if gpu_memory is None:
+            return
+        cuda, tokens = self.device.type == "cuda", self._graph_tokens if can_capture(self.device) else 0
+        self.chosen, self.predicted = choose_by_budget(
+            self.model, self.spec, gpu_memory, plan_for, head=self.head, head_options=self.head_options,
+            micro_batch=self.micro_batch, together=self._together, train=self.train, loss=self.loss,
+            embedding=self._embedding, graph_tokens=tokens, update=self._update_place, host_share=self._host_share,
+            cuda=cuda, overlap_update=self._pipeline_options["overlap_update"],
+        )  # fmt: skip
+        self.slots, self.resident, self.keep, self._inputs, self._outer_place, places = astuple(self.chosen)
+        self._pipeline_options |= {"slots": self.slots, "grad_slots": places}
+
     def forget_shapes(self) -> None:
         self._graphs = None
         if self._graph_tokens and can_capture(self.device):
@@ -211,7 +222,7 @@ class SlideTrainer(SlideStep):
     def _refuse_for_several(self) -> None:
         if not self.ranks.alone:
             place, size = self._outer_place, self.ranks.size
-            require(self.chosen is None, f"gpu_memory is for one process, and there are {size}; leave it out")
+            require(self._budget[0] is None, f"gpu_memory is for one process, and there are {size}; leave it out")
             require(place == "device", f"outer={place!r} in {size} processes; allowed: 'device'")
 
     def _require_host_memory(self) -> None:

@@ -1,13 +1,13 @@
 """The specification of an optimizer, and the learning-rate schedule."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from t1lib.errors import choose, require
+from t1lib.errors import choose, is_number, is_whole, require
 
 OPTIMIZERS = ("sgd", "adamw")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,12 +38,13 @@ class OptimizerSpec:
     def __post_init__(self) -> None:
         choose("optimizer", self.name, OPTIMIZERS)
         choose("moments", self.moments, MOMENTS)
-        for name in ("weight_decay", "momentum", "eps"):
-            require(getattr(self, name) >= 0, f"{name} {getattr(self, name)} is negative; allowed: 0 or more")
-        betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(betas, f"betas {self.betas}; allowed: two, each from 0 to below 1")
-        require(not self.lr < 0, f"lr {self.lr} is negative; allowed: lr >= 0")
-        require(math.isfinite(self.lr), f"lr {self.lr}; allowed: a finite number")
+        for name in ("lr", "weight_decay", "momentum", "eps"):
+            value = getattr(self, name)
+            fits = is_number(value) and 0 <= value < math.inf
+            require(fits, f"{name} {value!r}; allowed: a finite number, 0 or more")
+        pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        betas = pair and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        require(betas, f"betas {self.betas!r}; allowed: two, each from 0 to below 1")
         needs = self.split_master or self.moments != "float32"
         require(
             not needs or (self.master_weights and self.name == "adamw"),
@@ -63,8 +64,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         choose("schedule", self.name, SCHEDULES)
-        require(self.warmup >= 0, f"schedule of warmup={self.warmup} steps; allowed: 0 or more")
-        require(0 <= self.least <= 1, f"schedule of least={self.least}; allowed: a factor from 0 to 1")
+        for name in ("warmup", "total"):
+            value = getattr(self, name)
+            require(is_whole(value, 0), f"schedule of {name}={value!r} steps; allowed: 0 or more, whole numbers")
+        fits = is_number(self.least) and 0 <= self.least <= 1
+        require(fits, f"schedule of least={self.least!r}; allowed: a factor from 0 to 1")
         ends = self.name == "constant" or self.total > self.warmup
         require(ends, f"schedule of total={self.total} steps, warmup={self.warmup}; allowed: total beyond warmup")
 
@@ -77,6 +81,13 @@ class Schedule:
         done = min((step - self.warmup) / (self.total - self.warmup), 1.0)
         down = 1.0 - done if self.name == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
         return self.least + (1.0 - self.least) * down
+
+
+def spec_for(spec: OptimizerSpec, params: Iterable[Tensor]) -> OptimizerSpec:
+    """The spec for a model with these parameters: without masters if none of them has 16 bits."""
+    if any(param.dtype.itemsize == 2 for param in params):
+        return spec
+    return replace(spec, master_weights=False, split_master=False, moments="float32")
 
 
 def spec_of(spec: OptimizerSpec, layer: int, on_device: Collection[int]) -> OptimizerSpec:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import T1Error, choose, is_number, is_whole, require
 from t1lib.heads import DEFAULT_HEAD, HEADS
 from t1lib.measure.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.layers import Layered
 from t1lib.train.losses import Losses
 from t1lib.train.models import split
 from t1lib.train.optim import Updater, norms_of
-from t1lib.train.spec import OptimizerSpec, Schedule
+from t1lib.train.spec import OptimizerSpec, Schedule, spec_for
 from t1lib.train.state import Stateful
 
 LOSSES = ("cross_entropy", "mean_square")
@@ -46,7 +46,10 @@ class StepRecord:
 def default_device(device: torch.device | str | None) -> torch.device:
     """The device asked for; by default a GPU if there is one. Raises `T1Error` for a GPU if there is none."""
     there = torch.cuda.is_available()
-    found = torch.device(device or ("cuda" if there else "cpu"))
+    try:
+        found = torch.device(device or ("cuda" if there else "cpu"))
+    except (RuntimeError, TypeError):
+        raise T1Error(f"device {device!r}; allowed: 'cpu', 'cuda', 'cuda:1', …") from None
     require(found.type != "cuda" or there, f"device {str(found)!r}; allowed here: 'cpu', as there is no CUDA device")
     return found
 
@@ -92,24 +95,20 @@ class Trainer(Layered, Losses, Stateful):
     ) -> None:
         self.head, self.loss = choose("head", head, HEADS), choose("loss", loss, LOSSES)
         self.train, self.nonfinite = choose("train", train, TRAINABLE), choose("nonfinite", nonfinite, NONFINITE)
-        whole = micro_batch is None or (isinstance(micro_batch, int) and micro_batch >= 1)
+        whole = micro_batch is None or is_whole(micro_batch, 1)
         require(whole, f"micro_batch={micro_batch!r}; allowed: 1 or more, whole numbers, or None")
         require(callable(schedule), f"schedule={schedule!r}; allowed: a `Schedule`, or another function of the step")
         spec = isinstance(optimizer, str | OptimizerSpec)
         require(spec, f"optimizer={optimizer!r}; allowed: an `OptimizerSpec`, or its name")
-        positive = max_grad_norm is None or max_grad_norm > 0
-        require(positive, f"max_grad_norm={max_grad_norm}; allowed: more than 0, or None")
+        positive = max_grad_norm is None or (is_number(max_grad_norm) and max_grad_norm > 0)
+        require(positive, f"max_grad_norm={max_grad_norm!r}; allowed: more than 0, or None")
         self.schedule, self.micro_batch, self.max_grad_norm = schedule, micro_batch, max_grad_norm
-        require(
-            not (loss == "mean_square" and train == "all"),
-            "loss 'mean_square' ends before the norm and the head: with train='all' they would get no gradient; "
-            "allowed: train='layers'",
-        )
         self.device = default_device(device)
         self.model, self.parts, self.head_options = model, split(model), head_options or {}
         for option in self.head_options:
             choose("option of the head", option, HEAD_OPTIONS)
-        self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
+        spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
+        self.spec = spec_for(spec, self.model.parameters())
         self.trace: Trace | NoTrace = NoTrace()
         self.steps, self.skipped, self._in_backward, self.closed = 0, 0, False, False
         self._scale: Tensor | float = 1.0  # factor of this step's gradients
@@ -119,9 +118,21 @@ class Trainer(Layered, Losses, Stateful):
         self._compiled = compile_layers
         self._layer_forward = cache(lambda kind: torch.compile(kind.forward) if compile_layers else kind.forward)
         self._mark_trainable()
+        self._require_gradients()
         self._place()
         self._intercept()
         self._rest = Updater({n: self._local(p.data) for n, p in self._resident_trainable().items()}, self.spec)
+
+    def _require_gradients(self) -> None:
+        """Raise `T1Error` if a parameter to be trained lies behind the loss."""
+        behind = {*self.parts.norm.parameters(), *self.parts.head.parameters()} - {self.parts.embed.weight}
+        for name, param in self.model.named_parameters():
+            lost = self.loss == "mean_square" and param.requires_grad and param in behind
+            require(
+                not lost,
+                f"loss 'mean_square' ends before norm and head: with train={self.train!r} {name!r} would get no "
+                "gradient; allowed: train='layers', or marks on layers and embedding alone",
+            )
 
     # -- what subclasses define ------------------------------------------------------------------------------------
 

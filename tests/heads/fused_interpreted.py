@@ -1,10 +1,11 @@
 """Head `fused` through Triton's interpreter, which must be enabled before Triton is imported: see test_fused.py."""
 
 import os
+import re
 
 import pytest
 import torch
-from head_cases import OPTION_SETS, assert_close, options, problem, run
+from head_cases import OPTION_SETS, Problem, assert_close, options, problem, run
 
 from t1lib.errors import T1Error
 from t1lib.heads import fused_launch, fused_plan, fused_search, linear_cross_entropy
@@ -203,3 +204,72 @@ def test_the_compiler_sees_one_operator(reduction, workspace, dynamic):
         loss = f(e, w)
         results.append([loss.detach(), *torch.autograd.grad(loss, (e, w))])
     assert_close(results[1], results[0], 1e-6)
+
+
+def test_strided_targets_and_class_weights():
+    """The kernels read both with stride 1."""
+    p = problem(40, 70, 16, dtype=torch.float32)
+    target = torch.stack([p.target, torch.zeros_like(p.target)], 1)[:, 0]
+    weight = torch.stack([torch.rand(70) + 0.2, torch.zeros(70)], 1)[:, 0]
+    p = Problem(p.e, p.w, p.b, target)
+    for kwargs in ({}, {"reduction": "none"}, {"weight": weight, "label_smoothing": 0.3}):
+        assert_close(run("fused", p, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_an_infinite_weight_that_no_token_counts(reduction):
+    p = problem(40, 70, 16, dtype=torch.float32)
+    weight, token_weight = torch.rand(70) + 0.2, torch.rand(40)
+    weight[0], token_weight[p.target < 0] = float("inf"), float("inf")
+    p = Problem(p.e, p.w, p.b, p.target.where(p.target != 0, 1))
+    for kwargs in ({"weight": weight}, {"token_weight": token_weight}):
+        found = run("fused", p, reduction=reduction, **kwargs)
+        assert all(t.isfinite().all() for t in found)
+        assert_close(found, run("full", p.to(torch.float64), reduction=reduction, **kwargs), 3e-6)
+
+
+def test_a_budget_holds_for_float32_sums_too():
+    """All tokens are one chunk then, which needs more than several would."""
+    p = problem(512, 64, 512, dtype=torch.float32, bias=False)
+    operands = p.e.requires_grad_(), p.w.requires_grad_(), p.target
+    with pytest.raises(T1Error, match="the least that works") as raised:
+        linear_cross_entropy(*operands, head="fused", accumulate="float32", workspace="3700KB")
+    least = int(re.search(r"works is ([0-9]+) bytes", str(raised.value))[1])
+    linear_cross_entropy(*operands, head="fused", accumulate="float32", workspace=least).backward()
+    with pytest.raises(T1Error):
+        linear_cross_entropy(*operands, head="fused", accumulate="float32", workspace=least - 1)
+
+
+def test_what_is_not_there_is_refused_and_not_wrong():
+    p = problem(20, 70, 16, dtype=torch.float32)
+    with pytest.raises(T1Error, match="no forward-mode derivative"):
+        torch.func.jvp(lambda e: linear_cross_entropy(e, p.w, p.target, head="fused"), (p.e,), (p.e,))
+    for wrong in ({"ignore_index": "x"}, {"ignore_index": True}, {"workspace": 1.5}, {"shards": 2}):
+        with pytest.raises(T1Error, match=next(iter(wrong)).replace("workspace", "bad size")):
+            linear_cross_entropy(p.e, p.w, p.target, head="fused", **wrong)
+
+
+def test_losses_of_tokens_can_be_changed_in_place():
+    p, found = problem(20, 70, 16, dtype=torch.float32), []
+    for double in (lambda x: x.mul_(2.0), lambda x: x * 2.0):
+        e = p.e.clone().requires_grad_()
+        losses = double(linear_cross_entropy(e, p.w, p.target, head="fused", reduction="none"))
+        found.append(torch.autograd.grad(losses.sum(), e)[0])
+    assert torch.equal(*found)
+
+
+def test_the_backward_takes_the_forwards_precision():
+    p, found = problem(40, 70, 16, dtype=torch.float32), []
+    for autocast in (False, True):
+        e = p.e.clone().requires_grad_()
+        losses = linear_cross_entropy(e, p.w, p.target, head="fused", reduction="none")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(torch.autograd.grad(losses.sum(), e)[0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 0.01])
+def test_a_tight_softcap(softcap):
+    p = problem(20, 50, 16, dtype=torch.float32)
+    kwargs = {"softcap": softcap, "reduction": "sum"}
+    assert_close(run("fused", p, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-5)

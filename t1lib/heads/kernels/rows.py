@@ -69,7 +69,7 @@ def finish_rows(
     tl.store(out_log_total + token, log_total)
     tl.store(out_logprob + token, ((z2 - shift) - log_total) * LN2)
     # two products of the same operands may differ in their last bits
-    tl.store(out_correct + token, z2 >= highest - 1e-6 * tl.abs(highest))
+    tl.store(out_correct + token, z2 >= highest - 1e-6 * tl.maximum(tl.abs(highest), 1.0))
     if PULL:
         tl.store(out_pull + token, tl.sum(tl.load(pull + where, mask=inside, other=0.0), 0) * LN2)
 
