@@ -27,7 +27,7 @@ BAD = {
     "target shape": ({"target": GOOD.target[:-1]}, r"target must have shape \(5,\).*got \(4,\)"),
     "target too large": ({"target": torch.full((N,), V)}, r"target must lie in \[0, 257\).*-100; got 257"),
     "target negative": ({"target": torch.full((N,), -1)}, r"target must lie in \[0, 257\).*-100; got -1"),
-    "ignore_index": ({"ignore_index": 1.5}, "ignore_index must be an int, got 1.5"),
+    "ignore_index": ({"ignore_index": 1.5}, "ignore_index must be an int of 64 bits, got 1.5"),
     "class weight shape": ({"weight": torch.ones(V + 1)}, r"weight must have shape \(257,\), got \(258,\)"),
     "class weight dtype": (
         {"weight": torch.ones(V, dtype=torch.int64)},

@@ -81,6 +81,7 @@ def slides(size: int, folder: Path) -> Cases:
         "slide, saved, and on in one process or many": partial(saved_and_on, folder / "slid", "slide"),
         "slide, an error on another thread": error_elsewhere,
         "slide, an update that fails on a rank": update_fails,
+        "slide, a lost step with updates on the device": lost_step,
         "slide, memory that is not shared": not_shared,
         "slide, refused: outer": partial(
             refused, partial(trainer, "slide", outer="host"), "^outer='host' in 2 processes; allowed: 'device'"
@@ -221,6 +222,24 @@ def error_elsewhere() -> None:
     assert given_up.wait(10)
     with pytest.raises((ZeroDivisionError, T1Error)):
         many.step(even(1)[0])
+
+
+def lost_step() -> None:
+    """Updates that would be queued before the gradients are known to be finite change nothing."""
+    many = trainer("slide", update="device", nonfinite="skip")
+    first, second = even(2)
+    many.step(first)
+    before, weight = many.state_dict(), many.parts.norm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0] = float("inf")
+    assert many.step(second).skipped
+    with torch.no_grad():
+        weight.copy_(kept)
+    after = many.state_dict()
+    assert all(torch.equal(value, after["model"][name]) for name, value in before["model"].items())
+    assert not many.step(second).skipped
+    many.close()
 
 
 def update_fails() -> None:

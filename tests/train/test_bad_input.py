@@ -48,6 +48,15 @@ def refused(call, *parts):
         ({"max_grad_norm": 0.0}, ["max_grad_norm=0.0", "allowed: more than 0"]),
         ({"nonfinite": "ignore"}, ["nonfinite 'ignore'", "allowed: raise, skip"]),
         ({"micro_batch": 1.5}, ["micro_batch=1.5", "whole numbers"]),
+        ({"micro_batch": True}, ["micro_batch=True", "whole numbers"]),
+        ({"max_grad_norm": "1"}, ["max_grad_norm='1'", "allowed: more than 0"]),
+        ({"device": "gpu"}, ["device 'gpu'", "allowed: 'cpu', 'cuda'"]),
+        ({"mode": "slide", "host_share": None}, ["host_share=None", "between 0 and 1"]),
+        ({"mode": "slide", "graph_tokens": 1.5}, ["graph_tokens=1.5", "whole numbers"]),
+        ({"mode": "slide", "resident": True}, ["resident=True", "allowed: 0 to 2"]),
+        ({"mode": "slide", "gpu_memory": "1GiB", "plan_for": (1, 8), "update": "x"}, ["update 'x'", "host, device"]),
+        ({"mode": "slide", "gpu_memory": "1GiB", "plan_for": (1, 8), "optimizer": 5}, ["optimizer=5"]),
+        ({"mode": "slide", "outer": "streamed", "head": "torch"}, ["'streamed'", "without head 'torch'"]),
         ({"mode": "slide", "slots": 2.5}, ["slots=2.5", "whole numbers"]),
         ({"mode": "slide", "resident": 0.5}, ["resident=0.5", "allowed: 0 to 2"]),
         ({"schedule": "cosine"}, ["schedule='cosine'", "`Schedule`"]),
@@ -103,7 +112,7 @@ def test_a_host_that_cannot_hold_the_state(monkeypatch):
 
 
 def test_a_negative_learning_rate():
-    refused(lambda: OptimizerSpec("sgd", lr=-0.1), "-0.1", "allowed: lr >= 0")
+    refused(lambda: OptimizerSpec("sgd", lr=-0.1), "-0.1", "allowed: a finite number, 0 or more")
 
 
 @pytest.mark.parametrize("preset, changes", [("tiny", SMALL), ("llama-3.2-1b", LLAMA)])
@@ -296,3 +305,41 @@ def test_a_batch_without_a_label_that_counts_is_refused():
     ids = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.raises(T1Error, match="no label counts"):
         trainer.step({"input_ids": ids, "labels": torch.full_like(ids, -100)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": "x"}, "lr 'x'; allowed: a finite number"),
+        ({"eps": float("nan")}, "eps nan; allowed: a finite number"),
+        ({"weight_decay": float("inf")}, "weight_decay inf; allowed: a finite number"),
+        ({"betas": 0.9}, "betas 0.9; allowed: two"),
+    ],
+)
+def test_numbers_of_an_optimizer(wrong, message):
+    refused(lambda: OptimizerSpec("adamw", **wrong), message)
+
+
+@pytest.mark.parametrize("wrong", [{"total": "a"}, {"total": 4, "warmup": None}, {"total": 4, "least": "x"}])
+def test_numbers_of_a_schedule(wrong):
+    refused(lambda: Schedule("cosine", **wrong), f"schedule of {list(wrong)[-1]}=", "allowed:")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("input_ids", torch.float32), ("input_ids", torch.bool), ("labels", None)])
+def test_tokens_that_are_no_integers(name, dtype):
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids} | {name: ids.double() * float("nan") if dtype is None else ids.to(dtype)}
+    trainer = make_trainer(model(), "gpu", device="cpu")
+    refused(lambda: trainer.step(batch), f"{name} of torch.", "allowed: a tensor of integers")
+
+
+def test_what_is_no_model():
+    refused(lambda: make_trainer(torch.nn.Linear(2, 2), "gpu"), "model of type Linear", "allowed: a decoder")
+
+
+def test_a_trained_head_behind_the_loss():
+    own = model(tie_word_embeddings=False)
+    for name, param in own.named_parameters():
+        param.requires_grad_("lm_head" in name or "layers" in name)
+    options = {"loss": "mean_square", "train": "marked", "outer": "host"}
+    refused(lambda: make_trainer(own, "slide", **options), "train='marked' 'lm_head.weight' would get no gradient")

@@ -14,7 +14,7 @@ import torch
 from test_parity import assert_same, batches, model
 
 from t1lib.errors import T1Error
-from t1lib.train import OptimizerSpec, make_trainer
+from t1lib.train import OptimizerSpec, checkpoint, make_trainer
 from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
 
 SPEC = OptimizerSpec("adamw", lr=1e-2)
@@ -181,6 +181,25 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     path.write_text(content)
     with pytest.raises(T1Error, match=f"checkpoint file {path}"):
         load_checkpoint(trainer, tmp_path)
+
+
+def test_the_same_step_again_interrupted_keeps_one(tmp_path, monkeypatch):
+    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
+    save_checkpoint(trainer, tmp_path)
+    plain = checkpoint.remove
+
+    def interrupted(path):
+        if ".old." in path.name and path.exists():
+            raise KeyboardInterrupt
+        plain(path)
+
+    monkeypatch.setattr(checkpoint, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(trainer, tmp_path)
+    monkeypatch.undo()
+    assert load_checkpoint(trainer, tmp_path) == 0
+    save_checkpoint(trainer, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
 
 
 def test_how_many_are_kept(tmp_path):

@@ -37,6 +37,14 @@ def test_a_split_master_is_the_master():
     assert torch.equal(high[~ties], wide.bfloat16()[~ties])
 
 
+def test_a_factor_of_narrow_gradients_is_not_rounded():
+    grad = torch.randn(1000).bfloat16()
+    Updater({"w": torch.zeros(1000, dtype=torch.bfloat16)}, OptimizerSpec()).step(
+        {"w": (found := grad.clone())}, 1.0, 0.0123
+    )
+    assert torch.equal(found, (grad.double() * 0.0123).bfloat16())
+
+
 def test_split_masters_are_for_bfloat16():
     spec = OptimizerSpec(**ADAMW, **SPLIT)
     with pytest.raises(T1Error, match=r"split_master with 'w' of torch.float16; allowed: torch.bfloat16"):

@@ -53,6 +53,38 @@ def assert_same(state, other) -> None:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["optimizer"][name][key])), (name, key)
 
 
+@pytest.mark.parametrize("outer", ["host", "parked", "streamed"])
+def test_a_frozen_embedding_with_its_trained_head_elsewhere(outer):
+    found = []
+    for mode, own in (("gpu", {}), ("slide", {"outer": outer})):
+        one = model("qwen3-untied")
+        for name, param in one.named_parameters():
+            param.requires_grad_("embed" not in name)
+        found.append(run(make_trainer(one, mode, optimizer=OPTIMIZERS["adamw"], train="marked", **own)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6 if outer == "streamed" else 0)
+    if outer != "streamed":
+        assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("outer", ["device", "host", "parked"])
+def test_sgd_with_masters_has_no_state_in_float32(outer):
+    spec = OptimizerSpec("sgd", lr=0.1, master_weights=True)
+    expected, state = run(make_trainer(model("qwen3"), "gpu", optimizer=spec))
+    losses, other = run(make_trainer(model("qwen3"), "slide", optimizer=spec, update="device", outer=outer))
+    assert losses == expected
+    assert_same(state, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+@pytest.mark.parametrize("outer", ["device", "streamed"])
+def test_tokens_of_any_integers(outer, dtype):
+    losses = []
+    for kind in (torch.int64, dtype):
+        trainer = make_trainer(model("qwen3"), "slide", outer=outer)
+        losses.append([trainer.step({"input_ids": b["input_ids"].to(kind)}).loss for b in batches(2)])
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("clipped", [None, 0.5], ids=["plain", "clipped"])
 def test_float64_trains_in_slide_as_in_gpu(clipped):
     options = {"optimizer": OPTIMIZERS["adamw"], "max_grad_norm": clipped}

@@ -1,6 +1,7 @@
 """The training command: what it leaves on disk, how it resumes, how it stops, and what it refuses."""
 
 import csv
+import json
 import os
 import shutil
 import signal
@@ -280,7 +281,7 @@ def test_it_goes_on_from_another_folder(tmp_path, monkeypatch):
         (["--change", "dtype", "float16"], "dtype='float16' is no change of the shape; allowed: by its own option"),
         (["--change", "rms_norm_eps", "x"], "tiny cannot be changed so"),
         (["--vocabulary", "0"], "--vocabulary 0; allowed: 1 or more"),
-        (["--weight-decay", "-1"], "weight_decay -1.0 is negative"),
+        (["--weight-decay", "-1"], "weight_decay -1.0; allowed: a finite number, 0 or more"),
         (["--mode", "slid"], "unknown mode 'slid'"),
         (["--head", "best"], "unknown head 'best'"),
         (["--data", "/nowhere"], "no corpus at /nowhere"),
@@ -295,7 +296,9 @@ def test_it_goes_on_from_another_folder(tmp_path, monkeypatch):
         (["--batch", "100000"], "batch 100000; the corpus has"),
         (["--resume"], "holds no run to go on with"),
         (["--micro-batch", "0"], "--micro-batch 0; allowed: 1 or more"),
-        (["--lr", "-1"], "lr -1.0 is negative"),
+        (["--lr", "-1"], "lr -1.0; allowed: a finite number, 0 or more"),
+        (["--seed", "99999999999999"], "--seed 99999999999999; allowed: less than 2^32"),
+        (["--change", "pad_token_id", "9999"], "no model of type 'qwen3' can be made of this configuration"),
         (["--workspace", "much"], "bad size 'much'"),
     ],
 )
@@ -374,3 +377,33 @@ def test_a_run_is_not_overwritten_and_goes_on_with_its_own_settings_alone(tmp_pa
     assert train(tmp_path / "a", "--steps", "2", "--resume", "--batch", "8") == 2
     assert "batch is 8; the run in" in capsys.readouterr().err
     assert before == {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
+
+
+def test_a_resumed_run_keeps_its_length_unless_told(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "4") == 0
+    assert train(tmp_path / "a", "--resume") == 0
+    assert "is at step 4 of 4: nothing to train" in capsys.readouterr().out
+    assert train(tmp_path / "a", "--resume", "--steps", "2") == 2
+    assert "is at step 4; allowed: --steps 4 or more" in capsys.readouterr().err
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["settings"]["steps"] == 4
+
+
+def test_a_changed_vocabulary_sizes_the_tokenizer(tmp_path):
+    own = [argument for argument in SMALL if argument not in ("--vocabulary", "300")]
+    assert main([*own, "--out", str(tmp_path / "a"), "--steps", "1", "--change", "vocab_size", "300"]) == 0
+
+
+def test_a_run_in_the_folder_of_its_data_is_refused(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text " * 5000)
+    for out in (tmp_path, f"{tmp_path}/../{tmp_path.name}"):
+        assert main([*SMALL, "--out", str(out), "--steps", "1", "--data", str(tmp_path)]) == 2
+        assert "is the folder of --data" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--out", ""), ("--out", "a\udcff")])
+def test_folders_that_cannot_be(tmp_path, monkeypatch, capsys, option, value):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, option, value, "--steps", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {option} ")
+    assert not list(tmp_path.iterdir())

@@ -83,7 +83,14 @@ def test_a_gradient_that_is_no_number_is_raised(mode, options):
 
 @pytest.mark.parametrize(
     ("mode", "options"),
-    [("gpu", {}), ("ckpt", {}), ("slide", {}), ("fsdp", {}), ("slide", {"update": "device"})],
+    [
+        ("gpu", {}),
+        ("ckpt", {}),
+        ("slide", {}),
+        ("fsdp", {}),
+        ("slide", {"update": "device"}),
+        *(("slide", {"update": place, "overlap_update": False}) for place in ("device", "both")),
+    ],
     ids=str,
 )
 def test_a_gradient_that_is_no_number_is_skipped_and_counted(mode, options):
