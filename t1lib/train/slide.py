@@ -16,6 +16,7 @@ from t1lib.measure.memory import GIB, host_available, pinned_zeros, trim_heap
 from t1lib.train.activations import Activations
 from t1lib.train.ahead import GATHERED, ROWS
 from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
+from t1lib.train.models import split
 from t1lib.train.optim import Updater
 from t1lib.train.outer import Outer
 from t1lib.train.outer_travel import TravellingOuter
@@ -119,7 +120,7 @@ class SlideTrainer(SlideStep):
         shared = is_number(host_share) and 0 < host_share < 1
         require(shared, f"host_share={host_share!r}; allowed: between 0 and 1")
         self._graph_tokens, self._host_share = graph_tokens, host_share
-        layers = model.config.num_hidden_layers
+        layers = len(split(model).layers)
         for name, value in (("resident", resident), ("keep", keep)):
             fits = is_whole(value, 0, layers)
             require(fits, f"{name}={value!r}; allowed: 0 to {layers}, the model's layers")

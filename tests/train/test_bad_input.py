@@ -333,8 +333,9 @@ def test_tokens_that_are_no_integers(name, dtype):
     refused(lambda: trainer.step(batch), f"{name} of torch.", "allowed: a tensor of integers")
 
 
-def test_what_is_no_model():
-    refused(lambda: make_trainer(torch.nn.Linear(2, 2), "gpu"), "model of type Linear", "allowed: a decoder")
+@pytest.mark.parametrize("mode", ["gpu", "slide"])
+def test_what_is_no_model(mode):
+    refused(lambda: make_trainer(torch.nn.Linear(2, 2), mode), "model of type Linear", "allowed: a decoder")
 
 
 def test_a_trained_head_behind_the_loss():
