@@ -3,6 +3,7 @@
 import argparse
 import ast
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,8 @@ def add_parser(commands: Any) -> None:
     add("--eval-every", type=int, default=100, help="steps; 0: never (default: 100)")
     add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
     add("--report-every", type=int, default=10, help="steps; 0: never (default: 10)")
-    parser.set_defaults(command=train, defaults=vars(parser.parse_args([])))
+    usual = vars(parser.parse_args([]))
+    parser.set_defaults(**dict.fromkeys(usual), command=train, defaults=usual)  # None: not given, see `check`
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -83,7 +85,11 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise `T1Error` for numbers out of range, and for options that a resumed run does not take."""
+    """Fill in the defaults of what is not given. Raises `T1Error` for numbers out of range, and for options that a
+    resumed run does not take."""
+    given = {name for name in arguments.defaults if getattr(arguments, name) is not None}
+    for name in arguments.defaults.keys() - given:
+        setattr(arguments, name, arguments.defaults[name])
     for name in ("steps", "batch", "seq", "micro_batch", "vocabulary"):
         value = getattr(arguments, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
@@ -98,13 +104,13 @@ def check(arguments: argparse.Namespace) -> None:
     require(goes_on or arguments.model is not None, "--model is missing; --resume with --out goes on without it")
     require(not goes_on or arguments.out is not None, "--resume without --model needs --out, the folder of the run")
     if goes_on:
-        given = [name for name, usual in arguments.defaults.items() if getattr(arguments, name) != usual]
-        own = sorted("--" + name.replace("_", "-") for name in set(given) - SITTING)
+        own = sorted("--" + name.replace("_", "-") for name in given - SITTING)
         require(not own, f"--resume without --model goes on with the run's own settings; leave out {', '.join(own)}")
 
 
 def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace, ranks: "Ranks") -> int:
     """Train in `folder`, and report how it went; returns the command's exit code."""
+    from t1lib.files import locked
     from t1lib.train.run import TrainRun
 
     run = TrainRun(folder, settings, arguments.resume, ranks)
@@ -114,11 +120,13 @@ def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace
     print(f"{settings['model']}: {about['params']:,} parameters; {text}; {folder}")
     if run.steps >= settings["steps"]:
         print(f"{folder} is at step {run.steps} of {settings['steps']}: nothing to train")
+    taken = f"another process trains in {folder}; wait for it, or take another --out"
     try:
-        whole = run.train(
-            checkpoint_every=arguments.checkpoint_every, evaluate_every=arguments.eval_every,
-            evaluate_rows=arguments.eval_rows, report_every=arguments.report_every, out=sys.stdout,
-        )  # fmt: skip
+        with locked(folder / ".lock", taken) if ranks.rank == 0 else nullcontext():
+            whole = run.train(
+                checkpoint_every=arguments.checkpoint_every, evaluate_every=arguments.eval_every,
+                evaluate_rows=arguments.eval_rows, report_every=arguments.report_every, out=sys.stdout,
+            )  # fmt: skip
         if arguments.export:
             print(f"model {run.export()}")
         print(f"plot {run.plot()}")

@@ -3,7 +3,7 @@
 import pytest
 
 from t1lib.errors import T1Error
-from t1lib.files import whole, write_json, writing
+from t1lib.files import locked, whole, write_json, writing
 
 
 def names(folder):
@@ -52,3 +52,11 @@ def test_several_writers_do_not_meet(tmp_path):
         for partial in (one, other):
             partial.write_text("the same", encoding="utf-8")
     assert path.read_text(encoding="utf-8") == "the same" and names(tmp_path) == ["cache.json"]
+
+
+def test_a_lock_is_one_processs(tmp_path):
+    path = tmp_path / "new" / ".lock"
+    with locked(path, "first"), pytest.raises(T1Error, match="taken"), locked(path, "taken"):
+        pass
+    with locked(path, "free again"):
+        pass

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib.__main__ import main
 from t1lib.corpus import load_corpus
+from t1lib.files import locked
 from t1lib.train import checkpoint, language, run, session
 from t1lib.train.language import LanguageSession
 
@@ -401,9 +402,23 @@ def test_a_run_in_the_folder_of_its_data_is_refused(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-@pytest.mark.parametrize(("option", "value"), [("--out", ""), ("--out", "a\udcff")])
+@pytest.mark.parametrize(("option", "value"), [("--out", ""), ("--out", "a\udcff")], ids=["empty", "no text"])
 def test_folders_that_cannot_be(tmp_path, monkeypatch, capsys, option, value):
     monkeypatch.chdir(tmp_path)
     assert main([*SMALL, option, value, "--steps", "1"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {option} ")
     assert not list(tmp_path.iterdir())
+
+
+def test_options_are_given_even_at_their_defaults(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "1", "--batch", "2") == 0
+    assert main(["train", "--resume", "--out", str(tmp_path / "a"), "--batch", "16"]) == 2
+    assert "goes on with the run's own settings; leave out --batch" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "1") == 0
+    with locked(tmp_path / "a" / ".lock", ""):
+        assert train(tmp_path / "a", "--steps", "2", "--resume") == 2
+    assert "another process trains in" in capsys.readouterr().err
+    assert train(tmp_path / "a", "--steps", "2", "--resume") == 0
