@@ -60,7 +60,7 @@ def _finished_run_is_whole(checkout):
     content = manifest.read(folder)
     assert set(content["files"]) == {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex", "environment.json"}
     assert content["parameters"] == {"profile": "smoke", "steps": 2, "rate": 0.5}
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["first", "second"]
+    assert sorted(path.name for path in folder.parent.glob("[!.]*")) == ["first", "second"]
     for name in content["files"]:
         assert str(checkout.root) not in (folder / name).read_text()
     # The kernel is this very Python, whatever kernels a user has registered elsewhere.
@@ -230,7 +230,7 @@ def test_killed_half_way_then_run_again(checkout, capsys):
     path.write_text(path.read_text().replace("sleep(60)", "sleep(0)"))
     assert run() == 0
     assert "executed.ipynb" in manifest.read(checkout.outputs("demo"))["files"]
-    assert os.listdir(checkout.root / "outputs/smoke") == ["demo"]
+    assert sorted(os.listdir(checkout.root / "outputs/smoke")) == [".demo.lock", "demo"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
