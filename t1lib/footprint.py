@@ -46,6 +46,15 @@ def _beside(work: Work) -> float:
     return BACKWARD * work.micro_tokens * work.inner * work.itemsize
 
 
+def _again(work: Work) -> float:
+    """Bytes that a layer's recomputation and backward hold."""
+    return work.micro_tokens * work.saved + _beside(work)
+
+
+def _graphed(work: Work, choice: Choice) -> bool:
+    return work.graphed and choice.keep + choice.resident < work.layers
+
+
 def resident_bytes(work: Work, recomputed: bool) -> int:
     """Peak allocated bytes on the device in modes gpu and ckpt: the largest of the output layer's phase, the backward's
     beginning and its end."""
@@ -67,16 +76,18 @@ def device_bytes(work: Work, choice: Choice) -> int:
     on_host = choice.inputs == "host"
     waiting = (min(LEAVING, others) if on_host else others) * hidden
     kept = choice.keep * (work.tokens * work.saved + hidden)  # including each layer's output
-    again = work.micro_tokens * work.saved + _beside(work)
-    graphs = again + work.slack if work.graphed and choice.keep + choice.resident < work.layers else 0
+    piece = hidden * work.micro_tokens / work.tokens
+    # Inputs and output of the graphs of layers, and cuBLAS's workspaces. What replays use counts as reserved alone.
+    graphs = (3 * piece + work.slack) * _graphed(work, choice)
     spare = outer_travels(work, choice) and (work.masters or choice.outer == "parked")
     away = work.outer * work.itemsize * spare  # weights freed after the output layer's phase
     pieces = work.pieces > 1
-    norm = (NORM - 2) * hidden * work.micro_tokens / work.tokens
+    norm = (NORM - 2) * piece
     head = kept + waiting + first * (1 + pieces) + work.workspace + norm
     # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
     inputs = min(3, others) * hidden * pieces if on_host else waiting
-    backward = first - away + max(kept + waiting + _beside(work), inputs + (0 if graphs or not others else again))
+    again = 0 if graphs or not others else _again(work)
+    backward = first - away + max(kept + waiting + _beside(work), inputs + again)
     forward = first + late + FORWARD * work.micro_tokens * work.inner * work.itemsize * (choice.outer != "device")
     return int(_always(work, choice) + 2 * hidden + graphs + max(head, backward, first + late, forward))
 
@@ -112,7 +123,8 @@ def reserved_bytes(work: Work, allocated: float, choice: Choice | None = None) -
     anew = choice is not None and outer_travels(work, choice) and work.masters
     activations = 2 * work.micro_tokens * work.inner * work.itemsize  # two tensors of the layer's inner width
     gaps = max(GAPS[anew] * weights, GAPS[0] * max(activations, work.logits))
-    return SPREAD * allocated + gaps
+    graphs = _again(work) if choice is not None and _graphed(work, choice) else 0
+    return SPREAD * allocated + gaps + graphs
 
 
 def host_bytes(work: Work, choice: Choice) -> int:

@@ -18,7 +18,6 @@ from t1lib.footprint import Choice, device_bytes, host_bytes, reserved_bytes, re
 from t1lib.machine import Machine
 from t1lib.measure.memory import GIB, in_words
 from t1lib.plan import choices, choose_plan, device_update_ms, eager_ms, head_ms, step_ms
-from t1lib.train.graphs import GRAPH_TOKENS
 from t1lib.train.models import MORE, PRESETS, shape_only
 from t1lib.train.slide import UPDATES
 from t1lib.train.spec import OptimizerSpec
@@ -116,7 +115,7 @@ def _work(setting: Setting) -> Work:
     work = work_of(
         model, spec, rows=setting.rows, seq=setting.seq, micro_batch=setting.micro_batch, workspace=setting.workspace,
         together=setting.max_grad_norm is not None, update=choose("update", setting.update, UPDATES),
-        cuda=setting.cuda, graph_tokens=GRAPH_TOKENS if setting.cuda else 0,
+        cuda=setting.cuda, graph_tokens=None if setting.cuda else 0,
     )  # fmt: skip
     return work if setting.cuda else replace(work, slack=0)
 

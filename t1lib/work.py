@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from t1lib.heads.fused_plan import TILES, Device, Shape, device_of
 from t1lib.heads.fused_search import early_bytes, early_is_faster, plan_early, plan_late
 from t1lib.machine import SHORT
-from t1lib.train.graphs import GRAPH_TOKENS
+from t1lib.train.graphs import launch_bound
 from t1lib.train.models import layer_arguments, split
 from t1lib.train.optim import DEVICE_PIECE
 from t1lib.train.placement import place_of, spare_modules
@@ -132,7 +132,7 @@ def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype, tokens: int)
 def work_of(
     model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = False, train: str = "all", loss: str = "cross_entropy",
-    embedding: str = "host", graph_tokens: int = GRAPH_TOKENS, update: str = "auto", host_share: float = 1 / 3,
+    embedding: str = "host", graph_tokens: int | None = None, update: str = "auto", host_share: float = 1 / 3,
     cuda: bool = True, overlap_update: bool = True,
 ) -> Work:  # fmt: skip
     """The counts for a step of `rows` × `seq` tokens, `micro_batch` rows at a time, on a GPU (`cuda`) or not; the other
@@ -148,6 +148,7 @@ def work_of(
     held = {p for module in model.modules() if module not in spare for p in module.parameters(recurse=False)}
     with_head = loss == "cross_entropy"
     micro_tokens = min(micro_batch or rows, rows) * seq
+    few = launch_bound(parts.layers[0]) if graph_tokens is None else graph_tokens
     return Work(
         layers=len(parts.layers), layer=_count(parts.layers[0].parameters()), outer=_count(trained),
         still=_count((outside - trained) & held), head=_count(parts.head.parameters()) * with_head,
@@ -156,7 +157,7 @@ def work_of(
         state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq,
         micro_tokens=micro_tokens, workspace=workspace * with_head, together=together,
         largest=max(p.numel() for p in model.parameters()), vocabulary=parts.head.out_features * with_head,
-        attention=_attention(model.config, seq), graphed=micro_tokens <= graph_tokens,
+        attention=_attention(model.config, seq), graphed=micro_tokens <= few,
         masters=wide and not spec.split_master, widening=wide and not (cuda and spec.name == "adamw"),
         beside=2 * (wide and spec.split_master and update == "both"),
         on_device={"host": 0.0, "device": 1.0, "both": 1 - host_share}[update],

@@ -69,8 +69,12 @@ def test_each_point_has_its_prediction_and_what_ran_its_times_and_peaks(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("limit", "why"), [({"vram": 2**10}, "on the device"), ({"host": 2**20}, "on the host"), ({"longest": 1e-6}, "0 s")]
-)
+    ("limit", "why"),
+    [
+        ({"vram": 2**10}, "on the device"), ({"host": 2**20}, "on the host"),
+        ({"longest": 1e-6}, "0 s"), ({"within": 0.0}, "no time left"),
+    ],
+)  # fmt: skip
 def test_what_is_predicted_to_be_too_much_is_skipped(monkeypatch, capsys, limit, why):
     assert set(states(measured(monkeypatch, **limit)).values()) == {"skipped"}
     assert Worker.started == 0 and why in capsys.readouterr().out
@@ -92,8 +96,11 @@ def test_what_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys, error, st
     assert f"tiny/gpu/fused 128: {state}, {error}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("long", "steps", "warm"), [((0.0, 1e9), 1, [1, 1, 1]), ((0.0, 0.0), 1, [1, 0, 0])])
-def test_long_steps_are_measured_once_and_very_long_ones_after_shorter_rows(long, steps, warm, monkeypatch):
+@pytest.mark.parametrize(
+    ("long", "warm"),
+    [((0, 1e9, 1e9), [1] * 6), ((0, 0, 1e9), [1, 1, 1, 0, 0, 0]), ((0, 0, 0), [1, 0, 0, 0, 0, 0])],
+)
+def test_long_steps_are_measured_once_and_without_warm_up_where_other_rows_warmed_up(long, warm, monkeypatch):
     counts, plain = [], Worker.call
 
     def call(self, method, **kwargs):
@@ -103,9 +110,9 @@ def test_long_steps_are_measured_once_and_very_long_ones_after_shorter_rows(long
 
     monkeypatch.setattr(frontier, "LONG", long)
     monkeypatch.setattr(Worker, "call", call)
-    records = measured(monkeypatch, heads=["fused"], modes=["gpu"])
+    records = measured(monkeypatch, heads=["chunked", "fused"], modes=["gpu"])
     times = [r["phase"] for r in records.rows if r["metric"] == "wall_ms"]
-    assert times == [f"seq/{n}" for n in (64, 128, 256) for _ in range(steps)] and counts == warm
+    assert times == 2 * [f"seq/{n}" for n in (64, 128, 256)] and counts == warm
 
 
 def test_what_cannot_be_predicted_is_a_row_and_longer_ones_are_skipped(monkeypatch, capsys):

@@ -58,6 +58,7 @@ def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reser
         ("0.6b ckpt fused 4096", 171, 9.28, 9.54),
         ("0.6b ckpt chunked 65536", 5202, 21.6, 21.9),
         ("0.6b slide fused 512", 187, 1.18, 1.29),
+        ("0.6b slide fused 4096", 190, 1.39, 1.94),  # at b3cdf03, with graphs
         ("0.6b slide fused 131072", 19157, 12.2, 13.6),
         ("1.7b ckpt full 4096", 211, 29.9, 31.1),
         ("1.7b ckpt full 16384", 894, 52.3, 57.1),

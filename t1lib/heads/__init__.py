@@ -65,7 +65,7 @@ def linear_cross_entropy(
     cannot run here. A target out of range is a `T1Error` on the CPU and an asynchronous device assertion on CUDA.
     """
     choose("head", head, HEADS)
-    internal = {"shards", "cast"} & head_options.keys()
+    internal = [name for name in ("shards", "cast") if name in head_options]
     require(not internal, f"unknown option {', '.join(internal)}; sharded weights are for t1lib.heads.parallel")
     return HEADS[head](
         input,

@@ -1,6 +1,9 @@
 """Time and memory of a training step over models, modes, heads and lengths, each next to its prediction."""
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
+from math import inf
+from time import monotonic
 from typing import Any
 
 from t1lib.errors import T1Error
@@ -18,9 +21,9 @@ from t1lib.train.session import TrainSession
 LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide's smallest plan, the same for every row length
 NARROW = {"moments": "bfloat16", "split_master": True}
 POSITIONS = "max_position_embeddings"
-# Seconds. A step predicted to take longer than the first is measured only once; longer than the second, it also gets
-# no warm-up if a shorter row has already warmed up the kernels.
-LONG = (1.0, 15.0)
+# Seconds. A step predicted to take longer than the first is measured only once. It gets no warm-up if it takes longer
+# than the second and its process has run rows of this length, or longer than the third and it has run any rows.
+LONG = (1.0, 4.0, 15.0)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Frontier:
     vram       bytes of device memory; points predicted to need more than `beyond` times as much are skipped
     host       bytes of host memory; points predicted to need more are skipped
     longest    seconds; points whose step is predicted to take longer are skipped
+    within     seconds for all points; those that would end later are skipped
     steps      measured at each point, after `warmup` others; fewer if a step is predicted to take long (`LONG`)
     update     where slide's layers are updated, as for `SlideTrainer`
     narrow     models with narrow optimizer state: 16-bit moments, masters stored as the bits that the weights lack
@@ -51,6 +55,7 @@ class Frontier:
     beyond: float = 1.05
     update: str = "auto"
     narrow: tuple[str, ...] = ()
+    within: float = inf
 
     def settings(self, model: str, mode: str) -> dict[str, Any]:
         """Arguments of a `TrainSession` for this model and mode."""
@@ -79,20 +84,25 @@ def measure_frontier(records: Records, frontier: Frontier, machine: Machine) -> 
     Each model and mode has a process of its own, replaced by a new one after an error in it; earlier results are kept.
     Once a length ran out of memory, was refused or failed, the head's longer ones are skipped.
     """
+    end = monotonic() + frontier.within
     for model in frontier.models:
         for mode in frontier.modes:
-            worker = None
+            worker, warm = None, set()
             for head in frontier.heads:
-                worker = _lengths(records, frontier, machine, (model, mode, head), worker)
+                worker = _lengths(records, frontier, machine, (model, mode, head), worker, warm, end)
             if worker is not None:
                 worker.close()
 
 
 def _lengths(
-    records: Records, frontier: Frontier, machine: Machine, names: tuple[str, str, str], worker: Isolated | None
-) -> Isolated | None:
-    """Measure all lengths of one head; returns the process if it can be reused, else None."""
-    variant, stopped, warm = "/".join(names), "", False
+    records: Records, frontier: Frontier, machine: Machine, names: tuple[str, str, str], worker: Isolated | None,
+    warm: set[int], end: float,
+) -> Isolated | None:  # fmt: skip
+    """Measure all lengths of one head until the time `end`; returns the process if it can be reused, else None.
+
+    warm    lengths that the process has run, with any head; updated
+    """
+    variant, stopped = "/".join(names), ""
     for seq in frontier.lengths:
         phase = f"seq/{seq}"
         try:
@@ -101,25 +111,33 @@ def _lengths(
             stopped = _stopped(records, variant, phase, error)
             continue
         _file_prediction(records, variant, phase, predicted)
-        why = stopped or _skipped(frontier, predicted)
+        counts = _counts(frontier, predicted.ms, seq, warm)
+        late = monotonic() + sum(counts) * predicted.ms / 1e3 > end
+        why = stopped or _skipped(frontier, predicted) or "no time left" * late
         if why:
             records.status(variant, "skipped", phase)
             print(f"{variant} {seq}: skipped, {why}")
             continue
         try:
             worker = worker or Isolated(TrainSession, frontier.settings(*names[:2]))
-            once, cold = (predicted.ms > 1e3 * seconds for seconds in LONG)
-            counts = 0 if cold and warm else frontier.warmup, 1 if once else frontier.steps
             for step, ms in enumerate(_measure(frontier, worker, names[2], seq, counts, records, variant, phase)):
                 records.add(variant, "wall_ms", ms, "ms", phase, step)
             records.status(variant, "ok", phase)
-            warm = True
+            warm.add(seq)
         except (VariantOutOfMemory, VariantFailed, T1Error) as error:
             stopped = _stopped(records, variant, phase, error)
             if worker is not None:
                 worker.close()
             worker = None
+            warm.clear()
     return worker
+
+
+def _counts(frontier: Frontier, ms: float, seq: int, warm: Set[int]) -> tuple[int, int]:
+    """Steps to warm up and to measure, if each is predicted to take `ms`."""
+    once, cold, any_cold = (ms > 1e3 * seconds for seconds in LONG)
+    warmed_up = (cold and seq in warm) or (any_cold and warm)
+    return 0 if warmed_up else frontier.warmup, 1 if once else frontier.steps
 
 
 def _stopped(records: Records, variant: str, phase: str, error: Exception) -> str:

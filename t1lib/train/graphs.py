@@ -2,21 +2,29 @@
 
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-GRAPH_TOKENS = 1024  # up to so many, the host takes longer to launch an eager layer than an H200 to run it
-SMALL = 2**20  # bytes; see `_Graph.replay`
+LEAST, MOST, WORK = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
+SMALL = 2**20  # bytes; see `_Input.take`
 LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
+
+
+def launch_bound(layer: nn.Module) -> int:
+    """Tokens up to which launching this layer eagerly takes the host longer than running it, or moving its state, takes
+    an H200; measured for layers of 15.7 and 50 million parameters (docs/log.md)."""
+    return min(max(WORK // sum(p.numel() for p in layer.parameters()), LEAST), MOST)
 
 
 class LayerGraphs:
     """Runs functions of layers that are alike and take turns in the same few places on the device. A call runs eagerly
-    the first time, is captured the second time, and is replayed from then on.
+    the first time, is captured the second time, and is replayed from then on. All graphs share their memory: they run
+    one after the other, and none needs anything that another one left there.
 
     layers   those that may be run; their modules' settings tell which of them are alike
     """
@@ -25,6 +33,8 @@ class LayerGraphs:
         kinds: dict[Any, int] = {}
         self._kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
         self._graphs: dict[Any, _Graph] = {}
+        self._inputs: dict[Any, _Input] = {}  # by layout, and by number among a call's inputs of this layout
+        self._outputs: dict[Any, Tensor] = {}  # by layout
         self._seen: set[Any] = set()
         self._refused = False  # a capture failed: none is tried again
 
@@ -38,14 +48,15 @@ class LayerGraphs:
         """
         tensors, rest = [], []
         _take_apart(inputs, tensors, rest)
-        key = self._kinds[index], place, tuple(rest), tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+        key = self._kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
         if key in self._graphs:
             return self._graphs[key].replay(tensors)
         if self._refused or key not in self._seen or len(self._graphs) == LIMIT:
             self._seen.add(key)
             return function(*inputs)
+        other = next(iter(self._graphs.values()), None)
         try:
-            graph = _Graph(function, inputs, tensors, next(iter(self._graphs.values()), None))
+            graph = _Graph(function, inputs, self._places_of(tensors), self._outputs, other)
         except RuntimeError as error:
             warnings.warn(f"layers run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
             self._refused = True
@@ -53,27 +64,61 @@ class LayerGraphs:
         self._graphs[key] = graph
         return graph.replay(tensors)
 
+    def _places_of(self, tensors: Sequence[Tensor]) -> list["_Input"]:
+        found, count = [], Counter()
+        for tensor in tensors:
+            layout = _layout(tensor)
+            key, count[layout] = (layout, count[layout]), count[layout] + 1
+            if key not in self._inputs:
+                self._inputs[key] = _Input(tensor)
+            found.append(self._inputs[key])
+        return found
+
+
+class _Input:
+    """A place from which graphs read an input."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.tensor = like.detach().clone()
+        self._holds: tuple[Tensor, int] | None = None
+
+    def take(self, given: Tensor) -> None:
+        """Copy `given` to this place unless it is there already."""
+        if self._holds is None or self._holds[0] is not given or self._holds[1] != given._version:
+            self.tensor.copy_(given)
+            small = given.nbytes <= SMALL  # larger ones are new each time; holding them would cost memory
+            self._holds = (given, given._version) if small else None
+
 
 class _Graph:
-    """A captured call and the tensors that it reads; inputs are copied into these unless they are there already."""
+    """A captured call, which reads its inputs from `places` and leaves its result in one of `outputs`."""
 
     def __init__(
-        self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor], other: "_Graph | None"
-    ) -> None:
-        self._fixed = [t.detach().clone() for t in tensors]
-        self._holds: list[tuple[Tensor, int] | None] = [None] * len(tensors)
-        call = partial(function, *_put_together(inputs, iter(self._fixed)))
+        self, function: Callable[..., Tensor | None], inputs: Any, places: list[_Input], outputs: dict[Any, Tensor],
+        other: "_Graph | None",
+    ) -> None:  # fmt: skip
+        arguments = _put_together(inputs, iter([place.tensor for place in places]))
+
+        def call() -> Tensor | None:
+            made = function(*arguments)
+            if made is None:
+                return None
+            if _layout(made) not in outputs:
+                outputs[_layout(made)] = torch.empty_like(made)
+            return outputs[_layout(made)].copy_(made.detach())
+
+        self._places = places
         self._graph, self._made = capture(call, None if other is None else other._graph)
 
     def replay(self, tensors: list[Tensor]) -> Tensor | None:
-        for i, (fixed, given) in enumerate(zip(self._fixed, tensors, strict=True)):
-            held = self._holds[i]
-            if held is None or held[0] is not given or held[1] != given._version:
-                fixed.copy_(given)
-                small = given.nbytes <= SMALL  # larger ones are new each time; holding them would cost memory
-                self._holds[i] = (given, given._version) if small else None
+        for place, given in zip(self._places, tensors, strict=True):
+            place.take(given)
         self._graph.replay()
         return None if self._made is None else self._made.clone()
+
+
+def _layout(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def can_capture(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from t1lib.heads import DEFAULT_HEAD
 from t1lib.measure.memory import GIB, host_available, pinned_zeros, trim_heap
 from t1lib.train.activations import Activations
 from t1lib.train.ahead import GATHERED, ROWS
-from t1lib.train.graphs import GRAPH_TOKENS, LayerGraphs, can_capture
+from t1lib.train.graphs import LayerGraphs, can_capture, launch_bound
 from t1lib.train.models import split
 from t1lib.train.optim import Updater
 from t1lib.train.outer import Outer
@@ -82,7 +82,8 @@ class SlideTrainer(SlideStep):
                                  are frozen, entirely on the host: the device receives only the rows looked up, and
                                  pieces of the vocabulary (`t1lib.train.vocabulary`)
     graph_tokens     run streamed layers as CUDA graphs for micro-batches of at most this many tokens: one launch per
-                     layer forward, one for its recomputation and backward (`t1lib.train.graphs`). 0: never
+                     layer forward, one for its recomputation and backward (`t1lib.train.graphs`). 0: never. None: where
+                     launches would take longer than the layers (1024 to 4096 tokens, by the layers' size)
     gpu_memory       memory budget on the device, in bytes or as "2GiB". Chooses slots, resident, keep, inputs, outer
                      and grad_slots for the fastest step that fits into it and into nine tenths of the host's free
                      memory (`t1lib.plan`); the attribute `chosen` holds the result
@@ -107,7 +108,7 @@ class SlideTrainer(SlideStep):
         self, model: PreTrainedModel, *, slots: int = 2, grad_slots: int = 2, host_grads: int = 4, resident: int = 0,
         keep: int = 0, inputs: str = "device", overlap_in: bool = True, overlap_out: bool = True,
         overlap_update: bool = True, update: str = "auto", host_share: float = 1 / 3, embedding: str = "host",
-        outer: str = "device", graph_tokens: int = GRAPH_TOKENS, gpu_memory: str | int | None = None,
+        outer: str = "device", graph_tokens: int | None = None, gpu_memory: str | int | None = None,
         plan_for: tuple[int, int] | None = None, **common: Any,
     ) -> None:  # fmt: skip
         self.chosen, self.predicted, self._budget = None, {}, (gpu_memory, plan_for)
@@ -116,11 +117,12 @@ class SlideTrainer(SlideStep):
         require(free, "gpu_memory chooses slots, resident, keep, inputs, outer and grad_slots: give it or them")
         for name, value in (("slots", slots), ("grad_slots", grad_slots), ("host_grads", host_grads)):
             require(is_whole(value, 1), f"{name}={value!r}; allowed: 1 or more, whole numbers")
-        require(is_whole(graph_tokens, 0), f"graph_tokens={graph_tokens!r}; allowed: 0 or more, whole numbers")
+        tokens = graph_tokens is None or is_whole(graph_tokens, 0)
+        require(tokens, f"graph_tokens={graph_tokens!r}; allowed: 0 or more, whole numbers, or None")
         shared = is_number(host_share) and 0 < host_share < 1
         require(shared, f"host_share={host_share!r}; allowed: between 0 and 1")
-        self._graph_tokens, self._host_share = graph_tokens, host_share
-        layers = len(split(model).layers)
+        self._graph_tokens = launch_bound(split(model).layers[0]) if graph_tokens is None else graph_tokens
+        self._host_share, layers = host_share, len(split(model).layers)
         for name, value in (("resident", resident), ("keep", keep)):
             fits = is_whole(value, 0, layers)
             require(fits, f"{name}={value!r}; allowed: 0 to {layers}, the model's layers")

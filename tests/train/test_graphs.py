@@ -92,6 +92,24 @@ def test_a_graph_serves_every_layer_of_its_place(recorder):
     assert recorder.replayed > 6 * 5
 
 
+def test_graphs_share_the_places_of_their_inputs_and_outputs(recorder):
+    runner = graphs.LayerGraphs([torch.nn.Linear(2, 2)])
+    x, y = torch.ones(2), torch.full((2,), 3.0)
+    for _ in range(3):
+        assert runner.run(0, "sum", torch.add, x, y).tolist() == [4.0, 4.0]
+        assert runner.run(0, "difference", torch.sub, x, y).tolist() == [-2.0, -2.0]
+        assert runner.run(0, "negative", torch.neg, y).tolist() == [-3.0, -3.0]
+    assert recorder.captured == 3
+    assert len(runner._inputs) == 2
+    assert len(runner._outputs) == 1
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(8, 4096), (4096, 4096), (6000, 1908), (9000, 1024)])
+def test_small_layers_are_launch_bound_for_more_tokens(width, tokens):
+    with torch.device("meta"):
+        assert graphs.launch_bound(torch.nn.Linear(width, width, bias=False)) == tokens
+
+
 def test_layers_that_differ_in_more_than_weights_share_no_graph(recorder):
     plain, gemma = model("qwen3").base_model.layers, model("gemma2").base_model.layers
     assert len(set(graphs.LayerGraphs(plain)._kinds)) == 1
