@@ -14,7 +14,7 @@ FORWARD = 4  # tensors of that width that the forward of a layer holds if it sav
 NORM = 6  # tensors of the hidden states' size that the last norm and the output layer hold
 # What the allocator reserves beyond live tensors, as a share of the largest one (measured). The second value: where
 # weights are restored from whole masters, and find their former place taken.
-GAPS = 0.55, 0.7
+GAPS = 0.55, 0.62
 SPREAD = 1.005  # bytes reserved per live byte, apart from these gaps (measured)
 HOST_GRADS = 4  # layers whose gradients wait on the host, by default
 

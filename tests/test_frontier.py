@@ -97,10 +97,15 @@ def test_what_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys, error, st
 
 
 @pytest.mark.parametrize(
-    ("long", "warm"),
-    [((0, 1e9, 1e9), [1] * 6), ((0, 0, 1e9), [1, 1, 1, 0, 0, 0]), ((0, 0, 0), [1, 0, 0, 0, 0, 0])],
+    ("long", "heads", "warm"),
+    [
+        ((0, 1e9, 1e9), ["fused", "chunked"], [1, 1, 1, 1, 1, 1]),
+        ((0, 0, 1e9), ["fused", "chunked"], [1, 1, 1, 0, 0, 0]),
+        ((0, 0, 1e9), ["chunked", "fused"], [1, 1, 1, 1, 1, 1]),  # fused compiles kernels of its own
+        ((0, 0, 0), ["chunked", "fused"], [1, 0, 0, 0, 0, 0]),
+    ],
 )
-def test_long_steps_are_measured_once_and_without_warm_up_where_other_rows_warmed_up(long, warm, monkeypatch):
+def test_long_steps_are_measured_once_and_without_warm_up_where_other_rows_warmed_up(long, heads, warm, monkeypatch):
     counts, plain = [], Worker.call
 
     def call(self, method, **kwargs):
@@ -110,7 +115,7 @@ def test_long_steps_are_measured_once_and_without_warm_up_where_other_rows_warme
 
     monkeypatch.setattr(frontier, "LONG", long)
     monkeypatch.setattr(Worker, "call", call)
-    records = measured(monkeypatch, heads=["chunked", "fused"], modes=["gpu"])
+    records = measured(monkeypatch, heads=heads, modes=["gpu"])
     times = [r["phase"] for r in records.rows if r["metric"] == "wall_ms"]
     assert times == 2 * [f"seq/{n}" for n in (64, 128, 256)] and counts == warm
 

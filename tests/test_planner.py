@@ -220,6 +220,16 @@ def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(capsys, monk
     assert machine.this_machine() == H200
 
 
+def test_a_busy_moment_of_the_host_does_not_count(monkeypatch):
+    def measures(device):
+        busy = iter([1.7, 0.9, 0.9, 1.5, 0.9, 0.9, 1.8])
+        return {name: lambda: 1.0 for name in ("update", "flops", "attention", "memory")} | {"launch_ms": busy.__next__}
+
+    monkeypatch.setattr(machine, "_measures", measures)
+    monkeypatch.setattr(machine, "PAUSE", 0)
+    assert machine.measure_machine(torch.device("cpu")).launch_ms == 0.9
+
+
 def test_modes_and_heads_are_known_elsewhere():
     from t1lib.heads import HEADS
     from t1lib.train import MODES

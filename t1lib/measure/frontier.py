@@ -1,6 +1,5 @@
 """Time and memory of a training step over models, modes, heads and lengths, each next to its prediction."""
 
-from collections.abc import Set
 from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
@@ -22,7 +21,8 @@ LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide's smallest plan,
 NARROW = {"moments": "bfloat16", "split_master": True}
 POSITIONS = "max_position_embeddings"
 # Seconds. A step predicted to take longer than the first is measured only once. It gets no warm-up if it takes longer
-# than the second and its process has run rows of this length, or longer than the third and it has run any rows.
+# than the second and its process has run rows of this length (head fused, which may compile kernels for them, does), or
+# longer than the third and the process has run any rows.
 LONG = (1.0, 4.0, 15.0)
 
 
@@ -111,7 +111,7 @@ def _lengths(
             stopped = _stopped(records, variant, phase, error)
             continue
         _file_prediction(records, variant, phase, predicted)
-        counts = _counts(frontier, predicted.ms, seq, warm)
+        counts = _counts(frontier, predicted.ms, names[2] != "fused" and seq in warm, bool(warm))
         late = monotonic() + sum(counts) * predicted.ms / 1e3 > end
         why = stopped or _skipped(frontier, predicted) or "no time left" * late
         if why:
@@ -133,11 +133,11 @@ def _lengths(
     return worker
 
 
-def _counts(frontier: Frontier, ms: float, seq: int, warm: Set[int]) -> tuple[int, int]:
-    """Steps to warm up and to measure, if each is predicted to take `ms`."""
-    once, cold, any_cold = (ms > 1e3 * seconds for seconds in LONG)
-    warmed_up = (cold and seq in warm) or (any_cold and warm)
-    return 0 if warmed_up else frontier.warmup, 1 if once else frontier.steps
+def _counts(frontier: Frontier, ms: float, warm: bool, used: bool) -> tuple[int, int]:
+    """Steps to warm up and to measure, if each is predicted to take `ms`. The process has run rows: of this length with
+    kernels that do for this head (`warm`), or any (`used`)."""
+    once, long, longer = (ms > 1e3 * seconds for seconds in LONG)
+    return 0 if (long and warm) or (longer and used) else frontier.warmup, 1 if once else frontier.steps
 
 
 def _stopped(records: Records, variant: str, phase: str, error: Exception) -> str:

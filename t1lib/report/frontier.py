@@ -5,13 +5,13 @@ import pandas as pd
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from t1lib.heads import parse_bytes
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import format_number, numeric
 from t1lib.report.select import pick
-from t1lib.report.style import FLOOR, SHADES, VARIANTS, subplots
+from t1lib.report.style import SHADES, VARIANTS, subplots
 from t1lib.report.tables import MISSING, Table, make_table
 
 MODES, HEADS = ("gpu", "ckpt", "slide"), ("full", "chunked", "fused")
@@ -51,12 +51,22 @@ def budgets(frame: pd.DataFrame) -> list[str]:
 
 def room(frame: pd.DataFrame, budget: str) -> float:
     """GiB that CUDA itself leaves to the allocator on a device with this much memory."""
+    return parse_bytes(budget) / GIB - _context(frame)
+
+
+def device_room(frame: pd.DataFrame) -> float:
+    """GiB that CUDA itself leaves to the allocator on the device of the run."""
+    return float(pick(frame, "vram_gib", "facts", "all").iloc[0]) - _context(frame)
+
+
+def _context(frame: pd.DataFrame) -> float:
     taken = pick(frame, "context_gib", "facts", "all")
-    return parse_bytes(budget) / GIB - (float(taken.iloc[0]) if len(taken) else 0.0)
+    return float(taken.iloc[0]) if len(taken) else 0.0
 
 
 def _by_length(frame: pd.DataFrame, column: str, what: str, lines: dict[str, float]) -> Figure:
-    """One panel per model: a quantity over the row length, with a line for each mode and head."""
+    """One panel per model: a quantity over the row length, with a curve for each mode and head; horizontal `lines`,
+    named in the last panel."""
     table = points(frame)
     models = models_of(table)
     figure, panels = subplots(2.7, len(models), sharey=True, sharex=True, squeeze=False)
@@ -67,31 +77,36 @@ def _by_length(frame: pd.DataFrame, column: str, what: str, lines: dict[str, flo
                 found = own[(own["mode"] == mode) & (own["head"] == head)].sort_values("seq")
                 style = VARIANTS[mode]
                 axes.plot(found["seq"], found[column], LINES[head], color=style.colour, marker=style.marker, ms=3, lw=1)
-        for label, value in lines.items():
-            axes.axhline(value, **FLOOR)
-            axes.annotate(label, (0.01, value), xycoords=("axes fraction", "data"), fontsize=6.5, va="bottom")
+        for value in lines.values():
+            axes.axhline(value, color="0.45", lw=0.8, zorder=1)
         axes.set(title=model, xlabel="tokens a row", xscale="log", yscale="log")
         _plain(axes.yaxis)
         _lengths(axes.xaxis, sorted(table["seq"].unique()))
+    for label, value in lines.items():
+        place = dict(xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=6.5)
+        panels[0][-1].annotate(label, (0.99, value), **place)
     panels[0][0].set_ylabel(what)
     _legend(figure)
     return figure
 
 
-def _plain(*axes: Axis) -> None:
-    """Label logarithmic axes at 1, 2, 5, 10, … with plain numbers."""
+def _plain(*axes: Axis, subs: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
+    """Label logarithmic axes at 1, 2, 5, 10, …, or at powers of ten times other `subs`, with plain numbers."""
     for axis in axes:
-        axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=15))
+        axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=15))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
 
 
 def _lengths(axis: Axis, lengths: list[int]) -> None:
-    """Ticks at the lengths, labelled as 512, 4k, 128k."""
-    names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths]
+    """Ticks at the lengths; those four times as long as the last one that is labelled are labelled as 512, 4k, 64k."""
+    names, last = [], 0
+    for n in lengths:
+        names.append((f"{n // 1024}k" if n % 1024 == 0 else str(n)) if n >= 4 * last else "")
+        last = n if names[-1] else last
     axis.set_major_locator(FixedLocator(lengths))
     axis.set_major_formatter(FixedFormatter(names))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def _legend(figure: Figure) -> None:
@@ -117,12 +132,13 @@ def pareto(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def fig3_pareto(frame: pd.DataFrame) -> Figure:
-    """Time per token against peak memory at the shortest and the longest length, with each model's Pareto frontier."""
+    """Time per token against peak memory at the shortest, a middle and the longest length, with each model's Pareto
+    frontier."""
     table = points(frame)
     table = table[table["status"] == "ok"]
     lengths = sorted(table["seq"].unique())
-    chosen = lengths[:: max(len(lengths) - 1, 1)]
-    figure, panels = subplots(2.7, len(chosen), sharex=True, sharey=True, squeeze=False)
+    chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+    figure, panels = subplots(3.0, len(chosen), sharex=True, sharey=True, squeeze=False)
     for axes, seq in zip(panels[0], chosen, strict=True):
         for number, model in enumerate(models_of(table)):
             own, colour = table[(table["model"] == model) & (table["seq"] == seq)], SHADES[number % len(SHADES)]
@@ -136,43 +152,57 @@ def fig3_pareto(frame: pd.DataFrame) -> Figure:
     panels[0][0].set_ylabel("time a token (µs)")
     names = [Line2D([], [], color=SHADES[i % len(SHADES)], label=m) for i, m in enumerate(models_of(table))]
     modes = [Line2D([], [], color="0.3", marker=VARIANTS[m].marker, ls="", ms=4, label=m) for m in MODES]
-    figure.legend(handles=[*names, *modes], loc="outside upper center", ncols=8)
+    figure.legend(handles=names, loc="outside upper center", ncols=len(names))
+    panels[0][-1].legend(handles=modes, loc="upper right")
     return figure
+
+
+def ratios(frame: pd.DataFrame) -> pd.DataFrame:
+    """The points that ran, with their predictions over what was measured as columns allocated, reserved, host and time.
+
+    A prediction of more reserved memory than the device has counts as all of it: the allocator then gives back what is
+    not in use.
+    """
+    table = points(frame)
+    ok = table[table["status"] == "ok"].copy()
+    ok["predicted_reserved_gib"] = ok["predicted_reserved_gib"].clip(upper=device_room(frame))
+    for name in ("allocated", "reserved", "host"):
+        ok[name] = ok[f"predicted_{name}_gib"] / ok[f"{name}_gib"]
+    return ok.assign(time=ok["predicted_ms"] / ok["wall_ms"])
+
+
+def errors(frame: pd.DataFrame) -> dict[str, pd.Series]:
+    """Absolute values of the predictions' relative errors, for points that ran."""
+    found = ratios(frame)
+    return {name: (found[name] - 1).abs() for name in ("allocated", "reserved", "host", "time")}
 
 
 def fig4_predicted(frame: pd.DataFrame) -> Figure:
-    """Predicted against measured: memory, and time."""
-    table = points(frame)
-    table = table[table["status"] == "ok"]
-    figure, panels = subplots(2.9, 2)
-    pairs = (("allocated_gib", "allocated (GiB)", 0.05), ("ms", "step (ms)", 0.20))
-    for axes, (name, what, band) in zip(panels, pairs, strict=True):
-        measured = "wall_ms" if name == "ms" else name
+    """Predictions over what was measured: allocated and reserved memory, and time, each with the band that it should be
+    in."""
+    found = ratios(frame)
+    figure, panels = subplots(2.7, 3)
+    bands = {"allocated": 0.05, "reserved": 0.1, "time": 0.2}
+    for axes, (name, band) in zip(panels, bands.items(), strict=True):
+        measured, unit = ("wall_ms", "ms") if name == "time" else (f"{name}_gib", "GiB")
         for mode in MODES:
-            own, style = table[table["mode"] == mode], VARIANTS[mode]
-            x, y = own[measured], own[f"predicted_{name}"]
-            axes.plot(x, y, style.marker, color=style.colour, ms=3.5, label=mode)
-        ends = np.array([table[measured].min() * 0.8, table[measured].max() * 1.25])
-        axes.plot(ends, ends, color="0.25", lw=1)
-        axes.fill_between(ends, ends * (1 - band), ends * (1 + band), color="0.85", label=f"within {band:.0%}")
-        axes.set(xlabel=f"measured: {what}", ylabel=f"predicted: {what}", xscale="log", yscale="log")
-        axes.legend(loc="upper left")
-        _plain(axes.xaxis, axes.yaxis)
+            own, style = found[found["mode"] == mode], VARIANTS[mode]
+            axes.plot(own[measured], own[name], style.marker, color=style.colour, ms=3, label=mode)
+        axes.axhspan(1 - band, 1 + band, color="0.88", zorder=0)
+        axes.axhline(1.0, color="0.25", lw=0.8, zorder=1)
+        axes.set(xlabel=f"measured ({unit})", xscale="log", title=f"{name}, band ±{band:.0%}")
+        _plain(axes.xaxis, subs=(1.0,))
+    panels[0].set_ylabel("predicted / measured")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
     return figure
 
 
-def errors(table: pd.DataFrame) -> dict[str, pd.Series]:
-    """Absolute values of the predictions' relative errors, for points that ran."""
-    ok = table[table["status"] == "ok"]
-    found = {k: (ok[f"predicted_{k}_gib"] / ok[f"{k}_gib"] - 1).abs() for k in ("allocated", "reserved", "host")}
-    return found | {"time": (ok["predicted_ms"] / ok["wall_ms"] - 1).abs()}
-
-
 def table1_fits(frame: pd.DataFrame) -> Table:
-    """By model and length: the fastest measured mode and head within each budget."""
+    """By model and length: the fastest measured mode and head within each budget, and its time per token in µs."""
     table, rows = points(frame), []
     for model in models_of(table):
-        for seq, own in table[table["model"] == model].groupby("seq"):
+        for seq, own in table[(table["model"] == model) & (table["status"] == "ok")].groupby("seq"):
             row: dict[str, object] = {"model": model, "tokens": f"{seq}"}
             row |= {f"in {budget}": _best(own, room(frame, budget)) for budget in budgets(frame)}
             rows.append(row | {"in all": _best(own, np.inf)})
@@ -180,11 +210,11 @@ def table1_fits(frame: pd.DataFrame) -> Table:
 
 
 def _best(own: pd.DataFrame, gib: float) -> str:
-    fitting = own[(own["status"] == "ok") & (own["reserved_gib"] <= gib)]
+    fitting = own[own["reserved_gib"] <= gib]
     if not len(fitting):
         return MISSING
     best = fitting.loc[fitting["us_a_token"].idxmin()]
-    return f"{best['mode']}, {best['head']}: {format_number(float(best['us_a_token']))} µs"
+    return f"{best['mode']}, {best['head']}: {format_number(float(best['us_a_token']))}"
 
 
 def table2_points(frame: pd.DataFrame) -> Table:
@@ -203,7 +233,7 @@ def table2_points(frame: pd.DataFrame) -> Table:
 def table3_accuracy(frame: pd.DataFrame) -> Table:
     """Shares of the points whose prediction error is within each of `WITHIN`, and the largest error."""
     rows = []
-    for what, found in errors(points(frame)).items():
+    for what, found in errors(frame).items():
         row: dict[str, object] = {"predicted": what, "points": len(found)}
         row |= {f"within {bound:.0%}": f"{(found <= bound).mean():.0%}" for bound in WITHIN}
         rows.append(row | {"largest error": f"{found.max():.0%}"})

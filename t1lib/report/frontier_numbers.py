@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from t1lib.measure.records import Numbers
-from t1lib.report.frontier import WITHIN, budgets, errors, models_of, points, room
+from t1lib.report.frontier import WITHIN, budgets, device_room, errors, models_of, points, room
 from t1lib.report.select import pick
 
 UNITS = {"wall_ms": "ms", "us_a_token": "µs", "allocated_gib": "GiB", "reserved_gib": "GiB"}
@@ -19,7 +19,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         out.set(f"{key}.status", p["status"])
         for metric, unit in UNITS.items():
             out.set(f"{key}.{metric}", p[metric], unit)
-    for what, found in errors(table).items():
+    for what, found in errors(frame).items():
         for bound in WITHIN:
             out.set(f"frontier.accuracy.{what}.within_{bound * 100:.0f}", float((found <= bound).mean()), "", ".2f")
         out.set(f"frontier.accuracy.{what}.largest", float(found.max()), "", ".3f")
@@ -27,14 +27,17 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         fitting = table[(table["status"] == "ok") & (table["reserved_gib"] <= room(frame, budget))]
         for (model, mode, head), own in fitting.groupby(["model", "mode", "head"]):
             out.set(f"frontier.longest.{budget}.{model}.{mode}.{head}", int(own["seq"].max()), "tokens")
-        for model in models_of(table):
-            for name, value in against_ckpt(table[table["model"] == model], fitting).items():
+        key = f"frontier.within.{budgets(frame).index(budget) + 1}"
+        _reach(fitting, key, budget, out)
+        compared = {model: against_ckpt(table[table["model"] == model], fitting) for model in models_of(table)}
+        for model, found in compared.items():
+            for name, value in found.items():
                 out.set(f"frontier.longest.{budget}.{model}.{name}", value, "", None if value == "none" else ".2f")
-        _reach(fitting, f"frontier.within.{budgets(frame).index(budget) + 1}", budget, out)
+        first = next(filter(None, compared.values()), {}).get("time_over_ckpt", "none")
+        out.set(f"{key}.slide-fused.time_over_ckpt", first, "", None if first == "none" else ".2f")
     for state, count in table["status"].value_counts().items():
         out.set(f"frontier.points.{state}", int(count))
-    vram = float(pick(frame, "vram_gib", "facts", "all").iloc[0])
-    lost = table[(table["status"] == "oom") & (table["predicted_reserved_gib"] <= vram)]
+    lost = table[(table["status"] == "oom") & (table["predicted_reserved_gib"] <= device_room(frame))]
     out.set("frontier.points.unforeseen", len(lost))
     for name, value in _facts(frame):
         out.set(f"frontier.{name}", value)

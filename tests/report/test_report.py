@@ -41,6 +41,7 @@ WITHOUT_UNIT |= {"relative error", "relative error of dE", "time / three matrix 
 WITHOUT_UNIT |= {"time / without the change", "rank of the token", "mean probability", "training step"}
 WITHOUT_UNIT |= {"loss (nats a token)", "distance: loss (nats a token)", "gradient norm", "distance: gradient norm"}
 WITHOUT_UNIT |= {"difference (nats a token)", "tokens a row", "ranks", "speed-up over one rank", "tokens a second"}
+WITHOUT_UNIT |= {"predicted / measured"}
 
 
 @pytest.fixture(scope="module")
