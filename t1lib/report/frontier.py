@@ -190,9 +190,9 @@ def fig4_predicted(frame: pd.DataFrame) -> Figure:
             axes.plot(own[measured], own[name], style.marker, color=style.colour, ms=3, label=mode)
         axes.axhspan(1 - band, 1 + band, color="0.88", zorder=0)
         axes.axhline(1.0, color="0.25", lw=0.8, zorder=1)
-        axes.set(xlabel=f"measured ({unit})", xscale="log", title=f"{name}, band ±{band:.0%}")
+        axes.set(xlabel=f"measured ({unit})", ylabel="predicted / measured", xscale="log")
+        axes.set_title(f"{name}, band ±{band:.0%}")
         _plain(axes.xaxis, subs=(1.0,))
-    panels[0].set_ylabel("predicted / measured")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3)
     return figure
