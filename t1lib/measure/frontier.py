@@ -110,7 +110,7 @@ def _lengths(
         except T1Error as error:  # such as a workspace too small for this many tokens
             stopped = _stopped(records, variant, phase, error)
             continue
-        _file_prediction(records, variant, phase, predicted)
+        file_prediction(records, variant, phase, predicted)
         counts = _counts(frontier, predicted.ms, names[2] != "fused" and seq in warm, bool(warm))
         late = monotonic() + sum(counts) * predicted.ms / 1e3 > end
         why = stopped or _skipped(frontier, predicted) or "no time left" * late
@@ -163,7 +163,8 @@ def _measure(
     return times
 
 
-def _file_prediction(records: Records, variant: str, phase: str, p: Prediction) -> None:
+def file_prediction(records: Records, variant: str, phase: str, p: Prediction) -> None:
+    """Record a point's prediction beside what is measured there."""
     for name in ("allocated", "reserved", "host"):
         records.add(variant, f"predicted_{name}_gib", getattr(p, name) / GIB, "GiB", phase)
     records.add(variant, "predicted_ms", p.ms, "ms", phase)
