@@ -94,12 +94,19 @@ class Work:
         return -(-self.tokens // self.micro_tokens)
 
 
+_SAVED: dict[tuple, tuple[float, float]] = {}
+
+
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
     """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens.
 
-    Found by running a layer on two short rows: the bytes per token grow only if attention keeps its matrix.
+    Found by running a layer on two short rows, once for each configuration: the bytes per token grow only if attention
+    keeps its matrix.
     """
-    few, more = (_saved_by_running(config, dtype, tokens) for tokens in (16, 32))
+    key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype
+    if key not in _SAVED:
+        _SAVED[key] = _saved_by_running(config, dtype, 16), _saved_by_running(config, dtype, 32)
+    few, more = _SAVED[key]
     return round(few + (more - few) / 16 * (seq - 16))
 
 
