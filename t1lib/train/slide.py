@@ -121,11 +121,11 @@ class SlideTrainer(SlideStep):
         require(tokens, f"graph_tokens={graph_tokens!r}; allowed: 0 or more, whole numbers, or None")
         shared = is_number(host_share) and 0 < host_share < 1
         require(shared, f"host_share={host_share!r}; allowed: between 0 and 1")
-        self._graph_tokens = launch_bound(split(model).layers[0]) if graph_tokens is None else graph_tokens
-        self._host_share, layers = host_share, len(split(model).layers)
+        self._host_share, layers = host_share, split(model).layers
+        self._graph_tokens = launch_bound(layers[0]) if graph_tokens is None else graph_tokens
         for name, value in (("resident", resident), ("keep", keep)):
-            fits = is_whole(value, 0, layers)
-            require(fits, f"{name}={value!r}; allowed: 0 to {layers}, the model's layers")
+            fits = is_whole(value, 0, len(layers))
+            require(fits, f"{name}={value!r}; allowed: 0 to {len(layers)}, the model's layers")
         self._update_place = choose("update", update, UPDATES)
         self._embedding, self._inputs = choose("embedding", embedding, WHERE), choose("inputs", inputs, WHERE)
         self._outer_place = choose("outer", outer, (*WHERE, "parked", "streamed"))

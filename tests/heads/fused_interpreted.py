@@ -33,9 +33,9 @@ def test_first_chunk_in_the_memory_of_the_weight_gradient(tokens, name, monkeypa
 
 @pytest.mark.parametrize(("reduction", "group"), [("mean", 1), ("none", 2), ("mean", 3), ("none", 8)])
 def test_row_blocks_go_through_the_vocabulary_in_groups(reduction, group, monkeypatch):
-    """There are seven blocks of 32 rows, so the last group may be smaller."""
+    """There are four blocks of 32 rows, so the last group may be smaller."""
     monkeypatch.setattr(fused_launch, "CACHED", group * 32 * 40 * 4)
-    p = problem(200, 300, 40, dtype=torch.float32)
+    p = problem(110, 300, 40, dtype=torch.float32)
     kwargs = {"reduction": reduction}
     assert_close(run("fused", p, chunks=1, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)
 
@@ -76,7 +76,7 @@ def test_frozen_operands(reduction, grad):
     assert_close(run("fused", p, **kwargs), run("full", p.to(torch.float64), **kwargs), 3e-6)
 
 
-@pytest.mark.parametrize("units", [1, 2, 3, 5, 16, 40])
+@pytest.mark.parametrize("units", [1, 2, 5, 40])
 def test_columns_are_dealt_to_any_number_of_programs(units, monkeypatch):
     """dBias is computed alongside dW: each program does its share after a different one of its tiles."""
     monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
@@ -167,7 +167,7 @@ def least_workspace(p):
 
 
 def test_the_least_workspace_makes_the_gradients_in_the_backward():
-    p = problem(130, 257, 16, dtype=torch.float32)
+    p = problem(66, 130, 16, dtype=torch.float32)
     least = least_workspace(p)
     with pytest.raises(T1Error, match=f"the least that works is {least} bytes"):
         run("fused", p, workspace=least - 1)
@@ -179,7 +179,7 @@ def test_the_least_workspace_makes_the_gradients_in_the_backward():
 
 
 def test_more_workspace_makes_them_in_the_forward():
-    p = problem(130, 257, 16, dtype=torch.float32)
+    p = problem(66, 130, 16, dtype=torch.float32)
     e, w = p.e.requires_grad_(), p.w.requires_grad_()
     loss = linear_cross_entropy(e, w, p.target, head="fused", workspace="512MiB")
     torch.autograd.grad(loss, e, retain_graph=True)
