@@ -15,7 +15,8 @@ from t1lib.planner import Setting, predict_point
 from t1lib.report.frontier import errors, points
 from t1lib.train.spec import OptimizerSpec
 
-H200_KIT = Path(__file__).resolve().parent.parent / "outputs" / "h200"
+OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
+H200_KIT = OUTPUTS / "h200"
 SPLIT = {"split_master": True}
 LEAN = Choice(slots=2, inputs="host", outer="parked")
 T1M1 = Setting("qwen3-1.7b", rows=16, seq=1024, micro_batch=16, update="device")
@@ -50,8 +51,8 @@ def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reser
 
 
 def test_points_of_frontier():
-    """The committed run's points: memory, and times by an H200's rates (those that the run measured caught a busy
-    moment)."""
+    """The committed run's points: memory, and times by the rates of an H200 that the kit comes with (those that the run
+    measured caught a busy moment)."""
     folder, records = H200_KIT / "frontier", Records()
     measured = Records.load(folder / "samples.csv").frame()
     records.extend(measured[~measured["metric"].str.startswith("predicted_")].to_dict("records"))
@@ -67,6 +68,15 @@ def test_points_of_frontier():
     assert (found["allocated"] <= 0.05).mean() >= 0.95 and found["allocated"].max() <= 0.15
     assert (found["reserved"] <= 0.10).mean() >= 0.95 and found["reserved"].max() <= 0.15
     assert (found["time"] <= 0.20).mean() >= 0.9
+
+
+def test_points_of_a_shorter_run_of_frontier():
+    """Predicted in the run itself, with rates measured there."""
+    found = errors(Records.load(OUTPUTS / "h200-short" / "frontier" / "samples.csv").frame())
+    assert len(found["time"]) > 80
+    assert (found["allocated"] <= 0.05).mean() >= 0.9 and found["allocated"].max() <= 0.15
+    assert (found["reserved"] <= 0.10).mean() >= 0.9 and found["reserved"].max() <= 0.15
+    assert (found["time"] <= 0.20).mean() >= 0.8
 
 
 @pytest.mark.parametrize("head", ["full", "chunked", "fused"])

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = ROOT / "outputs" / "h200"
 EXPERIMENTS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
+RUNS = [*(REFERENCE / name for name in EXPERIMENTS), ROOT / "outputs" / "h200-short" / "frontier"]
 
 
 CLAIMS = read_claims(README)
@@ -42,14 +43,13 @@ def test_all_differences_are_told(key):
     assert f"| {key} | {where} | {says} | {shows} | {kit} |" in README
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_the_reference_is_of_an_h200_and_whole(experiment):
+@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+def test_a_committed_run_is_of_an_h200_and_whole(folder):
     """The manifest names the device, a commit without changes (or the README says what ran), and the hash of every file
     beside it."""
-    folder = REFERENCE / experiment
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     assert "H200" in manifest["environment"]["gpu"]
-    told = f"The manifest of `{experiment}` names {manifest['commit'][:7]} with changes" in README
+    told = f"The manifest of `{folder.name}` names {manifest['commit'][:7]} with changes" in README
     assert (manifest["dirty"] is False or told) and re.fullmatch(r"[0-9a-f]{40}", manifest["commit"])
     for name, entry in manifest["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"], name
