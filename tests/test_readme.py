@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = ROOT / "outputs" / "h200"
 EXPERIMENTS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
-RUNS = [*(REFERENCE / name for name in EXPERIMENTS), ROOT / "outputs" / "h200-short" / "frontier"]
+SHORT = ROOT / "outputs" / "h200-short" / "frontier"
+RUNS = [*(REFERENCE / name for name in EXPERIMENTS), SHORT]
 
 
 CLAIMS = read_claims(README)
@@ -54,6 +55,15 @@ def test_a_committed_run_is_of_an_h200_and_whole(folder):
     for name, entry in manifest["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"], name
     assert {"executed.ipynb", "samples.csv", "numbers.json"} <= manifest["files"].keys()
+
+
+def test_what_is_quoted_of_the_second_run_is_its_own():
+    numbers = json.loads((SHORT / "numbers.json").read_text(encoding="utf-8"))
+    names = ("time.within_20", "reserved.within_10", "reserved.largest", "allocated.within_5")
+    time, reserved, largest, allocated = (numbers[f"frontier.accuracy.{name}"]["value"] for name in names)
+    assert f"a second run: {time:.2f}," in README and f"{100 * time:.0f} % of the times are within 20 %" in README
+    assert f"{100 * reserved:.0f} % of reserved memory within 10 % (at most {100 * largest:.0f} %)" in README
+    assert allocated == 1
 
 
 def test_the_reference_is_small():
