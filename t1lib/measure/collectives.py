@@ -28,6 +28,12 @@ class SharedLeadIn(LeadIn):
         dist.all_reduce(self._token, dist.ReduceOp.MAX)  # on CUDA, enqueued on the device
 
 
+def ran(device: torch.device) -> str:
+    """The status of what has run: `shared` if there are fewer GPUs than ranks, otherwise `ok`."""
+    shared = device.type == "cuda" and dist.get_world_size() > torch.cuda.device_count()
+    return "shared" if shared else "ok"
+
+
 def largest(values: dict[str, float]) -> dict[str, float]:
     """The maximum of each value over the ranks, returned on every rank; NaN if it is NaN on any."""
     return dict(zip(values, _every(values).amax(0).tolist(), strict=True))

@@ -17,7 +17,7 @@ from t1lib.heads import parse_bytes
 from t1lib.heads.fused import runs_on
 from t1lib.heads.parallel import HEADS, linear_cross_entropy
 from t1lib.measure.chunk_bench import Call, OutputLayer, Result, compare
-from t1lib.measure.collectives import Exchange, SharedLeadIn, largest, overheard
+from t1lib.measure.collectives import Exchange, SharedLeadIn, largest, overheard, ran
 from t1lib.measure.memory import host_available
 from t1lib.measure.records import Records
 from t1lib.measure.timing import rounds, time_ms
@@ -74,7 +74,7 @@ def measure_head(
     shape       tokens, vocabulary, hidden, dtype, seed and reference of the `OutputLayer`
 
     A head whose error exceeds `error_bound` is `wrong`, one that cannot run here `unavailable`; `full` is `skipped`
-    if its logits would not fit. None of these is timed.
+    if its logits would not fit. None of these is timed, nor are ranks that share a GPU.
     """
     for head in heads:
         choose("head", head, HEADS)
@@ -94,6 +94,8 @@ def measure_head(
             records.add(head, "collectives", exchange.count, phase=phase)
             records.add(head, "exchanged_mib", exchange.nbytes / MIB, "MiB", phase)
             runners[head, "collectives"] = partial(_alone, layer, exchange)
+    if ran(device) == "shared":
+        return
     for step, turns in enumerate(rounds(list(runners), warmup + iters), -warmup):
         for variant, what in turns:
             times = largest(runners[variant, what]())
@@ -127,16 +129,16 @@ def _admit(records: Records, phase: str, layer: Share, call: Call, bound: float)
     for name, value in errors.items():
         records.add(call.head, f"error_{name}", value, "", phase)
     sound = all(value <= bound for value in errors.values())  # false for NaN
-    records.status(call.head, "ok" if sound else "wrong", phase)
+    records.status(call.head, ran(layer.device) if sound else "wrong", phase)
     return sound
 
 
 def _file_memory(records: Records, phase: str, layer: Share, head: str, call: Call) -> None:
-    """Record what a rank holds at the head's peak, by kind; on a GPU also what is outside PyTorch's allocator."""
+    """Record what a rank holds at the head's peak, by kind; on its own GPU also what is outside PyTorch's allocator."""
     parts = {"weight": layer.w.nbytes, "dW": layer.w.nbytes, "hidden": layer.e.nbytes, "dE": layer.e.nbytes}
     parts["workspace"] = layer.memory(call)["workspace"]
     parts["held"] = sum(parts.values())
-    if layer.device.type == "cuda":
+    if layer.device.type == "cuda" and ran(layer.device) == "ok":
         free, total = torch.cuda.mem_get_info(layer.device)
         parts["outside"] = total - free - torch.cuda.memory_reserved(layer.device)
     for name, value in largest(parts).items():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from t1lib.measure.collectives import largest, meet, total
+from t1lib.measure.collectives import largest, meet, ran, total
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory, add_step
 
@@ -23,7 +23,7 @@ def measure_step(
     records: Records, device: torch.device, *, phase: str, mode: str, rows: int, most: int, steps: int, warmup: int,
     loss_steps: int, **session: Any,
 ) -> None:  # fmt: skip
-    """Time, memory and losses of training in `mode` on the ranks of this group.
+    """Time, memory and losses of training in `mode` on the ranks of this group; no time if they share a GPU.
 
     rows        rows of the batch per rank
     most        the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
@@ -36,7 +36,7 @@ def measure_step(
     ranks = dist.get_world_size()
     _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
     records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
-    records.status(mode, "ok", phase)
+    records.status(mode, ran(device), phase)
     gc.collect()  # free all that is left of that session
     together = TrainSession(batch=rows * most, micro_batch=rows, **session)
     for step, loss in enumerate(together.warm_up(loss_steps)):
@@ -50,7 +50,8 @@ def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, s
         meet()
         record = train.step()
         slowest = largest({"wall": record.wall_ms} | record.phases)
-        add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
+        if ran(train.device) == "ok":
+            add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
     peaks = train.memory()
     add_memory(records, mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
     whole = {"host_all": peaks["host"], "host_setup_all": peaks["host_setup"]}

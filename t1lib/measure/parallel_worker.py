@@ -55,11 +55,18 @@ def _run(call: dict[str, Any], rank: int, folder: Path) -> None:
 
 
 def _join(kind: str) -> torch.device:
-    """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors."""
+    """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors.
+
+    Where there are fewer GPUs than ranks, ranks share them. NCCL refuses two ranks of one host on one GPU, so each
+    claims to be a host of its own; they then exchange through sockets.
+    """
     if kind == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    rank, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if int(os.environ["WORLD_SIZE"]) > there:
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    device = torch.device("cuda", rank % there)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return device

@@ -1,4 +1,5 @@
 """Runs a function in several processes on this host at once, started by torchrun: with one GPU each, or on the CPU.
+Where there are fewer GPUs than processes, they share them: that shows that results are right, not how fast they come.
 
 No process outlives the call: a rank that ends early ends all of them, and so does the time limit, with a message that
 says which rank it was, and where.
@@ -40,26 +41,23 @@ def measure_ranks(
 
     task       module-level function, called as `task(records, device, phase=…, **settings)` on every rank, in a process
                group; only rank 0's records are kept. `settings` must be serializable as JSON
-    variants   those that become `skipped` if there are fewer GPUs than ranks, and `oom` if memory runs out
+    variants   those that become `oom` if memory runs out
     limit      seconds that each number of ranks may take, counted from torchrun's start
 
     Raises what a rank raised, see `run_ranks`.
     """
-    there = torch.cuda.device_count() if device == "cuda" else max(counts)
+    there = torch.cuda.device_count()
     for ranks in counts:
-        phase, state = f"{name}/{ranks}", ""
-        if ranks > there:
-            state, why = "skipped", f"{ranks} ranks need as many GPUs; there are {there}"
-        else:
-            try:
-                threads = max(1, torch.get_num_threads() // ranks)  # a single rank gets all cores
-                records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit, threads))
-            except VariantOutOfMemory as error:
-                state, why = "oom", str(error).partition("\n")[0]
-        if state:
-            print(f"{phase}: {state}, {why}")
+        phase = f"{name}/{ranks}"
+        if device == "cuda" and ranks > there:
+            print(f"{phase}: shared, there {'is 1 GPU' if there == 1 else f'are {there} GPUs'} for {ranks} ranks")
+        try:
+            threads = max(1, torch.get_num_threads() // ranks)  # a single rank gets all cores
+            records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit, threads))
+        except VariantOutOfMemory as error:
+            print(f"{phase}: oom,", str(error).partition("\n")[0])
             for variant in variants:
-                records.status(variant, state, phase)
+                records.status(variant, "oom", phase)
 
 
 def run_ranks(

@@ -17,7 +17,8 @@ from t1lib.errors import T1Error, choose, require
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
 # "wrong": loss or gradients exceed their error bound, so there is no time. "failed": any other kind of error.
-STATUSES = ("ok", "oom", "unavailable", "skipped", "wrong", "failed")
+STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
+"""`shared`: ran on ranks that shared a GPU, so its times would say nothing and are not recorded."""
 PLACES = ("device", "host", "streamed", "parked")  # where a plan puts things; records hold their index here
 
 

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from t1lib.measure.records import format_number
+from t1lib.measure.records import format_number, statuses
 from t1lib.report.select import median, pick, present
 from t1lib.report.style import FLOOR, SHADES, VARIANTS, plain_numbers, subplots
 
@@ -71,8 +71,15 @@ def _measured(frame: pd.DataFrame, metric: str, name: str, variants: Iterable[st
     return [v for v in variants if any(present(frame, metric, phase, [v]) for phase in phases)]
 
 
-def _over_ranks(axes: Axes, ranks: list[int], what: str) -> None:
-    axes.set_xticks(ranks, [str(n) for n in ranks])
+def _ticks(frame: pd.DataFrame, name: str, ranks: Iterable[int]) -> list[str]:
+    """The numbers of ranks as labels, marked where the ranks shared a GPU and so have no times."""
+    shared = {n for n in ranks if "shared" in statuses(frame[frame["phase"] == f"{name}/{n}"]).values()}
+    return [f"{n}\n(shared GPU)" if n in shared else str(n) for n in ranks]
+
+
+def _over_ranks(axes: Axes, frame: pd.DataFrame, name: str, what: str) -> None:
+    ranks = counts(frame, name)
+    axes.set_xticks(ranks, _ticks(frame, name, ranks))
     axes.set_xlim(min(ranks, default=1) - 0.4, max(ranks, default=1) + 0.4)
     axes.set(xlabel="ranks", ylabel=what)
 
@@ -101,8 +108,8 @@ def fig1_head(frame: pd.DataFrame) -> Figure:
     time.plot([], [], ls="", marker="o", mfc="none", mec="0.3", ms=4, label="a head's collectives alone")
     time.set_yscale("log")
     plain_numbers(time)
-    _over_ranks(time, ranks, "median time, slowest rank (ms)")
-    _over_ranks(gain, ranks, "speed-up over one rank")
+    _over_ranks(time, frame, "head", "median time, slowest rank (ms)")
+    _over_ranks(gain, frame, "head", "speed-up over one rank")
     gain.set_ylim(0, None)
     figure.legend(*time.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
@@ -149,7 +156,7 @@ def fig3_step(frame: pd.DataFrame) -> Figure:
         curve.set(xlabel="training step", ylabel="loss (nats a token)", title=f"{mode}: losses")
         curve.legend(loc="upper right")
     rate.plot([], [], **IDEAL, label="one rank × ranks")
-    _over_ranks(rate, ranks, "tokens a second")
+    _over_ranks(rate, frame, "step", "tokens a second")
     rate.set(title="all ranks together")
     rate.set_ylim(0, None)
     rate.legend(loc="lower right")

@@ -39,6 +39,7 @@ def head_facts(frame: pd.DataFrame, head: str, ranks: int) -> dict[str, float]:
         "held_mib": held,
         "held_over_arithmetic": held / arithmetic_mib(frame, head, ranks),
         "outside_mib": median(frame, "outside_mib", phase, head),
+        "exchanged_mib": median(frame, "exchanged_mib", phase, head),
     }
     return facts | {name: median(frame, name, phase, head) for name in ERRORS}
 
@@ -70,8 +71,8 @@ def _points(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> Iterat
 
 
 def _ran(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> list[tuple[str, int]]:
-    """(variant, ranks) of the points that ran: status ok or wrong."""
-    return [(v, n) for v, n, state in _points(frame, name, variants) if state in ("ok", "wrong")]
+    """(variant, ranks) of the points that ran: status ok, shared or wrong."""
+    return [(v, n) for v, n, state in _points(frame, name, variants) if state in ("ok", "shared", "wrong")]
 
 
 def _begun(frame: pd.DataFrame, metric: str, name: str, what: str, point: tuple[str, int, str]) -> dict[str, object]:

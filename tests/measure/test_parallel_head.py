@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from t1lib.measure import parallel_head
-from t1lib.measure.collectives import SharedLeadIn, largest, overheard
+from t1lib.measure.collectives import SharedLeadIn, largest, overheard, ran
 from t1lib.measure.parallel_head import ShardCall, Share, measure_head
 from t1lib.measure.records import Records, statuses
 
@@ -48,6 +48,19 @@ def test_a_wrong_head_gets_no_time():
     found, states = measured(error_bound=1e-12)
     assert states == {"full": "wrong", "chunked": "wrong"}
     assert ("full", "error_dE") in found and not any("both" in metric for _, metric in found)
+
+
+@pytest.mark.parametrize("kind, gpus, status", [("cuda", 1, "ok"), ("cuda", 0, "shared"), ("cpu", 0, "ok")])
+def test_more_ranks_than_gpus_share_them(monkeypatch, kind, gpus, status):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert ran(torch.device(kind)) == status
+
+
+def test_ranks_that_share_a_gpu_get_no_time(monkeypatch):
+    monkeypatch.setattr(parallel_head, "ran", lambda device: "shared")
+    found, states = measured()
+    assert states == {"full": "shared", "chunked": "shared"}
+    assert ("full", "held_mib") in found and not any("ms" in metric for _, metric in found)
 
 
 def test_what_cannot_run_is_not_tried(monkeypatch, capsys):

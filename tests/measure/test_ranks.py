@@ -130,10 +130,10 @@ def test_the_rank_that_failed_first_is_named(tmp_path, said, codes, kind, messag
         raise ranks._failure(folder, 2, ranks._exit_codes(folder), 10.0)
 
 
-def test_more_ranks_than_gpus_are_skipped_and_memory_is_a_status(monkeypatch, capsys):
+def test_more_ranks_than_gpus_are_told_and_memory_is_a_status(monkeypatch, capsys):
     def none_left(task, settings, number, device, limit, threads):
-        assert (settings, threads) == ({"a": 1, "phase": "here/1"}, 6)
-        raise VariantOutOfMemory("no memory on rank 0\nTraceback")
+        assert (settings, threads) == ({"a": 1, "phase": f"here/{number}"}, 6 // number)
+        raise VariantOutOfMemory(f"no memory on rank 0 of {number}\nTraceback")
 
     monkeypatch.setattr(ranks, "run_ranks", none_left)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -143,10 +143,11 @@ def test_more_ranks_than_gpus_are_skipped_and_memory_is_a_status(monkeypatch, ca
     ranks.measure_ranks(records, rank_tasks.add_up, {"a": 1}, [1, 2], **kept)
     frame = records.frame()
     assert statuses(frame[frame["phase"] == "here/1"]) == {"A": "oom", "B": "oom"}
-    assert statuses(frame[frame["phase"] == "here/2"]) == {"A": "skipped", "B": "skipped"}
+    assert statuses(frame[frame["phase"] == "here/2"]) == {"A": "oom", "B": "oom"}
     assert capsys.readouterr().out.splitlines() == [
-        "here/1: oom, no memory on rank 0",
-        "here/2: skipped, 2 ranks need as many GPUs; there are 1",
+        "here/1: oom, no memory on rank 0 of 1",
+        "here/2: shared, there is 1 GPU for 2 ranks",
+        "here/2: oom, no memory on rank 0 of 2",
     ]
 
 

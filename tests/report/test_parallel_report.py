@@ -35,6 +35,14 @@ def made(skipped=(), wrong=()):
     return records.frame()
 
 
+def on_one_gpu():
+    """The same where 2 and 4 ranks share a GPU: they have no times."""
+    frame = made()
+    timed = frame["unit"] == "ms"
+    frame.loc[(frame["metric"] == "status") & ~frame["phase"].str.endswith("/1"), "value"] = "shared"
+    return frame[~timed | frame["phase"].str.endswith("/1")]
+
+
 def _head(records, head, n, ms):
     for step in range(3):
         records.add(head, "both_ms", ms + step - 1, "ms", f"head/{n}", step)
@@ -93,6 +101,19 @@ def test_what_was_skipped_or_wrong_is_a_row_without_numbers():
     assert not [key for key in counted(frame) if ".4." in key]
 
 
+def test_ranks_that_share_a_gpu_have_everything_but_times():
+    frame = on_one_gpu()
+    head, found = parallel_tables.table1_head(frame).frame, counted(frame)
+    assert list(head["status"]) == ["ok", "shared", "shared"] * 2
+    assert list(head["speed-up"][1:3]) == ["–"] * 2 and head["held / arithmetic"][2] != "–"
+    head_facts = {"must_mib", "held_mib", "held_over_arithmetic", *parallel_tables.ERRORS}
+    step_facts = {"last_loss", "loss_difference", "allocated_gib"}
+    for point, facts in (("head.fused.4.", head_facts), ("step.fsdp.4.", step_facts)):
+        assert {key.removeprefix(point) for key in found if key.startswith(point)} == facts
+    labels = [label.get_text() for label in drawn("fig1_head", frame)[1].get_xticklabels()]
+    assert labels == ["1", "2\n(shared GPU)", "4\n(shared GPU)"]
+
+
 def drawn(name, frame):
     with style():
         figure = parallel.FIGURES[name](frame)
@@ -122,5 +143,6 @@ def test_tokens_a_second_are_drawn_beside_the_ideal():
 
 
 @pytest.mark.parametrize("name", parallel.FIGURES)
-def test_figures_of_skipped_ranks_are_no_traceback(name):
+def test_figures_without_times_of_more_ranks_are_no_traceback(name):
     drawn(name, made(skipped=[2, 4]))
+    drawn(name, on_one_gpu())
