@@ -74,7 +74,7 @@ def _measured(frame: pd.DataFrame, metric: str, name: str, variants: Iterable[st
 def _ticks(frame: pd.DataFrame, name: str, ranks: Iterable[int]) -> list[str]:
     """The numbers of ranks as labels, marked where the ranks shared a GPU and so have no times."""
     shared = {n for n in ranks if "shared" in statuses(frame[frame["phase"] == f"{name}/{n}"]).values()}
-    return [f"{n}\n(shared GPU)" if n in shared else str(n) for n in ranks]
+    return [f"{n}\nshared" if n in shared else str(n) for n in ranks]
 
 
 def _over_ranks(axes: Axes, frame: pd.DataFrame, name: str, what: str) -> None:
@@ -101,11 +101,12 @@ def fig1_head(frame: pd.DataFrame) -> Figure:
         if len(alone):
             _line(time, alone, head, ls="", mfc="none")
         _line(gain, speedup(values), head)
-    time.plot(floor.index, floor, **FLOOR, label="three products of a rank's rows")
+    time.plot(floor.index, floor, **FLOOR, marker=".", label="three products of a rank's rows")
     gain.plot(floor.index, speedup(floor), **FLOOR)
     gain.plot(ranks, ranks, **IDEAL)
     time.plot([], [], **IDEAL, label="ideal: one rank / ranks")
-    time.plot([], [], ls="", marker="o", mfc="none", mec="0.3", ms=4, label="a head's collectives alone")
+    if _measured(frame, "collectives_ms", "head", HEADS):
+        time.plot([], [], ls="", marker="o", mfc="none", mec="0.3", ms=4, label="a head's collectives alone")
     time.set_yscale("log")
     plain_numbers(time)
     _over_ranks(time, frame, "head", "median time, slowest rank (ms)")
@@ -158,8 +159,8 @@ def fig3_step(frame: pd.DataFrame) -> Figure:
     rate.plot([], [], **IDEAL, label="one rank × ranks")
     _over_ranks(rate, frame, "step", "tokens a second")
     rate.set(title="all ranks together")
-    rate.set_ylim(0, None)
-    rate.legend(loc="lower right")
+    rate.set_ylim(0, 1.35 * rate.dataLim.y1)  # room for the legend
+    rate.legend(loc="upper left")
     return figure
 
 

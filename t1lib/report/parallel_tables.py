@@ -57,7 +57,8 @@ def step_facts(frame: pd.DataFrame, mode: str, ranks: int) -> dict[str, float]:
     }
     if ranks in curves and 1 in curves:
         facts["loss_difference"] = float((curves[ranks] / curves[1] - 1).abs().max())
-    return facts | {name: median(frame, name, phase, mode) for name in MEMORY}
+    facts |= {name: median(frame, name, phase, mode) for name in MEMORY}
+    return facts | {"host_over_one": facts["host_all_gib"] / median(frame, "host_all_gib", "step/1", mode)}
 
 
 def _points(frame: pd.DataFrame, name: str, variants: tuple[str, ...]) -> Iterator[tuple[str, int, str]]:
@@ -117,6 +118,7 @@ def table2_step(frame: pd.DataFrame) -> Table:
             "reserved (GiB)": facts["reserved_gib"],
             "host (GiB)": facts["host_gib"],
             "host, all ranks (GiB)": facts["host_all_gib"],
+            "over one rank's": facts["host_over_one"],
             "last loss": facts["last_loss"],
             "largest difference": facts.get("loss_difference", NAN),
         })  # fmt: skip

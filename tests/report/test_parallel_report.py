@@ -111,7 +111,7 @@ def test_ranks_that_share_a_gpu_have_everything_but_times():
     for point, facts in (("head.fused.4.", head_facts), ("step.fsdp.4.", step_facts)):
         assert {key.removeprefix(point) for key in found if key.startswith(point)} == facts
     labels = [label.get_text() for label in drawn("fig1_head", frame)[1].get_xticklabels()]
-    assert labels == ["1", "2\n(shared GPU)", "4\n(shared GPU)"]
+    assert labels == ["1", "2\nshared", "4\nshared"]
 
 
 def drawn(name, frame):
