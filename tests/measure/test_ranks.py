@@ -80,18 +80,14 @@ def test_a_rank_that_dies_ends_all_with_its_message(ended, how, message):
     ends_all(ended[how], message, 60)
 
 
+DEATHS = {"raises": "rank 1 of 2: ValueError", "exits": "rank 1 of 2 ended with exit code 7", "sleeps": "2 ranks took"}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(
-    "how, message",
-    [
-        ("raises", "rank 1 of 2: ValueError"),
-        ("exits", "rank 1 of 2 ended with exit code 7"),
-        ("sleeps", "2 ranks took"),
-    ],
-)
-def test_a_rank_that_dies_on_a_gpu_ends_all(tmp_path, how, message):
-    with pytest.raises(VariantFailed, match=message):
+@pytest.mark.parametrize("how", DEATHS)
+def test_a_rank_that_dies_on_a_gpu_ends_all(tmp_path, how):
+    with pytest.raises(VariantFailed, match=DEATHS[how]):
         ranks.run_ranks(rank_tasks.fail, {"how": how, "pids": str(tmp_path)}, 2, "cuda", 2 * LIMIT)
     assert len(list(tmp_path.iterdir())) == 3 and alive(tmp_path) == []
 
