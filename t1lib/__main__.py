@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from t1lib import claims, driver, params, paths, planning, training
 from t1lib.errors import T1Error, UnavailableError, choose, require
@@ -115,5 +116,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return driver.EXIT_FAILED
 
 
+def end(code: int) -> NoReturn:
+    """End the process. Ranks of torchrun end without shutting down the interpreter: while that goes on, a thread of
+    gloo's that lets go of its last tensor would abort the process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    end(code)

@@ -1,5 +1,6 @@
 """How updates that run beside steps end: the interpreter waits for them on exit; a failed one makes a step raise."""
 
+import os
 import subprocess
 import sys
 
@@ -21,6 +22,18 @@ trainer.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
 def test_a_script_that_ends_after_a_step_ends_well():
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("command, code", [("list chunks", 0), ("list nothing", 2), ("list --what", 2)])
+def test_ranks_end_without_shutting_the_interpreter_down(processes, command, code):
+    """A thread of gloo's may still use it, and would abort the process: one run in sixteen ended so."""
+    script = f"import atexit, runpy, sys; atexit.register(print, 'shut down'); sys.argv[1:] = {command.split()}"
+    script = f"{script}; runpy.run_module('t1lib', run_name='__main__')"
+    environment = os.environ | {"WORLD_SIZE": str(processes)}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (run.returncode, "shut down" in run.stdout) == (code, processes == 1)
+    assert ("chunks" in run.stdout) == (code == 0) != ("error: " in run.stderr)
 
 
 @pytest.mark.parametrize("host_grads", [1, 4])
