@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def end(code: int) -> NoReturn:
     """End the process. Ranks of torchrun end without shutting down the interpreter: while that goes on, a thread of
     gloo's that lets go of its last tensor would abort the process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

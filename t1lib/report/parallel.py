@@ -155,11 +155,13 @@ def fig3_step(frame: pd.DataFrame) -> Figure:
             look = {"color": SHADES[2 * index % len(SHADES)], "lw": 3.6 / (index + 1)}
             curve.plot(column.index + 1, column, **look, label=f"{n} rank{'s' if n > 1 else ''}")
         curve.set(xlabel="training step", ylabel="loss (nats a token)", title=f"{mode}: losses")
-        curve.legend(loc="upper right")
+        if curve.lines:
+            curve.legend(loc="upper right")
     rate.plot([], [], **IDEAL, label="one rank × ranks")
     _over_ranks(rate, frame, "step", "tokens a second")
     rate.set(title="all ranks together")
-    rate.set_ylim(0, 1.35 * rate.dataLim.y1)  # room for the legend
+    rate.margins(y=0.5)  # room for the legend
+    rate.set_ylim(0, None)
     rate.legend(loc="upper left")
     return figure
 

@@ -145,4 +145,5 @@ def test_tokens_a_second_are_drawn_beside_the_ideal():
 @pytest.mark.parametrize("name", parallel.FIGURES)
 def test_figures_without_times_of_more_ranks_are_no_traceback(name):
     drawn(name, made(skipped=[2, 4]))
+    drawn(name, made(skipped=TIMES))
     drawn(name, on_one_gpu())
