@@ -77,7 +77,10 @@ def train(arguments: argparse.Namespace) -> int:
         settings = ranks.first(lambda: goes_on_with(folder, arguments.steps)) if goes_on else settings_of(arguments)
         if arguments.resume and not goes_on:
             settings = with_length(settings, arguments, ranks.first(lambda: read_settings(folder)))
-        mode, rows = settings["mode"], settings["batch"]
+        mode, rows, schedule = settings["mode"], settings["batch"], settings["schedule"]
+        total, warmup = schedule["total"], schedule.get("warmup", 0)
+        ends = schedule["name"] == "constant" or total > warmup
+        require(ends, f"--steps {total} with a warmup of {warmup} steps; allowed: more steps than that")
         one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp or slide, or start one"
         require(ranks.alone or mode in ("fsdp", "slide"), one)
         require(rows >= ranks.size, f"--batch {rows} for {ranks.size} processes; allowed: {ranks.size} rows or more")
@@ -131,7 +134,7 @@ def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace
             print(f"model {run.export()}")
         print(f"plot {run.plot()}")
     except KeyboardInterrupt:
-        print(f"interrupted at once; --resume goes on from the last checkpoint in {folder}", file=sys.stderr)
+        print(f"interrupted at once; --resume goes on from the last checkpoint in {folder}, if any", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:
         run.close()

@@ -28,6 +28,7 @@ COLUMNS = (
 )  # fmt: skip
 NEEDED = {"model", "mode", "seq", "batch", "steps", "schedule"}  # settings that every run has
 FREE = {"steps", "device"}  # settings that may change when a run is resumed
+PASSED_ON = 1.0  # seconds in which a launcher passes a signal on
 
 
 class TrainRun:
@@ -254,13 +255,14 @@ def _line(row: dict[str, Any], last: int) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[Any]:
-    """Yield a function that says whether Ctrl-C or SIGTERM was received. The second one interrupts at once."""
-    asked: list[int] = []
+    """Yield a function that says whether Ctrl-C or SIGTERM was received. The second one interrupts at once, unless it
+    is only the first one, passed on by a launcher whose processes were sent it, too."""
+    asked: list[float] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        if asked:
+        if asked and time.monotonic() - asked[0] > PASSED_ON:
             raise KeyboardInterrupt
-        asked.append(signum)
+        asked.append(time.monotonic())
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -62,6 +62,13 @@ def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, mode):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_a_run_cannot_end_within_its_warmup(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "4", "--warmup", "3") == 0
+    for goes_on in (["train", "--out", str(tmp_path / "a")], [*SMALL, "--out", str(tmp_path / "a")]):
+        assert main([*goes_on, "--resume", "--steps", "3"]) == 2
+        assert "--steps 3 with a warmup of 3 steps; allowed: more steps than that" in capsys.readouterr().err
+
+
 def test_interrupted_it_keeps_what_it_has(tmp_path):
     """Ctrl-C in the middle: a checkpoint of the last step, all metrics, exit code 130."""
     command = [sys.executable, "-m", "t1lib", *SMALL, "--out", str(tmp_path / "a"), "--steps", "100000"]
@@ -79,8 +86,11 @@ def test_interrupted_it_keeps_what_it_has(tmp_path):
     assert (tmp_path / "a" / "metrics.png").is_file()
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(tmp_path, monkeypatch, signals):
+@pytest.mark.parametrize("signals, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
+def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(
+    tmp_path, monkeypatch, signals, passed_on, code
+):
+    monkeypatch.setattr(run, "PASSED_ON", passed_on)
     write, sent = checkpoint._write, []
 
     def interrupted(path, content):
@@ -90,9 +100,9 @@ def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(
         write(path, content)
 
     monkeypatch.setattr(checkpoint, "_write", interrupted)
-    assert train(tmp_path / "a", "--steps", "3", "--checkpoint-every", "2") == (0 if signals == 1 else 130)
+    assert train(tmp_path / "a", "--steps", "3", "--checkpoint-every", "2") == code
     assert len(sent) == signals
-    kept = "step-00000003" if signals == 1 else "step-00000002"
+    kept = "step-00000003" if code == 0 else "step-00000002"
     assert [p.name for p in (tmp_path / "a" / "checkpoints").glob("step-*")] == [kept]
 
 
