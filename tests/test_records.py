@@ -58,7 +58,7 @@ def test_extend_takes_rows_of_another_process():
 
 def test_wrong_rows_are_refused(tmp_path):
     records = Records()
-    with pytest.raises(T1Error, match="allowed: ok, oom, unavailable, skipped, wrong"):
+    with pytest.raises(T1Error, match="allowed: ok, shared, oom, unavailable, skipped, wrong"):
         records.status("gpu", "fine")
     with pytest.raises(T1Error, match="not a number"):
         records.add("gpu", "wall", "fast")
