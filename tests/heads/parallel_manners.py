@@ -37,7 +37,6 @@ def manners(size: int) -> Cases:
         noticed, (fused_shards, "combine", lambda *_: None),
         problem(20, 100, 16, dtype=torch.float32), FEW[size], 1e-2, head="fused",
     )  # fmt: skip
-    found["fused, tokens dealt, what is exchanged"] = partial(exchanged, size, True, head="fused", chunks=2)
     for by in ("sequence", "vocabulary"):
         found[f"by {by}, the least workspace"] = partial(counted, size, by)
     found["fused, shards that are not equal lend nothing"] = partial(lends_nothing, size)
@@ -45,6 +44,7 @@ def manners(size: int) -> Cases:
     if size == 2:
         found["fused, 16 bits"] = partial(sixteen_bits, size, torch.float16, tokens=20, head="fused")
         found["fused, what is exchanged"] = partial(exchanged, size, False, head="fused", chunks=2)
+        found["fused, tokens dealt, what is exchanged"] = partial(exchanged, size, True, head="fused", chunks=2)
         found["fused, first chunk in the memory of dW"] = lent
         found["fused, compiled"] = partial(compiled, False)
         found["fused, compiled, tokens dealt"] = partial(compiled, True)
