@@ -68,6 +68,7 @@ def train(arguments: argparse.Namespace) -> int:
     from t1lib.measure.memory import grow_segments
     from t1lib.train.ranks import together
     from t1lib.train.run import read_settings
+    from t1lib.train.spec import outlasts_warmup
 
     grow_segments()
     with together() as ranks:
@@ -78,9 +79,8 @@ def train(arguments: argparse.Namespace) -> int:
         if arguments.resume and not goes_on:
             settings = with_length(settings, arguments, ranks.first(lambda: read_settings(folder)))
         mode, rows, schedule = settings["mode"], settings["batch"], settings["schedule"]
-        total, warmup = schedule["total"], schedule.get("warmup", 0)
-        ends = schedule["name"] == "constant" or total > warmup
-        require(ends, f"--steps {total} with a warmup of {warmup} steps; allowed: more steps than that")
+        short = f"--steps {settings['steps']} with a warmup of {schedule.get('warmup')} steps"
+        require(outlasts_warmup(**schedule), f"{short}; allowed: more steps than that")
         one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp or slide, or start one"
         require(ranks.alone or mode in ("fsdp", "slide"), one)
         require(rows >= ranks.size, f"--batch {rows} for {ranks.size} processes; allowed: {ranks.size} rows or more")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.heads import agreement, shards
+from t1lib.measure.ranks import share_gpus
 from t1lib.measure.timing import LeadIn
 
 USED = ((dist, "all_reduce"), (shards, "all_gather"), (shards, "reduce_scatter"), (agreement, "all_gather"))
@@ -30,8 +31,7 @@ class SharedLeadIn(LeadIn):
 
 def ran(device: torch.device) -> str:
     """The status of what has run: `shared` if there are fewer GPUs than ranks, otherwise `ok`."""
-    shared = device.type == "cuda" and dist.get_world_size() > torch.cuda.device_count()
-    return "shared" if shared else "ok"
+    return "shared" if share_gpus(dist.get_world_size(), device.type) else "ok"
 
 
 def largest(values: dict[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from t1lib.measure.isolate import told
+from t1lib.measure.ranks import share_gpus
 from t1lib.measure.records import Records
 
 
@@ -63,10 +64,10 @@ def _join(kind: str) -> torch.device:
     if kind == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    rank, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if int(os.environ["WORLD_SIZE"]) > there:
+    rank = int(os.environ["LOCAL_RANK"])
+    if share_gpus(int(os.environ["WORLD_SIZE"]), kind):
         os.environ["NCCL_HOSTID"] = f"rank {rank}"
-    device = torch.device("cuda", rank % there)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return device

@@ -33,6 +33,11 @@ _ENDED = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 
 
+def share_gpus(ranks: int, device: str) -> bool:
+    """Whether that many ranks share the GPUs of this host, because there are fewer. device: cpu or cuda"""
+    return device == "cuda" and ranks > torch.cuda.device_count()
+
+
 def measure_ranks(
     records: Records, task: Callable[..., None], settings: dict[str, Any], counts: Sequence[int], *, name: str,
     variants: Sequence[str], device: str, limit: float,
@@ -49,7 +54,7 @@ def measure_ranks(
     there = torch.cuda.device_count()
     for ranks in counts:
         phase = f"{name}/{ranks}"
-        if device == "cuda" and ranks > there:
+        if share_gpus(ranks, device):
             print(f"{phase}: shared, there {'is 1 GPU' if there == 1 else f'are {there} GPUs'} for {ranks} ranks")
         try:
             threads = max(1, torch.get_num_threads() // ranks)  # a single rank gets all cores

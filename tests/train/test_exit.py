@@ -28,7 +28,7 @@ def test_a_script_that_ends_after_a_step_ends_well():
     "command, code, processes", [("list chunks", 0, 1), ("list chunks", 0, 2), ("list nothing", 2, 2), ("-x", 2, 2)]
 )
 def test_ranks_end_without_shutting_the_interpreter_down(command, code, processes):
-    """A thread of gloo's may still use it, and would abort the process: one run in sixteen ended so."""
+    """A thread of gloo's may still use it, and would abort the process: two runs of twenty ended so."""
     script = f"import atexit, runpy, sys; atexit.register(print, 'shut down'); sys.argv[1:] = {command.split()}"
     script = f"{script}; runpy.run_module('t1lib', run_name='__main__')"
     environment = os.environ | {"WORLD_SIZE": str(processes)}
