@@ -6,15 +6,20 @@
 | cce | cut-cross-entropy by default: gradients below 2⁻¹² (16 bits) are left out | no | any |
 | cce-exact | without that filter: "cce_exact" if the version has it, else filter_eps=None | yes | any |
 | liger | Liger's fused linear cross-entropy; under "none" its gradients wait for the backward | yes | any |
+| liger-sm90 | Liger's version for Hopper: all logits at once; N a multiple of 128, V of 256 | yes | mean, sum |
+| quack | QuACK's `LinearCrossEntropy`, 4096 rows per chunk (quack-1024: 1024), not tuned | yes | mean, sum |
+| trl | TRL's head, as its trainers call it: tiles of 4096 × 32768, computed again in the backward | yes | any |
 | torch-1024 | PyTorch's operator (2.13), 1024 rows per chunk; head `torch` lets it choose | yes | mean, sum |
 
+Liger never chooses its version for Hopper by itself. Where N, V or D is no multiple of 8, QuACK's module computes all
+logits at once; tuning would take minutes and affect only the product for dW, since PyTorch does the other two.
 cut-cross-entropy 25.1.1, the version on PyPI, accumulates its gradients in 16 bits, even without the filter;
 `cce_exact` in its repository accumulates in float32 with compensation. Neither is bit for bit what the paper measured.
 """
 
 import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +39,9 @@ class Peer(NamedTuple):
     reductions: tuple[str, ...]
 
 
-def _need(module: str) -> Any:
-    """Import an optional package that runs only on a GPU."""
-    if not torch.cuda.is_available():
+def _need(module: str, cuda: bool = True) -> Any:
+    """Import an optional package; `cuda` says whether it runs only on a GPU."""
+    if cuda and not torch.cuda.is_available():
         raise UnavailableError(f"{module} needs a CUDA device")
     try:
         return importlib.import_module(module)
@@ -69,6 +74,28 @@ def _liger() -> Loss:
     return lambda e, w, y: function.apply(e, w, y)[0]
 
 
+def _liger_sm90() -> Loss:
+    module = _need("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return module.LigerFusedLinearCrossEntropySM90Function.apply
+
+
+def _quack(rows: int) -> Loss:
+    module = _need("quack.linear_cross_entropy")
+
+    @cache
+    def head(vocabulary: int, hidden: int) -> torch.nn.Module:
+        """QuACK's module, which decides whether its chunks fit the operands, without a weight of its own."""
+        return module.LinearCrossEntropy(hidden, vocabulary, chunk_size=rows, tuned=False, device="meta")
+
+    return lambda e, w, y: torch.func.functional_call(head(*w.shape), {"weight": w}, (e, y))
+
+
+def _trl() -> Loss:
+    function = _need("trl.kernels.chunked_logprob", cuda=False).ChunkedLogProbFunction
+    # bias; temperature, columns of a tile, softcap, scale of the logits, further outputs
+    return lambda e, w, y: -function.apply(e, w, None, y, 1.0, 32768, None, 1.0, ())[0].mean()
+
+
 def _torch_rows(rows: int) -> Loss:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise UnavailableError(f"needs torch.nn.functional.linear_cross_entropy (2.13); this is {torch.__version__}")
@@ -82,6 +109,10 @@ PEERS: dict[str, Peer] = {
     "cce": Peer(partial(_cce, exact=False), False, _ANY),
     "cce-exact": Peer(partial(_cce, exact=True), True, _ANY),
     "liger": Peer(_liger, True, _ANY),
+    "liger-sm90": Peer(_liger_sm90, True, ("mean", "sum")),
+    "quack": Peer(partial(_quack, 4096), True, ("mean", "sum")),
+    "quack-1024": Peer(partial(_quack, 1024), True, ("mean", "sum")),
+    "trl": Peer(_trl, True, _ANY),
     "torch-1024": Peer(partial(_torch_rows, 1024), True, ("mean", "sum")),
 }
 

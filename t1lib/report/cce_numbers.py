@@ -26,7 +26,7 @@ ERRORS = ("error_loss", "error_dE", "error_dW")
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
     """`cce.<data>.<shape>.<variant>.<metric>`, `cce.bar.<shape>.<variant>.<metric>`, and what is derived from them.
 
-    Each of `METHODS` has all keys for `TIMES[1:]` and `ERRORS`, without a value if it was not measured.
+    Each of `METHODS` that was tried has all keys for `TIMES[1:]` and `ERRORS`, without a value if it was not measured.
     """
     for phase in measured(frame):
         _phase_numbers(frame, phase, out)
@@ -47,10 +47,11 @@ def _phase_numbers(frame: pd.DataFrame, phase: str, out: Numbers) -> None:
     logits, products = median(frame, "logits_ms", phase, "floor"), three(frame, phase)
     out.set(f"{key}.floor.logits_ms", logits, "ms")
     out.set(f"{key}.floor.three_ms", products, "ms")
-    for name in [*METHODS, *(v for v in mean_variants(frame, phase) if v not in METHODS)]:
+    tried = [method for method in METHODS if (frame["variant"] == method).any()]
+    for name in [*tried, *(v for v in mean_variants(frame, phase) if v not in METHODS)]:
         out.set(f"{key}.{name}.n", len(pick(frame, "both_ms", phase, name)))
         loss_alone, both = (len(pick(frame, metric, phase, name)) > 0 for metric in ("loss_ms", "both_ms"))
-        for metric in (*TIMES[1:], *ERRORS) if both or not loss_alone or name in METHODS else ():
+        for metric in (*TIMES[1:], *ERRORS) if both or not loss_alone or name in tried else ():
             value = median(frame, metric, phase, name)
             out.set(f"{key}.{name}.{metric}", value, "ms" if metric.endswith("_ms") else "")
         if loss_alone:

@@ -5,7 +5,10 @@ import pandas as pd
 from t1lib.report.select import median
 from t1lib.report.style import VARIANTS, Variant
 
-METHODS = ("full", "compile", "cce", "cce-exact", "liger", "torch", "torch-1024", "chunked")
+METHODS = (
+    "full", "compile", "cce", "cce-exact", "liger", "liger-sm90", "quack", "quack-1024", "trl", "torch", "torch-1024",
+    "chunked",
+)  # fmt: skip
 DATA = {"flat": "random", "peaked": "peaked", "real": "trained model"}
 
 
