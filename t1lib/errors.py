@@ -20,7 +20,16 @@ def choose(what: str, value: Any, allowed: Iterable[str]) -> Any:
         return value
     close = get_close_matches(str(value), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise T1Error(f"unknown {what} {value!r}; allowed: {', '.join(names)}.{hint}")
+    raise T1Error(f"unknown {what} {shown(value)}; allowed: {', '.join(names)}.{hint}")
+
+
+def shown(value: Any) -> str:
+    """The value as an error names it: its `repr`, cut to 80 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print ints of more than 4300 digits
+        text = f"an int of {value.bit_length()} bits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def require(condition: bool, message: str) -> None:

@@ -9,8 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from t1lib.heads.fused_plan import TILES, Device, Shape, device_of
-from t1lib.heads.fused_search import early_bytes, early_is_faster, plan_early, plan_late
+from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
 from t1lib.machine import SHORT
 from t1lib.train.graphs import launch_bound
 from t1lib.train.models import layer_arguments, split
@@ -213,10 +212,8 @@ def head_bytes(head: str, work: Work) -> int:
 def _fused_bytes(work: Work) -> int:
     """For this GPU, or for an H200 if there is none."""
     device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
-    tiles = TILES[device.kind, work.itemsize]
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
-    shape = Shape(work.micro_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True, room=work.hidden)
-    if not early_is_faster(shape, work.workspace, device, tiles):  # gradients in the backward
-        plan_late(shape, work.workspace, device, tiles, None)
-        return work.workspace
-    return min(work.workspace, early_bytes(shape, plan_early(shape, work.workspace, device, tiles, None)))
+    shape = Shape(work.micro_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True)
+    early = work.workspace >= early_from(work.vocabulary, work.hidden, work.itemsize, cuda=True)
+    chosen = plan("early" if early else "late", shape, work.workspace, device)
+    return min(work.workspace, bytes_needed(shape, chosen, early))

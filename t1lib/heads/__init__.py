@@ -7,48 +7,38 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import choose, require
-from t1lib.heads.checks import parse_bytes
 from t1lib.heads.chunked import chunked
-from t1lib.heads.contract import HeadStats
-from t1lib.heads.full import full
+from t1lib.heads.full import full, native
 from t1lib.heads.fused import fused
-from t1lib.heads.native import native
+from t1lib.heads.options import HeadStats, Tensors, check_settings, check_tensors, own_options, parse_bytes
 
-__all__ = ["DEFAULT_HEAD", "HEADS", "HeadStats", "linear_cross_entropy", "next_token_targets", "parse_bytes"]
+__all__ = [
+    "DEFAULT_HEAD", "HEADS", "HeadStats", "linear_cross_entropy", "next_token_targets", "parse_bytes", "patch_head",
+    "unpatch_head",
+]  # fmt: skip
 
 HEADS: dict[str, Callable] = {"full": full, "chunked": chunked, "fused": fused, "torch": native}
-"""Functions by name. Each takes the arguments of `linear_cross_entropy` except `head`, plus options of its own."""
+"""By name: `head(Tensors, Settings, **own options) -> (loss, HeadStats | None)`; called by `linear_cross_entropy`."""
 
 DEFAULT_HEAD = "fused"
 
 
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    head: str = DEFAULT_HEAD,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    token_weight: Tensor | None = None,
-    workspace: int | str | None = None,
-    filter_eps: float | None = None,
-    return_stats: bool = False,
-    **head_options: Any,
-) -> Tensor | tuple[Tensor, HeadStats]:
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, head: str = DEFAULT_HEAD,
+    linear_bias: Tensor | None = None, weight: Tensor | None = None, reduction: str = "mean",
+    ignore_index: int | None = -100, label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
+    token_weight: Tensor | None = None, workspace: int | str | None = None, filter_eps: float | None = None,
+    return_stats: bool = False, **own: Any,
+) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
     """Cross-entropy loss of the logits z = `input @ linear_weight.T + linear_bias`; the equation is in `full`.
 
     Names, order and semantics follow `torch.nn.functional.linear_cross_entropy` (2.13) with class-index targets.
 
     input           (…, D), floating point; under autocast the operands are cast as `F.linear` casts them
     linear_weight   (V, D), same dtype as input
-    target          (…) integer class indices in [0, V), or `ignore_index` (None means −100)
-    head            a name in `HEADS`; `head_options` are options of that head alone, listed in its docstring
+    target          (…) integer class indices in [0, V), or `ignore_index` (None means −100). What the hidden state of
+                    an ignored token holds reaches no result, not even nan
+    head            a name in `HEADS`; `own` are options of that head alone, listed in its docstring
     linear_bias     (V), same dtype as input
     weight          (V) class weights, constant (must not require a gradient)
     reduction       "mean", "sum" or "none"
@@ -65,25 +55,15 @@ def linear_cross_entropy(
     cannot run here. A target out of range is a `T1Error` on the CPU and an asynchronous device assertion on CUDA.
     """
     choose("head", head, HEADS)
-    internal = [name for name in ("shards", "cast") if name in head_options]
-    require(not internal, f"unknown option {', '.join(internal)}; sharded weights are for t1lib.heads.parallel")
-    return HEADS[head](
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        z_loss=z_loss,
-        token_weight=token_weight,
-        workspace=workspace,
-        filter_eps=filter_eps,
-        return_stats=return_stats,
-        **head_options,
+    if own:
+        own_options(head, HEADS[head], own)
+    tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
+    check_tensors(tensors)
+    settings = check_settings(
+        reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps, return_stats
     )
+    loss, stats = HEADS[head](tensors, settings, **own)
+    return (loss, stats) if return_stats else loss
 
 
 def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:
@@ -98,3 +78,17 @@ def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:
     targets = torch.full_like(ids, ignore_index, dtype=torch.int64)
     targets[..., :-1] = ids[..., 1:]
     return targets
+
+
+def patch_head(model: Any, **options: Any) -> Any:
+    """See `t1lib.heads.huggingface.patch_head`."""
+    from t1lib.heads import huggingface
+
+    return huggingface.patch_head(model, **options)
+
+
+def unpatch_head(model: Any) -> Any:
+    """See `t1lib.heads.huggingface.unpatch_head`."""
+    from t1lib.heads import huggingface
+
+    return huggingface.unpatch_head(model)

@@ -1,15 +1,20 @@
-"""Head `full`: the specification that every other head is tested against. Plain autograd on the whole logits."""
+"""Head `full`, the specification that every other head is tested against; and head `torch`, PyTorch's own operator."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from t1lib.heads.contract import HeadStats, Options, as_head, need_workspace
+from t1lib.errors import UnavailableError, require
+from t1lib.heads.options import HeadStats, Options, need_workspace, on_flat_operands, refuse_create_graph, spent
+
+ALIGN = 8  # elements: where rows of logits do not start on so many, cuBLAS takes five times as long
 
 
-@as_head("full")
+@on_flat_operands
 def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor, HeadStats | None]:
-    """Cross-entropy of a linear layer's outputs, holding all N × V logits at once.
+    """Cross-entropy of a linear layer's outputs, holding all N × V logits at once, by plain autograd.
 
     For token n with target y, class weights c (1 if not given), smoothing α, token weight t (1 if not given):
 
@@ -21,7 +26,7 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
 
     The first two terms in the bracket are `torch.nn.functional.cross_entropy`. The loss is float32 for 16-bit operands
     (PyTorch's `linear_cross_entropy` rounds it to their dtype). If all tokens are ignored, mean is nan, sum is 0 and
-    the gradient is 0.
+    the gradient is 0. Whatever the hidden state of an ignored token is, it reaches no result.
 
     `filter_eps` (Cut Cross-Entropy, section 4.3): with p = softmax z, entries with |p_v − [v = y]| < eps are set to 0
     in dL/dz. A head may drop any subset of these entries; this one drops each of them.
@@ -29,24 +34,33 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     Memory: `entry_bytes` for each of the N × V logits; `workspace` is only checked against that and changes nothing.
     Raises `T1Error` for a workspace below it. Source: T1M3, section 2 (the standard output layer).
     """
-    need_workspace(opts.workspace, e.shape[0] * opts.vocab * entry_bytes(opts), "full")
-    z = F.linear(e, w, b).to(opts.dtype)
-    if opts.softcap is not None:
-        z = opts.softcap * torch.tanh(z / opts.softcap)
-    if opts.filter_eps is not None and z.requires_grad:
+    s = opts.settings
+    need_workspace(s.workspace, e.shape[0] * opts.vocab * entry_bytes(opts), "full")
+    z = _logits(e, w, b).to(opts.dtype)
+    if s.softcap is not None:
+        z = s.softcap * torch.tanh(z / s.softcap)
+    if s.filter_eps is not None and z.requires_grad:
         small = _small(z.detach(), opts)
         z.register_hook(lambda gradient: gradient.masked_fill(small, 0.0))
     losses = F.cross_entropy(
-        z,
-        opts.target,
-        weight=opts.class_weight,
-        reduction="none",
-        ignore_index=opts.ignore_index,
-        label_smoothing=opts.label_smoothing,
-    )
-    if opts.z_loss:
-        losses = losses + opts.z_loss * torch.logsumexp(z, -1).square()
-    return opts.reduce(opts.mask(losses)), _stats(z.detach(), opts) if opts.return_stats else None
+        z, opts.target, weight=opts.class_weight, reduction="none", ignore_index=s.ignore_index,
+        label_smoothing=s.label_smoothing,
+    )  # fmt: skip
+    if s.z_loss:
+        losses = losses + s.z_loss * torch.logsumexp(z, -1).square()
+    if not s.return_stats:
+        return opts.reduce(opts.mask(losses)), None
+    z = z.detach()
+    lse, at_target = torch.logsumexp(z, -1), z.gather(1, opts.target.masked_fill(~opts.valid, 0)[:, None])[:, 0]
+    return opts.reduce(opts.mask(losses)), opts.stats(lse, at_target - lse, at_target >= z.amax(-1))
+
+
+def _logits(e: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """`F.linear`; on CUDA in rows that start on `ALIGN` elements: to a weight of another size zero rows are added."""
+    missing = -len(w) % ALIGN if e.is_cuda else 0
+    if not missing:
+        return F.linear(e, w, b)
+    return F.linear(e, F.pad(w, (0, 0, 0, missing)), None if b is None else F.pad(b, (0, missing)))[:, : len(w)]
 
 
 def entry_bytes(opts: Options) -> int:
@@ -54,18 +68,74 @@ def entry_bytes(opts: Options) -> int:
 
     This is an estimate; options add saved copies (softcap two, z_loss or statistics one, filtering one).
     """
-    copies = 3 + 2 * (opts.softcap is not None) + bool(opts.z_loss or opts.return_stats) + (opts.filter_eps is not None)
+    s = opts.settings
+    copies = 3 + 2 * (s.softcap is not None) + bool(s.z_loss or s.return_stats) + (s.filter_eps is not None)
     return copies * opts.dtype.itemsize
 
 
 def _small(z: Tensor, opts: Options) -> Tensor:
     """(N, V) bool: entries of softmax − one-hot below `filter_eps` in magnitude."""
     delta = torch.softmax(z, -1)
-    delta[torch.arange(len(z), device=z.device), opts.safe_target] -= 1.0
-    return delta.abs() < opts.filter_eps
+    delta[torch.arange(len(z), device=z.device), opts.target.masked_fill(~opts.valid, 0)] -= 1.0
+    return delta.abs() < opts.settings.filter_eps
 
 
-def _stats(z: Tensor, opts: Options) -> HeadStats:
-    lse = torch.logsumexp(z, -1)
-    at_target = z.gather(1, opts.safe_target[:, None])[:, 0]
-    return opts.stats(lse, at_target - lse, at_target >= z.amax(-1))
+@on_flat_operands
+def native(
+    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, *, chunked: bool = True
+) -> tuple[Tensor, HeadStats | None]:
+    """Cross-entropy of a linear layer's outputs by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13).
+
+    chunked=True (default) selects its memory-saving path, `LinearCrossEntropyOptions()` with the op's own choice of
+    chunk and precision; chunked=False selects its reference path, which holds the whole logits.
+
+    The op takes class weights, bias and the three reductions; `token_weight` is applied to its losses under "none".
+    The op rounds the loss of 16-bit operands to their dtype; the rounded value is returned as float32.
+
+    Raises `UnavailableError` on a PyTorch without the op; `T1Error` for softcap, z_loss, filter_eps, workspace and
+    return_stats, which the op lacks, and for label_smoothing with chunked=True, where it would hold the whole logits.
+    """
+    if not hasattr(F, "linear_cross_entropy"):
+        raise UnavailableError(
+            f"head 'torch' needs torch.nn.functional.linear_cross_entropy (PyTorch 2.13); this is {torch.__version__}"
+        )
+    s = opts.settings
+    for name in ("softcap", "z_loss", "filter_eps", "workspace", "return_stats"):
+        given = getattr(s, name) not in (None, 0)  # False is 0
+        require(not given, f"head 'torch' has no {name}; heads that take it: full, chunked, fused")
+    whole = not (chunked and s.label_smoothing)
+    require(whole, "head 'torch' has no label_smoothing with chunked=True; pass chunked=False, or use head 'chunked'")
+    composed = opts.token_weight is not None
+    e, w, b = (None if t is None else _zero_without(opts, t) for t in (e, w, b))
+    losses = F.linear_cross_entropy(
+        e, w, opts.target, linear_bias=b,
+        weight=None if opts.class_weight is None else opts.class_weight.to(e.dtype),
+        reduction="none" if composed else s.reduction, ignore_index=s.ignore_index,
+        label_smoothing=s.label_smoothing, options=torch.nn.LinearCrossEntropyOptions() if chunked else None,
+    ).to(opts.dtype)  # fmt: skip
+    if chunked and losses.requires_grad:
+        losses.register_hook(_once())
+    if composed:
+        return opts.reduce(opts.mask(losses)), None
+    return losses.reshape(opts.shape) if s.reduction == "none" else losses, None
+
+
+def _zero_without(opts: Options, operand: Tensor) -> Tensor:
+    """The operand; its gradient, nan where PyTorch divides by the number of no tokens, becomes 0 without valid ones."""
+    operand = operand.view_as(operand)
+    if operand.requires_grad:
+        operand.register_hook(lambda gradient: gradient.masked_fill_(~opts.valid.any(), 0.0))
+    return operand
+
+
+def _once() -> Callable[[Tensor], None]:
+    """A hook that refuses a second backward, and a second derivative, in the kit's words."""
+    calls: list[None] = []
+
+    def hook(_: Tensor) -> None:
+        refuse_create_graph("torch")
+        if calls:
+            raise spent("torch", "chunked=False")
+        calls.append(None)
+
+    return hook

@@ -1,96 +1,274 @@
-"""Head `fused`: Triton kernels that never hold the whole logits and run at the speed of the matrix products."""
+"""Head `fused`: Triton kernels that never hold the whole logits and run at the speed of the matrix products.
+
+PyTorch sees one operator, and another one for a backward that computes; both take six tensors and what else they need
+as numbers, sizes, words and flags (`_packed`), so that its compiler knows their shapes and gradients.
+"""
 
 import os
+import threading
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from t1lib.errors import choose, require
-from t1lib.heads import checks
+from t1lib.heads import fused_plan
 from t1lib.heads.chunked import chunked as chunked_head
-from t1lib.heads.contract import HeadStats, reject_unknown
-from t1lib.heads.scale import triton
+from t1lib.heads.full import full
+from t1lib.heads.options import HeadStats, Settings, Tensors, check_chunks, prepare, refuse_create_graph, spent
+from t1lib.heads.scale import scale_, triton
 
-if TYPE_CHECKING:
-    from t1lib.heads.shards import Shards
-
-OWN = ["chunks", "accumulate"]
+TIGHT = 1.0  # softcap, below which the logits that matter lie where tanh is flat
+DTYPES = {torch.bfloat16: ("bfloat16", 2), torch.float16: ("float16", 2), torch.float32: ("float32", 4)}
+INTERPRETER = threading.Lock()  # Triton's interpreter serves one thread at a time
 
 
 def fused(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = -100,
-    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
-    token_weight: Tensor | None = None, workspace: int | str | None = None, filter_eps: float | None = None,
-    return_stats: bool = False, chunks: int | None = None, accumulate: str | None = None,
-    shards: "Shards | None" = None, **unknown: object,
-) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
+    tensors: Tensors, settings: Settings, *, chunks: int | None = None, accumulate: str | None = None
+) -> tuple[Tensor, HeadStats]:
     """Cross-entropy of a linear layer's outputs by Triton kernels; arguments as in `linear_cross_entropy`.
 
     Loss alone: one matrix product, with the logits in registers only. Loss and gradients under "mean" and "sum": the
     forward computes both, one chunk of tokens at a time, with three products; the backward only scales the gradients,
-    and a second backward is refused. In the other cases ("none", filter_eps, float16, a softcap with label smoothing,
-    accumulate="float32", a workspace so small that this is faster) the backward recomputes the logits and takes their
-    softmax with the saved log-sum-exp: four products.
+    and a second backward is refused. In the other cases ("none", filter_eps, float16, a softcap with label smoothing or
+    below 1, accumulate="float32", a workspace so small that this is faster) the backward recomputes the logits and
+    takes their softmax with the saved log-sum-exp: four products.
 
     Ignored tokens cost no work, and frozen operands cost no product. Results are bitwise the same on every run. Nothing
     waits for the device, so a call can be captured in a CUDA graph; `torch.compile(fullgraph=True)` sees one operator.
 
-    workspace   bytes beyond operands and gradients; more allows fewer, larger chunks (default: 512 MiB plus 192 bytes
-                per token; the loss alone needs 16 MiB)
+    workspace   bytes beyond operands and gradients, including copies of a weight that is not in the dtype of the
+                products (float32 under autocast) or has no unit stride; more allows fewer, larger chunks (default:
+                1 GiB plus 192 bytes per token and such copies; the loss alone needs 16 MiB)
     chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles; memory use follows
     accumulate  None: the weight gradient accumulates in the weight's dtype (float32 for a float32 weight, also under
                 autocast). In 16 bits the large product is rounded once per chunk, but the targets' own terms, and the
                 complete rows of the 1024 most frequent targets, accumulate in float32 and are rounded once.
                 "float32": every entry is one float32 sum, computed by the path with four products
-    shards      passed by `t1lib.heads.parallel`
 
-    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Head `chunked`
-    computes instead on other devices, for float64, and for bfloat16 in Triton's interpreter. Raises `T1Error` for a bad
-    argument, a workspace too small (saying the least that works), a second backward where the forward computed the
-    gradients, and create_graph=True.
+    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, for
+    float64, and for bfloat16 in Triton's interpreter, head `chunked` computes (with filter_eps `full`). Raises
+    `T1Error` for a bad argument, a workspace too small (saying the least that works), a second backward where the
+    forward computed the gradients, and create_graph=True.
     """
-    reject_unknown("fused", OWN, unknown)
-    shared = dict(
-        linear_bias=linear_bias, weight=weight, reduction=reduction, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, token_weight=token_weight,
-        workspace=workspace, filter_eps=filter_eps, return_stats=return_stats, shards=shards,
-    )  # fmt: skip
-    _check_own(chunks, accumulate, workspace)
-    if not runs_on(input):
-        own = {"by": "vocabulary"} if accumulate else {"chunks": chunks}
-        return chunked_head(input, linear_weight, target, **shared, **own)
-    from t1lib.heads.fused_op import call  # needs Triton
-
-    return call(input, linear_weight, target, **shared, chunks=chunks, accumulate=accumulate)
-
-
-def _check_own(chunks: int | None, accumulate: str | None, workspace: int | str | None) -> None:
-    if chunks is not None:
-        checks.count("chunks", chunks)
-        require(workspace is None, "give chunks or workspace, not both: each sets the chunk size")
+    check_chunks(chunks, settings)
     if accumulate is not None:
         choose("accumulate", accumulate, ("float32",))
+    if not kernels_run(tensors.input):
+        if settings.filter_eps is not None:
+            return full(tensors, settings)
+        own = {"by": "vocabulary"} if accumulate else {"chunks": chunks}
+        return chunked_head(tensors, settings, **own)
+    loss, *stats = forward_op(*tensors, *_packed(tensors, settings, chunks or 0, accumulate is not None))[:4]
+    return loss, HeadStats(*stats)
 
 
-def runs_on(input: Tensor) -> bool:
+def kernels_run(input: Tensor) -> bool:
     """Whether the kernels take this input: on CUDA, or on a CPU in Triton's interpreter, up to 32 bits per element.
 
     The interpreter is not used for bfloat16, whether from the input or from autocast: it does not support bfloat16
     products, but raises no error.
     """
-    if not isinstance(input, Tensor) or input.numel() == 0 or input.dtype == torch.float64:
-        return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        device = input.device.type
-        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        if compute == torch.bfloat16:
-            return False
-    elif not input.is_cuda:
-        return False
-    if triton is None:
+    empty = not torch.compiler.is_compiling() and input.numel() == 0  # the compiler may not know the number of tokens
+    device = input.device.type
+    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and compute != torch.bfloat16
+    on_cuda = input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
+    runs = not empty and input.dtype != torch.float64 and (interpreted or on_cuda)
+    if runs and triton is None:
         warnings.warn("head 'fused' needs Triton, which is not installed; 'chunked' computes instead", stacklevel=4)
+    return runs and triton is not None
+
+
+def _packed(
+    tensors: Tensors, s: Settings, chunks: int, exact_sum: bool
+) -> tuple[list[float], list[int], str, list[bool]]:
+    """The operators' other arguments: numbers, sizes, words, and flags (which gradients; early; exact sums; sequence).
+
+    Only what the compiler can trace is checked here; shapes, and values of tensors, are checked in the operator.
+    """
+    input, w, _, b, *_ = tensors
+    autocast = torch.is_autocast_enabled(input.device.type)
+    compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
+    require(compute in DTYPES, f"input must be bfloat16, float16, float32 or float64; got {compute}")
+    for value in () if torch.compiler.is_compiling() else (input, w):
+        plain = torch.autograd.forward_ad.unpack_dual(value).tangent is None
+        require(plain, 'head "fused" has no forward-mode derivative; allowed: head="full"')
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
+    early = any(needs) and not exact_sum and _is_early(tensors, s, compute)
+    rows, sequence, group = [], False, ""
+    if s.shards is not None:
+        rows, sequence, group = list(s.shards.rows), s.shards.sequence, s.shards.group.group_name
+    numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
+    sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
+    words = f"{s.reduction} {DTYPES[compute][0] if autocast else '-'} {group}"
+    return numbers, sizes, words, [*needs, early, exact_sum, sequence]
+
+
+def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
+    """Whether the forward computes the gradients.
+
+    It does if their factors are already known and no dtype is too narrow for exponentials or gradients before the
+    factors, unless the workspace is so small that recomputing the logits in the backward is faster. A tight softcap
+    saturates: then its slope does not follow from what the first pass keeps.
+    """
+    input, w = tensors.input, tensors.linear_weight
+    steep = s.softcap is not None and (s.label_smoothing > 0 or s.softcap < TIGHT)
+    narrow = torch.float16 in (compute, input.dtype, w.dtype)
+    if steep or narrow or s.reduction == "none" or s.filter_eps is not None:
         return False
-    return True
+    if s.workspace is None or w.dim() != 2:
+        return True
+    room = s.workspace - _copies(tensors, compute)
+    return room >= fused_plan.early_from(*w.shape, DTYPES[compute][1], input.is_cuda)
+
+
+def _copies(tensors: Tensors, compute: torch.dtype) -> int:
+    """Bytes of the copies of weight and bias that the kernels need."""
+    found = 0
+    for t in (tensors.linear_weight, tensors.linear_bias):
+        if t is not None and (t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)):
+            found += t.numel() * DTYPES[compute][1]
+    return found
+
+
+def _unpacked(
+    tensors: Tensors, numbers: Sequence[float], sizes: Sequence[int], words: str, flags: Sequence[bool], check: bool
+) -> tuple[Any, fused_plan.Shape, fused_plan.Shape]:
+    """(operands for the kernels, their shape, the shape to plan for). All shards of the vocabulary must split the
+    tokens into the same chunks, so they plan for the largest shard."""
+    from t1lib.heads.fused_launch import Operands  # needs Triton
+
+    (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, _, *rows) = numbers, sizes
+    reduction, dtype, group = words.split(" ")
+    shards = None
+    if group:
+        from t1lib.heads.parallel import Shards
+
+        shards = Shards.of(group, tuple(rows), flags[-1])
+    settings = Settings(
+        reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
+        filter_eps or None, shards=shards,
+    )  # fmt: skip
+    with torch.autocast(tensors.input.device.type, enabled=False):  # the forward's state counts, also in the backward
+        e, w, b, opts = prepare(tensors, settings, same_dtype=dtype == "-", check=check)
+    e, compute = e if shards is None else shards.tokens(e), e.dtype if dtype == "-" else getattr(torch, dtype)
+    shape = fused_plan.Shape(len(e), *w.shape, compute, *flags[:2], _copies(tensors, compute), len(rows))
+    w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
+    b = None if b is None else b.to(compute).contiguous()
+    planned = shape if shards is None else shape._replace(vocab=max(rows))
+    return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape, planned
+
+
+@torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
+def forward_op(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
+    token_weight: Tensor | None, numbers: Sequence[float], sizes: Sequence[int], words: str, flags: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, lse, logprob, correct, what the backward needs of them, dE, dW, dBias); gradients empty if not made."""
+    from t1lib.heads import fused_run  # needs Triton
+
+    tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
+    *needs, early, exact_sum, _ = flags
+    gradients, budget = (None, None, None), None if sizes[1] < 0 else sizes[1]
+    # Triton launches on the current device
+    with torch.cuda.device_of(input), nullcontext() if input.is_cuda else INTERPRETER:
+        o, shape, planned = _unpacked(tensors, numbers, sizes, words, flags, check=True)
+        chunks = 1 if exact_sum else sizes[2] or None
+        if any(needs):  # where the backward computes, a workspace too small for it is refused here already
+            chosen = fused_plan.plan("early" if early else "late", planned, budget, o.device, chunks)
+        if early:
+            tokens, gradients = fused_run.early(o, shape, chosen, needs, linear_weight)
+        else:
+            tokens = fused_run.loss_only(o, shape, fused_plan.plan("loss", planned, budget, o.device))
+        lse, logprob, correct, pull, saved = tokens.results()
+        loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), o.opts.stats(lse, logprob, correct > 0)
+    return loss.clone(), *(x.clone() for x in stats), saved, *_filled(gradients, tensors)
+
+
+@forward_op.register_fake
+def _(input, linear_weight, target, linear_bias, weight, token_weight, numbers, sizes, words, flags):
+    reduction, _, group = words.split(" ")
+    tokens = target.numel() * (len(sizes[3:]) if group and flags[-1] else 1)
+    rows = input.new_empty(target.shape, dtype=torch.float32)
+    loss = torch.empty_like(rows) if reduction == "none" else input.new_empty((), dtype=torch.float32)
+    stats = torch.empty_like(rows), torch.empty_like(rows), input.new_empty(target.shape, dtype=torch.bool)
+    made = (flag and flags[3] for flag in flags[:3])
+    saved = input.new_empty((2, tokens), dtype=torch.float32)
+    return loss, *stats, saved, *_empty(input, linear_weight, linear_bias, made)
+
+
+@torch.library.custom_op("t1lib::linear_cross_entropy_backward", mutates_args=())
+def backward_op(
+    upstream: Tensor, lse: Tensor, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None,
+    weight: Tensor | None, token_weight: Tensor | None, numbers: Sequence[float], sizes: Sequence[int], words: str,
+    flags: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dE, dW, dBias) from recomputed logits and the saved log-sum-exp; empty where not needed."""
+    from t1lib.heads import fused_run
+
+    tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
+    with torch.cuda.device_of(input), nullcontext() if input.is_cuda else INTERPRETER:
+        o, shape, planned = _unpacked(tensors, numbers, sizes, words, flags, check=False)
+        chunks = 1 if flags[4] else sizes[2] or None
+        chosen = fused_plan.plan("late", planned, o.opts.settings.workspace, o.device, chunks)
+        return _filled(fused_run.late(o, shape, chosen, flags[:3], lse, upstream, linear_weight), tensors)
+
+
+@backward_op.register_fake
+def _(upstream, lse, input, linear_weight, target, linear_bias, weight, token_weight, numbers, sizes, words, flags):
+    return _empty(input, linear_weight, linear_bias, flags)
+
+
+def _empty(input: Tensor, w: Tensor, b: Tensor | None, made: Sequence[bool]) -> tuple[Tensor, ...]:
+    operands = zip((input, w, b), made, strict=False)
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) if m else input.new_empty(0) for t, m in operands)
+
+
+def _filled(gradients: Sequence[Tensor | None], tensors: Tensors) -> tuple[Tensor, ...]:
+    """Gradients as their operands are; None becomes an empty tensor, because operators return tensors only."""
+    operands, empty = (tensors.input, tensors.linear_weight, tensors.linear_bias), tensors.input.new_empty
+    both = zip(gradients, operands, strict=True)
+    return tuple(empty(0) if g is None else g.reshape(t.shape).to(t.dtype) for g, t in both)
+
+
+@torch.library.custom_op("t1lib::scale_", mutates_args=("x",))
+def scale_op(x: Tensor, factor: Tensor) -> None:
+    """x ← x · factor, as in `scale_`."""
+    scale_(x, factor)
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.rest, (*needs, ctx.early, _, _) = inputs[6:], inputs[9]
+    ctx.spent = False
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    if ctx.early:
+        ctx.save_for_backward(*output[5:])
+    elif any(needs):
+        ctx.save_for_backward(output[4], *inputs[:6])
+
+
+def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
+    _, _, words, flags = ctx.rest
+    refuse_create_graph("fused", grouped=not words.endswith(" "))
+    if upstream is None:
+        return (None,) * 10
+    if not ctx.early:
+        made = backward_op(upstream, *ctx.saved_tensors, *ctx.rest)
+    elif type(upstream) is not Tensor:  # traced by the compiler, which reuses the memory itself, and would else copy
+        made = [(g.float() * upstream).to(g.dtype) for g in ctx.saved_tensors]
+    elif ctx.spent:
+        raise spent("fused", 'reduction="none"')
+    else:
+        ctx.spent, made = True, ctx.saved_tensors
+        for g in filter(Tensor.numel, made):
+            scale_op(g, upstream)
+    de, dw, db = (g if needed else None for g, needed in zip(made, flags, strict=False))
+    return de, dw, None, db, *(None,) * 6
+
+
+forward_op.register_autograd(_backward, setup_context=_setup)

@@ -1,8 +1,30 @@
-"""The tuning parameters of head `fused` and the types of its plans: tile sizes by architecture, shapes, chunks."""
+"""Head `fused`: how many tokens and columns at a time, from a budget in bytes, by a cost model of a chunk.
 
+A plan is found in about a millisecond and kept; numbers of tokens that fill as many row blocks share one.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+
+from t1lib.heads.options import need_workspace
+
+DEFAULT_WORKSPACE = 2**30  # beside what every plan needs per token: within 10 % of the three products at every shape
+LOSS_WORKSPACE = 16 * 2**20  # more memory does not speed up the loss alone
+TOKEN_BYTES = 192  # per token: order, sort keys and their copies, statistics and factors
+CLASS_BYTES = 2  # per class: its position among the frequent targets
+SLACK = 3 * 2**20  # by how much memory from CUDA's caching allocator may exceed the request
+FREQUENT = 1024  # the most targets whose rows of dW accumulate in float32 over the chunks
+SIZES, PARTS = 6, 12  # chunk sizes to try, from the largest that fits down; and numbers of partial sums of dE
+
+# The cost model, in steps: the time in which a multiprocessor multiplies m × n × k (measured on an H200, docs/log.md)
+EPILOGUE = 2.8  # of a tile
+LAUNCHES = 60  # a chunk's small kernels
+UNEVEN = 0.06  # share of the processors' idle time in the last of several waves of dE that dW cannot fill
+REREAD = 1e-4  # share of a late chunk's time added per row block: larger chunks re-read more
+ROUNDED = 0.015  # per chunk beyond eight, as a share of a late plan's time: each rounds dW once more
 
 
 class Tiles(NamedTuple):
@@ -15,11 +37,6 @@ class Tiles(NamedTuple):
     stages: int
     product_stages: int
 
-    @property
-    def bias_stages(self) -> int:
-        """Pipeline stages of the narrow product for dBias, (m × k) by (k × 16), in the same amount of memory."""
-        return self.product_stages * (self.m + self.n) // (self.m + 16)
-
 
 TILES: dict[tuple[str, int], Tiles] = {
     ("hopper", 2): Tiles(128, 256, 64, 8, 3, 4),  # measured: H200
@@ -29,7 +46,7 @@ TILES: dict[tuple[str, int], Tiles] = {
     ("interpreter", 2): Tiles(32, 64, 32, 4, 1, 1),
     ("interpreter", 4): Tiles(32, 64, 32, 4, 1, 1),
 }
-"""By architecture and bytes per element. Only Hopper could be measured; the others are safe choices."""
+"""By architecture and bytes per element."""
 
 
 class Device(NamedTuple):
@@ -38,26 +55,21 @@ class Device(NamedTuple):
     kind: str
     units: int
 
-    @property
-    def tma(self) -> bool:
-        """Whether tiles are copied by TMA descriptors."""
-        return self.kind == "hopper"
-
 
 def device_of(device: torch.device) -> Device:
     """Describe a CUDA device; any other device means Triton's interpreter."""
     if device.type != "cuda":
         return Device("interpreter", 4)
     properties = torch.cuda.get_device_properties(device)
-    kind = "hopper" if properties.major == 9 else "other"
-    return Device(kind, properties.multi_processor_count)
+    hopper = properties.major == 9 and torch.version.hip is None  # AMD's gfx9 is 9, too
+    return Device("hopper" if hopper else "other", properties.multi_processor_count)
 
 
 class Shape(NamedTuple):
-    """Tokens N, vocabulary V, hidden size D, dtype of the products, and whether input and weight need a gradient.
+    """Tokens N, vocabulary V, hidden size D, dtype of the products, and whether dE and dW are wanted.
 
-    room: how many numbers of dtype `compute` fit in a row of dW; 0 if dW may not lend its memory.
-    ranks: number of processes over which the vocabulary is sharded; 0 if it is not.
+    copies: bytes of copies of weight and bias in the products' dtype. ranks: processes over which the vocabulary is
+    sharded; 0 if it is not.
     """
 
     tokens: int
@@ -66,61 +78,186 @@ class Shape(NamedTuple):
     compute: torch.dtype
     de: bool
     dw: bool
-    room: int = 0
+    copies: int = 0
     ranks: int = 0
 
 
-class Work(NamedTuple):
-    """How a chunk's products are divided: the logits' columns into `splits` ranges, dE into `parts` partial sums."""
+class Plan(NamedTuple):
+    """`chunks` chunks of at most `capacity` tokens, each with `columns` of the vocabulary at a time.
 
-    splits: int
-    parts: int
-
-
-class Lent(NamedTuple):
-    """A first chunk of at most `capacity` tokens whose exponentials are stored in memory that dW lends.
-
-    As one matrix they would be overwritten by dW's first rows while they are still needed. They are therefore split
-    into panels of `width` columns: each lies where the next panel's rows of dW will be, and the last one, which lies
-    where the first panel's will be, is copied to the workspace before any product.
-    """
-
-    capacity: int
-    width: int
-    work: Work
-
-
-class Early(NamedTuple):
-    """Gradients in the forward: first `lent`, then the other tokens in `chunks` chunks of at most `capacity` each.
-
-    If no token is ignored, the first `longer` of these chunks are one row block longer than the others.
-    """
-
-    capacity: int
-    chunks: int
-    longer: int
-    long: Work
-    short: Work
-    lent: Lent | None = None
-
-    def work(self, chunk: int) -> Work:
-        return self.long if chunk < self.longer or not self.longer else self.short
-
-
-NO_CHUNKS = Early(0, 0, 0, Work(1, 1), Work(1, 1))
-
-
-class Late(NamedTuple):
-    """Gradients in the backward: `chunks` chunks of at most `capacity` tokens, `columns` of the vocabulary at a time.
-
-    For the loss alone `columns` is 0 and the vocabulary is divided into `splits` parts.
+    columns 0: the loss alone. Exponentials are made in at most `splits` ranges of the vocabulary (`splits_of` a chunk's
+    row blocks), dE in `parts` partial sums.
     """
 
     capacity: int
     chunks: int
     columns: int
-    splits: int = 0
+    splits: int = 1
+    parts: int = 1
+
+    def bounds(self, tokens: int, tile: int) -> Iterator[tuple[int, int]]:
+        """(start, size) of each chunk: as many row blocks of `tile` tokens in each as in the others, or one more."""
+        blocks = ceil(tokens, tile)
+        for chunk in range(self.chunks):
+            start, stop = (min(c * blocks // self.chunks * tile, tokens) for c in (chunk, chunk + 1))
+            yield start, stop - start
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return ceil(value, multiple) * multiple
+
+
+@lru_cache(maxsize=1024)
+def splits_of(blocks: int, tiles: int, units: int) -> int:
+    """Number of parts of the vocabulary for which row blocks × parts best fill the multiprocessors in whole waves."""
+    return min((ceil(blocks * s, units) * (ceil(tiles, s) + 0.3), s) for s in range(1, min(64, tiles) + 1))[1]
+
+
+class Buffer(NamedTuple):
+    """A matrix in the workspace; each row starts on a 16-byte boundary."""
+
+    height: int
+    width: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def stride(self) -> int:
+        return up(self.width, 16 // self.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return up(self.height * self.stride * self.dtype.itemsize, 256)
+
+
+def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
+    """The buffers of a plan. `early`: of gradients in the forward, whose factors are applied after the exponentials."""
+    rows, hidden, narrow, scaled = plan.capacity, shape.hidden, shape.compute, early and shape.dw
+    found = {"x": Buffer((1 + scaled) * rows, hidden, narrow), "sums": Buffer(3 * plan.splits, rows)}
+    found |= {"target": Buffer(1, rows, torch.int32), "flag": Buffer(1, rows, torch.int32)}
+    if plan.columns:
+        found["z"] = Buffer(rows, plan.columns, narrow)
+    if plan.columns and shape.de:
+        found["de"] = Buffer(plan.parts * rows, hidden)
+    if scaled:
+        frequent = min(FREQUENT, shape.tokens)
+        found |= {"columns": Buffer(rows, frequent, narrow), "frequent": Buffer(frequent, hidden)}
+    if shape.ranks:  # what the shards of the vocabulary exchange: statistics, and rows of dE
+        found |= {"shares": Buffer(4 * (1 + shape.ranks), rows), "rows": Buffer(rows * shape.de, hidden)}
+    return found
+
+
+def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
+    """Bytes of a plan, including what is allocated outside of its buffers."""
+    loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
+    return sum(b.nbytes for b in layout(shape, plan, early).values()) + loose + SLACK
+
+
+def early_from(vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
+    """Bytes of workspace, without copies, from which on gradients are computed in the forward: two row blocks fit.
+
+    With less, recomputing the logits costs less than the many small chunks of such a forward. The number of tokens does
+    not matter, because the compiler must decide without knowing it.
+    """
+    row = (vocab + 2 * hidden + FREQUENT) * itemsize + 4 * hidden
+    return (256 if cuda else 64) * row + FREQUENT * 4 * hidden + CLASS_BYTES * vocab + SLACK
+
+
+class Costs(NamedTuple):
+    """Times in steps, of chunks of `blocks` row blocks; and from them (cost, plan) of what may be tried.
+
+    graded: whether there are gradients; otherwise the loss alone is planned.
+    """
+
+    shape: Shape
+    tiles: Tiles
+    units: int
+    graded: bool = True
+
+    def logits(self, blocks: int, columns: int, splits: int) -> float:
+        waves = ceil(blocks * splits, self.units) * ceil(ceil(columns, self.tiles.n), splits)
+        return waves * (ceil(self.shape.hidden, self.tiles.k) + EPILOGUE) + LAUNCHES
+
+    def products(self, blocks: int, columns: int, parts: int) -> float:
+        shape, tiles, units = self.shape, self.tiles, self.units
+        across, unit = ceil(shape.hidden, tiles.n), ceil(ceil(columns, tiles.k), parts) + EPILOGUE
+        count, inner = blocks * across * parts * shape.de, blocks * tiles.m // tiles.k
+        longest = ceil(count, units) * unit
+        dw = ceil(columns, tiles.m) * across * (inner + EPILOGUE) * shape.dw
+        even = max((count * unit + dw) / units, 1.0)
+        hidden = min(longest / even, 1)  # share of dW's memory traffic that units of dE hide
+        idle = UNEVEN * (longest - count * unit / units) * (count > units)
+        return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts) + idle
+
+    def early(self, most: int, chunks: int | None) -> Iterator[tuple[float, Plan]]:
+        """Chunks of at most `most` row blocks, or about `chunks` chunks."""
+        shape, blocks = self.shape, ceil(self.shape.tokens, self.tiles.m)
+        highest = min(most, blocks) if chunks is None else ceil(blocks, min(chunks, blocks))
+        heights = {highest}
+        if chunks is None:
+            heights |= {ceil(blocks, ceil(blocks, highest) + i) for i in range(SIZES)} | {highest - 1, highest - 2}
+        for height in sorted(heights - {0, -1}):
+            count = ceil(blocks, height)
+            sizes = ceil(blocks, count), blocks // count
+            splits = [splits_of(b, ceil(shape.vocab, self.tiles.n), self.units) for b in sizes]
+            logits = [self.logits(b, shape.vocab, s) for b, s in zip(sizes, splits, strict=True)]
+            for parts in range(1, PARTS + 1 if shape.de else 2):
+                long, short = (x + self.products(b, shape.vocab, parts) for x, b in zip(logits, sizes, strict=True))
+                cost = blocks % count * long + (count - blocks % count) * short
+                yield cost, Plan(sizes[0] * self.tiles.m, count, shape.vocab * self.graded, max(splits), parts)
+
+    def late(self, budget: int, chunks: int | None) -> Iterator[tuple[float, Plan]]:
+        """Chunks of every size (or about `chunks` alone), with ranges of columns as wide as fit or a little narrower:
+        in even ones, or in some that make whole waves of tiles."""
+        shape, step, blocks = self.shape, max(self.tiles.m, self.tiles.n), ceil(self.shape.tokens, self.tiles.m)
+        whole = ceil(shape.vocab, step)
+        for height in {ceil(blocks, c) for c in (range(1, blocks + 1) if chunks is None else [min(chunks, blocks)])}:
+            plan, tiles = Plan(height * self.tiles.m, ceil(blocks, height), step), height * (step // self.tiles.n)
+            room = (budget - bytes_needed(shape, plan, False)) // (plan.capacity * shape.compute.itemsize)
+            widest = min(1 + max(room, 0) // step, whole)
+            waves = (widest * tiles // self.units - i for i in range(3))
+            for steps in {ceil(whole, ceil(whole, widest)), widest, *(w * self.units // tiles for w in waves)}:
+                if steps > 0:
+                    count, rest = divmod(shape.vocab, steps * step)
+                    one, last = (
+                        self.logits(height, c, ceil(c, self.tiles.n)) + self.products(height, c, 1) if c else 0.0
+                        for c in (steps * step, rest)
+                    )
+                    more = REREAD * height + ROUNDED * max(plan.chunks - 8, 0) * shape.dw
+                    yield plan.chunks * (count * one + last) * (1 + more), plan._replace(columns=steps * step)
+
+
+def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None = None) -> Plan:
+    """The fastest plan within the workspace; `T1Error` naming the least that works if none fits.
+
+    kind     "early": gradients in the forward; "late": in the backward, from recomputed logits; "loss": no gradients
+    chunks   instead of a workspace: about so many chunks of tokens
+    """
+    tile = TILES[device.kind, shape.compute.itemsize].m
+    shape = shape._replace(tokens=up(max(shape.tokens, 1), tile))
+    return _plan(kind, shape._replace(de=False, dw=False) if kind == "loss" else shape, workspace, device, chunks)
+
+
+@lru_cache(maxsize=1024)
+def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None) -> Plan:
+    costs = Costs(shape, TILES[device.kind, shape.compute.itemsize], device.units, kind != "loss")
+    early = kind == "early"
+    default = (LOSS_WORKSPACE if kind == "loss" else DEFAULT_WORKSPACE) + TOKEN_BYTES * shape.tokens + shape.copies
+    budget = default if workspace is None else min(workspace, default) if kind == "loss" else workspace
+    if kind == "late":
+        plans = list(costs.late(budget, chunks))
+    else:
+        columns = shape.vocab * early
+        one, two = (bytes_needed(shape, Plan(b * costs.tiles.m, 1, columns), early) for b in (1, 2))
+        plans = list(costs.early(1 + max(budget - one, 0) // (two - one), chunks))
+    if chunks is not None and workspace is None:
+        return min(plans)[1]
+    fits = [(cost, p) for cost, p in plans if bytes_needed(shape, p, early) <= budget]
+    if fits:
+        return min(fits)[1]
+    need, least = min((bytes_needed(shape, p, early), p) for _, p in plans)
+    need_workspace(workspace, need, "fused")
+    return least

@@ -1,6 +1,11 @@
 """Vocabulary-parallel heads: `linear_cross_entropy` with `group=`, over whose processes the weight is sharded."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -10,41 +15,89 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from t1lib.errors import T1Error, choose, require
-from t1lib.heads import DEFAULT_HEAD, checks, fused_plan
-from t1lib.heads.agreement import agree, digest_of, require_backend, tell
+from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.chunked import chunked
-from t1lib.heads.contract import HeadStats, defaults, prepare
 from t1lib.heads.fused import fused
-from t1lib.heads.parallel_full import full
-from t1lib.heads.shards import Shards
+from t1lib.heads.fused_plan import device_of
+from t1lib.heads.options import HeadStats, Settings, Tensors, check_settings, check_tensors, own_options
 
-__all__ = ["HEADS", "linear_cross_entropy"]
-
-HEADS = {"full": full, "chunked": chunked, "fused": fused}
+HEADS = {"chunked": chunked, "fused": fused}
 """The heads that work on shards of the weight, by the names of `t1lib.heads.HEADS`."""
 
-OPERANDS = {"linear_bias", "weight", "token_weight", "shards", "cast"}
-DEFAULTS = {
-    name: {k: v for k, v in (defaults(prepare) | defaults(head)).items() if k not in OPERANDS}
-    for name, head in HEADS.items()
-}
-"""Defaults of the options that each head takes."""
+SAME = "every rank of the group must pass the same"
+SETTINGS = {name: p.default for name, p in signature(in_one).parameters.items() if name in Settings._fields}
+MOST = 4096  # calls remembered per group, as every new number of tokens adds one
+AGREED: WeakKeyDictionary[ProcessGroup, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
+"""By group (not by its name, which a new group may take over) and call: how many weight rows each rank holds."""
+
+# the older name is deprecated in PyTorch 2.13 but the only one in earlier versions
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Shards:
+    """One process's view of the sharding: it holds the rows `first` … `first + rows[rank]` of the weight.
+
+    rows        number of weight rows on each process of `group`, in rank order
+    sequence    whether the tokens are sharded, too: the same number on every process, in rank order
+    """
+
+    group: ProcessGroup
+    rank: int
+    rows: tuple[int, ...]
+    sequence: bool
+
+    @classmethod
+    def of(cls, name: str, rows: tuple[int, ...], sequence: bool) -> "Shards":
+        """For the group of that name, because an operator cannot take a group."""
+        group = dist.distributed_c10d._resolve_process_group(name)
+        return cls(group, dist.get_rank(group), rows, sequence)
+
+    @cached_property
+    def first(self) -> int:
+        return sum(self.rows[: self.rank])
+
+    @cached_property
+    def vocab(self) -> int:
+        """Classes in the whole vocabulary."""
+        return sum(self.rows)
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """(size · n, …): the values (n, …) of every process, in rank order."""
+        every = mine.new_empty(self.size * len(mine), *mine.shape[1:])
+        self.gather_into(every, mine.contiguous())
+        return every
+
+    def gather_into(self, every: Tensor, mine: Tensor) -> None:
+        """The same, into the tensor `every`; both are contiguous."""
+        all_gather(every, mine, group=self.group)
+
+    def tokens(self, mine: Tensor) -> Tensor:
+        """(N, …): the values of all tokens, gathered from those of each process's tokens if the tokens are sharded."""
+        return self.gather(mine) if self.sequence else mine
+
+    def flat_tokens(self, mine: Tensor) -> Tensor:
+        """(N): the same for values of any shape, flattened."""
+        return self.tokens(mine.flatten())
+
+    def own(self, every: Tensor) -> Tensor:
+        """The values of this process's tokens, selected from those of all tokens, (N, …)."""
+        return every.chunk(self.size)[self.rank].clone() if self.sequence and len(every) else every
+
+    def start_sum(self, part: Tensor) -> dist.Work:
+        """Start to sum the processes' values in place, while the device computes something else."""
+        return dist.all_reduce(part, group=self.group, async_op=True)
 
 
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    group: ProcessGroup | DeviceMesh | None = None,
-    vocabulary: int | None = None,
-    sequence_parallel: bool = False,
-    head: str = DEFAULT_HEAD,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, HeadStats]:
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, group: ProcessGroup | DeviceMesh | None = None,
+    vocabulary: int | None = None, sequence_parallel: bool = False, head: str = "fused",
+    linear_bias: Tensor | None = None, weight: Tensor | None = None, token_weight: Tensor | None = None, **options: Any,
+) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
     """`t1lib.heads.linear_cross_entropy` for a vocabulary-parallel layer: each rank of `group` holds some weight rows.
 
     This is a separate function so that nobody who forgets `group` mistakes the loss over one shard for the loss, and
@@ -64,107 +117,101 @@ def linear_cross_entropy(
     weight              (V) class weights of the whole vocabulary, the same on every rank, so that neither a target's
                         weight nor the denominator needs a collective
     workspace           per rank; the hidden states gathered under sequence_parallel are not counted
-    options             the remaining options of `t1lib.heads.linear_cross_entropy` and those of the head
+    options             the remaining options of `t1lib.heads.linear_cross_entropy` and those of the head: "chunked"
+                        (by sequence) or "fused"
 
     Unless losses are per rank (sequence_parallel with "none"), every rank returns the same loss and must call backward
     with the same upstream gradient. Each rank gets the gradient of its own rows of the weight. dE is summed over the
     ranks in float32 (float64 for float64 operands) and is the same on all of them, or covers the rank's own tokens.
-    There is no second derivative. No rank ever holds another rank's logits: the ranks exchange some 16 bytes per token
-    and rank, and the token's row of dE.
+    No rank ever holds another rank's logits. The collectives: one or two small ones per chunk of tokens for the loss,
+    and an all-reduce of the chunk's rows of dE, which overlaps the next chunk; under sequence_parallel the tokens are
+    gathered first, and again in a backward that computes.
 
-    A call first exchanges the integers by which the ranks compare it; under sequence_parallel, the call and its
-    backward also gather the tokens. Beyond that, the collectives of a call and its backward are:
-
-    full                    two small ones for the loss, and one for dE, which overlaps the product of the weight's
-                            gradient
-    fused                   a small one for the loss (two if the first chunk is stored in the memory of dW); for each
-                            chunk of tokens a small one, and one for its rows of dE, which overlaps the next chunk.
-                            Those rows are all-reduced even under sequence_parallel, which takes twice the bytes of the
-                            reduce-scatter that the other heads use there
-    chunked by sequence     for each chunk a small one (under "none" again in the backward), and one for its rows of dE,
-                            which overlaps the next chunk; under sequence_parallel, instead of the latter, one
-                            reduce-scatter of dE after the last chunk
-    chunked by vocabulary   a small one for the loss, and one for dE, which overlaps nothing
-
-    Raises `T1Error` on every rank if the call differs between ranks, if the shards do not add up to the vocabulary, for
-    a head, an option or an operand that is not allowed, for a backend that does not serve the tensors' device, and
-    without `torch.distributed.init_process_group`. On CUDA, once the ranks have agreed on a call, later calls like it
-    are compared by the device alone; a rank that differs then stops the others with a device assertion.
-
-    Not detected: hidden states that differ between ranks (their last bits may), and targets and weights that differ,
-    unless these are on a CPU. A rank that finds no group raises `T1Error` alone, and the others wait until the
-    backend's timeout. All ranks wait that long if their operands are on different types of device in a group that has
-    a backend for each type.
+    The first time that a rank makes a call (by shapes, dtypes and options), the ranks compare it: `T1Error` on every
+    rank if it differs, if the shards do not add up to the vocabulary, or for anything that is not allowed. Later calls
+    like it are not compared: a rank that then makes another one waits, as with any collective, until the backend's
+    timeout. Also raises `T1Error` for a backend that does not serve the tensors' device, and without a process group.
 
     Source: Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al. 2019, section 3).
     """
     group = _group_of(group, linear_weight)
-    e, y, device = input, target, _device(linear_weight if isinstance(linear_weight, Tensor) else input)
+    device = linear_weight.device if isinstance(linear_weight, Tensor) else torch.device("cpu")
+    called: dict[str, Any] = {"head": head, "vocabulary": vocabulary, "sequence_parallel": sequence_parallel}
+    whole = linear_weight.shape[0] if isinstance(linear_weight, DTensor) else None
+    implied = {"vocabulary is": vocabulary, "the weight as a DTensor has": whole}
+    error, rows = None, 0
     try:
         require_backend(group, device.type)
+        own = {name: value for name, value in options.items() if name not in SETTINGS}
+        own_options(head, HEADS[choose("head", head, HEADS)], own)
+        require(own.get("by", "sequence") == "sequence", 'head "chunked" takes by="sequence" under a group')
+        settings = check_settings(**{name: options.get(name, default) for name, default in SETTINGS.items()})
         w, b = _local(group, linear_weight, "linear_weight"), _local(group, linear_bias, "linear_bias")
-        called = {"head": choose("head", head, HEADS), **_filled(head, options)}
-    except T1Error as error:
-        tell(group, error, device)
-        raise
-    plain = {"input": e, "target": y, "weight": weight, "token_weight": token_weight}
-    whole = linear_weight.shape[0] if isinstance(linear_weight, DTensor) else None
-    called |= {"vocabulary": vocabulary, "sequence_parallel": sequence_parallel, "rows of the DTensor": whole}
-    values = _values(weight=weight, **({} if sequence_parallel else {"target": y, "token_weight": token_weight}))
-    rows = agree(group, {**called, **_facts(plain, w, b), **values, **_machine(device)}, _rows_of(w), device)
-    _check(plain, w, b, rows)
-    _check_sizes(rows, vocabulary, whole, weight)
-    shards = Shards(group, dist.get_rank(group), rows, sequence_parallel)
-    return HEADS[head](e, w, y, linear_bias=b, weight=weight, token_weight=token_weight, shards=shards, **options)
+        tensors = Tensors(input, w, target, b, weight, token_weight)
+        check_tensors(tensors)
+        require(w.dim() == 2 and len(w) > 0, f"linear_weight must have shape (rows, D), got {tuple(w.shape)}")
+        fits = b is None or b.shape == w.shape[:1]
+        require(fits, f"linear_bias must have shape ({len(w)},), got {() if b is None else tuple(b.shape)}")
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        called |= {**settings._asdict(), **own, "autocast": autocast, "grad mode": torch.is_grad_enabled()}
+        called |= {"device": device_of(device), **{n: _described(t, n) for n, t in tensors._asdict().items()}}
+        implied["class weights are given for"] = None if weight is None else weight.numel()
+        rows = len(w)
+    except T1Error as e:
+        error = str(e)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # through which objects are sent
+        held = _agree(group, called, error, rows, implied)
+    settings = settings._replace(shards=Shards(group, dist.get_rank(group), held, sequence_parallel))
+    loss, stats = HEADS[head](tensors, settings, **own)
+    return (loss, stats) if settings.return_stats else loss
 
 
-def _filled(head: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with defaults for those left out, so that a default passed explicitly gives the same call.
+@torch.compiler.disable
+def _agree(
+    group: ProcessGroup, called: dict[str, Any], error: str | None, rows: int, implied: dict[str, int | None]
+) -> tuple[int, ...]:
+    """Compare a call that this rank makes for the first time; return how many weight rows each rank holds.
 
-    For the same reason the workspace is converted to bytes.
+    error: what this rank found wrong already. implied: numbers of classes. Raises `T1Error` on every rank: for the
+    first rank's error, else for the first fact that differs, else for classes that are not as many as the rows.
     """
-    filled = DEFAULTS[head] | options
-    if filled["ignore_index"] is None:
-        filled["ignore_index"] = DEFAULTS[head]["ignore_index"]
-    if filled["workspace"] is not None:
-        filled["workspace"] = checks.parse_bytes(filled["workspace"])
-    return filled
+    known, key = AGREED.setdefault(group, {}), repr((called, rows, implied))
+    if error is None and key in known:
+        return known[key]
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (error, called, rows, implied), group=group)
+    errors, facts, held, implied = (list(x) for x in zip(*told, strict=True))
+    for rank, e in enumerate(errors):
+        require(e is None, str(e) if all(other == e for other in errors) else f"rank {rank}: {e}")
+    require(len({repr(f) for f in facts}) == 1, f"{difference(facts)}; {SAME}")
+    summed = f"the ranks hold {' + '.join(map(str, held))} = {sum(held)} rows of linear_weight"
+    for what, size in (pair for each in implied for pair in each.items()):
+        require(size is None or size == sum(held), f"{summed}, but {what} {size!r} classes")
+    if len(known) >= MOST:
+        known.clear()
+    known[key] = tuple(held)
+    return known[key]
 
 
-def _facts(plain: dict[str, Any], w: Any, b: Any) -> dict[str, Any]:
-    """What must be the same on all ranks about the operands: those that are not sharded, and the shards w and b."""
-    e = plain["input"]
-    facts = {name: _describe(value, e) for name, value in plain.items()}
-    facts |= {"linear_weight": _describe(w, e, 1), "linear_bias": _describe(b, e, 1)}
-    facts["linear_bias has as many rows as linear_weight"] = b is None or _rows_of(b) == _rows_of(w)
-    return facts
+def difference(every: list[dict[str, Any]]) -> str:
+    """Describe the first fact about which the ranks disagree, with each rank's value; `every` is in rank order.
+
+    A rank that lacks the fact is shown with "nothing", because None is a value.
+    """
+    names = dict.fromkeys(name for facts in every for name in facts)
+    told = {name: [repr(facts[name]) if name in facts else "nothing" for facts in every] for name in names}
+    name = next((name for name, values in told.items() if len(set(values)) > 1), "nothing")
+    values = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(told.get(name, [])))
+    return f"ranks disagree about {name}: {values}"
 
 
-def _values(**named: Any) -> dict[str, str]:
-    """Digests of the values of those that are plain CPU tensors, which can be read without waiting for a device."""
-    here = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
-    return {f"values of {k}": digest_of(v) for k, v in here.items() if not isinstance(v, DTensor)}
-
-
-def _check(plain: dict[str, Any], w: Any, b: Any, rows: tuple[int, ...]) -> None:
-    """Raise `T1Error` for an operand that no head takes."""
-    for name, value in plain.items():
-        require(not isinstance(value, DTensor), f"{name} must be a plain tensor, got a DTensor; pass its local part")
-    checks.tensors(linear_weight=w, linear_bias=b, **plain)
-    require(min(rows) > 0, f"every rank must hold at least one row of linear_weight; they hold {rows}")
-    checks.operands(plain["input"], w, b, same_dtype=False)
-
-
-def _check_sizes(rows: tuple[int, ...], vocabulary: int | None, whole: int | None, weight: Tensor | None) -> None:
-    """Raise `T1Error` unless the shards add up to every other number of classes that the call implies."""
-    sizes = {
-        "vocabulary is": vocabulary,
-        "the weight as a DTensor has": whole,
-        "class weights are given for": None if weight is None else weight.numel(),
-    }
-    for what, size in sizes.items():
-        held = f"the ranks hold {' + '.join(map(str, rows))} = {sum(rows)} rows of linear_weight"
-        require(size is None or size == sum(rows), f"{held}, but {what} {size!r} classes")
+def require_backend(group: ProcessGroup, device: str) -> None:
+    """Raise `T1Error` unless the group's backend serves tensors on this type of device."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if device not in backends or (backends[device], device) == ("gloo", "cuda"):  # gloo lacks some collectives there
+        use = {"cpu": "gloo", "cuda": "nccl"}.get(device, "one that serves it")
+        found = ", ".join(f"{b} for {d}" for d, b in backends.items())
+        raise T1Error(f"tensors are on {device}, but the group's backend is {found}; use {use} for {device}")
 
 
 def _group_of(group: ProcessGroup | DeviceMesh | None, linear_weight: Tensor) -> ProcessGroup:
@@ -185,33 +232,16 @@ def _local(group: ProcessGroup, tensor: Tensor | None, name: str) -> Tensor | No
     """This process's rows of a DTensor; any other tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    mesh = tensor.device_mesh
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     same = mesh.ndim == 1 and mesh.get_group() == group
     require(same, f"{name} must be sharded on a one-dimensional mesh, and group be that mesh or its group")
-    placements = tuple(tensor.placements)
     require(placements == (Shard(0),), f"{name} must be sharded on dimension 0, (Shard(dim=0),), got {placements}")
     return tensor.to_local()
 
 
-def _device(tensor: Any) -> torch.device:
-    """The device on which the ranks compare the call: that of the operands."""
-    return tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
-
-
-def _describe(value: Any, like: Any, skip: int = 0) -> Any:
-    """What must agree about an argument: type, dtype, shape from dimension `skip` on, device, requires_grad."""
-    if not isinstance(value, Tensor):
-        return value if value is None else type(value).__name__
-    place = value.device.type if isinstance(like, Tensor) and value.device == like.device else "on another device"
-    shape = (*("rows",) * min(skip, value.dim()), *value.shape[skip:])
-    return (type(value).__name__, value.dtype, shape, place, "requires grad" if value.requires_grad else "constant")
-
-
-def _rows_of(tensor: Any) -> int:
-    return len(tensor) if isinstance(tensor, Tensor) and tensor.dim() else 0
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    """The other facts that decide how a head computes."""
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return {"device": fused_plan.device_of(device), "autocast": autocast, "grad mode": torch.is_grad_enabled()}
+def _described(value: Any, name: str) -> Any:
+    """What must agree about a tensor: type, dtype, shape (but for a shard's rows), requires_grad."""
+    if value is None:
+        return None
+    shape = ("rows", *value.shape[1:]) if name in ("linear_weight", "linear_bias") else tuple(value.shape)
+    return type(value).__name__, value.dtype, shape, "requires grad" if value.requires_grad else "constant"

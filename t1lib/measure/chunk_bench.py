@@ -14,7 +14,7 @@ from torch import Tensor
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy
-from t1lib.heads.fused import runs_on
+from t1lib.heads.fused import kernels_run
 from t1lib.heads.fused_plan import TILES, device_of
 from t1lib.measure.floors import products_ms
 from t1lib.measure.isolate import is_out_of_memory
@@ -84,7 +84,7 @@ class OutputLayer:
     def chunk_tokens(self, call: Call) -> int:
         """Tokens in a chunk of a call that sets `chunks`; the kernels of `fused` round up to whole tiles of rows."""
         tokens = -(-len(self.e) // call.options["chunks"])
-        if call.head == "fused" and runs_on(self.e):
+        if call.head == "fused" and kernels_run(self.e):
             tile = TILES[device_of(self.device).kind, self.e.element_size()].m
             tokens = -(-tokens // tile) * tile
         return min(tokens, len(self.e))

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from t1lib.heads import agreement, shards
+from t1lib.heads import parallel
 from t1lib.measure.ranks import share_gpus
 from t1lib.measure.timing import LeadIn
 
-USED = ((dist, "all_reduce"), (shards, "all_gather"), (shards, "reduce_scatter"), (agreement, "all_gather"))
+USED = ((dist, "all_reduce"), (parallel, "all_gather"))
 """The collectives of `t1lib.heads.parallel`, by the names under which it calls them."""
 
 
@@ -48,7 +48,7 @@ def _every(values: dict[str, float]) -> Tensor:
     """All ranks' values: (ranks, values) float64."""
     mine = torch.tensor(list(values.values()), dtype=torch.float64)
     every = mine.new_empty(dist.get_world_size() * len(mine))
-    shards.all_gather(every, mine)
+    parallel.all_gather(every, mine)
     return every.view(-1, len(mine))
 
 

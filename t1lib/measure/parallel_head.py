@@ -14,8 +14,9 @@ from torch import Tensor
 
 from t1lib.errors import choose
 from t1lib.heads import parse_bytes
-from t1lib.heads.fused import runs_on
-from t1lib.heads.parallel import HEADS, linear_cross_entropy
+from t1lib.heads.fused import kernels_run
+from t1lib.heads.parallel import HEADS as SHARDED
+from t1lib.heads.parallel import linear_cross_entropy
 from t1lib.measure.chunk_bench import Call, OutputLayer, Result, compare
 from t1lib.measure.collectives import Exchange, SharedLeadIn, largest, overheard, ran
 from t1lib.measure.memory import host_available
@@ -23,6 +24,7 @@ from t1lib.measure.records import Records
 from t1lib.measure.timing import rounds, time_ms
 
 MIB = 2**20
+HEADS = ("full", *SHARDED)  # `full` on one rank alone
 FULL_BYTES = 16  # per logit: an upper bound on what head full holds at its peak
 
 
@@ -110,9 +112,12 @@ def _alone(layer: Share, exchange: Exchange) -> dict[str, float]:
 
 def _runs(records: Records, phase: str, layer: Share, head: str) -> bool:
     """Whether to try a head; all ranks must decide alike, because if one failed alone the others would wait for it."""
-    if head == "fused" and not runs_on(layer.e):
+    why = "its kernels need a CUDA device and Triton" if head == "fused" and not kernels_run(layer.e) else ""
+    if head not in SHARDED and dist.get_world_size() > 1:
+        why = "it does not shard its weight"
+    if why:
         records.status(head, "unavailable", phase)
-        print(f"{phase}: fused is unavailable: its kernels need a CUDA device and Triton")
+        print(f"{phase}: {head} is unavailable: {why}")
         return False
     free = torch.cuda.mem_get_info(layer.device)[0] if layer.device.type == "cuda" else host_available()
     need = len(layer.e) * len(layer.w) * FULL_BYTES

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from t1lib.heads.shards import reduce_scatter
 from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.inward import Inward
@@ -15,6 +15,9 @@ from t1lib.train.optim import Updater, norms_of
 from t1lib.train.ranks import Ranks
 from t1lib.train.spec import OptimizerSpec, has_no_state
 from t1lib.train.streams import HostPool, Lane, Mark, Slots
+
+# the older name is deprecated in PyTorch 2.13 but the only one in earlier versions
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Outward(Inward):

@@ -13,6 +13,8 @@ from t1lib.measure.memory import host_available
 from t1lib.train.models import Parts
 from t1lib.train.spec import OptimizerSpec, has_no_state, state_bytes
 
+PLANNED_WORKSPACE = "512MiB"  # of head `fused` under a budget of device memory, unless it is given one
+
 
 def refuse_dropout(model: PreTrainedModel) -> None:
     """Raise `T1Error` for a model with dropout: layers are computed twice, and the two results would differ."""
@@ -91,7 +93,7 @@ def choose_by_budget(
     pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
     require(pair, f"plan_for={plan_for!r}; allowed: (rows, tokens a row), each 1 or more")
     rows, seq = plan_for
-    workspace = parse_bytes(head_options.get("workspace") or "512MiB")
+    workspace = parse_bytes(head_options.get("workspace") or PLANNED_WORKSPACE)
     work = work_of(model, spec, rows=rows, seq=seq, workspace=workspace, **of_work)
     work = replace(with_head(work, head), whole_head=bool(not_in_pieces(model, head, head_options)))
     machine = this_machine()

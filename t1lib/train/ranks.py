@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Store
 
 from t1lib.errors import T1Error, require
 from t1lib.files import remove
-from t1lib.heads.agreement import SAME, difference, require_backend
+from t1lib.heads.parallel import SAME, difference, require_backend
 
 EXIT_LOST = 1
 _JOINED = itertools.count()  # groups that this process has entered

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.errors import require
-from t1lib.heads.agreement import digest_of
 from t1lib.train.batch import Piece, counted, dealt, pieces_of
 from t1lib.train.ranks import join, own_device, world
 from t1lib.train.trainer import Trainer
@@ -77,3 +76,9 @@ class Several(Trainer):
 
 def _digest(thing: Any) -> str:
     return hashlib.sha256(repr(thing).encode()).hexdigest()[:16]
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Digest of a CPU tensor; equal for tensors of one dtype that hold bitwise the same values in the same order."""
+    flat = tensor.detach().flatten().contiguous()
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()[:16]

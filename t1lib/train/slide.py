@@ -22,6 +22,7 @@ from t1lib.train.outer import Outer
 from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.placement import (
+    PLANNED_WORKSPACE,
     choose_by_budget,
     host_bytes,
     not_in_pieces,
@@ -190,6 +191,8 @@ class SlideTrainer(SlideStep):
         if gpu_memory is None:
             return
         cuda, tokens = self.device.type == "cuda", self._graph_tokens if can_capture(self.device) else 0
+        if cuda and self.head == "fused" and "chunks" not in self.head_options:  # which is what is planned for
+            self.head_options = {"workspace": PLANNED_WORKSPACE, **self.head_options}
         self.chosen, self.predicted = choose_by_budget(
             self.model, self.spec, gpu_memory, plan_for, head=self.head, head_options=self.head_options,
             micro_batch=self.micro_batch, together=self._together, train=self.train, loss=self.loss,

@@ -13,82 +13,68 @@ from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.parallel import linear_cross_entropy
 
 Cases = dict[str, Callable[[], None]]
-TORCH_HEADS = {
-    "full": {"head": "full"},
-    "by sequence": {"head": "chunked", "chunks": 3},
-    "by vocabulary": {"head": "chunked", "by": "vocabulary", "chunks": 3},
-}
+CHUNKED = {"head": "chunked", "chunks": 3}
 ROWS = {2: (100, 157), 3: (90, 7, 160)}  # of the weight on each rank: 257 classes in total
 FEW = {2: (72, 28), 3: (70, 10, 20)}  # for the interpreter; rows of 72, 28 and 20 logits need no padding
 STATS = ("lse", "logprob", "correct")
 ALL = (True, True, True)
+GRADS = ((True, False, False), (False, True, False), (False, False, True), (False,) * 3)
 
 
 def exact(size: int) -> Cases:
-    """Every head built from PyTorch operators, option and reduction, in float64; tokens replicated or sharded."""
-    p, rows, found = problem(36, 257, 16), ROWS[size], {}
-    for head, own in TORCH_HEADS.items():
-        for reduction in REDUCTIONS:
-            for name in OPTION_SETS:
-                kwargs = {**options(name, p), **own, "reduction": reduction}
-                found[f"{head}, {name}, {reduction}"] = partial(agrees, p, rows, 1e-11, **kwargs)
-            for name in ("plain", "all"):
-                kwargs = {**options(name, p), **own, "reduction": reduction, "sequence_parallel": True}
-                found[f"{head}, tokens dealt, {name}, {reduction}"] = partial(agrees, p, rows, 1e-11, **kwargs)
-    return found
+    """`chunked` with every option and reduction, in float64; tokens replicated or sharded."""
+    p, found = problem(36, 257, 16), {}
+    for reduction in REDUCTIONS:
+        for name in OPTION_SETS:
+            kwargs = {**options(name, p), **CHUNKED, "reduction": reduction}
+            found[f"chunked, {name}, {reduction}"] = kwargs
+            if name in ("plain", "all"):
+                found[f"chunked, tokens dealt, {name}, {reduction}"] = {**kwargs, "sequence_parallel": True}
+    return {name: partial(agrees, p, ROWS[size], 1e-11, **kwargs) for name, kwargs in found.items()}
 
 
 def edges(size: int) -> Cases:
-    """The same heads, with special operands and targets."""
-    found = {}
-    for head, own in TORCH_HEADS.items():
-        p, rows = problem(36, 257, 16), ROWS[size]
-        for grad in ((True, False, False), (False, True, False), (False, False, True), (False,) * 3):
-            found[f"{head}, gradients of {grad}"] = partial(agrees, p, rows, 1e-11, grad=grad, **own)
-        found[f"{head}, no bias"] = partial(agrees, p, rows, 1e-11, bias=False, **own)
-        found[f"{head}, filter"] = partial(agrees, p, rows, 1e-11, filter_eps=1e-3, **options("all", p), **own)
-        found[f"{head}, float32"] = partial(agrees, p.to(torch.float32), rows, 3e-6, **options("all", p), **own)
-        kwargs = {"workspace": "1MiB", **own}
-        kwargs.pop("chunks", None)
-        found[f"{head}, workspace"] = partial(agrees, p, rows, 1e-11, **kwargs)
-        for name, target in {
-            "all targets on the first rank": p.target % rows[0],
-            "all targets on the last rank": 256 - p.target % rows[-1],
-            "one token counts": p.target.index_fill(0, torch.arange(1, 36), -100),
-            "all tokens ignored": torch.full_like(p.target, -100),
-        }.items():
-            changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
-            found[f"{head}, {name}"] = partial(agrees, changed, rows, 1e-11, reduction="sum", **own)
-        far = problem(36, 257, 16)
-        far.b[50] += 2000.0  # a class that only the first rank holds
-        found[f"{head}, a logit far above the others"] = partial(agrees, far, rows, 1e-11, **own)
-        masked = Problem(p.e, p.w, p.b.clone(), p.target.where(p.target < 0, p.target % (257 - rows[-1])))
-        masked.b[-rows[-1] :] = float("-inf")  # all classes of the last rank
-        found[f"{head}, a rank all masked"] = partial(agrees, masked, rows, 1e-11, **own)
-        none = Problem(p.e[:0], p.w, p.b, p.target[:0])
-        found[f"{head}, no tokens"] = partial(agrees, none, rows, 1e-11, reduction="sum", **own)
-    return found
+    """The same head, with special operands and targets."""
+    p, rows = problem(36, 257, 16), ROWS[size]
+    found: dict[str, dict[str, Any]] = {f"gradients of {wanted}": {"grad": wanted} for wanted in GRADS}
+    found["no bias"] = {"bias": False}
+    found["float32"] = {"p": p.to(torch.float32), "tolerance": 3e-6, **options("all", p)}
+    found["workspace"] = {"workspace": "1MiB", "chunks": None}
+    for name, target in {
+        "all targets on the first rank": p.target % rows[0],
+        "all targets on the last rank": 256 - p.target % rows[-1],
+        "one token counts": p.target.index_fill(0, torch.arange(1, 36), -100),
+        "all tokens ignored": torch.full_like(p.target, -100),
+    }.items():
+        changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
+        found[name] = {"p": changed, "reduction": "sum"}
+    far = problem(36, 257, 16)
+    far.b[50] += 2000.0  # a class that only the first rank holds
+    found["a logit far above the others"] = {"p": far}
+    masked = Problem(p.e, p.w, p.b.clone(), p.target.where(p.target < 0, p.target % (257 - rows[-1])))
+    masked.b[-rows[-1] :] = float("-inf")  # all classes of the last rank
+    found["a rank all masked"] = {"p": masked}
+    found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
+    common = {"p": p, "rows": rows, "tolerance": 1e-11, **CHUNKED}
+    return {f"chunked, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
 
 def kernels(size: int) -> Cases:
     """Head `fused` in Triton's interpreter; 36 tokens make two chunks."""
-    p, few = (problem(n, 100, 16, dtype=torch.float32) for n in (36, 20))
-    found = {
-        "two chunks": dict(p=p, chunks=2),
-        "tokens dealt, two chunks": dict(p=p, chunks=2, sequence_parallel=True, **options("token_weight", p)),
-        "tokens dealt, none": dict(p=p, reduction="none", sequence_parallel=True, **options("all", p)),
-        "weighted smoothing": dict(p=few, **options("weighted smoothing", few)),
-    }
+    p, few = (problem(n, 100, 16, dtype=torch.float32) for n in (36, 9))
+    found = {"tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p))}
     if size == 2:
-        found |= {name: dict(p=few, **options(name, few)) for name in ("weight", "smoothing", "softcap", "z_loss")}
         found |= {
+            "tokens dealt, none": dict(p=p, reduction="none", sequence_parallel=True, **options("all", p)),
+            "weighted smoothing": dict(p=few, **options("weighted smoothing", few)),
+            "softcap": dict(p=few, **options("softcap", few)),
             "sum, no bias": dict(p=few, reduction="sum", bias=False),
             "float32 sums": dict(p=few, accumulate="float32"),
             "filter": dict(p=few, filter_eps=1e-3),
             "weight alone": dict(p=few, grad=(False, True, False)),
             "loss alone": dict(p=few, grad=(False,) * 3, **options("all", few)),
         }
-        far = problem(20, 100, 16, dtype=torch.float32)
+        far = problem(9, 100, 16, dtype=torch.float32)
         far.b[3] += 1000.0
         found["a logit far above the others"] = dict(p=far, tolerance=1e-4)
         masked = Problem(few.e, few.w, few.b.clone(), few.target.where(few.target < 0, few.target % FEW[2][0]))
@@ -126,7 +112,7 @@ def expected(
     sequence_parallel: bool = False, dtype: torch.dtype = torch.float64, **kwargs: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """What this process should compute: the result of head `full` in `dtype` with the whole weight."""
-    of_heads = ("head", "chunks", "by", "accumulate", "workspace", "group")
+    of_heads = ("head", "chunks", "accumulate", "workspace", "group")
     rest = {k: v for k, v in kwargs.items() if k not in of_heads}
     want = results(partial(in_one, head="full"), p.to(dtype), p.target, bias=bias, grad=grad, **rest)
     part, rank = own_rows(rows), dist.get_rank()

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from parallel_cases import Cases, edges, exact, kernels
-from parallel_manners import manners
-from parallel_refusals import agreed_in_a_group_of_that_name, refusals
+from parallel_manners import groups_made_anew, manners
+from parallel_refusals import refusals
 from processes import work
 
 
@@ -15,7 +15,7 @@ def cases(size: int) -> Cases:
 
 
 def alone(size: int) -> Cases:
-    return {"a group made anew has agreed to nothing": partial(agreed_in_a_group_of_that_name, size)}
+    return {"groups made anew": partial(groups_made_anew, size)}
 
 
 if __name__ == "__main__":

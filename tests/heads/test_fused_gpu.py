@@ -1,10 +1,13 @@
 """Head `fused` on a GPU: 16-bit accuracy, memory, no host waits, CUDA graphs, reproducibility, torch.compile."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from head_cases import OPTION_SETS, REDUCTIONS, options, problem, run
+from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_no_worse, error_bounds, options, problem, run
 from test_heads_gpu import workspace_of
 
+from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, parse_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -20,10 +23,7 @@ def test_error_is_at_most_that_of_full(own, name, reduction, dtype):
     one = torch.ones(() if reduction == "mean" else (1000,), device="cuda")
     exact = run("full", p.to(torch.float64), one.double(), **kwargs)
     plain, got = (run(head, p, one, **kwargs, **extra) for head, extra in (("full", {}), ("fused", own)))
-    for what, g, f, x in zip(["loss", "de", "dw", "db"], got, plain, exact, strict=True):
-        error, usual = ((t.double() - x).norm() for t in (g, f))
-        bound = 1.5 if what in ("dw", "db") else 1.05
-        assert error <= bound * usual + 1e-6 * x.norm(), f"{what}: {error / usual:.3f} times full's error"
+    assert_no_worse(got, plain, exact, error_bounds("plain", own))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -46,22 +46,6 @@ def test_kernels_for_any_gpu(name, reduction, monkeypatch):
 
     monkeypatch.setattr(fused_launch, "hopper", None)
     test_error_is_at_most_that_of_full({"chunks": 4}, name, reduction, torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", ["plain", "weighted smoothing", "softcap"])
-def test_first_chunk_in_the_memory_of_the_weight_gradient(name, monkeypatch):
-    from t1lib.heads import fused_plan, fused_search  # needs Triton
-
-    lent = fused_plan.Lent(512, 5120, fused_plan.Work(32, 2))  # eight panels, the last of them not full
-    rest = fused_plan.Early(384, 4, 0, *2 * (fused_plan.Work(40, 5),))
-    monkeypatch.setattr(fused_search, "plan_early", lambda *_: rest._replace(lent=lent))
-    p = problem(2048, 40001, 1024, dtype=torch.bfloat16, device="cuda")
-    kwargs = options(name, p) | {"reduction": "mean"}
-    one = torch.ones((), device="cuda")
-    exact = run("full", p.to(torch.float64), one.double(), **kwargs)
-    plain, got = (run(head, p, one, **kwargs, **own) for head, own in (("full", {}), ("fused", {})))
-    for g, f, x in zip(got, plain, exact, strict=True):
-        assert (g.double() - x).norm() <= 1.5 * (f.double() - x).norm() + 1e-6 * x.norm()
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
@@ -102,7 +86,7 @@ def test_never_waits_and_gives_the_same_bits(name, reduction):
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("budget", ["12MiB", "32MiB", "128MiB"])
+@pytest.mark.parametrize("budget", ["14MiB", "32MiB", "128MiB"])
 def test_workspace_is_kept(name, reduction, budget):
     p = problem(2048, 32000, 256, dtype=torch.bfloat16, device="cuda")
     own = {"reduction": reduction} | options(name, p)
@@ -159,3 +143,89 @@ def test_compiles_as_one_graph_under_autocast(reduction):
         results.append((loss.detach(), *torch.autograd.grad(loss, (e, w))))
     for a, b in zip(*results, strict=True):
         assert a.dtype == torch.float32 and (a - b).norm() <= 1e-6 * a.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_copies_under_autocast_are_within_the_budget(reduction, compiled):
+    """Of a float32 weight: 15.6 MiB. And the compiler makes no copies of the gradients, which have 31 MiB."""
+    p = problem(2048, 32000, 256, dtype=torch.float32, bias=False, device="cuda")
+    operands = [t.detach().requires_grad_() for t in (p.e, p.w)]
+
+    def losses_of(e, w):
+        with torch.autocast("cuda", torch.bfloat16):
+            return linear_cross_entropy(e, w, p.target, head="fused", reduction=reduction, workspace="96MiB")
+
+    f = torch.compile(losses_of, fullgraph=True) if compiled else losses_of
+    for _ in range(3):
+        for t in operands:
+            t.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = f(*operands)
+        loss.backward(torch.full_like(loss, 0.7))
+    used = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in operands)
+    assert used <= parse_bytes("96MiB")
+    with pytest.raises(T1Error, match="the least that works"), torch.autocast("cuda", torch.bfloat16):
+        linear_cross_entropy(*operands, p.target, head="fused", reduction=reduction, workspace="16MiB")
+
+
+@pytest.mark.parametrize("softcap", [20.0, 50.0, 1e4, 1e8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_softcap_of_any_size(softcap, dtype):
+    p = problem(300, 9000, 64, dtype=dtype, bias=False, device="cuda")
+    one = torch.ones((), device="cuda")
+    exact = run("full", p.to(torch.float64), one.double(), softcap=softcap)
+    got = run("fused", p, one, softcap=softcap)
+    for g, x, bound in zip(got, exact, (3e-6, *2 * (3e-6 if dtype == torch.float32 else 6e-3,)), strict=True):
+        assert (g.double() - x).norm() <= bound * x.norm()
+
+
+def test_offsets_beyond_32_bits():
+    """Rows of a weight that lie 2²⁶ elements apart: those from the 32nd on are beyond 2³¹."""
+    p = problem(40, 70, 16, dtype=torch.bfloat16, bias=False, device="cuda")
+    wide = torch.empty(69 * 2**26 + 16, dtype=torch.bfloat16, device="cuda").as_strided((70, 16), (2**26, 1))
+    wide.copy_(p.w)
+    want = run("fused", p)
+    for got, x in zip(run("fused", Problem(p.e, wide, None, p.target)), want, strict=True):
+        assert torch.equal(got, x)
+
+
+def test_four_threads_at_once():
+    """Each with its own shape and stream."""
+    shapes = [(512, 8192, 256), (700, 8001, 200), (1536, 24576, 512), (2048, 32000, 1000)]
+    problems = [problem(*shape, dtype=torch.bfloat16, bias=False, device="cuda") for shape in shapes]
+    torch.cuda.synchronize()
+
+    def work(p):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = [run("fused", p) for _ in range(5)]
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        every = list(pool.map(work, problems))
+    for p, found in zip(problems, every, strict=True):
+        alone = run("fused", p)
+        assert all(torch.equal(a, b) for one in found for a, b in zip(one, alone, strict=True))
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_unknown_numbers_of_tokens_compile(monkeypatch):
+    p = problem(300, 9000, 64, dtype=torch.bfloat16, bias=False, device="cuda")
+
+    def loss_of(e, w, workspace):
+        mask = p.target != -100
+        return linear_cross_entropy((e * 1.0)[mask], w, p.target[mask], head="fused", workspace=workspace)
+
+    compiled = torch.compile(loss_of, fullgraph=True)
+    for workspace in (2**28, 2**28 + 4096, 2**28 + 8192):
+        results = []
+        for f in (loss_of, compiled):
+            e, w = p.e.clone().requires_grad_(), p.w.clone().requires_grad_()
+            loss = f(e, w, workspace)
+            results.append((loss.detach(), *torch.autograd.grad(loss, (e, w))))
+        for a, b in zip(*results, strict=True):
+            assert (a.float() - b.float()).norm() <= 1e-6 * a.float().norm()

@@ -2,48 +2,50 @@
 
 import pytest
 import torch
-from head_cases import OPTION_SETS, REDUCTIONS, SHAPES, assert_close, options, problem, run, weight_bound
+from head_cases import (
+    CHUNKED,
+    HEADS,
+    OPTION_SETS,
+    REDUCTIONS,
+    SHAPES,
+    SOFTCAPS,
+    Recorder,
+    assert_close,
+    assert_no_worse,
+    error_bounds,
+    options,
+    problem,
+    run,
+)
 
 from t1lib.heads import linear_cross_entropy
 
 VARIANTS = [
     ("chunked", {}),
     ("chunked", {"chunks": 1}),
-    ("chunked", {"chunks": 3}),
     ("chunked", {"chunks": 1000}),
     ("chunked", {"by": "vocabulary"}),
-    ("chunked", {"by": "vocabulary", "chunks": 1}),
     ("chunked", {"by": "vocabulary", "chunks": 6}),
     ("torch", {}),
     ("torch", {"chunked": False}),
 ]
-CHUNKED = [own for head, own in VARIANTS if head == "chunked"]
-BOTH = [{}, {"by": "vocabulary", "chunks": 3}]
-TORCH_LACKS = ("softcap", "z_loss", "all")
+ODD = [*HEADS, ("torch", {})]
 
 
 def lacks(head, own, name):
-    """Whether PyTorch's op lacks this option (its chunked path also lacks label smoothing)."""
-    chunked = own.get("chunked", True)
-    return head == "torch" and (name in TORCH_LACKS or ("smoothing" in name and chunked))
-
-
-@pytest.fixture(autouse=True)
-def _needs_torch(request):
-    variant = request.node.callspec.params.get("variant") if hasattr(request.node, "callspec") else None
-    if variant and variant[0] == "torch" and not hasattr(torch.nn.functional, "linear_cross_entropy"):
-        pytest.skip("this PyTorch has no linear_cross_entropy")
+    """Whether PyTorch's op lacks this option (its chunked path also lacks label smoothing), or is itself not there."""
+    lacking = name in ("softcap", "z_loss", "all") or ("smoothing" in name and own.get("chunked", True))
+    return head == "torch" and (lacking or not hasattr(torch.nn.functional, "linear_cross_entropy"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTION_SETS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_agrees_in_float64(shape, name, reduction, variant):
+def test_agrees_in_float64(name, reduction, variant):
     head, own = variant
     if lacks(head, own, name):
         pytest.skip("not in PyTorch's op")
-    for bias in (True, False):
+    for shape, bias in zip(SHAPES, (False, True, False), strict=True):
         p = problem(*shape, bias=bias)
         kwargs = options(name, p) | {"reduction": reduction}
         assert_close(run(head, p, **kwargs, **own), run("full", p, **kwargs), 1e-11)
@@ -55,72 +57,99 @@ def test_agrees_in_float64(shape, name, reduction, variant):
 def test_float32_is_tight(own, name, reduction):
     p = problem(37, 1000, 123, dtype=torch.float32)
     kwargs = options(name, p) | {"reduction": reduction}
-    exact = run("full", p.to(torch.float64), **kwargs)
-    assert_close(run("chunked", p, **kwargs, **own), exact, 3e-6)
+    assert_close(run("chunked", p, **kwargs, **own), run("full", p.to(torch.float64), **kwargs), 3e-6)
 
 
-@pytest.mark.parametrize("own", [{}, {"chunks": 1}, {"by": "vocabulary", "chunks": 6}], ids=str)
+@pytest.mark.parametrize("own", [{}, {"by": "vocabulary", "chunks": 6}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTION_SETS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction):
     p = problem(150, 1000, 64, dtype=dtype)
     kwargs = options(name, p) | {"reduction": reduction}
-    exact = run("full", p.to(torch.float64), torch.tensor(1.0) if reduction == "mean" else None, **kwargs)
-    one = torch.ones((), dtype=torch.float32) if reduction == "mean" else None
+    one = torch.ones(()) if reduction == "mean" else None
+    exact = run("full", p.to(torch.float64), one, **kwargs)
     plain, got = (run(head, p, one, **kwargs, **extra) for head, extra in (("full", {}), ("chunked", own)))
-    bounds = {"loss": 1.05, "de": 1.05, "dw": weight_bound(name, own), "db": 1.5}
-    for (what, k), g, f, x in zip(bounds.items(), got, plain, exact, strict=True):
-        assert g.dtype == f.dtype
-        error, usual = ((t.double() - x).norm() for t in (g, f))
-        assert error <= k * usual + 1e-6 * x.norm(), f"{what}: {error / usual:.3f} times full's error"
+    assert_no_worse(got, plain, exact, error_bounds(name, own))
+
+
+def test_a_finished_gradient_is_not_scaled_in_16_bits():
+    """A factor like 4096/4088, for 4088 tokens that count, is lost in bfloat16: the gradient would be 0.2 % short."""
+    p = problem(4096, 65, 16, dtype=torch.bfloat16, bias=False, ignored=False)
+    p.target[:8] = -100
+    p.w *= 0.1  # small logits, whose rounding is not seen
+    one = torch.tensor(1.0)
+    exact = run("full", p.to(torch.float64), one)
+    for own in CHUNKED:
+        for got, want in zip(run("chunked", p, one, **own)[1:], exact[1:], strict=True):
+            assert abs((got.double() * want).sum() / want.square().sum() - 1) < 2e-4
+
+
+def test_the_upstream_scalar_is_not_rounded_to_16_bits():
+    """1/3 rounded to bfloat16 is 0.2 % too large, and so every gradient would be."""
+    p = problem(64, 257, 16, dtype=torch.bfloat16)
+    one, third = (run("chunked", p, torch.tensor(x))[2].double() for x in (1.0, 1 / 3))
+    assert abs(3 * (third * one).sum() / (one * one).sum() - 1) < 3e-4
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("head, own", HEADS)
+def test_a_softcap_of_any_size(head, own, softcap):
+    p = problem(37, 257, 16, dtype=torch.float32)
+    got, want = (run(h, q, softcap=softcap, **o) for h, q, o in ((head, p, own), ("full", p.to(torch.float64), {})))
+    assert all(t.isfinite().all() for t in (*got, *want))
+    assert_close(got, want, 3e-6)
 
 
 @pytest.mark.parametrize("own", CHUNKED, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_filter_agrees_and_none_is_exact(own, reduction):
-    p = problem(37, 1000, 16)
-    for name in ("plain", "all"):
-        kwargs = options(name, p) | {"reduction": reduction}
-        want = run("full", p, filter_eps=1e-3, **kwargs)
-        assert_close(run("chunked", p, filter_eps=1e-3, **kwargs, **own), want, 1e-11)
-        assert not torch.allclose(want[1], run("full", p, **kwargs)[1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head="chunked", device="cpu"):
+    """Else cuBLAS takes five times as long. And what is beyond the last class reaches no result."""
+    p = problem(16, 257, 16, dtype=dtype, bias=False, device=device)
+    with Recorder() as seen:
+        got = run(head, p, **own)
+    matrices = [m if m.stride(1) == 1 else m.T for product in seen.products for m in product if m.dtype == dtype]
+    assert len(matrices) >= 6 and all(m.stride(0) % 8 == 0 for m in matrices)
+    assert_close(got, run("full", p.to(torch.float64)), {torch.bfloat16: 0.05, torch.float32: 3e-6}.get(dtype, 1e-12))
 
 
-@pytest.mark.parametrize("own", BOTH, ids=str)
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("grad", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1) if a + b + c], ids=str)
-def test_frozen_operands(own, reduction, grad):
+def test_frozen_operands(own, reduction):
     p = problem(37, 257, 16)
-    kwargs = {"reduction": reduction, "grad": tuple(map(bool, grad))}
-    assert_close(run("chunked", p, **kwargs, **own), run("full", p, **kwargs), 1e-12)
+    for wanted in range(1, 8):
+        kwargs = {"reduction": reduction, "grad": tuple(bool(wanted & bit) for bit in (1, 2, 4))}
+        assert_close(run("chunked", p, **kwargs, **own), run("full", p, **kwargs), 1e-12)
 
 
-@pytest.mark.parametrize("variant", [("full", {}), *VARIANTS[:1], VARIANTS[6], ("torch", {})], ids=str)
+@pytest.mark.parametrize("variant", ODD, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_leading_dimensions_and_strides(variant, reduction):
     """(B, S, D) input whose memory is transposed, a target that is a column, w with a stride."""
     head, own = variant
+    if lacks(head, own, "plain"):
+        pytest.skip("not in this PyTorch")
     flat = problem(15, 257, 16)
-    token_weight = torch.rand(15, dtype=torch.float64)
-    want = run("full", flat, torch.tensor(1.0) if reduction != "none" else torch.ones(15), reduction=reduction)
-    want_tw = run("full", flat, want[0].new_ones(want[0].shape), reduction=reduction, token_weight=token_weight)
     e = flat.e.view(3, 5, 16).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     w = torch.stack([flat.w, flat.w], -1)[..., 1].requires_grad_()
     b = torch.stack([flat.b, flat.b], -1)[..., 1].requires_grad_()
     target = torch.stack([flat.target.view(3, 5)] * 2, -1)[..., 1]
     assert not (e.is_contiguous() or w.is_contiguous() or b.is_contiguous() or target.is_contiguous())
-    for tw, expected in ((None, want), (token_weight.view(3, 5), want_tw)):
+    for weight in (None, torch.rand(15, dtype=torch.float64)):
+        tw = None if weight is None else weight.view(3, 5)
         loss = linear_cross_entropy(e, w, target, head=head, linear_bias=b, reduction=reduction, token_weight=tw, **own)
         assert loss.shape == ((3, 5) if reduction == "none" else ())
         got = torch.autograd.grad(loss, (e, w, b), torch.ones_like(loss))
-        flattened = [loss.detach().reshape(expected[0].shape), got[0].reshape(15, 16), *got[1:]]
-        assert_close(flattened, expected, 1e-12)
+        want = run("full", flat, torch.ones(loss.flatten().shape).view(-1 if loss.dim() else ()), reduction=reduction,
+                   token_weight=weight)  # fmt: skip
+        assert_close([loss.detach().reshape(want[0].shape), got[0].reshape(15, 16), *got[1:]], want, 1e-12)
 
 
-@pytest.mark.parametrize("variant", [("full", {}), *VARIANTS[:1], VARIANTS[6], ("torch", {})], ids=str)
+@pytest.mark.parametrize("variant", ODD, ids=str)
 def test_one_token_without_a_batch(variant):
     head, own = variant
+    if lacks(head, own, "plain"):
+        pytest.skip("not in this PyTorch")
     p = problem(1, 257, 16, ignored=False)
     for reduction in REDUCTIONS:
         loss = linear_cross_entropy(p.e[0], p.w, p.target[0], head=head, reduction=reduction, **own)
@@ -128,7 +157,7 @@ def test_one_token_without_a_batch(variant):
         torch.testing.assert_close(loss, want)
 
 
-@pytest.mark.parametrize("own", BOTH, ids=str)
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_ignore_index_inside_the_vocabulary(own, reduction):
     p = problem(37, 257, 16, ignored=False)
@@ -139,7 +168,7 @@ def test_ignore_index_inside_the_vocabulary(own, reduction):
     assert (got[1][::3] == 0).all()
 
 
-@pytest.mark.parametrize("own", BOTH, ids=str)
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
 def test_no_tokens_at_all(own):
     p = problem(5, 7, 3)
     p.e, p.target = p.e[:0], p.target[:0]

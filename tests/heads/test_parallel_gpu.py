@@ -8,18 +8,17 @@ import parallel_cases
 import pytest
 import torch
 import torch.distributed as dist
-from head_cases import REDUCTIONS, Problem, options, problem, weight_bound
-from parallel_cases import TORCH_HEADS, expected, on_shards, own_rows
+from head_cases import REDUCTIONS, Problem, error_bounds, options, problem
+from parallel_cases import CHUNKED, expected, on_shards, own_rows
 from torch import Tensor
 
 from t1lib.errors import T1Error
-from t1lib.heads import agreement
-from t1lib.heads.parallel import linear_cross_entropy
+from t1lib.heads.parallel import AGREED, linear_cross_entropy
 from t1lib.measure.ranks import run_ranks
 from t1lib.measure.records import Records
 
 DTYPES = ("bfloat16", "float32")
-HEADS = {**TORCH_HEADS, "fused": {"head": "fused", "chunks": 2}}
+HEADS = {"chunked": CHUNKED, "fused": {"head": "fused", "chunks": 2}}
 DEALS = ("plain", "dealt")  # dealt: tokens are sharded; also with a softcap and token weights
 CASES = {f"{d}, {r}, {h}, {t}": (d, r, h, t) for d in DTYPES for r in REDUCTIONS for h in HEADS for t in DEALS}
 FACTORS = {"loss": 1.05, "input": 1.05, "linear_weight": 1.5, "linear_bias": 1.5}  # as in test_fused_gpu.py
@@ -34,9 +33,7 @@ def compare_all(records: Records, device: torch.device, tokens: int, rows: list[
     """The task of each rank. For each of DIFFERENT, record how many ranks get an error. For each of CASES, called
     twice, record the worst rank's errors relative to their bounds, and whether the call was new to the ranks."""
     sizes = {"n": tokens, "v": sum(rows), "d": hidden, "device": device}
-    unread = patch.object(agreement, "READ", ())  # as on CUDA, calls that agreed before are not read again
-    ones = patch.object(parallel_cases, "upstream_for", torch.ones_like)  # other values round again in 16 bits
-    with unread, ones:
+    with patch.object(parallel_cases, "upstream_for", torch.ones_like):  # other values round again in 16 bits
         for what in DIFFERENT:
             refused = is_refused(what, problem(**sizes, dtype=torch.float32), rows)
             records.add("call", "refused", over_ranks(refused, dist.ReduceOp.SUM), phase=what)
@@ -51,12 +48,12 @@ def compare(
     kwargs = {"reduction": reduction, "sequence_parallel": dealt}
     kwargs |= options("softcap", p) | options("token_weight", p) if dealt else {}
     exact, usual = (expected(p, rows, dtype=dtype, **kwargs) for dtype in (torch.float64, p.e.dtype))
-    by_chunks = {"linear_weight": weight_bound("softcap" if dealt else "plain", own)}
+    by_chunks = {"linear_weight": error_bounds("softcap" if dealt else "plain", own)["dw"]}
     factors = FACTORS | (by_chunks if own["head"] == "chunked" else {})
     for step in range(2):
-        known = len(agreement.KNOWN.get(dist.group.WORLD, ()))
+        known = len(AGREED.get(dist.group.WORLD, ()))
         got = on_shards(p, rows, **kwargs, **own)
-        new = len(agreement.KNOWN[dist.group.WORLD]) - known
+        new = len(AGREED[dist.group.WORLD]) - known
         records.add("call", "new", over_ranks(new), phase=case, step=step)
         for name, factor in factors.items():
             allowed = bound(p.e.dtype, exact[name], usual[name], factor)

@@ -50,9 +50,9 @@ def test_every_kind_of_case_has_its_errors(bench, case, names):
 
 
 def test_a_wrong_gradient_is_seen(bench):
-    errors = bench.errors(Case("x", "chunked", settings={"filter_eps": 0.1}))
+    errors = bench.errors(Case("x", "full", settings={"filter_eps": 0.1}))
     assert errors["loss"] < 1e-5 and errors["dE"] > 1e-3 and errors["dW"] > 1e-3
-    status, _, reason = bench.prepare(Case("x", "chunked", settings={"filter_eps": 0.1}), bound=1e-3)
+    status, _, reason = bench.prepare(Case("x", "full", settings={"filter_eps": 0.1}), bound=1e-3)
     assert status == "wrong" and "beyond 0.001" in reason
 
 

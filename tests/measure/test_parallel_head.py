@@ -73,10 +73,10 @@ def test_what_cannot_run_is_not_tried(monkeypatch, capsys):
 
 def test_collectives_are_noted_with_their_sizes_and_run_again_alone():
     layer = Share(device=CPU, **SHAPE)
-    exchange = layer.exchange(ShardCall("full"))
-    # The agreement: 3 integers of 8 bytes; the maximum: a float32 per token; three sums per token; dE.
-    assert exchange.count == 4
-    assert exchange.nbytes == 3 * 8 + 24 * 4 + 3 * 24 * 4 + 24 * 8 * 4
+    exchange = layer.exchange(ShardCall("chunked"))
+    # For each of 8 chunks four numbers per token, and their rows of dE; all float32.
+    assert exchange.count == 2 * 8
+    assert exchange.nbytes == 4 * 24 * 4 + 24 * 8 * 4
     with overheard() as again:
         exchange.run()
     assert (again.count, again.nbytes) == (0, 0)  # the noted calls bypass any listener

@@ -1,9 +1,9 @@
-"""The large products on Hopper, in Gluon: one warp copies tiles in, two warpgroups multiply and finish them.
+"""The logits of a chunk on Hopper, in Gluon: one warp copies tiles in, two warpgroups multiply and finish them.
 
 A tile of M × N is two halves of rows, one for each warpgroup. Nothing but the ring of copied operands ties the two
-together: while one finishes its half (exponentials, rounding, the way out), the other one multiplies. The kernels do
-what those of the same names in `forward`, `recompute` and `products` do on any GPU; arguments as there. Operands and
-results are of 16 bits and come by descriptor, in boxes: half a tile's rows, a quarter of its columns for results.
+together: while one finishes its half (exponentials, rounding, the way out), the other one multiplies. The kernel does
+what `kernels.logits.logits` does on any GPU; arguments as there. Operands and results are of 16 bits and come by
+descriptor, in boxes: half a tile's rows, a quarter of its columns for results.
 """
 
 from triton.experimental import gluon
@@ -16,8 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from t1lib.heads.kernels.forward import HEADROOM, NEVER
-from t1lib.heads.kernels.tiles import LOG2E, first_row, grouped, live_rows, place
+from t1lib.heads.kernels.logits import HEADROOM, NEVER
+from t1lib.heads.kernels.tiles import (
+    EVEN,
+    LOG2E,
+    LOG_TOTAL,
+    OFFSET,
+    SOFTMAX,
+    TARGET,
+    VARYING,
+    grouped,
+    live_rows,
+    small_tanh,
+)
 
 # -- the ring of operands: stages of two halves of A and one B, each with a barrier for full and one for empty --------
 
@@ -38,17 +49,24 @@ def _ring(a, b, S: gl.constexpr):
 
 
 @gluon.jit
-def _fill(it, ring, a, row0, column0, row1, column1, b, row, column, S: gl.constexpr):
-    """Copy the next stage: A's halves from (row0, column0) and (row1, column1), B from (row, column)."""
+def _copy_tiles(x, w, ring, m, begin, end, stride, blocks, across, group, first, hidden, N: gl.constexpr,
+                S: gl.constexpr, GRADIENT: gl.constexpr):  # fmt: skip
+    """Copy the operands of this program's tiles, step after step: x's two halves of rows, and w."""
     a0, a1, b0, full, empty = ring
-    s = it % S
-    mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
-    bar = full.index(s)
-    mbarrier.expect(bar, 2 * a.block_type.nbytes + b.block_type.nbytes)
-    tma.async_copy_global_to_shared(a, [row0, column0], bar, a0.index(s))
-    tma.async_copy_global_to_shared(a, [row1, column1], bar, a1.index(s))
-    tma.async_copy_global_to_shared(b, [row, column], bar, b0.index(s))
-    return it + 1
+    it = 0
+    for index in range(begin, end, stride):
+        n = index
+        if GRADIENT:
+            m, n = grouped(index, blocks, across, group)
+        for k in range(0, hidden, 64):
+            s = it % S
+            mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+            bar = full.index(s)
+            mbarrier.expect(bar, 2 * x.block_type.nbytes + w.block_type.nbytes)
+            tma.async_copy_global_to_shared(x, [m * 128, k], bar, a0.index(s))
+            tma.async_copy_global_to_shared(x, [m * 128 + 64, k], bar, a1.index(s))
+            tma.async_copy_global_to_shared(w, [first + n * N, k], bar, b0.index(s))
+            it += 1
 
 
 @gluon.jit
@@ -106,104 +124,129 @@ def _reciprocal(x):
 
 @gluon.jit
 def _finish_logits(acc, ahead, softcap, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
-    """As `tiles.finish_logits`, the logits in `_unit`s: all have the same, so what it multiplies can wait."""
+    """As `tiles.finish_logits`, the logits in units that all share, so what these multiply can wait."""
     if BIAS:
         acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, acc.type.layout)).to(gl.float32), 0)
-    if SOFTCAP:
+    if SOFTCAP > 0:
         t = 1.0 - 2.0 * _reciprocal(gl.exp2(acc * (2.0 * LOG2E / softcap)) + 1.0)
+        if SOFTCAP == 2:
+            small = acc * (1.0 / softcap)
+            t = gl.where(gl.maximum(small, -small) < 0.4, small_tanh(small), t)
         return t, 1.0 - t * t
     else:
         return acc, acc
 
 
 @gluon.jit
-def _unit(softcap, SOFTCAP: gl.constexpr):
-    return softcap * LOG2E if SOFTCAP else 1.0 * LOG2E
-
-
-# -- exponentials -----------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _copy_exponentials(x, w, ring, row, begin, end, hidden, N: gl.constexpr, S: gl.constexpr):
-    it = 0
-    for tile in range(begin, end):
-        for k in range(0, hidden, 64):
-            it = _fill(it, ring, x, row, k, row + 64, k, w, tile * N, k, S)
-
-
-@gluon.jit
-def _make_exponentials(
-    a, ring, buffers, z, bias, class_weight, offset, flag, total, top, pull,
-    row, live, start, m, begin, end, at, capacity, vocab, hidden, splits, z_columns, room, wrap, softcap,
-    N: gl.constexpr, S: gl.constexpr, STORE: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
-    PULL: gl.constexpr, WEIGHTED: gl.constexpr, RAGGED: gl.constexpr, REDO: gl.constexpr,
+def _multiply_tiles(
+    a, ring, buffers, z, bias, class_weight, row, target, flag, sums, half,
+    m, split, begin, end, stride, blocks, across, tokens, start, live, capacity, vocab, hidden, first, group, splits,
+    softcap, filter_eps, N: gl.constexpr, S: gl.constexpr, GRADIENT: gl.constexpr, STORE: gl.constexpr,
+    REDO: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_SHARE: gl.constexpr, WEIGHTED: gl.constexpr,
+    RAGGED: gl.constexpr, FILTER: gl.constexpr,
 ):  # fmt: skip
+    """A warpgroup's half of each of this program's tiles, finished as `logits` says."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    shift = gl.load(offset + start + rows, mask=rows < live, other=NEVER)
+    unit = softcap * LOG2E if SOFTCAP > 0 else 1.0 * LOG2E
+    rows = m * 128 + half + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    shift = gl.load(row + OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
     if REDO:
         highest = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
         for part in range(splits):
-            highest = gl.maximum(highest, gl.load(top + part * capacity + rows))
+            highest = gl.maximum(highest, gl.load(sums + (splits + part) * capacity + rows))
         shift = gl.where(highest - shift > HEADROOM, highest, shift)
-    sums = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
-    pulls = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
-    tops = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
-    unit = _unit(softcap, SOFTCAP)
+    total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
+    pull = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
+    top = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
     it = 0
-    for tile in range(begin, end):
-        ahead = _bias_ahead(bias, tile * N, vocab, N, BIAS)
+    for index in range(begin, end, stride):
+        n = index
+        if GRADIENT:  # all that is loaded, before the product
+            m, n = grouped(index, blocks, across, group)
+            rows = m * 128 + half + gl.arange(0, 64, gl.SliceLayout(1, layout))
+            here = row + start + rows
+            y = gl.load(target + rows)
+            shift = gl.load(here + OFFSET * tokens, mask=rows < live, other=NEVER)
+            log_total = gl.load(here + LOG_TOTAL * tokens, mask=rows < live, other=0.0)
+            by_p = gl.load(here + SOFTMAX * tokens, mask=rows < live, other=0.0)
+            fix = by_p - gl.load(here + TARGET * tokens, mask=rows < live, other=0.0)
+        ahead = _bias_ahead(bias, first + n * N, vocab, N, BIAS)
         acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
-        columns = tile * N + gl.arange(0, N, gl.SliceLayout(0, layout))
-        inside = gl.expand_dims(columns < vocab, 0)
+        columns = first + n * N + gl.arange(0, N, gl.SliceLayout(0, layout))
         logits, slope = _finish_logits(acc, ahead, softcap, BIAS, SOFTCAP)
-        if PULL:
-            pulled = logits
-            if WEIGHTED:
-                weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
-                pulled = pulled * gl.expand_dims(weight, 0)
+        if GRADIENT:
+            hit = gl.expand_dims(columns, 0) == gl.expand_dims(y, 1)
+            p = gl.exp2((logits * unit - gl.expand_dims(shift, 1)) - gl.expand_dims(log_total, 1))
+            p = gl.where(hit, p - 1.0, p)
+            gradient = p * gl.expand_dims(by_p, 1) + gl.where(hit, gl.expand_dims(fix, 1), 0.0)
+            if EVEN_SHARE:
+                even = gl.expand_dims(gl.load(here + EVEN * tokens, mask=rows < live, other=0.0), 1)
+                if WEIGHTED:
+                    weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
+                    even = even * gl.expand_dims(weight, 0)
+                gradient -= even
+            if SOFTCAP > 0:
+                gradient *= slope
+            if FILTER:
+                gradient = gl.where((p < filter_eps) & (p > -filter_eps), 0.0, gradient)
+            _put_tile(z, m * 128 + half, n * N, buffers, gradient)
+        else:
+            inside = gl.expand_dims(columns < vocab, 0)
+            if EVEN_SHARE:
+                pulled = logits
+                if WEIGHTED:
+                    weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
+                    pulled = pulled * gl.expand_dims(weight, 0)
+                if RAGGED:
+                    pulled = gl.where(inside, pulled, 0.0)
+                pull += gl.sum(pulled, 1)
             if RAGGED:
-                pulled = gl.where(inside, pulled, 0.0)
-            pulls += gl.sum(pulled, 1)
-        if RAGGED:
-            logits = gl.where(inside, logits, -float("inf"))
-        tops = gl.maximum(tops, gl.max(logits, 1))
-        p = gl.exp2(logits * unit - gl.expand_dims(shift, 1))
-        sums += gl.sum(p, 1)
-        if STORE:
-            if SOFTCAP:
-                p *= slope
-            above, column = place(row, tile * N, z_columns, room, wrap)
-            _put_tile(z, above, column, buffers, p)
-    tops *= unit
-    gl.store(total + at + rows, sums)
-    gl.store(top + at + rows, tops)
-    if PULL:
-        gl.store(pull + at + rows, pulls * unit)
-    if not REDO:
-        over = gl.max((tops - shift > HEADROOM).to(gl.int32), 0)
-        if over > 0:
-            gl.store(flag + m, over)
+                logits = gl.where(inside, logits, -float("inf"))
+            top = gl.maximum(top, gl.max(logits, 1))
+            p = gl.exp2(logits * unit - gl.expand_dims(shift, 1))
+            total += gl.sum(p, 1)
+            if STORE:
+                if SOFTCAP > 0:
+                    p *= slope
+                _put_tile(z, m * 128 + half, n * N, buffers, p)
+    if not GRADIENT:
+        top *= unit
+        out = sums + split * capacity + rows
+        gl.store(out, total)
+        gl.store(out + splits * capacity, top)
+        if EVEN_SHARE:
+            gl.store(out + 2 * splits * capacity, pull * unit)
+        if not REDO:
+            over = gl.max((top - shift > HEADROOM).to(gl.int32), 0)
+            if over > 0:
+                gl.store(flag + m, over)
     tma.store_wait(0)
 
 
-@gluon.jit
-def exponentials(
-    x, w, z, bias, class_weight, offset, flag, total, top, pull, info,
-    chunk, capacity, vocab, hidden, row_blocks, group, splits, z_columns, room, wrap, softcap,
-    N: gl.constexpr, S: gl.constexpr, STORE: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr,
-    PULL: gl.constexpr, WEIGHTED: gl.constexpr, RAGGED: gl.constexpr, REDO: gl.constexpr,
+@gluon.jit(do_not_specialize=VARYING)
+def logits(
+    x, w, z, bias, class_weight, row, target, flag, sums,
+    number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits, softcap, filter_eps,
+    N: gl.constexpr, S: gl.constexpr, GRADIENT: gl.constexpr, STORE: gl.constexpr, REDO: gl.constexpr,
+    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_SHARE: gl.constexpr, WEIGHTED: gl.constexpr,
+    RAGGED: gl.constexpr, FILTER: gl.constexpr,
 ):  # fmt: skip
-    """As `forward.exponentials`."""
-    m, split = grouped(gl.program_id(0), row_blocks, splits, group)
-    live = live_rows(info, chunk)
-    tiles = gl.cdiv(vocab, N)
+    """As `kernels.logits.logits`."""
+    live = live_rows(number, start, size)
+    tiles = gl.cdiv(held, N)
+    m, split = grouped(gl.program_id(0), gl.cdiv(size, 128), splits, group)
+    blocks = gl.cdiv(live, 128)
     begin = split * tiles // splits
     end = (split + 1) * tiles // splits
+    stride = 1
     needed = m * 128 < live
     if REDO:
         needed = needed & (gl.load(flag + m) != 0)
+    if GRADIENT:
+        begin = gl.program_id(0)
+        end = blocks * tiles
+        stride = gl.num_programs(0)
+        needed = begin < end
     if needed:
         ring = _ring(x, w, S)
         if STORE:
@@ -212,104 +255,20 @@ def exponentials(
         else:
             c0 = ring[3]
             c1 = ring[3]
-        row = m * 128
-        start = first_row(info, chunk)
-        at = split * capacity
         gl.warp_specialize([
-            (_make_exponentials, (
-                ring[0], ring, c0, z, bias, class_weight, offset, flag, total, top, pull,
-                row, live, start, m, begin, end, at, capacity, vocab, hidden, splits,
-                z_columns, room, wrap, softcap,
-                N, S, STORE, BIAS, SOFTCAP, PULL, WEIGHTED, RAGGED, REDO,
+            (_multiply_tiles, (
+                ring[0], ring, c0, z, bias, class_weight, row, target, flag, sums, 0,
+                m, split, begin, end, stride, blocks, tiles, tokens, start, live, capacity, vocab, hidden, first, group,
+                splits, softcap, filter_eps,
+                N, S, GRADIENT, STORE, REDO, BIAS, SOFTCAP, EVEN_SHARE, WEIGHTED, RAGGED, FILTER,
             )),
-            (_make_exponentials, (
-                ring[1], ring, c1, z, bias, class_weight, offset, flag, total, top, pull,
-                row + 64, live, start, m, begin, end, at, capacity, vocab, hidden, splits,
-                z_columns, room, wrap, softcap,
-                N, S, STORE, BIAS, SOFTCAP, PULL, WEIGHTED, RAGGED, REDO,
+            (_multiply_tiles, (
+                ring[1], ring, c1, z, bias, class_weight, row, target, flag, sums, 64,
+                m, split, begin, end, stride, blocks, tiles, tokens, start, live, capacity, vocab, hidden, first, group,
+                splits, softcap, filter_eps,
+                N, S, GRADIENT, STORE, REDO, BIAS, SOFTCAP, EVEN_SHARE, WEIGHTED, RAGGED, FILTER,
             )),
-            (_copy_exponentials, (x, w, ring, row, begin, end, hidden, N, S)),
+            (_copy_tiles, (
+                x, w, ring, m, begin, end, stride, blocks, tiles, group, first, hidden, N, S, GRADIENT,
+            )),
         ], [4, 1], [240, 24])  # fmt: skip
-
-
-# -- gradients of the logits, once the log-sum-exp is known -----------------------------------------------------------
-
-
-@gluon.jit
-def _copy_gradients(x, w, ring, blocks, across, group, first, hidden, N: gl.constexpr, S: gl.constexpr):
-    it = 0
-    for index in range(gl.program_id(0), blocks * across, gl.num_programs(0)):
-        m, n = grouped(index, blocks, across, group)
-        for k in range(0, hidden, 64):
-            it = _fill(it, ring, x, m * 128, k, m * 128 + 64, k, w, first + n * N, k, S)
-
-
-@gluon.jit
-def _make_gradients(
-    a, ring, buffers, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor, target,
-    half, live, blocks, across, group, first, vocab, hidden, softcap, filter_eps,
-    N: gl.constexpr, S: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN: gl.constexpr,
-    WEIGHTED: gl.constexpr, FILTER: gl.constexpr,
-):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    it = 0
-    for index in range(gl.program_id(0), blocks * across, gl.num_programs(0)):
-        m, n = grouped(index, blocks, across, group)
-        row = m * 128 + half
-        column = n * N
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        ahead = _bias_ahead(bias, first + column, vocab, N, BIAS)  # all that is loaded, before the product
-        y = gl.load(target + rows)
-        shift = gl.load(offset + rows, mask=rows < live, other=NEVER)
-        norm = gl.load(log_total + rows)
-        by_p = gl.load(softmax_factor + rows)
-        fix = by_p - gl.load(target_factor + rows)
-        acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
-        columns = first + column + gl.arange(0, N, gl.SliceLayout(0, layout))
-        logits, slope = _finish_logits(acc, ahead, softcap, BIAS, SOFTCAP)
-        hit = gl.expand_dims(columns, 0) == gl.expand_dims(y, 1)
-        z2 = logits * _unit(softcap, SOFTCAP)
-        p = gl.exp2((z2 - gl.expand_dims(shift, 1)) - gl.expand_dims(norm, 1))
-        p = gl.where(hit, p - 1.0, p)
-        gradient = p * gl.expand_dims(by_p, 1) + gl.where(hit, gl.expand_dims(fix, 1), 0.0)
-        if EVEN:
-            even = gl.expand_dims(gl.load(even_factor + rows, mask=rows < live, other=0.0), 1)
-            if WEIGHTED:
-                weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
-                even = even * gl.expand_dims(weight, 0)
-            gradient -= even
-        if SOFTCAP:
-            gradient *= slope
-        if FILTER:
-            gradient = gl.where((p < filter_eps) & (p > -filter_eps), 0.0, gradient)
-        _put_tile(z, row, column, buffers, gradient)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def logit_gradients(
-    x, w, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor, target, info,
-    chunk, vocab, hidden, first, columns_held, group, softcap, filter_eps,
-    N: gl.constexpr, S: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN: gl.constexpr,
-    WEIGHTED: gl.constexpr, FILTER: gl.constexpr,
-):  # fmt: skip
-    """As `recompute.logit_gradients`."""
-    live = live_rows(info, chunk)
-    blocks = gl.cdiv(live, 128)
-    across = gl.cdiv(columns_held, N)
-    ring = _ring(x, w, S)
-    c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
-    c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
-    gl.warp_specialize([
-        (_make_gradients, (
-            ring[0], ring, c0, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor,
-            target, 0, live, blocks, across, group, first, vocab, hidden, softcap, filter_eps,
-            N, S, BIAS, SOFTCAP, EVEN, WEIGHTED, FILTER,
-        )),
-        (_make_gradients, (
-            ring[1], ring, c1, z, bias, class_weight, offset, log_total, softmax_factor, target_factor, even_factor,
-            target, 64, live, blocks, across, group, first, vocab, hidden, softcap, filter_eps,
-            N, S, BIAS, SOFTCAP, EVEN, WEIGHTED, FILTER,
-        )),
-        (_copy_gradients, (x, w, ring, blocks, across, group, first, hidden, N, S)),
-    ], [4, 1], [240, 24])  # fmt: skip

@@ -4,28 +4,31 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+VARYING = ("tokens", "start", "size", "group", "splits", "parts", "above")  # no kernel of its own for each of them
+PRECISE = 64.0  # softcap from which on tanh(z / softcap) must be right to its last digits, because they are multiplied
+
+FIELDS = (
+    "at",  # z2 of the token's target
+    "offset",  # exponentials are 2^(z2 − offset)
+    "log_total",  # log2 of their sum: the log-sum-exp is ln 2 · (offset + log_total)
+    "logprob",  # of the target
+    "correct",  # 1 if no logit exceeds the target's
+    "pull",  # Σ c_v z_v under label smoothing
+    "token",  # r, A, B and E of the gradient's equation (`chunked`); A without its z-loss part
+    "softmax",
+    "target",
+    "even",
+    "scale",  # A / Σ 2^(z2 − offset)
+    "tau",  # the gradient of the target's logit
+)
+AT, OFFSET, LOG_TOTAL, LOGPROB, CORRECT, PULL, TOKEN, SOFTMAX, TARGET, EVEN, SCALE, TAU = map(tl.constexpr, range(12))
 
 
 @triton.jit
-def first_row(info, chunk):
-    """Where this chunk begins among the tokens in order: `extra` chunks are one row block longer than the others."""
-    return chunk * tl.load(info + 1) + tl.minimum(chunk, tl.load(info + 2)) * tl.load(info + 3)
-
-
-@triton.jit
-def live_rows(info, chunk):
-    """Rows of this chunk that hold a token."""
-    longer = tl.where(chunk < tl.load(info + 2), tl.load(info + 3), 0)
-    return tl.maximum(tl.minimum(tl.load(info) - first_row(info, chunk), tl.load(info + 1) + longer), 0)
-
-
-@triton.jit
-def place(row, column, width, room, wrap):
-    """Where (row, column) of z lies: panels of `width` columns one below the other, `room` rows apart, of `wrap` rows.
-
-    The last panel comes first: so no panel's products are written over a panel that is yet to be read.
-    """
-    return (column // width + 1) * room % wrap + row, column % width
+def live_rows(number, start, size):
+    """Rows of the chunk of `size` rows from position `start` on that hold a token that counts."""
+    return tl.maximum(tl.minimum(tl.load(number) - start, size), 0)
 
 
 @triton.jit
@@ -84,28 +87,31 @@ def store_tile(
 
 
 @triton.jit
-def even_share(even_sum, class_weight, classes, inside, d, hidden, WEIGHTED: tl.constexpr):
-    """(classes, d): c ⊗ even_sum, what label smoothing takes evenly from these rows of dW; c is 1 unless WEIGHTED."""
-    share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
-    per_class = tl.full(classes.shape, 1.0, tl.float32)
-    if WEIGHTED:
-        per_class *= tl.load(class_weight + classes, mask=inside, other=0.0)
-    return per_class[:, None] * share
+def small_tanh(x):
+    """tanh of |x| < 0.4 by its series, to the last float32 digits."""
+    s = x * x
+    return x + x * s * (-0.333333333 + s * (0.133333333 + s * (-0.0539682540 + s * (0.0218694885 - s * 0.00886323553))))
 
 
 @triton.jit
-def tanh(x):
-    """Exact to a few float32 roundings of 1; saturates without overflow."""
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+def tanh(x, SMALL: tl.constexpr):
+    """Right to a few float32 roundings of 1, and with SMALL of x; saturates without overflow."""
+    t = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    if SMALL:
+        t = tl.where(tl.abs(x) < 0.4, small_tanh(x), t)
+    return t
 
 
 @triton.jit
 def finish_logits(acc, columns, bias, vocab, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """From a tile of products to logits in units of log 2; and 1 − tanh² of the softcap."""
+    """From a tile of products to logits in units of log 2; and 1 − tanh² of the softcap.
+
+    SOFTCAP: 0 without one, 1 with one, 2 with one from `PRECISE` on.
+    """
     if BIAS:
         acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
-    if SOFTCAP:
-        t = tanh(acc * (1.0 / softcap))
+    if SOFTCAP > 0:
+        t = tanh(acc * (1.0 / softcap), SOFTCAP == 2)
         slope = 1.0 - t * t
         z2 = t * (softcap * LOG2E)
     else:

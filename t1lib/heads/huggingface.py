@@ -1,0 +1,260 @@
+"""`patch_head`: a Hugging Face causal language model computes its loss through one of the kit's heads.
+
+No list of families: during a call with labels, the model's own forward finds `_Logits` in place of its output layer. A
+call returns a note of the hidden states, which takes down what the model does to its logits (scales, softcap, shift),
+until the model's own loss asks for their cross-entropy. Masks, caches, router losses and outputs stay the model's own
+code, and whatever else a model does to its logits is refused by name, never computed differently.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from t1lib.errors import T1Error, is_number, require
+from t1lib.heads import linear_cross_entropy
+
+# arguments of `linear_cross_entropy` that the model or the call decides
+DECIDED = "input linear_weight target linear_bias weight reduction ignore_index softcap token_weight return_stats"
+
+
+def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any) -> nn.Module:
+    """Make a Hugging Face causal language model compute its loss through a head of the kit; return `model` itself.
+
+    model          a causal language model, alone or in PEFT, DDP, FSDP or `torch.compile`, which may also come later
+    return_logits  return the logits (B, S, V) of calls with labels, too; otherwise they are None, also in a tuple
+    options        of `linear_cross_entropy`: head, workspace, filter_eps, label_smoothing, z_loss and the head's own
+
+    Calls with `labels` (or `shift_labels` alone) then return the model's own loss and gradients, without its logits;
+    all other calls stay as they are. Raises `T1Error` for a model without a plain linear output layer, with another
+    loss than `ForCausalLMLoss`, with an encoder, or already patched, and for a bad option; a call does, if the model
+    does to its logits what no head can follow.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    lm, name, patch = _language_model(model)
+    require(not patch or not patch["active"], f"{name} is already patched; call unpatch_head first")
+    decided = ", ".join(set(DECIDED.split()) & set(options))
+    require(not decided, f"patch_head does not take {decided}: the model or the call decides it")
+    # checks the options
+    linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64), **options)
+    require(not getattr(lm.config, "is_encoder_decoder", False), f"{name} has an encoder; patch_head takes a decoder")
+    _linears(lm, lm.get_output_embeddings())
+    loss = getattr(lm.loss_function, "__name__", type(lm.loss_function).__name__)
+    require(lm.loss_function is ForCausalLMLoss, f"{name}'s loss is {loss}; patch_head replaces ForCausalLMLoss only")
+    if not patch:
+        patch = lm._t1_head = {"previous": lm.__dict__.get("forward"), "loss": ForCausalLMLoss}
+        lm.forward = MethodType(_patched(type(lm).forward), lm)
+        lm._replicate_for_data_parallel = MethodType(_replicate_for_data_parallel, lm)
+    patch.update(active=True, options=options, return_logits=return_logits)
+    return model
+
+
+def unpatch_head(model: nn.Module) -> nn.Module:
+    """Undo `patch_head`; return `model`. Raises `T1Error` if it is not patched."""
+    lm, name, patch = _language_model(model)
+    require(bool(patch and patch["active"]), f"{name} is not patched, so there is nothing to undo")
+    patch["active"] = False
+    # if others have wrapped our forward since, as accelerate does for bfloat16, it stays and only calls the original
+    if hasattr(lm.forward, "is_t1_head"):
+        del lm._t1_head, lm._replicate_for_data_parallel, lm.forward
+        if patch["previous"] is not None:
+            lm.forward = patch["previous"]
+    return model
+
+
+def _language_model(model: Any) -> tuple[nn.Module, str, dict | None]:
+    """The Hugging Face model within wrappers (DDP, FSDP, `torch.compile`, PEFT), its name, and its patch if any."""
+    from transformers import PreTrainedModel
+
+    lm = model
+    while isinstance(lm, nn.Module) and not isinstance(lm, PreTrainedModel):
+        inner = [lm._modules[key] for key in ("_orig_mod", "module", "_fsdp_wrapped_module") if key in lm._modules]
+        lm = inner[0] if inner else getattr(lm, "get_base_model", lambda: None)()
+    require(isinstance(lm, nn.Module), f"model is a {type(model).__name__}; allowed: one of transformers, also wrapped")
+    pickled = getattr(lm.forward, "__func__", None) is type(lm).forward  # comes back with its own forward
+    return lm, type(lm).__name__, None if pickled else lm.__dict__.get("_t1_head")
+
+
+def _patched(original: Callable) -> Callable:
+    """The function that becomes `model.forward`: through the head if there are labels, otherwise as before."""
+    signature = inspect.signature(original)
+
+    @wraps(original, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        patch = self._t1_head
+        call = patch["previous"] or partial(type(self).forward, self)
+        given = {**dict(zip(signature.parameters, (self, *args), strict=False)), **kwargs}
+        labels = next((given[name] for name in ("labels", "shift_labels") if given.get(name) is not None), None)
+        # TRL's trainers ask by `fused_lm_head` for log-probabilities that TRL computes itself
+        other = labels is None or given.get("fused_lm_head") or self.loss_function is not patch["loss"]
+        if other or not patch["active"]:
+            return call(*args, **kwargs)
+        if given.get("labels") is None:
+            kwargs["labels"] = labels  # a model computes a loss only if it is given labels
+        return _call_with_head(self, patch, partial(call, *args, **kwargs), given.get("num_items_in_batch"))
+
+    del forward.__wrapped__  # accelerate follows it to take its own wrappers off, and would take this one off, too
+    forward.__signature__, forward.is_t1_head = signature, True
+    return forward
+
+
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """As in `nn.Module`, whose copy of __dict__ would hold a forward that is bound to the original."""
+    replica = type(self)._replicate_for_data_parallel(self)
+    replica.forward = MethodType(self.forward.__func__, replica)
+    return replica
+
+
+def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
+    """Run the model's forward, `call`, with `_Logits` in place of its output layer; it divides a sum by `items`."""
+    layer, name, losses = lm.get_output_embeddings(), type(lm).__name__, []
+    logits = _Logits(None, name, layer, _linears(lm, layer), patch["options"], losses, layer.out_features)
+    place, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
+    with _instead((place, key, logits)):
+        outputs = call()
+    require(bool(losses), f"{name} asks for no cross-entropy of what its output layer returns")
+    pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict
+    plain = {k: v.compute(patch["return_logits"]) if isinstance(v, _Logits) else v for k, v in pairs}
+    return type(outputs)(**plain) if isinstance(outputs, dict) else tuple(plain.values())
+
+
+@contextmanager
+def _instead(*entries: tuple[nn.Module, str, Any]) -> Iterator[None]:
+    """Within the block, hide attributes of modules by entries in __dict__: what is registered stays registered."""
+    before = [(module, name, module.__dict__[name]) for module, name, _ in entries if name in module.__dict__]
+    for module, name, value in entries:
+        module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        for module, name, _ in entries:
+            del module.__dict__[name]
+        for module, name, value in before:
+            module.__dict__[name] = value
+
+
+def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
+    """The output layer, or those that PEFT's `modules_to_save` chooses from; refuses others, such as LoRA's."""
+    name, peft = type(lm).__name__, type(layer).__name__ == "ModulesToSaveWrapper"
+    require(layer is not None, f"{name} has no output layer; patch_head takes a causal language model")
+    linears = [layer.original_module, *layer.modules_to_save.values()] if peft else [layer]
+    for linear in linears:
+        plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
+        plain &= "forward" not in linear.__dict__ or hasattr(linear, "_hf_hook")  # accelerate's only moves tensors
+        kind = f"{type(linear).__module__}.{type(linear).__name__}"
+        require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
+        hooks = [getattr(hook, "__module__", "") for hook in linear._forward_hooks.values()]
+        hooks = [module for module in hooks if not module.startswith(("torch.distributed.", "deepspeed."))]
+        require(not hooks, f"{name}'s output layer has a forward hook, which would see a loss in place of logits")
+    return linears
+
+
+@dataclass(eq=False)
+class _Logits:
+    """Logits not computed: z = `scale` · layer(`hidden`), or `cap` · tanh(z); the first `columns` of them.
+
+    Without `hidden` it stands in for the layer: a call notes them. A model may scale, cap, cast, flatten or slice the
+    logits, cut columns off, ask for shape, dtype and device, and for their cross-entropy.
+    """
+
+    hidden: Tensor | None
+    owner: str
+    layer: nn.Module
+    linears: list[nn.Linear]
+    options: dict
+    losses: list[Tensor]
+    columns: int
+    scale: float = 1.0
+    cap: float | None = None
+
+    weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
+    shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
+
+    def __call__(self, hidden: Tensor) -> "_Logits":
+        return replace(self, hidden=hidden)
+
+    def compute(self, asked: bool) -> Tensor | None:
+        logits = self.layer(self.hidden)[..., : self.columns] * self.scale if asked else None
+        return logits if self.cap is None or not asked else self.cap * torch.tanh(logits)
+
+    def cross_entropy(
+        self, target: Tensor, weight: Tensor | None = None, size_average: None = None, ignore_index: int = -100,
+        reduce: None = None, **given: Any,
+    ) -> Tensor:  # fmt: skip
+        """In place of `torch.nn.functional.cross_entropy`; the loss is added to `losses`."""
+        if size_average is not None or reduce is not None:
+            self._refuse("size_average or reduce, which PyTorch has deprecated")
+        # within a call of the layer, because its hooks gather its weight (FSDP2, ZeRO)
+        loss = partial(self._loss, target, {"weight": weight, "ignore_index": ignore_index, **given, **self.options})
+        with _instead(*((linear, "forward", partial(loss, linear)) for linear in self.linears)):
+            self.losses.append(self.layer(self.hidden))
+        return self.losses[-1]
+
+    def _loss(self, target: Tensor, options: dict, linear: nn.Linear, hidden: Tensor) -> Tensor:
+        weight, bias = linear.weight, linear.bias
+        plain = not (weight.is_meta or is_traceable_wrapper_subclass(weight)) and len(weight) == linear.out_features
+        found = f"{type(weight).__name__} of {len(weight)} rows on {weight.device}"
+        require(plain, f"the output layer's weight is a {found}; allowed: a plain tensor of out_features rows")
+        if self.columns < len(weight):
+            weight, bias = weight[: self.columns], None if bias is None else bias[: self.columns]
+        factor = self.scale * (1.0 if self.cap is None else self.cap)
+        hidden = hidden.to(weight.device)
+        hidden = hidden if abs(factor - 1.0) < 1e-12 else hidden * factor
+        return linear_cross_entropy(
+            hidden, weight, target.to(weight.device), linear_bias=bias, softcap=self.cap, **options
+        )
+
+    def __mul__(self, factor: Any) -> "_Logits":
+        name = "scale" if self.cap is None else "cap"
+        return replace(self, **{name: getattr(self, name) * factor}) if is_number(factor) else self._refuse("scaling")
+
+    def __truediv__(self, divisor: Any) -> "_Logits":
+        return self * (1 / divisor if is_number(divisor) and divisor else divisor)
+
+    def tanh(self) -> "_Logits":
+        return replace(self, cap=1.0) if self.cap is None else self._refuse("tanh twice")
+
+    def to(self, *_: Any, **__: Any) -> "_Logits":
+        return self  # a head computes in float32, and where the weight is
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def view(self, *shape: int) -> "_Logits":
+        return replace(self, hidden=self.hidden.flatten(0, -2)) if shape == (-1, self.columns) else self._refuse("view")
+
+    def __getitem__(self, key: Any) -> "_Logits":
+        slices = isinstance(key, tuple) and all(part is Ellipsis or isinstance(part, slice) for part in key)
+        columns = range(self.columns)[key[-1]] if slices and key[0] is Ellipsis and len(key) > 1 else range(0)
+        if not columns or columns != range(len(columns)):
+            self._refuse("indexing")
+        return replace(self, hidden=self.hidden[(*key[:-1], slice(None))], columns=len(columns))
+
+    def _refuse(self, what: Any = None, *_: Any) -> NoReturn:
+        what = what if isinstance(what, str) else "arithmetic or assignment"
+        allowed = "scaling by a number, softcap, cross-entropy"
+        raise T1Error(f"{self.owner} does to its logits what no head can follow: {what}. Allowed: {allowed}")
+
+    float = contiguous = to
+    __rmul__ = __mul__
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __gt__ = __lt__ = __setitem__ = __iter__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.hidden, name) if name in ("dtype", "device") else self._refuse(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        note = next(value for value in args if isinstance(value, cls))
+        if function is nn.functional.cross_entropy:
+            return note.cross_entropy(*args[1:], **kwargs)
+        return note.tanh() if function in (torch.tanh, nn.functional.tanh) else note._refuse(function.__name__)

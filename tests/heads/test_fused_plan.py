@@ -1,0 +1,128 @@
+"""The planner of head `fused`: budgets, layouts and shared plans, at real sizes, without a device."""
+
+import importlib
+import pkgutil
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from head_cases import refusal
+
+import t1lib.heads
+from t1lib.heads.fused_plan import TILES, Device, Shape, bytes_needed, device_of, early_from, layout, plan
+
+HOPPER = Device("hopper", 132)
+SHAPES = {  # N, V, D
+    "one token": (1, 257, 64),
+    "small": (2048, 32000, 256),
+    "Gemma 2": (8192, 256000, 2304),
+    "Qwen3": (32768, 151936, 1024),
+    "long": (131072, 128256, 4096),
+}
+MIB = 2**20
+
+
+def shape_of(name: str, compute: torch.dtype = torch.bfloat16, **other) -> Shape:
+    return Shape(*SHAPES[name], compute, **{"de": True, "dw": True, **other})
+
+
+def least(kind: str, shape: Shape, device: Device, chunks: int | None = None) -> int:
+    return int(refusal(lambda: plan(kind, shape, 0, device, chunks)).split("works is ")[1].split()[0])
+
+
+@pytest.mark.parametrize("device", [HOPPER, Device("interpreter", 4)], ids=lambda d: d.kind)
+@pytest.mark.parametrize("kind", ["early", "late", "loss"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_plan_keeps_to_its_budget_and_covers_every_token_once(name, kind, device):
+    gradients = ({}, {"de": False}, {"dw": False}, {"ranks": 2}, {"copies": 300 * MIB}, {"compute": torch.float32})
+    for other in gradients:
+        shape = shape_of(name, **other)
+        smallest = least(kind, shape, device)
+        for budget in (smallest, smallest + 9 * MIB, smallest + 2**33):
+            found = plan(kind, shape, budget, device)
+            counted = shape if kind != "loss" else shape._replace(de=False, dw=False)
+            assert bytes_needed(counted, found, kind == "early") <= budget
+            tile = TILES[device.kind, shape.compute.itemsize]
+            sizes, at = [], 0
+            for start, size in found.bounds(shape.tokens, tile.m):
+                assert start == min(at, shape.tokens) and size <= found.capacity
+                sizes.append(size)
+                at += size
+            assert at == shape.tokens and min(sizes[:-1], default=tile.m) % tile.m == 0
+            assert kind != "early" or found.columns == shape.vocab
+        assert least(kind, shape, device) == smallest
+
+
+@pytest.mark.parametrize("kind", ["early", "late", "loss"])
+def test_every_budget_from_the_least_on_is_enough(kind):
+    draw = random.Random(3)
+    for _ in range(150):
+        n, v, d = (int(2 ** draw.uniform(*logs)) for logs in ((9, 13), (6, 12), (5, 8)))
+        compute, ranks = draw.choice([torch.bfloat16, torch.float32]), draw.choice([0, 2])
+        shape = Shape(n, v, d, compute, kind == "loss" or draw.random() < 0.8, True, 0, ranks)
+        device = draw.choice([HOPPER, Device("other", 80), Device("interpreter", 4)])
+        smallest = least(kind, shape, device)
+        for budget in (smallest, *(int(smallest * 2 ** draw.uniform(0, 3)) for _ in range(6))):
+            plan(kind, shape, budget, device)
+
+
+@pytest.mark.parametrize("kind", ["early", "late"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_buffers_lie_apart_within_what_is_counted(name, kind):
+    launch = pytest.importorskip("t1lib.heads.fused_launch", exc_type=ImportError)
+    shape = shape_of(name, ranks=2)
+    found = plan(kind, shape, None, HOPPER)
+    buffers = layout(shape, found, kind == "early")
+    end = 0
+    for name, tensor in launch.allocate(torch.device("meta"), buffers).items():
+        size, (rows, columns), (stride, one) = tensor.element_size(), tensor.shape, tensor.stride()
+        start = tensor.storage_offset() * size
+        assert start >= end and start % 16 == 0 and stride * size % 16 == 0 and one == 1 and stride >= columns, name
+        end = start + ((rows - 1) * stride + columns) * size
+    assert end <= tensor.untyped_storage().nbytes() <= bytes_needed(shape, found, kind == "early")
+
+
+def test_neighbouring_lengths_share_a_plan():
+    for kind in ("early", "late", "loss"):
+        plans = {n: plan(kind, shape_of("Qwen3")._replace(tokens=n), 512 * MIB, HOPPER) for n in range(4097, 4225)}
+        assert len({id(p) for p in plans.values()}) == 1
+        assert plans[4097] is not plan(kind, shape_of("Qwen3")._replace(tokens=4225), 512 * MIB, HOPPER)
+
+
+def test_a_number_of_chunks_in_place_of_a_budget():
+    for kind in ("early", "late"):
+        for chunks in (1, 3, 8, 10**6):
+            found = plan(kind, shape_of("small"), None, HOPPER, chunks)
+            assert found.chunks == min(chunks, 16) and len(list(found.bounds(2048, 128))) == found.chunks
+
+
+def test_more_memory_takes_no_more_chunks():
+    for kind in ("early", "late"):
+        counts = [plan(kind, shape_of("Gemma 2"), size * MIB, HOPPER).chunks for size in (256, 512, 1024, 4096)]
+        assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_where_the_forward_makes_gradients_a_plan_for_it_fits(name):
+    n, v, d = SHAPES[name]
+    if n > 100_000:  # what every plan needs per token comes on top
+        return
+    least_early = early_from(v, d, 2, True)
+    assert bytes_needed(shape_of(name), plan("early", shape_of(name), least_early, HOPPER), True) <= least_early
+
+
+@pytest.mark.parametrize("hip, kind", [(None, "hopper"), ("6.4", "other")])
+def test_amds_ninth_generation_is_not_hopper(hip, kind, monkeypatch):
+    properties = SimpleNamespace(major=9, minor=4, multi_processor_count=304)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert device_of(torch.device("cuda")) == Device(kind, 304)
+    assert device_of(torch.device("cpu")).kind == "interpreter"
+
+
+def test_every_cache_is_bounded():
+    pytest.importorskip("triton")
+    modules = [importlib.import_module(f"t1lib.heads.{m.name}") for m in pkgutil.iter_modules(t1lib.heads.__path__)]
+    caches = {f for module in modules for f in vars(module).values() if hasattr(f, "cache_parameters")}
+    assert caches and all(f.cache_parameters()["maxsize"] for f in caches)

@@ -1,0 +1,491 @@
+"""`patch_head`: the model's own loss and gradients, in every family, wrapper and trainer, and no logits."""
+
+import copy
+import inspect
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from huggingface_models import FAMILIES, SIZES, VOCAB, assert_close, batch, build, compare, gradients, pair, shifted
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from t1lib.errors import T1Error
+from t1lib.heads.huggingface import patch_head, unpatch_head
+
+CHUNKED = {"head": "chunked"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_keeps_its_loss_and_gradients(family):
+    own, ours = pair(family, CHUNKED)
+    inputs = batch()
+    compare(own, ours, **inputs)
+    if family == "Bart":  # takes no further arguments, and does not shift its labels
+        return
+    compare(own, ours, **inputs, num_items_in_batch=31)
+    compare(own, ours, **inputs, num_items_in_batch=torch.tensor(31))
+    compare(own, ours, **inputs, shift_labels=shifted(inputs["labels"]))
+    inputs.pop("labels")
+    torch.testing.assert_close(ours(**inputs).logits, own(**inputs).logits, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("head", ["full", "chunked", "fused"])
+def test_every_head(head):
+    own, ours = pair("Gemma2", {"head": head})
+    compare(own, ours, **batch())
+
+
+def test_shift_labels_alone_give_the_loss_of_the_labels():
+    own, ours = pair("Qwen3")
+    inputs = batch()
+    loss = ours(input_ids=inputs["input_ids"], shift_labels=shifted(inputs["labels"])).loss
+    torch.testing.assert_close(loss, own(**inputs).loss, rtol=1e-6, atol=0.0)
+
+
+def test_ignore_index():
+    own, ours = pair("Llama")
+    inputs = batch()
+    inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] == -100, 5)
+    compare(own, ours, **inputs, ignore_index=5)
+
+
+def test_accumulation_is_the_gradient_of_the_whole_batch():
+    own, ours = pair("Granite", CHUNKED)
+    whole = batch(rows=4)
+    count = (whole["labels"][:, 1:] != -100).sum()
+    expected = gradients(own, own(**whole).loss)
+    for rows in (slice(0, 1), slice(1, 4)):
+        ours(**{name: values[rows] for name, values in whole.items()}, num_items_in_batch=count).loss.backward()
+    assert_close(expected, [parameter.grad for parameter in ours.parameters()])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"use_cache": True, "output_hidden_states": True},
+        {"attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12])},
+        {"position_ids": torch.arange(12).repeat(2, 1) % 6},
+        {"logits_to_keep": 12},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_other_arguments_reach_the_model(extra):
+    own, ours = pair("Qwen3")
+    inputs = batch()
+    compare(own, ours, **inputs, **extra)
+    expected, got = own(**inputs, **extra), ours(**inputs, **extra)
+    assert set(got) == set(expected) - {"logits"}
+    for a, b in zip(expected.hidden_states or (), got.hidden_states or (), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+
+
+def test_embeddings_caches_positions_and_tuples():
+    own, ours = pair("Llama")
+    ids, labels = batch().values()
+    embeds = own.get_input_embeddings()(ids).detach()
+    compare(own, ours, inputs_embeds=embeds, labels=labels)
+    caches = [model(input_ids=ids[:, :6]).past_key_values for model in (own, ours)]
+    losses = [
+        model(input_ids=ids[:, 6:], labels=labels[:, 6:], past_key_values=cache).loss
+        for model, cache in zip((own, ours), caches, strict=True)
+    ]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0.0)
+    expected, got = (model(input_ids=ids, labels=labels, return_dict=False, use_cache=False) for model in (own, ours))
+    assert isinstance(got, tuple) and len(got) == len(expected) and got[1] is None
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(ours(ids, None, None, None, None, labels).loss, expected[0], rtol=1e-6, atol=0.0)
+
+
+def test_logits_if_asked_for():
+    own, ours = pair("Gemma2", {"return_logits": True})
+    expected, got = own(**batch()), ours(**batch())
+    torch.testing.assert_close(got.logits, expected.logits)
+    objective = [output.loss + output.logits.square().mean() for output in (expected, got)]
+    assert_close(gradients(own, objective[0]), gradients(ours, objective[1]))
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
+def test_no_logits_are_made(family):
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for value in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(value, torch.Tensor):
+                    self.elements = max(self.elements, value.numel())
+            return result
+
+    # with D below the number of tokens, so that the weight's gradient is smaller than the logits
+    own, ours = pair(family, CHUNKED)
+    vocab = own.config.vocab_size
+    inputs = batch(rows=16 if family == "Qwen3" else 4)
+    tokens = inputs["input_ids"].numel()
+    largest = []
+    for model in (own, ours):
+        with Largest() as seen:
+            gradients(model, model(**inputs).loss)
+        largest.append(seen.elements)
+    assert largest[0] >= tokens * vocab
+    assert largest[1] <= tokens * vocab / 2
+
+
+def test_training_modes():
+    own, ours = pair("Qwen3", CHUNKED, attention_dropout=0.1)
+    inputs = batch()
+    for model in (own, ours):
+        model.train()
+        model.gradient_checkpointing_enable()
+    results = []
+    for model in (own, ours):
+        torch.manual_seed(3)
+        loss = model(**inputs).loss
+        results.append((loss.detach(), gradients(model, loss)))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-6, atol=0.0)
+    assert_close(results[0][1], results[1][1])
+    own.eval(), ours.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**inputs).loss, own(**inputs).loss, rtol=1e-6, atol=0.0)
+
+
+def test_bfloat16_and_autocast():
+    own, ours = pair("Gemma2")
+    exact = own(**batch()).loss.item()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ours(**batch()).loss
+    assert loss.dtype == torch.float32 and abs(loss.item() - exact) < 2e-2
+    loss = ours.bfloat16()(**batch()).loss
+    assert loss.dtype == torch.float32 and abs(loss.item() - exact) < 3e-2
+    loss.backward()
+
+
+def test_generation_and_a_loss_of_ones_own_are_left_alone():
+    own, ours = pair("Gemma2", tie_word_embeddings=False)
+    ids = batch()["input_ids"]
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(own.generate(ids, **settings), ours.generate(ids, **settings))
+    ours.loss_function = lambda logits, labels, *_, **__: logits.softmax(-1).square().sum()
+    assert ours(**batch()).loss.item() == pytest.approx(own(**batch()).logits.softmax(-1).square().sum().item())
+
+
+def test_the_patch_leaves_no_trace():
+    own = build("Llama")
+    ours = copy.deepcopy(own)
+    before = set(ours.__dict__)
+    assert patch_head(ours) is ours
+    assert inspect.signature(ours.forward) == inspect.signature(own.forward)
+    assert list(ours.state_dict()) == list(own.state_dict())
+    assert [name for name, _ in ours.named_modules()] == [name for name, _ in own.named_modules()]
+    ours(**batch())
+    assert not {"lm_head", "_loss_function"} & set(ours.__dict__) and "forward" not in ours.lm_head.__dict__
+    assert unpatch_head(ours) is ours
+    assert set(ours.__dict__) == before and ours.forward.__func__ is type(own).forward
+    assert ours(**batch()).logits is not None
+    compare(own, patch_head(ours, head="chunked"), **batch())
+
+
+def test_copies_and_files(tmp_path):
+    own, ours = pair("Qwen3")
+    twin = copy.deepcopy(ours)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    compare(own, ours, **batch())
+    assert twin(**batch()).loss.item() == pytest.approx(torch.tensor(VOCAB).log().item())  # its own weight
+    unpatch_head(twin)
+    compare(own, ours, **batch())
+    loaded = pickle.loads(pickle.dumps(ours))  # comes back as a plain model
+    assert loaded(**batch()).logits is not None
+    compare(own, patch_head(loaded), **batch())
+    ours.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(again(**batch()).loss, own(**batch()).loss)
+
+
+def test_a_replica_of_data_parallel_runs_its_own_forward():
+    ours = patch_head(build("Qwen3"))
+    replica = ours._replicate_for_data_parallel()
+    assert replica.forward.__self__ is replica
+    assert ours.forward.__self__ is ours
+
+
+def test_an_error_within_a_call_leaves_the_model_usable():
+    own, ours = pair("Llama")
+    inputs = batch()
+    with pytest.raises(T1Error):
+        ours(input_ids=inputs["input_ids"], labels=inputs["labels"] + VOCAB)
+    with pytest.raises(Exception):  # noqa: B017 - whatever the model raises
+        ours(input_ids=inputs["input_ids"].float(), labels=inputs["labels"])
+    compare(own, ours, **inputs)
+
+
+@pytest.mark.parametrize("order", ["compiled last", pytest.param("compiled first", marks=pytest.mark.slow)])
+def test_compiled(order):
+    own = build("Cohere", num_hidden_layers=1)
+    ours = copy.deepcopy(own)
+    ours = torch.compile(patch_head(ours) if order == "compiled last" else ours, backend="eager")
+    ours = ours if order == "compiled last" else patch_head(ours)
+    inputs = batch()
+    expected, got = own(**inputs), ours(**inputs, use_cache=False)
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=0.0)
+    assert_close(gradients(own, expected.loss), gradients(ours, got.loss))
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------- trainers
+
+
+class Texts(torch.utils.data.Dataset):
+    def __init__(self, count: int = 64) -> None:
+        self.rows = batch(rows=count, seed=7)
+
+    def __len__(self) -> int:
+        return len(self.rows["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: values[index] for name, values in self.rows.items()}
+
+
+def trainer(model, folder, base=transformers.Trainer, **settings):
+    settings = {"max_steps": 20, "logging_steps": 1, "report_to": [], "use_cpu": True, **settings}
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=1e-3,
+        per_device_train_batch_size=2,
+        **settings,
+    )
+    return base(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts(8))
+
+
+def losses(run) -> list[float]:
+    run.train()
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_trainer(tmp_path):
+    own, ours = pair("Qwen3", CHUNKED)
+    runs = [trainer(model, tmp_path) for model in (own, ours)]
+    expected, got = (losses(run) for run in runs)
+    assert len(got) == 20 and got == pytest.approx(expected, rel=1e-5)
+    evaluated = [run.evaluate()["eval_loss"] for run in runs]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
+
+
+def test_trainer_with_accumulation_in_bfloat16(tmp_path):
+    own, ours = pair("Gemma2", CHUNKED)
+    settings = {"gradient_accumulation_steps": 3, "bf16": True, "max_steps": 5}
+    expected, got = (losses(trainer(model, tmp_path, **settings)) for model in (own, ours))
+    assert got == pytest.approx(expected, rel=1e-3)
+    # accelerate has wrapped the patched forward
+    with pytest.raises(T1Error, match="already patched"):
+        patch_head(ours)
+    assert unpatch_head(ours)(**batch()).logits is not None
+    assert patch_head(ours)(**batch()).logits is None
+
+
+def test_sft_trainer(tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    own, ours = pair("Qwen3", CHUNKED)
+    rows = datasets.Dataset.from_list([{name: v.tolist() for name, v in row.items()} for row in Texts()])
+
+    class OwnLoss(trl.SFTTrainer):
+        compute_loss = transformers.Trainer.compute_loss
+
+    def run(model, base):
+        config = trl.SFTConfig(
+            str(tmp_path), max_steps=5, logging_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
+            disable_tqdm=True, dataset_kwargs={"skip_prepare_dataset": True}, per_device_train_batch_size=2,
+        )  # fmt: skip
+        return losses(base(model=model, args=config, train_dataset=rows, processing_class=tokenizer))
+
+    words = Tokenizer(WordLevel({str(word): word for word in range(VOCAB)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
+
+    expected = run(copy.deepcopy(own), trl.SFTTrainer)
+    assert run(copy.deepcopy(ours), trl.SFTTrainer) == pytest.approx(expected, rel=1e-4)  # TRL's own head
+    assert run(ours, OwnLoss) == pytest.approx(expected, rel=1e-4)
+
+
+# ---------------------------------------------------------------- adapters and shards
+
+
+@pytest.mark.parametrize("order", ["before", "after", "within"])
+def test_lora(order):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    own = build("Llama")
+    ours = copy.deepcopy(own)
+    torch.manual_seed(1)
+    own = peft.get_peft_model(own, config)
+    torch.manual_seed(1)
+    if order == "before":
+        patch_head(ours, head="chunked")
+    lm, ours = ours, peft.get_peft_model(ours, config)
+    if order != "before":
+        patch_head(ours if order == "after" else lm, head="chunked")
+    compare(own, ours, **batch())
+    assert unpatch_head(ours)(**batch()).logits is not None
+
+
+def test_an_output_layer_that_peft_trains():
+    peft = pytest.importorskip("peft")
+    own, ours = pair("Llama", CHUNKED)
+    saved = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    torch.manual_seed(1)
+    own = peft.get_peft_model(own, saved)
+    torch.manual_seed(1)
+    ours = peft.get_peft_model(ours, saved)
+    with torch.no_grad():
+        for model in (own, ours):
+            model.get_output_embeddings().modules_to_save["default"].weight.mul_(1.5)
+    compare(own, ours, **batch())
+    with own.disable_adapter(), ours.disable_adapter():
+        torch.testing.assert_close(ours(**batch()).loss, own(**batch()).loss, rtol=1e-6, atol=0.0)
+
+
+def test_an_adapter_on_the_output_layer_is_refused_by_name():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["lm_head"])
+    with pytest.raises(T1Error, match=r"lora.*Linear"):
+        patch_head(peft.get_peft_model(build("Llama"), config))
+    ours = peft.get_peft_model(patch_head(build("Llama")), config)
+    with pytest.raises(T1Error, match=r"lora.*Linear"):
+        ours(**batch())
+    assert ours(input_ids=batch()["input_ids"]).logits is not None
+
+
+def test_fsdp2_and_ddp_on_two_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("huggingface_fsdp.py")
+    run = subprocess.run([sys.executable, script, str(port)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.count("passed") == 5, run.stdout + run.stderr[-3000:]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def refused(function, *args, **kwargs) -> str:
+    with pytest.raises(T1Error) as caught:
+        function(*args, **kwargs)
+    message = str(caught.value)
+    assert len(message) < 300 and message.count("\n") <= 1
+    return message
+
+
+def test_models_that_are_refused():
+    assert "Linear" in refused(patch_head, nn.Linear(2, 2))
+    assert "NoneType" in refused(patch_head, None)
+    assert "output layer" in refused(patch_head, build("Qwen3").model)
+    masked = transformers.BertForMaskedLM(build("Bert").config)
+    assert "ForMaskedLMLoss" in refused(patch_head, masked)
+    sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
+    assert "encoder" in refused(patch_head, transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
+    model = build("Qwen3")
+    assert "not patched" in refused(unpatch_head, model)
+    assert "already patched" in refused(patch_head, patch_head(model))
+
+
+def test_output_layers_that_are_refused():
+    class Own(nn.Linear):
+        def forward(self, hidden):
+            return 2 * super().forward(hidden)
+
+    model = patch_head(build("Llama"))
+    plain = model.lm_head
+    model.lm_head = Own(16, VOCAB, bias=False)
+    assert "Own" in refused(model, **batch())
+    model.lm_head = plain
+    handle = plain.register_forward_hook(lambda module, inputs, output: 2 * output)
+    assert "hook" in refused(model, **batch())
+    handle.remove()
+    plain.forward = lambda hidden: hidden
+    assert "Linear" in refused(model, **batch())
+    del plain.forward
+    plain.to("meta")
+    assert "meta" in refused(model, **batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"head": "fast"}, "fast"),
+        ({"head": "chunked", "depth": 3}, "depth"),
+        ({"head": "full", "chunks": 3}, "chunks"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"input": 1}, "input"),
+        ({"workspace": "much"}, "much"),
+        ({"z_loss": -1.0}, "z_loss"),
+    ],
+)
+def test_options_that_are_refused(options, words):
+    model = build("Llama")
+    assert words in refused(patch_head, model, **options)
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda z: z + 1.0, "arithmetic"),
+        (lambda z: z - z.mean(), "mean"),
+        (lambda z: z * torch.ones(VOCAB), "scaling"),
+        (lambda z: torch.where(z > 0, z, 0.0), "arithmetic"),
+        (lambda z: z.tanh().tanh(), "tanh"),
+        (lambda z: z[..., 3:], "indexing"),
+        (lambda z: z.__setitem__((..., 3), 0.0), "assignment"),
+        (lambda z: torch.relu(z), "relu"),
+        (lambda z: z.masked_fill(z.new_ones(1) > 0, 0.0), "new_ones|masked_fill"),
+    ],
+)
+def test_what_a_model_does_to_its_logits_is_refused_by_name(change, words):
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = change(self.lm_head(self.model(input_ids)[0]))
+            return {"loss": self.loss_function(logits, labels, VOCAB, **kwargs), "logits": logits}
+
+    model = patch_head(Odd(build("Llama").config))
+    message = refused(model, **batch())
+    assert "Odd" in message and any(word in message for word in words.split("|"))
+
+
+def test_a_z_loss_of_the_models_own_is_refused():
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+    config = transformers.BambaConfig(**{**SIZES, "hidden_size": 32}, **mamba, z_loss_coefficient=0.1)
+    assert "logsumexp" in refused(patch_head(transformers.BambaForCausalLM(config)), **batch(), use_cache=False)
+
+
+def test_a_model_that_does_not_call_its_output_layer_is_refused():
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = self.model(input_ids)[0] @ self.lm_head.weight.T
+            return {"loss": self.loss_function(logits, labels, VOCAB), "logits": logits}
+
+    assert "output layer" in refused(patch_head(Odd(build("Llama").config)), **batch())
+
+
+def test_a_loss_written_out_in_the_model():
+    """As in the code that many models bring along: shifted by slices, and `CrossEntropyLoss`."""
+
+    class Old(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids)[0]).float()
+            rows = logits[..., :-1, :].contiguous()
+            loss = nn.CrossEntropyLoss()(rows.view(-1, rows.size(-1)), labels[..., 1:].contiguous().view(-1))
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    own = Old(build("Llama").config).eval()
+    compare(own, patch_head(copy.deepcopy(own)), **batch())
