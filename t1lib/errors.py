@@ -16,9 +16,9 @@ class UnavailableError(RuntimeError):
 def choose(what: str, value: Any, allowed: Iterable[str]) -> Any:
     """Return `value` if it is one of `allowed`, else raise a `T1Error` that lists them."""
     names = list(allowed)
-    if value in names:
+    if isinstance(value, str) and value in names:
         return value
-    close = get_close_matches(str(value), names, n=1)
+    close = get_close_matches(shown(value).strip("'"), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise T1Error(f"unknown {what} {shown(value)}; allowed: {', '.join(names)}.{hint}")
 
@@ -27,8 +27,8 @@ def shown(value: Any) -> str:
     """The value as an error names it: its `repr`, cut to 80 characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not print ints of more than 4300 digits
-        text = f"an int of {value.bit_length()} bits"
+    except Exception:  # Python does not print ints of more than 4300 digits, for one
+        text = f"a value of type {type(value).__name__} that cannot be printed"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -214,6 +214,6 @@ def _fused_bytes(work: Work) -> int:
     device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
     shape = Shape(work.micro_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True)
-    early = work.workspace >= early_from(work.vocabulary, work.hidden, work.itemsize, cuda=True)
+    early = work.workspace >= early_from(work.micro_tokens, work.vocabulary, work.hidden, work.itemsize, cuda=True)
     chosen = plan("early" if early else "late", shape, work.workspace, device)
     return min(work.workspace, bytes_needed(shape, chosen, early))

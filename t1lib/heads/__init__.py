@@ -72,6 +72,8 @@ def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:
     Shifting the targets instead of the hidden states avoids a copy of the latter. Returns int64 of the same shape.
     Raises `T1Error` for ids that are not integers or have another number of dimensions.
     """
+    dense = isinstance(ids, Tensor) and ids.layout == torch.strided
+    require(dense, f"ids must be a dense tensor, got {type(ids).__name__}")
     integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     require(integer, f"ids must be integers, got {ids.dtype}")
     require(ids.dim() in (1, 2), f"ids must have shape (B, S) or (S), got {tuple(ids.shape)}")

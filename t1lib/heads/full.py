@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from t1lib.errors import UnavailableError, require
+from t1lib.errors import UnavailableError, require, shown
 from t1lib.heads.options import HeadStats, Options, need_workspace, on_flat_operands, refuse_create_graph, spent
 
 ALIGN = 8  # elements: where rows of logits do not start on so many, cuBLAS takes five times as long
@@ -80,6 +80,7 @@ def _small(z: Tensor, opts: Options) -> Tensor:
     return delta.abs() < opts.settings.filter_eps
 
 
+@torch.compiler.disable  # which cannot trace the hooks
 @on_flat_operands
 def native(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, *, chunked: bool = True
@@ -100,6 +101,7 @@ def native(
             f"head 'torch' needs torch.nn.functional.linear_cross_entropy (PyTorch 2.13); this is {torch.__version__}"
         )
     s = opts.settings
+    require(isinstance(chunked, bool), f"chunked must be True or False, got {shown(chunked)}")
     for name in ("softcap", "z_loss", "filter_eps", "workspace", "return_stats"):
         given = getattr(s, name) not in (None, 0)  # False is 0
         require(not given, f"head 'torch' has no {name}; heads that take it: full, chunked, fused")

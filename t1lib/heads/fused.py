@@ -122,16 +122,20 @@ def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
         return False
     if s.workspace is None or w.dim() != 2:
         return True
-    room = s.workspace - _copies(tensors, compute)
-    return room >= fused_plan.early_from(*w.shape, DTYPES[compute][1], input.is_cuda)
+    rows, hidden = w.shape if s.shards is None else (max(s.shards.rows), w.shape[1])
+    tokens = 0 if torch.compiler.is_compiling() else tensors.target.numel()  # the compiler may not know their number
+    if s.shards is not None and s.shards.sequence:
+        tokens *= s.shards.size
+    needed = fused_plan.early_from(tokens, rows, hidden, DTYPES[compute][1], input.is_cuda)
+    return s.workspace >= needed + _copies(tensors, compute, rows)
 
 
-def _copies(tensors: Tensors, compute: torch.dtype) -> int:
-    """Bytes of the copies of weight and bias that the kernels need."""
+def _copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
+    """Bytes of the copies of weight and bias that the kernels need, for so many rows of the weight."""
     found = 0
     for t in (tensors.linear_weight, tensors.linear_bias):
         if t is not None and (t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)):
-            found += t.numel() * DTYPES[compute][1]
+            found += rows * (t.shape[1] if t.dim() == 2 else 1) * DTYPES[compute][1]
     return found
 
 
@@ -156,10 +160,12 @@ def _unpacked(
     with torch.autocast(tensors.input.device.type, enabled=False):  # the forward's state counts, also in the backward
         e, w, b, opts = prepare(tensors, settings, same_dtype=dtype == "-", check=check)
     e, compute = e if shards is None else shards.tokens(e), e.dtype if dtype == "-" else getattr(torch, dtype)
-    shape = fused_plan.Shape(len(e), *w.shape, compute, *flags[:2], _copies(tensors, compute), len(rows))
+    shape = fused_plan.Shape(len(e), *w.shape, compute, *flags[:2], _copies(tensors, compute, w.shape[0]), len(rows))
     w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
     b = None if b is None else b.to(compute).contiguous()
-    planned = shape if shards is None else shape._replace(vocab=max(rows))
+    if shards is None:
+        return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape, shape
+    planned = shape._replace(vocab=max(rows), copies=_copies(tensors, compute, max(rows)))
     return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape, planned
 
 

@@ -3,7 +3,7 @@
 A plan is found in about a millisecond and kept; numbers of tokens that fill as many row blocks share one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -156,14 +156,15 @@ def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
     return sum(b.nbytes for b in layout(shape, plan, early).values()) + loose + SLACK
 
 
-def early_from(vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
+def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
     """Bytes of workspace, without copies, from which on gradients are computed in the forward: two row blocks fit.
 
-    With less, recomputing the logits costs less than the many small chunks of such a forward. The number of tokens does
-    not matter, because the compiler must decide without knowing it.
+    With less, recomputing the logits costs less than the many small chunks of such a forward. (Plain arithmetic, which
+    the compiler can follow.)
     """
     row = (vocab + 2 * hidden + FREQUENT) * itemsize + 4 * hidden
-    return (256 if cuda else 64) * row + FREQUENT * 4 * hidden + CLASS_BYTES * vocab + SLACK
+    fixed = TOKEN_BYTES * tokens + FREQUENT * 4 * hidden + CLASS_BYTES * vocab + SLACK
+    return (256 if cuda else 64) * row + fixed
 
 
 class Costs(NamedTuple):
@@ -192,14 +193,19 @@ class Costs(NamedTuple):
         idle = UNEVEN * (longest - count * unit / units) * (count > units)
         return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts) + idle
 
-    def early(self, most: int, chunks: int | None) -> Iterator[tuple[float, Plan]]:
-        """Chunks of at most `most` row blocks, or about `chunks` chunks."""
+    def heights(self, most: int, chunks: int | None) -> set[int]:
+        """Row blocks per chunk that are worth a try: few below `most`; or what gives about `chunks` chunks."""
+        blocks = ceil(self.shape.tokens, self.tiles.m)
+        if chunks is not None:
+            return {ceil(blocks, min(chunks, blocks))}
+        highest = min(most, blocks)
+        even = {ceil(blocks, ceil(blocks, highest) + i) for i in range(SIZES)}
+        return (even | {highest, highest - 1, highest - 2}) - {0, -1}
+
+    def early(self, heights: Iterable[int]) -> Iterator[tuple[float, Plan]]:
+        """Chunks of at most so many row blocks each, in turn."""
         shape, blocks = self.shape, ceil(self.shape.tokens, self.tiles.m)
-        highest = min(most, blocks) if chunks is None else ceil(blocks, min(chunks, blocks))
-        heights = {highest}
-        if chunks is None:
-            heights |= {ceil(blocks, ceil(blocks, highest) + i) for i in range(SIZES)} | {highest - 1, highest - 2}
-        for height in sorted(heights - {0, -1}):
+        for height in sorted(heights):
             count = ceil(blocks, height)
             sizes = ceil(blocks, count), blocks // count
             splits = [splits_of(b, ceil(shape.vocab, self.tiles.n), self.units) for b in sizes]
@@ -252,10 +258,14 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
     else:
         columns = shape.vocab * early
         one, two = (bytes_needed(shape, Plan(b * costs.tiles.m, 1, columns), early) for b in (1, 2))
-        plans = list(costs.early(1 + max(budget - one, 0) // (two - one), chunks))
+        most = 1 + max(budget - one, 0) // (two - one)
+        plans = list(costs.early(costs.heights(most, chunks)))
     if chunks is not None and workspace is None:
         return min(plans)[1]
     fits = [(cost, p) for cost, p in plans if bytes_needed(shape, p, early) <= budget]
+    if not fits and kind != "late" and chunks is None:  # where the sums over many ranges take what was left
+        plans = list(costs.early(range(1, min(most, ceil(shape.tokens, costs.tiles.m)) + 1)))
+        fits = [(cost, p) for cost, p in plans if bytes_needed(shape, p, early) <= budget]
     if fits:
         return min(fits)[1]
     need, least = min((bytes_needed(shape, p, early), p) for _, p in plans)

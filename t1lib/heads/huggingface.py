@@ -7,12 +7,14 @@ code, and whatever else a model does to its logits is refused by name, never com
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from t1lib.heads import linear_cross_entropy
 
 # arguments of `linear_cross_entropy` that the model or the call decides
 DECIDED = "input linear_weight target linear_bias weight reduction ignore_index softcap token_weight return_stats"
+LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # by model: one call with labels at a time
 
 
 def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any) -> nn.Module:
@@ -43,8 +46,8 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
     require(not patch or not patch["active"], f"{name} is already patched; call unpatch_head first")
     decided = ", ".join(set(DECIDED.split()) & set(options))
     require(not decided, f"patch_head does not take {decided}: the model or the call decides it")
-    # checks the options
-    linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64), **options)
+    with torch.device("cpu"):  # checks the options
+        linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64), **options)
     require(not getattr(lm.config, "is_encoder_decoder", False), f"{name} has an encoder; patch_head takes a decoder")
     _linears(lm, lm.get_output_embeddings())
     loss = getattr(lm.loss_function, "__name__", type(lm.loss_function).__name__)
@@ -99,7 +102,8 @@ def _patched(original: Callable) -> Callable:
             return call(*args, **kwargs)
         if given.get("labels") is None:
             kwargs["labels"] = labels  # a model computes a loss only if it is given labels
-        return _call_with_head(self, patch, partial(call, *args, **kwargs), given.get("num_items_in_batch"))
+        with LOCKS.setdefault(self, threading.RLock()):
+            return _call_with_head(self, patch, partial(call, *args, **kwargs), given.get("num_items_in_batch"))
 
     del forward.__wrapped__  # accelerate follows it to take its own wrappers off, and would take this one off, too
     forward.__signature__, forward.is_t1_head = signature, True
@@ -116,7 +120,7 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> Any:
     """Run the model's forward, `call`, with `_Logits` in place of its output layer; it divides a sum by `items`."""
     layer, name, losses = lm.get_output_embeddings(), type(lm).__name__, []
-    logits = _Logits(None, name, layer, _linears(lm, layer), patch["options"], losses, layer.out_features)
+    logits = _Logits(None, name, layer, _linears(lm, layer), patch["options"], losses, layer.out_features, items)
     place, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
     with _instead((place, key, logits)):
         outputs = call()
@@ -172,14 +176,17 @@ class _Logits:
     options: dict
     losses: list[Tensor]
     columns: int
+    items: Any  # what the model divides a sum of losses by
     scale: float = 1.0
     cap: float | None = None
+    thread: int = field(default_factory=threading.get_ident)
 
     weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
 
-    def __call__(self, hidden: Tensor) -> "_Logits":
-        return replace(self, hidden=hidden)
+    def __call__(self, hidden: Tensor) -> "_Logits | Tensor":
+        mine = threading.get_ident() == self.thread  # a call without labels by another thread gets its logits
+        return replace(self, hidden=hidden) if mine else self.layer(hidden)
 
     def compute(self, asked: bool) -> Tensor | None:
         logits = self.layer(self.hidden)[..., : self.columns] * self.scale if asked else None
@@ -200,6 +207,8 @@ class _Logits:
 
     def _loss(self, target: Tensor, options: dict, linear: nn.Linear, hidden: Tensor) -> Tensor:
         weight, bias = linear.weight, linear.bias
+        if threading.get_ident() != self.thread:
+            return nn.functional.linear(hidden, weight, bias)
         plain = not (weight.is_meta or is_traceable_wrapper_subclass(weight)) and len(weight) == linear.out_features
         found = f"{type(weight).__name__} of {len(weight)} rows on {weight.device}"
         require(plain, f"the output layer's weight is a {found}; allowed: a plain tensor of out_features rows")
@@ -208,9 +217,13 @@ class _Logits:
         factor = self.scale * (1.0 if self.cap is None else self.cap)
         hidden = hidden.to(weight.device)
         hidden = hidden if abs(factor - 1.0) < 1e-12 else hidden * factor
-        return linear_cross_entropy(
-            hidden, weight, target.to(weight.device), linear_bias=bias, softcap=self.cap, **options
-        )
+        options, target = {"linear_bias": bias, "softcap": self.cap, **options}, target.to(weight.device)
+        if self.items is None or options.get("reduction") != "sum":
+            return linear_cross_entropy(hidden, weight, target, **options)
+        # the division reaches the gradients before they are rounded to 16 bits, and is undone in the loss
+        number = torch.as_tensor(self.items, dtype=torch.float32, device=weight.device)
+        share = number.reciprocal().expand(target.shape)
+        return linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number
 
     def __mul__(self, factor: Any) -> "_Logits":
         name = "scale" if self.cap is None else "cap"

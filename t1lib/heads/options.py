@@ -231,6 +231,7 @@ def check_settings(
     if filter_eps is not None:
         filter_eps = _number("filter_eps", filter_eps, "None or a number in (0, 1)", lambda x: 0 < x < 1)
     size = None if workspace is None else parse_bytes(workspace)
+    require(isinstance(return_stats, bool), "return_stats must be True or False")
     return Settings(reduction, ignore_index, smooth, softcap, z_loss, size, filter_eps, return_stats)
 
 

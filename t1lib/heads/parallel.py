@@ -240,8 +240,10 @@ def _local(group: ProcessGroup, tensor: Tensor | None, name: str) -> Tensor | No
 
 
 def _described(value: Any, name: str) -> Any:
-    """What must agree about a tensor: type, dtype, shape (but for a shard's rows), requires_grad."""
+    """What must agree about a tensor: type, dtype, shape (but for a shard's rows), whether it requires a gradient, and
+    whether the kernels need a copy because its last dimension has no unit stride."""
     if value is None:
         return None
     shape = ("rows", *value.shape[1:]) if name in ("linear_weight", "linear_bias") else tuple(value.shape)
-    return type(value).__name__, value.dtype, shape, "requires grad" if value.requires_grad else "constant"
+    facts = "requires grad" if value.requires_grad else "constant", value.dim() == 0 or value.stride(-1) == 1
+    return type(value).__name__, value.dtype, shape, *facts

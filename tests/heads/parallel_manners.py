@@ -9,7 +9,7 @@ from unittest.mock import patch
 import parallel_cases
 import torch
 import torch.distributed as dist
-from head_cases import Problem, assert_no_worse, least_of, problem
+from head_cases import Problem, assert_no_worse, least_of, problem, refusal
 from parallel_cases import ALL, CHUNKED, FEW, ROWS, Cases, agrees, expected, on_shards, own_rows, results
 from processes import next_port
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from t1lib.heads import fused_launch, parallel
 from t1lib.heads import linear_cross_entropy as in_one
+from t1lib.heads.fused_plan import early_from
 from t1lib.heads.parallel import linear_cross_entropy
 
 
@@ -40,8 +41,25 @@ def manners(size: int) -> Cases:
         found["fused, 16 bits"] = partial(sixteen_bits, FEW[2], torch.float16, tokens=20, head="fused")
         found["fused, tokens dealt, what is exchanged"] = partial(exchanged, size, True, head="fused", chunks=2)
         found["fused, compiled"] = compiled
+        found["fused, a workspace that decides for one rank alone"] = of_the_largest
+        found["fused, a weight that one rank must copy"] = strided
         found["fused, combination left out"] = partial(noticed, few, FEW[2], 1e-2, head="fused")
     return found
+
+
+def of_the_largest() -> None:
+    """Between what ranks with 400 and with 8 rows would take for gradients in the forward: all must decide alike."""
+    p = problem(40, 408, 8, dtype=torch.float32)
+    limits = [early_from(40, rows, 8, 4, cuda=False) for rows in (8, 400)]
+    agrees(p, (400, 8), 3e-6, head="fused", workspace=sum(limits) // 2)
+
+
+def strided() -> None:
+    p = problem(20, 100, 16, dtype=torch.float32)
+    w = p.w[own_rows(FEW[2])]
+    w = w if dist.get_rank() else w.t().contiguous().t()
+    message = refusal(lambda: linear_cross_entropy(p.e, w, p.target, group=dist.group.WORLD))
+    assert "disagree about linear_weight" in message
 
 
 def same_bits(size: int) -> None:

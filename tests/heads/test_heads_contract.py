@@ -47,6 +47,8 @@ BAD = {
     "token_weight grad": ({"token_weight": torch.ones(N, requires_grad=True)}, "token_weight requires a gradient"),
     "reduction": ({"reduction": "avg"}, "unknown reduction 'avg'; allowed: mean, sum, none"),
     "reduction a list": ({"reduction": ["mean"]}, "unknown reduction"),
+    "reduction an array": ({"reduction": torch.ones(2).numpy()}, "unknown reduction"),
+    "return_stats": ({"return_stats": "x"}, "return_stats must be True or False"),
     "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be a number in \[0, 1\], got 1.5"),
     "softcap": ({"softcap": 0.0}, "softcap must be None or a finite number > 0, got 0.0"),
     "softcap too large": ({"softcap": HUGE}, "softcap must be None or a finite number > 0"),
@@ -196,5 +198,5 @@ def test_next_token_targets():
     assert got.tolist() == [[2, 3, -100], [5, 6, -100]] and got.dtype == torch.int64
     assert next_token_targets(ids[0], ignore_index=0).tolist() == [2, 3, 0]
     assert next_token_targets(ids[0, :1]).tolist() == [-100]
-    for bad in (ids.float(), ids[None], ids[0, 0]):
+    for bad in (ids.float(), ids[None], ids[0, 0], None, [1, 2], ids.to_sparse()):
         assert "ids must" in refusal(lambda bad=bad: next_token_targets(bad))

@@ -149,7 +149,7 @@ def test_no_gradient_is_made_without_grad_mode():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("head, own", HEADS)
+@pytest.mark.parametrize("head, own", [*HEADS, *TORCH])
 def test_compiled(head, own, reduction):
     """257 classes: the rows of logits are padded."""
     p = problem(20, 257, 8, dtype=torch.float32)

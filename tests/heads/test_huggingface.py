@@ -6,6 +6,7 @@ import pickle
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,22 @@ def test_an_error_within_a_call_leaves_the_model_usable():
     compare(own, ours, **inputs)
 
 
+def test_threads():
+    """Calls with labels take turns; other threads' calls without labels get their logits."""
+    model, given = patch_head(build("Llama")), batch()
+    inputs = {name: value for name, value in given.items() if name != "labels"}
+    with torch.no_grad():
+        loss, logits = model(**given).loss, model(**inputs).logits
+
+    def work(number: int) -> bool:
+        with torch.no_grad():
+            outputs = model(**(given if number % 2 else inputs))
+        return torch.equal(outputs.loss, loss) if number % 2 else torch.equal(outputs.logits, logits)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(60)))
+
+
 @pytest.mark.parametrize("order", ["compiled last", pytest.param("compiled first", marks=pytest.mark.slow)])
 def test_compiled(order):
     own = build("Cohere", num_hidden_layers=1)
@@ -372,7 +389,7 @@ def test_fsdp2_and_ddp_on_two_processes():
         port = free.getsockname()[1]
     script = Path(__file__).with_name("huggingface_fsdp.py")
     run = subprocess.run([sys.executable, script, str(port)], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and run.stdout.count("passed") == 5, run.stdout + run.stderr[-3000:]
+    assert run.returncode == 0 and run.stdout.count("passed") == 6, run.stdout + run.stderr[-3000:]
 
 
 # ---------------------------------------------------------------- bad input

@@ -63,10 +63,10 @@ def products(
         held_until = tl.minimum(vocab, first + held)
         idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
         more = tl.where(units % grid == 0, 0, tl.minimum(unit_steps // (inner + 3), tiles // idle))  # 3: an epilogue
-        early = more * idle
+        ahead = more * idle
         mine = tl.where(pid >= grid - idle, more, 0)
-        for i in tl.range(0, mine + tl.cdiv(tl.maximum(tiles - early - pid, 0), grid), flatten=True):
-            tile = tl.where(i < mine, pid - (grid - idle) + i * idle, early + pid + (i - mine) * grid)
+        for i in tl.range(0, mine + tl.cdiv(tl.maximum(tiles - ahead - pid, 0), grid), flatten=True):
+            tile = tl.where(i < mine, pid - (grid - idle) + i * idle, ahead + pid + (i - mine) * grid)
             v = tile // across
             n = tile % across
             acc = tl.zeros([M, N], tl.float32)
