@@ -44,26 +44,19 @@ def chunked(
 ) -> tuple[Tensor, HeadStats]:
     """Cross-entropy of a linear layer's outputs, computed in chunks so that the whole logits never exist at once.
 
-    by="sequence" (default; what T1M3's text describes): the tokens are split into `chunks` chunks (default 8). Under
-    "mean" and "sum" the forward also computes the gradients, with three matrix products in all; the backward only
-    scales them in place, so a second backward is refused. Under "none" the backward recomputes the logits: four
-    products. The weight gradient accumulates in the weight's own dtype, two chunks per product, so there is no float32
-    V × D buffer. In 16 bits it is rounded once per product: at 8 chunks 2,000 steps of training show no trace of that,
-    at 64 the weight's norm is 0.02 % low after 100 steps (docs/drift.md).
+    by="sequence" (default; what T1M3's text describes): the tokens in `chunks` chunks (default 8), three products; the
+    backward only scales the gradients in place, and a second one is refused. Under "none" it recomputes the logits:
+    four products. dW accumulates in the weight's own dtype, two chunks per product. In 16 bits that rounds once per
+    product: at 8 chunks 2,000 steps of training show no trace of it, at 64 the weight's norm is 0.02 % low after 100
+    steps (docs/drift.md). In float16 with a loss scaler, gradients below 6e-8 are lost: use by="vocabulary".
 
-    by="vocabulary" (what T1M3's code does): the columns of the logits are split into `chunks` chunks (default: of 8192
-    columns each). The forward keeps an online log-sum-exp; the backward recomputes the logits and takes their softmax
-    with it: four products. The input's gradient accumulates in an N × D float32 buffer; each slice of the weight's
-    gradient is written once.
+    by="vocabulary" (what T1M3's code does): the columns of the logits in `chunks` chunks (default: of 8192 columns),
+    four products. dE accumulates in an N × D float32 buffer, each slice of dW is written once.
 
-    With `workspace` in place of `chunks`, the chunk size is the largest whose buffers fit. This budget is for a GPU; it
-    excludes cuBLAS's own buffers and, on the CPU, the copies that PyTorch makes for casts.
-
-    Frozen operands cost no product, and nothing waits for the device. In float16 with a loss scaler use
-    by="vocabulary": by="sequence" computes the gradients before the scale is known, so those below 6e-8 are lost.
-    Raises `T1Error` for a bad option, for filter_eps, for chunks and workspace together, for a workspace too small
-    (saying the least that works), for a second backward where the forward computed the gradients, and for
-    create_graph=True.
+    workspace: instead of `chunks`, the largest chunks whose buffers fit on a GPU, without cuBLAS's own buffers. Frozen
+    operands cost no product, and nothing waits for the device. Raises `T1Error` for a bad option, for filter_eps, for
+    chunks and workspace together, for a workspace too small (saying the least that works), for a second backward where
+    the forward computed the gradients, and for create_graph=True.
     """
     choose("by", by, ("sequence", "vocabulary"))
     check_chunks(chunks, opts.settings)

@@ -28,17 +28,9 @@ INTERPRETER = threading.Lock()  # Triton's interpreter serves one thread at a ti
 
 def fused(
     tensors: Tensors, settings: Settings, *, chunks: int | None = None, accumulate: str | None = None
-) -> tuple[Tensor, HeadStats]:
-    """Cross-entropy of a linear layer's outputs by Triton kernels; arguments as in `linear_cross_entropy`.
-
-    Loss alone: one matrix product, with the logits in registers only. Loss and gradients under "mean" and "sum": the
-    forward computes both, one chunk of tokens at a time, with three products; the backward only scales the gradients,
-    and a second backward is refused. In the other cases ("none", filter_eps, float16, a softcap with label smoothing or
-    below 1, accumulate="float32", a workspace so small that this is faster) the backward recomputes the logits and
-    takes their softmax with the saved log-sum-exp: four products.
-
-    Ignored tokens cost no work, and frozen operands cost no product. Results are bitwise the same on every run. Nothing
-    waits for the device, so a call can be captured in a CUDA graph; `torch.compile(fullgraph=True)` sees one operator.
+) -> tuple[Tensor, HeadStats | None]:
+    """Cross-entropy of a linear layer's outputs by Triton kernels; arguments as in `linear_cross_entropy`, how it works
+    in docs/heads.md.
 
     workspace   bytes beyond operands and gradients, including copies of a weight that is not in the dtype of the
                 products (float32 under autocast) or has no unit stride; more allows fewer, larger chunks (default:
@@ -47,12 +39,13 @@ def fused(
     accumulate  None: the weight gradient accumulates in the weight's dtype (float32 for a float32 weight, also under
                 autocast). In 16 bits the large product is rounded once per chunk, but the targets' own terms, and the
                 complete rows of the 1024 most frequent targets, accumulate in float32 and are rounded once.
-                "float32": every entry is one float32 sum, computed by the path with four products
+                "float32": every entry is one float32 sum, computed with four products instead of three
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, for
     float64, and for bfloat16 in Triton's interpreter, head `chunked` computes (with filter_eps `full`). Raises
-    `T1Error` for a bad argument, a workspace too small (saying the least that works), a second backward where the
-    forward computed the gradients, and create_graph=True.
+    `T1Error` for a bad argument, a workspace too small (saying the least that works), create_graph=True, and a second
+    backward where the forward made the gradients: under "mean" and "sum", but for filter_eps, float16, a softcap with
+    label smoothing or below 1, accumulate, and a workspace so small that recomputing the logits is faster.
     """
     check_chunks(chunks, settings)
     if accumulate is not None:
@@ -63,7 +56,7 @@ def fused(
         own = {"by": "vocabulary"} if accumulate else {"chunks": chunks}
         return chunked_head(tensors, settings, **own)
     loss, *stats = forward_op(*tensors, *_packed(tensors, settings, chunks or 0, accumulate is not None))[:4]
-    return loss, HeadStats(*stats)
+    return loss, HeadStats(*stats) if settings.return_stats else None
 
 
 def kernels_run(input: Tensor) -> bool:
@@ -86,7 +79,8 @@ def kernels_run(input: Tensor) -> bool:
 def _packed(
     tensors: Tensors, s: Settings, chunks: int, exact_sum: bool
 ) -> tuple[list[float], list[int], str, list[bool]]:
-    """The operators' other arguments: numbers, sizes, words, and flags (which gradients; early; exact sums; sequence).
+    """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
+    statistics, sequence.
 
     Only what the compiler can trace is checked here; shapes, and values of tensors, are checked in the operator.
     """
@@ -105,7 +99,7 @@ def _packed(
     numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
     sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
     words = f"{s.reduction} {DTYPES[compute][0] if autocast else '-'} {group}"
-    return numbers, sizes, words, [*needs, early, exact_sum, sequence]
+    return numbers, sizes, words, [*needs, early, exact_sum, s.return_stats, sequence]
 
 
 def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
@@ -178,7 +172,7 @@ def forward_op(
     from t1lib.heads import fused_run  # needs Triton
 
     tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
-    *needs, early, exact_sum, _ = flags
+    *needs, early, exact_sum, return_stats, _ = flags
     gradients, budget = (None, None, None), None if sizes[1] < 0 else sizes[1]
     # Triton launches on the current device
     with torch.cuda.device_of(input), nullcontext() if input.is_cuda else INTERPRETER:
@@ -191,8 +185,10 @@ def forward_op(
         else:
             tokens = fused_run.loss_only(o, shape, fused_plan.plan("loss", planned, budget, o.device))
         lse, logprob, correct, pull, saved = tokens.results()
-        loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), o.opts.stats(lse, logprob, correct > 0)
-    return loss.clone(), *(x.clone() for x in stats), saved, *_filled(gradients, tensors)
+        loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [input.new_empty(0) for _ in HeadStats._fields]
+        if return_stats:
+            stats = [x.clone() for x in o.opts.stats(lse, logprob, correct > 0)]  # operators return no views
+    return loss.clone() if loss.dim() else loss, *stats, saved, *_filled(gradients, tensors)
 
 
 @forward_op.register_fake
@@ -202,6 +198,8 @@ def _(input, linear_weight, target, linear_bias, weight, token_weight, numbers, 
     rows = input.new_empty(target.shape, dtype=torch.float32)
     loss = torch.empty_like(rows) if reduction == "none" else input.new_empty((), dtype=torch.float32)
     stats = torch.empty_like(rows), torch.empty_like(rows), input.new_empty(target.shape, dtype=torch.bool)
+    if not flags[5]:
+        stats = [input.new_empty(0) for _ in stats]
     made = (flag and flags[3] for flag in flags[:3])
     saved = input.new_empty((2, tokens), dtype=torch.float32)
     return loss, *stats, saved, *_empty(input, linear_weight, linear_bias, made)
@@ -248,7 +246,7 @@ def scale_op(x: Tensor, factor: Tensor) -> None:
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.rest, (*needs, ctx.early, _, _) = inputs[6:], inputs[9]
+    ctx.rest, (*needs, ctx.early, _, _, _) = inputs[6:], inputs[9]
     ctx.spent = False
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
