@@ -90,7 +90,8 @@ def _packed(
     require(compute in DTYPES, f"input must be bfloat16, float16, float32 or float64; got {compute}")
     for value in () if torch.compiler.is_compiling() else (input, w):
         plain = torch.autograd.forward_ad.unpack_dual(value).tangent is None
-        require(plain, 'head "fused" has no forward-mode derivative; allowed: head="full"')
+        plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        require(plain, 'head "fused" has no forward-mode derivative, nor any of torch.func; allowed: head="full"')
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
     early = any(needs) and not exact_sum and _is_early(tensors, s, compute)
     rows, sequence, group = [], False, ""

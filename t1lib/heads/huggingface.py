@@ -9,7 +9,7 @@ code, and whatever else a model does to its logits is refused by name, never com
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import MethodType
@@ -102,7 +102,8 @@ def _patched(original: Callable) -> Callable:
             return call(*args, **kwargs)
         if given.get("labels") is None:
             kwargs["labels"] = labels  # a model computes a loss only if it is given labels
-        with LOCKS.setdefault(self, threading.RLock()):
+        # the compiler traces no lock; a compiled call runs no Python that others could disturb
+        with nullcontext() if torch.compiler.is_compiling() else LOCKS.setdefault(self, threading.RLock()):
             return _call_with_head(self, patch, partial(call, *args, **kwargs), given.get("num_items_in_batch"))
 
     del forward.__wrapped__  # accelerate follows it to take its own wrappers off, and would take this one off, too
@@ -161,6 +162,10 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
     return linears
 
 
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
 @dataclass(eq=False)
 class _Logits:
     """Logits not computed: z = `scale` · layer(`hidden`), or `cap` · tanh(z); the first `columns` of them.
@@ -179,13 +184,13 @@ class _Logits:
     items: Any  # what the model divides a sum of losses by
     scale: float = 1.0
     cap: float | None = None
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int = field(default_factory=lambda: _thread())
 
     weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
 
     def __call__(self, hidden: Tensor) -> "_Logits | Tensor":
-        mine = threading.get_ident() == self.thread  # a call without labels by another thread gets its logits
+        mine = _thread() == self.thread  # a call without labels by another thread gets its logits
         return replace(self, hidden=hidden) if mine else self.layer(hidden)
 
     def compute(self, asked: bool) -> Tensor | None:
@@ -207,7 +212,7 @@ class _Logits:
 
     def _loss(self, target: Tensor, options: dict, linear: nn.Linear, hidden: Tensor) -> Tensor:
         weight, bias = linear.weight, linear.bias
-        if threading.get_ident() != self.thread:
+        if _thread() != self.thread:
             return nn.functional.linear(hidden, weight, bias)
         plain = not (weight.is_meta or is_traceable_wrapper_subclass(weight)) and len(weight) == linear.out_features
         found = f"{type(weight).__name__} of {len(weight)} rows on {weight.device}"

@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from functorch.compile import make_boxed_func
 from head_cases import Problem, assert_close, least_of, problem, refusal, run
 from torch._dynamo.backends.common import aot_autograd
 
-from t1lib.heads import linear_cross_entropy
+from t1lib.heads import linear_cross_entropy, patch_head
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 slow = pytest.mark.slow
@@ -160,3 +161,17 @@ def test_an_unknown_number_of_tokens_compiles(reduction):
         return linear_cross_entropy((e * 1.0)[mask], w, target[mask], head="fused", reduction=reduction)
 
     agree_when_compiled(call, p, [(p.target,), (p.target.roll(1).index_fill(0, torch.arange(3), -100),)])
+
+
+def test_a_patched_model_compiles_whole():
+    config = transformers.Qwen3Config(
+        vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8, num_attention_heads=2,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = patch_head(transformers.AutoModelForCausalLM.from_config(config))
+    ids = torch.arange(24).view(2, 12)
+    found = []
+    for f in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        loss = f(input_ids=ids, labels=ids).loss
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    assert_close(*found, 1e-5)
