@@ -16,19 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import HEADROOM, NEVER
-from t1lib.heads.kernels.tiles import (
-    EVEN,
-    LOG2E,
-    LOG_TOTAL,
-    OFFSET,
-    SOFTMAX,
-    TARGET,
-    VARYING,
-    grouped,
-    live_rows,
-    small_tanh,
-)
 
 # -- the ring of operands: stages of two halves of A and one B, each with a barrier for full and one for empty --------
 
@@ -49,15 +38,15 @@ def _ring(a, b, S: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tiles(x, w, ring, m, begin, end, stride, blocks, across, group, first, hidden, N: gl.constexpr,
-                S: gl.constexpr, GRADIENT: gl.constexpr):  # fmt: skip
+def _copy_tiles(x, w, ring, work, group, first, hidden, N: gl.constexpr, S: gl.constexpr, GRADIENT: gl.constexpr):
     """Copy the operands of this program's tiles, step after step: x's two halves of rows, and w."""
+    m, _, begin, end, stride, blocks, across = work
     a0, a1, b0, full, empty = ring
     it = 0
     for index in range(begin, end, stride):
         n = index
         if GRADIENT:
-            m, n = grouped(index, blocks, across, group)
+            m, n = tiles.grouped(index, blocks, across, group)
         for k in range(0, hidden, 64):
             s = it % S
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
@@ -128,10 +117,10 @@ def _finish_logits(acc, ahead, softcap, BIAS: gl.constexpr, SOFTCAP: gl.constexp
     if BIAS:
         acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, acc.type.layout)).to(gl.float32), 0)
     if SOFTCAP > 0:
-        t = 1.0 - 2.0 * _reciprocal(gl.exp2(acc * (2.0 * LOG2E / softcap)) + 1.0)
+        t = 1.0 - 2.0 * _reciprocal(gl.exp2(acc * (2.0 * tiles.LOG2E / softcap)) + 1.0)
         if SOFTCAP == 2:
             small = acc * (1.0 / softcap)
-            t = gl.where(gl.maximum(small, -small) < 0.4, small_tanh(small), t)
+            t = gl.where(gl.maximum(small, -small) < 0.4, tiles.small_tanh(small), t)
         return t, 1.0 - t * t
     else:
         return acc, acc
@@ -140,16 +129,17 @@ def _finish_logits(acc, ahead, softcap, BIAS: gl.constexpr, SOFTCAP: gl.constexp
 @gluon.jit
 def _multiply_tiles(
     a, ring, buffers, z, bias, class_weight, row, target, flag, sums, half,
-    m, split, begin, end, stride, blocks, across, tokens, start, live, capacity, vocab, hidden, first, group, splits,
-    softcap, filter_eps, N: gl.constexpr, S: gl.constexpr, GRADIENT: gl.constexpr, STORE: gl.constexpr,
+    work, sizes, softcap, filter_eps, N: gl.constexpr, S: gl.constexpr, GRADIENT: gl.constexpr, STORE: gl.constexpr,
     REDO: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_SHARE: gl.constexpr, WEIGHTED: gl.constexpr,
     RAGGED: gl.constexpr, FILTER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's half of each of this program's tiles, finished as `logits` says."""
+    m, split, begin, end, stride, blocks, across = work
+    tokens, start, live, capacity, vocab, hidden, first, group, splits = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    unit = softcap * LOG2E if SOFTCAP > 0 else 1.0 * LOG2E
+    unit = softcap * tiles.LOG2E if SOFTCAP > 0 else 1.0 * tiles.LOG2E
     rows = m * 128 + half + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    shift = gl.load(row + OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
+    shift = gl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
     if REDO:
         highest = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
         for part in range(splits):
@@ -162,14 +152,14 @@ def _multiply_tiles(
     for index in range(begin, end, stride):
         n = index
         if GRADIENT:  # all that is loaded, before the product
-            m, n = grouped(index, blocks, across, group)
+            m, n = tiles.grouped(index, blocks, across, group)
             rows = m * 128 + half + gl.arange(0, 64, gl.SliceLayout(1, layout))
             here = row + start + rows
             y = gl.load(target + rows)
-            shift = gl.load(here + OFFSET * tokens, mask=rows < live, other=NEVER)
-            log_total = gl.load(here + LOG_TOTAL * tokens, mask=rows < live, other=0.0)
-            by_p = gl.load(here + SOFTMAX * tokens, mask=rows < live, other=0.0)
-            fix = by_p - gl.load(here + TARGET * tokens, mask=rows < live, other=0.0)
+            shift = gl.load(here + tiles.OFFSET * tokens, mask=rows < live, other=NEVER)
+            log_total = gl.load(here + tiles.LOG_TOTAL * tokens, mask=rows < live, other=0.0)
+            by_p = gl.load(here + tiles.SOFTMAX * tokens, mask=rows < live, other=0.0)
+            fix = by_p - gl.load(here + tiles.TARGET * tokens, mask=rows < live, other=0.0)
         ahead = _bias_ahead(bias, first + n * N, vocab, N, BIAS)
         acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         columns = first + n * N + gl.arange(0, N, gl.SliceLayout(0, layout))
@@ -180,7 +170,7 @@ def _multiply_tiles(
             p = gl.where(hit, p - 1.0, p)
             gradient = p * gl.expand_dims(by_p, 1) + gl.where(hit, gl.expand_dims(fix, 1), 0.0)
             if EVEN_SHARE:
-                even = gl.expand_dims(gl.load(here + EVEN * tokens, mask=rows < live, other=0.0), 1)
+                even = gl.expand_dims(gl.load(here + tiles.EVEN * tokens, mask=rows < live, other=0.0), 1)
                 if WEIGHTED:
                     weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
                     even = even * gl.expand_dims(weight, 0)
@@ -223,7 +213,7 @@ def _multiply_tiles(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=VARYING)
+@gluon.jit(do_not_specialize=tiles.VARYING)
 def logits(
     x, w, z, bias, class_weight, row, target, flag, sums,
     number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits, softcap, filter_eps,
@@ -232,21 +222,23 @@ def logits(
     RAGGED: gl.constexpr, FILTER: gl.constexpr,
 ):  # fmt: skip
     """As `kernels.logits.logits`."""
-    live = live_rows(number, start, size)
-    tiles = gl.cdiv(held, N)
-    m, split = grouped(gl.program_id(0), gl.cdiv(size, 128), splits, group)
+    live = tiles.live_rows(number, start, size)
+    across = gl.cdiv(held, N)
+    m, split = tiles.grouped(gl.program_id(0), gl.cdiv(size, 128), splits, group)
     blocks = gl.cdiv(live, 128)
-    begin = split * tiles // splits
-    end = (split + 1) * tiles // splits
+    begin = split * across // splits
+    end = (split + 1) * across // splits
     stride = 1
     needed = m * 128 < live
     if REDO:
         needed = needed & (gl.load(flag + m) != 0)
     if GRADIENT:
         begin = gl.program_id(0)
-        end = blocks * tiles
+        end = blocks * across
         stride = gl.num_programs(0)
         needed = begin < end
+    work = (m, split, begin, end, stride, blocks, across)
+    sizes = (tokens, start, live, capacity, vocab, hidden, first, group, splits)
     if needed:
         ring = _ring(x, w, S)
         if STORE:
@@ -258,17 +250,13 @@ def logits(
         gl.warp_specialize([
             (_multiply_tiles, (
                 ring[0], ring, c0, z, bias, class_weight, row, target, flag, sums, 0,
-                m, split, begin, end, stride, blocks, tiles, tokens, start, live, capacity, vocab, hidden, first, group,
-                splits, softcap, filter_eps,
+                work, sizes, softcap, filter_eps,
                 N, S, GRADIENT, STORE, REDO, BIAS, SOFTCAP, EVEN_SHARE, WEIGHTED, RAGGED, FILTER,
             )),
             (_multiply_tiles, (
                 ring[1], ring, c1, z, bias, class_weight, row, target, flag, sums, 64,
-                m, split, begin, end, stride, blocks, tiles, tokens, start, live, capacity, vocab, hidden, first, group,
-                splits, softcap, filter_eps,
+                work, sizes, softcap, filter_eps,
                 N, S, GRADIENT, STORE, REDO, BIAS, SOFTCAP, EVEN_SHARE, WEIGHTED, RAGGED, FILTER,
             )),
-            (_copy_tiles, (
-                x, w, ring, m, begin, end, stride, blocks, tiles, group, first, hidden, N, S, GRADIENT,
-            )),
+            (_copy_tiles, (x, w, ring, work, group, first, hidden, N, S, GRADIENT)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -3,29 +3,14 @@
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.tiles import (
-    AT,
-    EVEN,
-    LOG2E,
-    LOG_TOTAL,
-    OFFSET,
-    SOFTMAX,
-    TARGET,
-    VARYING,
-    finish_logits,
-    grouped,
-    live_rows,
-    load_tile,
-    store_tile,
-    tanh,
-)
+from t1lib.heads.kernels import tiles
 
 HEADROOM = tl.constexpr(96.0)  # largest z2 − offset whose exponential and its sums are far from float32's end
 NEVER = tl.constexpr(1e30)  # offset of a row without a token: its exponentials are 0
 LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, which no row's maximum is below
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def target_logits(
     e, w, bias, order, target, row, number, tokens, hidden, e_row, e_column, w_stride, softcap,
     M: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -52,9 +37,9 @@ def target_logits(
     z = tl.sum(tl.where(j[:, None] == j[None, :], acc, 0.0), 1)
     if BIAS:
         z += tl.load(bias + y, mask=real, other=0.0).to(tl.float32)
-    z2 = tanh(z / softcap, SOFTCAP == 2) * (softcap * LOG2E) if SOFTCAP > 0 else z * LOG2E
-    tl.store(row + AT * tokens + i, z2, mask=live)
-    tl.store(row + OFFSET * tokens + i, tl.where(real, tl.floor(z2) + LEAD, NEVER), mask=live)
+    z2 = tiles.tanh(z / softcap, SOFTCAP == 2) * (softcap * tiles.LOG2E) if SOFTCAP > 0 else z * tiles.LOG2E
+    tl.store(row + tiles.AT * tokens + i, z2, mask=live)
+    tl.store(row + tiles.OFFSET * tokens + i, tl.where(real, tl.floor(z2) + LEAD, NEVER), mask=live)
 
 
 @triton.jit
@@ -73,15 +58,15 @@ def logit_gradient(
     p − 1 is made first, so that nothing cancels as p_y → 1. FILTER drops entries with |p − [v = y]| < filter_eps.
     """
     hit = columns[None, :] == y[:, None]
-    shift = tl.load(row + OFFSET * tokens + positions, mask=live, other=NEVER)
-    log_total = tl.load(row + LOG_TOTAL * tokens + positions, mask=live, other=0.0)
-    by_p = tl.load(row + SOFTMAX * tokens + positions, mask=live, other=0.0)
-    fix = by_p - tl.load(row + TARGET * tokens + positions, mask=live, other=0.0)
+    shift = tl.load(row + tiles.OFFSET * tokens + positions, mask=live, other=NEVER)
+    log_total = tl.load(row + tiles.LOG_TOTAL * tokens + positions, mask=live, other=0.0)
+    by_p = tl.load(row + tiles.SOFTMAX * tokens + positions, mask=live, other=0.0)
+    fix = by_p - tl.load(row + tiles.TARGET * tokens + positions, mask=live, other=0.0)
     p = tl.exp2((z2 - shift[:, None]) - log_total[:, None])
     p = tl.where(hit, p - 1.0, p)
     gradient = p * by_p[:, None] + tl.where(hit, fix[:, None], 0.0)
     if EVEN_SHARE:
-        even = tl.load(row + EVEN * tokens + positions, mask=live, other=0.0)[:, None]
+        even = tl.load(row + tiles.EVEN * tokens + positions, mask=live, other=0.0)[:, None]
         if WEIGHTED:
             even = even * tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
         gradient -= even
@@ -92,7 +77,7 @@ def logit_gradient(
     return gradient
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def logits(
     x, w, z, bias, class_weight, row, target, flag, sums,
     number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits,
@@ -112,19 +97,19 @@ def logits(
 
     GRADIENT, once the log-sum-exp is known: persistent programs, tile after tile: z ← `logit_gradient`.
     """
-    live = live_rows(number, start, size)
+    live = tiles.live_rows(number, start, size)
     row_blocks = tl.cdiv(size, M)
-    m, split = grouped(tl.program_id(0), row_blocks, splits, group)
-    tiles = tl.cdiv(held, N)
-    begin = split * tiles // splits
-    end = (split + 1) * tiles // splits
+    m, split = tiles.grouped(tl.program_id(0), row_blocks, splits, group)
+    across = tl.cdiv(held, N)
+    begin = split * across // splits
+    end = (split + 1) * across // splits
     stride = 1
     rows = m * M + tl.arange(0, M)
-    shift = tl.load(row + OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
+    shift = tl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
     if GRADIENT:
         row_blocks = tl.cdiv(live, M)
         begin = tl.program_id(0)
-        end = row_blocks * tiles
+        end = row_blocks * across
         stride = tl.num_programs(0)
     elif m * M >= live:
         return
@@ -140,23 +125,23 @@ def logits(
     pull = tl.zeros([M], tl.float32)
     for index in tl.range(begin, end, stride, flatten=True):
         if GRADIENT:
-            m, n = grouped(index, row_blocks, tiles, group)
+            m, n = tiles.grouped(index, row_blocks, across, group)
         else:
             n = index
         acc = tl.zeros([M, N], tl.float32)
         for k in range(0, hidden, K):
-            a = load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)
-            b = load_tile(w, first + n * N, k, vocab, hidden, w_stride, N, K, TMA_W)
+            a = tiles.load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)
+            b = tiles.load_tile(w, first + n * N, k, vocab, hidden, w_stride, N, K, TMA_W)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         columns = first + n * N + tl.arange(0, N)
-        z2, slope = finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
+        z2, slope = tiles.finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
         if GRADIENT:
             at = m * M + tl.arange(0, M)
             gradient = logit_gradient(
                 z2, slope, columns, row, start + at, at < live, tokens, tl.load(target + at), class_weight, vocab,
                 filter_eps, EVEN_SHARE, WEIGHTED, SOFTCAP, FILTER,
             )  # fmt: skip
-            store_tile(z, m * M, n * N, capacity, held, z_stride, gradient, False, 1, TMA)
+            tiles.store_tile(z, m * M, n * N, capacity, held, z_stride, gradient, False, 1, TMA)
         else:
             if EVEN_SHARE:
                 pulled = z2
@@ -173,7 +158,7 @@ def logits(
             if STORE:
                 if SOFTCAP > 0:
                     p *= slope
-                store_tile(z, m * M, n * N, capacity, held, z_stride, p, False, 1, TMA)
+                tiles.store_tile(z, m * M, n * N, capacity, held, z_stride, p, False, 1, TMA)
     if not GRADIENT:
         out = sums + split * capacity + rows
         tl.store(out, total)

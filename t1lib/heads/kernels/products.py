@@ -4,7 +4,7 @@ apart from the large product: in float32, rounded once."""
 import triton
 import triton.language as tl
 
-from t1lib.heads.kernels.tiles import TAU, VARYING, live_rows, load_tile, store_tile
+from t1lib.heads.kernels import tiles
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _even_share(even_sum, class_weight, classes, inside, d, hidden, WEIGHTED: tl
     return per_class[:, None] * share
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def products(
     z, zt, w, x, de, dw, even_sum, class_weight, number, tokens, start, size, capacity, hidden,
     vocab, first, held, x_rows, parts, z_stride, w_stride, x_stride, de_stride, dw_stride,
@@ -35,7 +35,7 @@ def products(
     """
     pid = tl.program_id(0)
     grid = tl.num_programs(0)
-    rows = live_rows(number, start, size)
+    rows = tiles.live_rows(number, start, size)
     across = tl.cdiv(hidden, N)
     units = 0
     unit_steps = 0
@@ -50,37 +50,37 @@ def products(
             part = unit // (across * blocks)
             acc = tl.zeros([M, N], tl.float32)
             for k in range(part * unit_steps, tl.minimum((part + 1) * unit_steps, steps)):
-                a = load_tile(z, m * M, k * K, capacity, held, z_stride, M, K, TMA)
-                b = load_tile(w, first + k * K, n * N, vocab, hidden, w_stride, K, N, TMA_W)
+                a = tiles.load_tile(z, m * M, k * K, capacity, held, z_stride, M, K, TMA)
+                b = tiles.load_tile(w, first + k * K, n * N, vocab, hidden, w_stride, K, N, TMA_W)
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
             at = part * capacity + m * M
-            store_tile(de, at, n * N, parts * capacity, hidden, de_stride, acc, ADD_DE, PIECES_DE, TMA)
+            tiles.store_tile(de, at, n * N, parts * capacity, hidden, de_stride, acc, ADD_DE, PIECES_DE, TMA)
     if DW:
         inner = tl.cdiv(rows, K)
-        tiles = tl.cdiv(held, M) * across
+        total = tl.cdiv(held, M) * across
         if ADD_DW and rows == 0:
-            tiles = 0
+            total = 0
         held_until = tl.minimum(vocab, first + held)
         idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
-        more = tl.where(units % grid == 0, 0, tl.minimum(unit_steps // (inner + 3), tiles // idle))  # 3: an epilogue
+        more = tl.where(units % grid == 0, 0, tl.minimum(unit_steps // (inner + 3), total // idle))  # 3: an epilogue
         ahead = more * idle
         mine = tl.where(pid >= grid - idle, more, 0)
-        for i in tl.range(0, mine + tl.cdiv(tl.maximum(tiles - ahead - pid, 0), grid), flatten=True):
+        for i in tl.range(0, mine + tl.cdiv(tl.maximum(total - ahead - pid, 0), grid), flatten=True):
             tile = tl.where(i < mine, pid - (grid - idle) + i * idle, ahead + pid + (i - mine) * grid)
             v = tile // across
             n = tile % across
             acc = tl.zeros([M, N], tl.float32)
             for k in range(0, inner):
-                a = load_tile(zt, k * K, v * M, capacity, held, z_stride, K, M, TMA)
-                b = load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N, TMA)
+                a = tiles.load_tile(zt, k * K, v * M, capacity, held, z_stride, K, M, TMA)
+                b = tiles.load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N, TMA)
                 acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
             if EVEN_SHARE:
                 r = first + v * M + tl.arange(0, M)
                 acc -= _even_share(even_sum, class_weight, r, r < vocab, n * N + tl.arange(0, N), hidden, WEIGHTED)
-            store_tile(dw, first + v * M, n * N, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW, TMA_DW)
+            tiles.store_tile(dw, first + v * M, n * N, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW, TMA_DW)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def frequent_rows(
     columns, x, sums, frequent, frequent_number, even_sum, class_weight,
     number, tokens, start, size, capacity, hidden, width, x_rows, columns_stride, x_stride, sums_stride,
@@ -101,9 +101,9 @@ def frequent_rows(
     d = left + tl.arange(0, N)
     inside = (h < count)[:, None] & (d < hidden)[None, :]
     acc = tl.zeros([M, N], tl.float32)
-    for k in range(0, live_rows(number, start, size), K):
-        a = load_tile(columns, k, above, capacity, width, columns_stride, K, M, TMA)
-        b = load_tile(x, k, left, x_rows, hidden, x_stride, K, N, TMA)
+    for k in range(0, tiles.live_rows(number, start, size), K):
+        a = tiles.load_tile(columns, k, above, capacity, width, columns_stride, K, M, TMA)
+        b = tiles.load_tile(x, k, left, x_rows, hidden, x_stride, K, N, TMA)
         acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
     at = sums + h.to(tl.int64)[:, None] * sums_stride + d[None, :]
     acc += tl.load(at, mask=inside, other=0.0)
@@ -113,7 +113,7 @@ def frequent_rows(
     tl.store(at, acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def target_rows(
     dw, db, sums, e, order, target, segment_end, row, slot, number, tokens, hidden, e_row, e_column, sums_stride,
     dw_stride, HEIGHT: tl.constexpr, BLOCK: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
@@ -139,7 +139,7 @@ def target_rows(
     factors = tl.zeros([HEIGHT], tl.float32)
     for begin in range(i, end, HEIGHT):
         n = begin + tl.arange(0, HEIGHT)
-        factor = tl.load(row + TAU * tokens + n, mask=n < end, other=0.0)
+        factor = tl.load(row + tiles.TAU * tokens + n, mask=n < end, other=0.0)
         factors += factor
         if DW:
             token = tl.load(order + n, mask=n < end, other=0)

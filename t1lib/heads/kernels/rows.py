@@ -3,28 +3,11 @@
 import triton
 import triton.language as tl
 
+from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import settled_offset
-from t1lib.heads.kernels.tiles import (
-    AT,
-    CORRECT,
-    EVEN,
-    LN2,
-    LOG2E,
-    LOG_TOTAL,
-    LOGPROB,
-    OFFSET,
-    PULL,
-    SCALE,
-    SOFTMAX,
-    TARGET,
-    TAU,
-    TOKEN,
-    VARYING,
-    live_rows,
-)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def pack(
     e, x, order, target, packed_target, flag, number, tokens, start, size, capacity, hidden,
     above, e_row, e_column, x_stride,
@@ -35,7 +18,7 @@ def pack(
     And flag ← 0 for each block of M rows.
     """
     i = tl.program_id(0)
-    live = i < live_rows(number, start, size)
+    live = i < tiles.live_rows(number, start, size)
     token = tl.load(order + start + i, mask=live, other=0)
     for begin in range(0, hidden, BLOCK):
         d = begin + tl.arange(0, BLOCK)
@@ -47,13 +30,13 @@ def pack(
     tl.store(flag + i // M, 0, mask=i % M == 0)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def finish_rows(
     row, sums, number, tokens, start, size, capacity, hidden, splits, SPLITS: tl.constexpr, PULLED: tl.constexpr
 ):
     """Program per row: combine the parts of the vocabulary to the token's statistics."""
     i = tl.program_id(0)
-    if i >= live_rows(number, start, size):
+    if i >= tiles.live_rows(number, start, size):
         return
     here = row + start + i
     part = tl.arange(0, SPLITS)
@@ -61,17 +44,17 @@ def finish_rows(
     where = sums + part * capacity + i
     log_total = tl.log2(tl.sum(tl.load(where, mask=inside, other=0.0), 0))
     highest = tl.max(tl.load(where + splits * capacity, mask=inside, other=-float("inf")), 0)
-    z2 = tl.load(here + AT * tokens)
-    shift = settled_offset(highest, tl.load(here + OFFSET * tokens))
-    tl.store(here + OFFSET * tokens, shift)
-    tl.store(here + LOG_TOTAL * tokens, log_total)
-    tl.store(here + LOGPROB * tokens, ((z2 - shift) - log_total) * LN2)
+    z2 = tl.load(here + tiles.AT * tokens)
+    shift = settled_offset(highest, tl.load(here + tiles.OFFSET * tokens))
+    tl.store(here + tiles.OFFSET * tokens, shift)
+    tl.store(here + tiles.LOG_TOTAL * tokens, log_total)
+    tl.store(here + tiles.LOGPROB * tokens, ((z2 - shift) - log_total) * tiles.LN2)
     # two products of the same operands may differ in their last bits
     close = z2 >= highest - 1e-6 * tl.maximum(tl.abs(highest), 1.0)
-    tl.store(here + CORRECT * tokens, close.to(tl.float32))
+    tl.store(here + tiles.CORRECT * tokens, close.to(tl.float32))
     if PULLED:
         pull = tl.sum(tl.load(where + 2 * splits * capacity, mask=inside, other=0.0), 0)
-        tl.store(here + PULL * tokens, pull * LN2)
+        tl.store(here + tiles.PULL * tokens, pull * tiles.LN2)
 
 
 @triton.jit
@@ -95,7 +78,7 @@ def _copy_frequent(z, columns, frequent, count, i, y, live, z_stride, columns_st
         tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def scale_rows(
     z, x, row, packed_target, frequent, frequent_number, columns,
     number, tokens, start, size, capacity, hidden, z_stride, x_stride, columns_stride, softcap, z_loss,
@@ -109,31 +92,32 @@ def scale_rows(
     columns (capacity, number of them). Rows up to the next whole tile take part in products, so they become 0.
     """
     i = tl.program_id(0)
-    live = i < live_rows(number, start, size)
+    live = i < tiles.live_rows(number, start, size)
     here = row + start + i
     y = tl.load(packed_target + i)
-    log_total = tl.load(here + LOG_TOTAL * tokens, mask=live, other=0.0)
-    a = tl.load(here + SOFTMAX * tokens, mask=live, other=0.0)
-    offset = tl.load(here + OFFSET * tokens, mask=live, other=0.0)
+    log_total = tl.load(here + tiles.LOG_TOTAL * tokens, mask=live, other=0.0)
+    a = tl.load(here + tiles.SOFTMAX * tokens, mask=live, other=0.0)
+    offset = tl.load(here + tiles.OFFSET * tokens, mask=live, other=0.0)
     if Z_LOSS:
-        a += 2.0 * z_loss * tl.load(here + TOKEN * tokens, mask=live, other=0.0) * (offset + log_total) * LN2
-    logprob = tl.load(here + LOGPROB * tokens, mask=live, other=0.0) * LOG2E
-    own = a * (tl.exp2(logprob) - 1.0) + (a - tl.load(here + TARGET * tokens, mask=live, other=0.0))
+        r = tl.load(here + tiles.TOKEN * tokens, mask=live, other=0.0)
+        a += 2.0 * z_loss * r * (offset + log_total) * tiles.LN2
+    logprob = tl.load(here + tiles.LOGPROB * tokens, mask=live, other=0.0) * tiles.LOG2E
+    own = a * (tl.exp2(logprob) - 1.0) + (a - tl.load(here + tiles.TARGET * tokens, mask=live, other=0.0))
     if SOFTCAP:
-        t = ((logprob + log_total) + offset) / (softcap * LOG2E)
+        t = ((logprob + log_total) + offset) / (softcap * tiles.LOG2E)
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
     # without a target here another shard of the vocabulary has it, and nobody takes this τ
     tl.store(z + i.to(tl.int64) * z_stride + y, tl.zeros([], z.dtype.element_ty), mask=live & (y >= 0))
-    tl.store(here + SCALE * tokens, scale, mask=live)
-    tl.store(here + TAU * tokens, own, mask=live)
+    tl.store(here + tiles.SCALE * tokens, scale, mask=live)
+    tl.store(here + tiles.TAU * tokens, own, mask=live)
     if DW:
         _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK)
         count = tl.load(frequent_number)
         _copy_frequent(z, columns, frequent, count, i, y, live, z_stride, columns_stride, BLOCK)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def finish_input_gradient(
     de, out, w, row, order, packed_target, even_vector,
     number, tokens, start, size, capacity, hidden, parts, de_stride, out_stride, w_stride,
@@ -144,7 +128,7 @@ def finish_input_gradient(
     PACKED: in the chunk's row of `out` instead of the token's, 0 where no token is.
     """
     i = tl.program_id(0)
-    live = i < live_rows(number, start, size)
+    live = i < tiles.live_rows(number, start, size)
     if not PACKED and not live:
         return
     here = row + start + i
@@ -156,16 +140,16 @@ def finish_input_gradient(
     if SCALED:
         y = tl.load(packed_target + i)
         own = tl.load(w + y.to(tl.int64) * w_stride + d, mask=inside & (y >= 0), other=0.0).to(tl.float32)
-        tau = tl.load(here + TAU * tokens, mask=live, other=0.0)
-        sums = sums * tl.load(here + SCALE * tokens, mask=live, other=0.0) + tau * own
+        tau = tl.load(here + tiles.TAU * tokens, mask=live, other=0.0)
+        sums = sums * tl.load(here + tiles.SCALE * tokens, mask=live, other=0.0) + tau * own
         if EVEN_SHARE:
-            even = tl.load(here + EVEN * tokens, mask=live, other=0.0)
+            even = tl.load(here + tiles.EVEN * tokens, mask=live, other=0.0)
             sums -= even * tl.load(even_vector + d, mask=inside, other=0.0)
     where = tl.cast(i, tl.int64) if PACKED else tl.load(order + start + i)
     tl.store(out + where * out_stride + d, sums.to(out.dtype.element_ty), mask=d < hidden)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=tiles.VARYING)
 def sum_rows(
     x, factor, out, number, start, size, columns, row_stride, column_stride,
     BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WEIGHED: tl.constexpr,
@@ -174,7 +158,7 @@ def sum_rows(
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part = tl.program_id(1)
     inside = d < columns
-    rows = live_rows(number, start, size)
+    rows = tiles.live_rows(number, start, size)
     each = tl.cdiv(tl.cdiv(rows, HEIGHT), tl.num_programs(1)) * HEIGHT
     sums = tl.zeros([HEIGHT, BLOCK], tl.float32)
     for begin in range(part * each, tl.minimum(rows, (part + 1) * each), HEIGHT):
