@@ -51,7 +51,10 @@ def fused(
     if accumulate is not None:
         choose("accumulate", accumulate, ("float32",))
     if not kernels_run(tensors.input):
-        if settings.filter_eps is not None:
+        grouped = settings.shards is not None  # neither `full` nor a split by vocabulary knows of shards
+        lacks = 'under a group accumulate="float32" is for CUDA tensors up to 32 bits per element; allowed here: None'
+        require(not (grouped and accumulate), lacks)
+        if settings.filter_eps is not None and not grouped:
             return full(tensors, settings)
         own = {"by": "vocabulary"} if accumulate else {"chunks": chunks}
         return chunked_head(tensors, settings, **own)
@@ -68,9 +71,9 @@ def kernels_run(input: Tensor) -> bool:
     empty = not torch.compiler.is_compiling() and input.numel() == 0  # the compiler may not know the number of tokens
     device = input.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and compute != torch.bfloat16
-    on_cuda = input.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
-    runs = not empty and input.dtype != torch.float64 and (interpreted or on_cuda)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    there = compute != torch.bfloat16 if interpreted else input.is_cuda
+    runs = there and not empty and input.dtype != torch.float64
     if runs and triton is None:
         warnings.warn("head 'fused' needs Triton, which is not installed; 'chunked' computes instead", stacklevel=4)
     return runs and triton is not None
@@ -158,9 +161,8 @@ def _unpacked(
     shape = fused_plan.Shape(len(e), *w.shape, compute, *flags[:2], _copies(tensors, compute, w.shape[0]), len(rows))
     w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
     b = None if b is None else b.to(compute).contiguous()
-    if shards is None:
-        return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape, shape
-    planned = shape._replace(vocab=max(rows), copies=_copies(tensors, compute, max(rows)))
+    largest = max(rows, default=shape.vocab)
+    planned = shape._replace(vocab=largest, copies=_copies(tensors, compute, largest))
     return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape, planned
 
 

@@ -60,6 +60,7 @@ def by_one(size: int) -> Cases:
 
 def by_all(size: int) -> Cases:
     """Each case: (arguments of all ranks, the message)."""
+    wide = {"input": P.e.double(), "linear_weight": "wide", "linear_bias": None}
     rows = r"the ranks hold " + r" \+ ".join(map(str, ROWS[size])) + " = 257 rows of linear_weight, but "
     cases = {
         "vocabulary": ({"vocabulary": 256}, rows + "vocabulary is 256 classes"),
@@ -68,6 +69,8 @@ def by_all(size: int) -> Cases:
         "an unknown option": ({"head": "chunked", "accumulate": 2}, "unknown option 'accumulate' for head 'chunked'"),
         "by vocabulary": ({"head": "chunked", "by": "vocabulary"}, 'by="sequence"'),
         "a filter": ({"head": "chunked", "filter_eps": 0.1}, "has no filter_eps"),
+        "a filter where chunked stands in": ({**wide, "filter_eps": 0.1}, "has no filter_eps"),
+        "float32 sums where chunked stands in": ({**wide, "accumulate": "float32"}, "allowed here: None"),
         "a target out of range": ({"target": P.target.clamp(min=257)}, r"lie in \[0, 257\).*got 257"),
         "workspace": ({"workspace": 1000}, "the least that works is"),
         "class weights dealt": ({"weight": "shard"}, "disagree about weight|class weights are given for"),
@@ -99,6 +102,7 @@ def refused(size: int, last: dict[str, Any], change: dict[str, Any], message: st
     special = {
         "frozen": lambda: P.w[part],
         "none": lambda: P.w[:0],
+        "wide": lambda: P.w[part].double(),
         "shard": lambda: torch.ones(257)[part],
         "2-D": lambda: init_device_mesh("cpu", (1, size)),
     }

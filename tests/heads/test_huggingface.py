@@ -166,6 +166,17 @@ def test_bfloat16_and_autocast():
     loss.backward()
 
 
+def test_a_sum_is_divided_before_gradients_are_rounded():
+    """1024 / 1022 is so near 1 that no finished bfloat16 gradient would change by it."""
+    model, given = patch_head(build("Llama").bfloat16(), head="chunked"), batch()
+    weight = model.get_output_embeddings().weight
+    found = []
+    for items in (1024, torch.tensor(1022)):
+        (gradient,) = torch.autograd.grad(model(**given, num_items_in_batch=items).loss, weight)
+        found.append(gradient.double())
+    assert abs((found[1] * found[0]).sum() / found[0].square().sum() - 1024 / 1022) < 1e-3  # 2e-3 otherwise
+
+
 def test_generation_and_a_loss_of_ones_own_are_left_alone():
     own, ours = pair("Gemma2", tie_word_embeddings=False)
     ids = batch()["input_ids"]
