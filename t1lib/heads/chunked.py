@@ -106,8 +106,8 @@ class Block:
     def fill(self, e: Tensor, w: Tensor, b: Tensor | None, first: int = 0) -> None:
         """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at its row `first`.
 
-        On CUDA a 16-bit product without a bias writes its float32 sums directly, with no rounding and no widening pass.
-        Otherwise the product is rounded to the operands' dtype, as in `F.linear`, and then widened.
+        On CUDA a 16-bit product writes its float32 sums directly, with no rounding and no widening pass. Elsewhere it
+        is rounded to the operands' dtype, as in `F.linear`, and then widened.
         """
         rows, columns, softcap = len(e), len(w), self.opts.settings.softcap
         width = _aligned(columns)
@@ -115,7 +115,7 @@ class Block:
         self.work = self.raw if self._work is self._raw else self._work[: rows * width].view(rows, width)
         self.slope = None if self._slope is None else self._slope[: rows * width].view(rows, width)[:, :columns]
         self.z, raw = self.work[:, :columns], self.raw[:, :columns]
-        wide = b is None and e.is_cuda and self.work is not self.raw
+        wide = e.is_cuda and self.work is not self.raw
         for part in _parts(columns):
             if wide:
                 torch.mm(e, w[part].t(), out_dtype=self.opts.dtype, out=self.z[:, part])
@@ -123,7 +123,9 @@ class Block:
                 torch.mm(e, w[part].t(), out=raw[:, part])
             else:
                 torch.addmm(b[part], e, w[part].t(), out=raw[:, part])
-        if not wide and self.work is not self.raw:
+        if wide and b is not None:
+            self.z.add_(b)
+        elif not wide and self.work is not self.raw:
             self.z.copy_(raw)
         if softcap is not None:
             self.z.div_(softcap).tanh_()
