@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from t1lib.train.ahead import GATHERED, ROWS
 from t1lib.train.store import LEAVING
-from t1lib.train.travel import PIECE, slots_for
+from t1lib.train.travel_old import PIECE, slots_for
 from t1lib.train.vocabulary import PIECE_BYTES
 from t1lib.work import Work
 

@@ -25,7 +25,7 @@ from t1lib.train.outer import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.spec import OptimizerSpec
 from t1lib.train.streams import Mark, send
-from t1lib.train.travel import PIECE, Traveller, update_once
+from t1lib.train.travel_old import PIECE, Traveller, update_once
 
 
 class TravellingOuter(Outer):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from t1lib.measure.timing import PhaseTimer
-from t1lib.train.activations import Activations, Saved
+from t1lib.train.activations_old import Activations, Saved
 from t1lib.train.batch import Piece
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.models import layer_arguments
