@@ -105,7 +105,7 @@ def test_memory_that_may_not_be_pinned_is_plain_and_counted(monkeypatch):
 @pytest.mark.parametrize("folder, names", [("", "max current"), ("memory", "limit_in_bytes usage_in_bytes")])
 def test_a_control_groups_limit_counts(folder, names, tmp_path, monkeypatch):
     files = [f"{folder}/memory.{name}".strip("/") for name in names.split()]
-    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr("t1lib.memory.CONTROL_GROUP", tmp_path)
     whole = host_available()
     for name, value in zip(files, (5 * MIB, 2 * MIB), strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True)

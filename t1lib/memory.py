@@ -1,0 +1,87 @@
+"""Sizes in words, pinned host memory, and how much of the host's memory is free."""
+
+import ctypes
+import sys
+import warnings
+import weakref
+from pathlib import Path
+
+import psutil
+import torch
+
+GIB = 2**30
+SMALL = 2**20
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+_registered: dict[int, int] = {}
+_refused: dict[int, int] = {}
+
+
+def in_words(nbytes: float) -> str:
+    """A size as text, such as "1.5 GiB" or "64 MiB"."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
+def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat host tensor of zeros that `device` can copy from and to asynchronously; plain memory for a CPU.
+
+    Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two
+    (96 MiB would take 128); small tensors, which would share pages, come from that allocator. The registration lasts
+    as long as the storage. If the system refuses to pin, the memory stays pageable, with a warning: copies are correct
+    but slower, and the host waits for them (`unpinned_bytes`).
+    """
+    if device.type == "cuda" and 0 < numel * dtype.itemsize < SMALL:
+        return torch.zeros(numel, dtype=dtype, pin_memory=True)
+    if device.type != "cuda":
+        return torch.zeros(numel, dtype=dtype)
+    # `zero_` touches the pages on all cores; `torch.zeros` would leave that to the registration, which uses only one.
+    return pin(torch.empty(numel, dtype=dtype).zero_(), device)
+
+
+def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Register a flat host tensor, which fills its storage, with CUDA for as long as the storage lives; returns it."""
+    if device.type == "cuda" and buffer.numel():
+        pointer, nbytes = buffer.data_ptr(), buffer.nbytes
+        code = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
+        kept = _registered if code == 0 else _refused
+        kept[pointer] = nbytes
+        weakref.finalize(buffer.untyped_storage(), _unregister if code == 0 else _forget, pointer)
+        if code != 0 and len(_refused) == 1:
+            warnings.warn(
+                f"the system refused to pin {nbytes / GIB:.2f} GiB of memory (CUDA error {code}): copies to and from "
+                "such memory make the host wait; `ulimit -l` may have a limit",
+                stacklevel=2,
+            )
+    return buffer
+
+
+def _forget(pointer: int) -> None:
+    _refused.pop(pointer, None)
+
+
+def unpinned_bytes() -> int:
+    """Bytes that the system refused to pin for `pinned_zeros` and `pin`."""
+    return sum(_refused.values())
+
+
+def host_available() -> int:
+    """Bytes of memory that this process may still take, within the limits of the machine and of its control group."""
+    free = psutil.virtual_memory().available
+    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        group = CONTROL_GROUP if most == "memory.max" else CONTROL_GROUP / "memory"  # cgroup versions 2 and 1
+        try:
+            free = min(free, int((group / most).read_text()) - int((group / used).read_text()))
+        except (OSError, ValueError):  # no such group, or no limit ("max")
+            continue
+    return max(free, 0)
+
+
+def trim_heap() -> None:
+    """Make the C library return freed memory to the system: glibc may keep gigabytes after a model's tensors have moved
+    elsewhere. Other C libraries have no such call."""
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
+
+
+def _unregister(pointer: int) -> None:
+    _registered.pop(pointer, None)
+    torch.cuda.cudart().cudaHostUnregister(pointer)
