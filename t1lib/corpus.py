@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from t1lib.errors import T1Error, require
 from t1lib.files import whole
+from t1lib.paths import cache_folder
 from t1lib.texts import LIBRARY, corpus_hash, read_texts, sha256
 
 END = "<|endoftext|>"  # after each text; id 0
@@ -76,15 +77,6 @@ class Corpus:
     files: int
     bytes: int
     tokenizer: Tokenizer
-
-
-def cache_folder() -> Path:
-    """Where tokenizers are kept, by the hash of what they were trained on: `T1_CACHE`, else ~/.cache/t1kit.
-
-    `XDG_CACHE_HOME` replaces ~/.cache if it is set.
-    """
-    named = os.environ.get("T1_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"
 
 
 def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:

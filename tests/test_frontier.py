@@ -3,11 +3,11 @@
 import pytest
 
 from t1lib.errors import T1Error, require
-from t1lib.machine import H200
 from t1lib.measure import frontier
 from t1lib.measure.frontier import Frontier, measure_frontier
 from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records
+from t1lib.plan.rates import H200
 
 SESSION = {"dtype": "float32", "device": "cpu", "seed": 0, "optimizer": {"name": "adamw"}}
 

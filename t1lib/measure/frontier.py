@@ -7,13 +7,13 @@ from typing import Any
 
 from t1lib.errors import T1Error
 from t1lib.heads import parse_bytes
-from t1lib.machine import Machine
 from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory
-from t1lib.plan import Choice
-from t1lib.planner import Prediction, Setting, predict_point
+from t1lib.plan.cost import Choice
+from t1lib.plan.predict import Prediction, Setting, predict_point
+from t1lib.plan.rates import Machine
 from t1lib.train import OptimizerSpec
 from t1lib.train.session import TrainSession
 
@@ -71,10 +71,10 @@ class Frontier:
     def predict(self, model: str, mode: str, head: str, seq: int, machine: Machine) -> Prediction:
         given = self.settings(model, mode)
         spec, workspace = OptimizerSpec(**given["optimizer"]), parse_bytes(self.workspace)
-        setting = Setting(model, 1, seq, None, given["dtype"], spec, workspace, None, given["changes"])
-        setting = replace(setting, cuda=given["device"] == "cuda", update=self.update)
+        setting = Setting(model, 1, seq, None, given["dtype"], spec, workspace, False, given["changes"])
+        setting = replace(setting, cuda=given["device"] == "cuda")
         lean = {name: given[name] for name in LEAN} if mode == "slide" else None
-        return predict_point(setting, mode, head, machine, lean and Choice(**lean))
+        return predict_point(setting, mode, head, machine, Choice(**lean or {}))
 
 
 def measure_frontier(records: Records, frontier: Frontier, machine: Machine) -> None:

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 
 from t1lib.memory import pinned_zeros
+from t1lib.plan.cost import LEAVING
 from t1lib.train.lanes import Lane, Mark, NoTrace
-from t1lib.train.plan_stub import LEAVING
 
 
 @dataclass

@@ -10,8 +10,13 @@ from transformers import PreTrainedModel
 from t1lib.errors import is_whole, require
 from t1lib.heads import parse_bytes
 from t1lib.measure.memory import host_available
-from t1lib.train.models import Parts
-from t1lib.train.spec import OptimizerSpec, has_no_state, state_bytes
+from t1lib.models import Parts
+from t1lib.optimizers import OptimizerSpec, has_no_state, state_bytes
+from t1lib.plan.choose import choose_plan
+from t1lib.plan.cost import device_bytes
+from t1lib.plan.duration import step_ms
+from t1lib.plan.rates import this_machine
+from t1lib.plan.work import with_head, work_of
 
 PLANNED_WORKSPACE = "512MiB"  # of head `fused` under a budget of device memory, unless it is given one
 
@@ -69,8 +74,6 @@ def best_place(spec: OptimizerSpec, together: bool, cuda: bool) -> str:
     """Where fully trained layers are updated soonest, "host" or "device". together: updates wait for the last gradient.
 
     To update state, the host reads and writes it in its memory; for a GPU it crosses the link in and out."""
-    from t1lib.machine import this_machine  # imports this package
-
     if has_no_state(spec):
         return "host" if together else "device"
     machine = this_machine()
@@ -79,24 +82,21 @@ def best_place(spec: OptimizerSpec, together: bool, cuda: bool) -> str:
 
 def choose_by_budget(
     model: PreTrainedModel, spec: OptimizerSpec, gpu_memory: str | int, plan_for: tuple[int, int] | None, *,
-    head: str, head_options: dict[str, Any], **of_work: Any,
+    head: str, head_options: dict[str, Any], loss: str, graph_tokens: int, **of_work: Any,
 ) -> tuple[Any, dict[str, float]]:  # fmt: skip
-    """The `t1lib.plan.Choice` that fits the budget, and its predicted device memory ("bytes") and step time ("ms").
+    """The `Choice` that fits the budget, and its predicted device memory ("bytes") and step time ("ms").
 
     of_work: further arguments of `work_of`
     """
-    from t1lib.machine import this_machine  # these import this package
-    from t1lib.plan import choose_plan, device_bytes, step_ms
-    from t1lib.work import with_head, work_of
-
     require(plan_for is not None, "gpu_memory needs plan_for=(rows, tokens a row), the batch to plan for")
     pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
     require(pair, f"plan_for={plan_for!r}; allowed: (rows, tokens a row), each 1 or more")
     rows, seq = plan_for
     workspace = parse_bytes(head_options.get("workspace") or PLANNED_WORKSPACE)
-    work = work_of(model, spec, rows=rows, seq=seq, workspace=workspace, **of_work)
-    work = replace(with_head(work, head), whole_head=bool(not_in_pieces(model, head, head_options)))
+    of_work |= {"workspace": workspace, "loss_head": loss == "cross_entropy"}
+    work = work_of(model, spec, rows=rows, seq=seq, **of_work)
+    work = replace(with_head(work, head), graphed=work.micro_tokens <= graph_tokens)
     machine = this_machine()
     held = sum(p.nbytes for p in model.parameters() if not p.is_cuda)  # is on the host already
     choice = choose_plan(work, parse_bytes(gpu_memory), machine, host_available() * 9 // 10 + held)
-    return choice, {"bytes": device_bytes(work, choice), "ms": step_ms(work, choice, machine)}
+    return choice, {"bytes": int(device_bytes(work, choice)), "ms": float(step_ms(work, choice, machine))}

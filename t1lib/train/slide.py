@@ -66,7 +66,7 @@ class SlideTrainer(SlideStep):
                      "both"    a share of the layers on the host, the others as with "device"
                      "auto"    on the device if the optimizer has no state and updates need not wait for the last
                                gradient, or if it has state and the link to a GPU is faster than the host's updates
-                               (`t1lib.machine`). On the host otherwise, or with frozen parameters in the layers, or
+                               (`t1lib.plan.rates`). On the host otherwise, or with frozen parameters in the layers, or
                                with overlap_update=False
     host_share       share of the layers that update="both" leaves to the host, between 0 and 1
     embedding        where an embedding that train="layers" freezes is looked up: "host" or "device". Any other, or one
@@ -195,11 +195,15 @@ class SlideTrainer(SlideStep):
             self.head_options = {"workspace": PLANNED_WORKSPACE, **self.head_options}
         self.chosen, self.predicted = choose_by_budget(
             self.model, self.spec, gpu_memory, plan_for, head=self.head, head_options=self.head_options,
-            micro_batch=self.micro_batch, together=self._together, train=self.train, loss=self.loss,
-            embedding=self._embedding, graph_tokens=tokens, update=self._update_place, host_share=self._host_share,
-            cuda=cuda, overlap_update=self._pipeline_options["overlap_update"],
+            micro_batch=self.micro_batch, together=self._together, loss=self.loss, graph_tokens=tokens, cuda=cuda,
         )  # fmt: skip
-        self.slots, self.resident, self.keep, self._inputs, self._outer_place, places = astuple(self.chosen)
+        self.slots, self.resident, self.keep, self._inputs, self._outer_place, places, share = astuple(self.chosen)
+        if self._outer_place == "host" and not (self.spec.master_weights and not self.spec.split_master):
+            self._outer_place = "parked"
+        whole = all(p.requires_grad for p in self.parts.layers.parameters())
+        if self._update_place == "auto" and whole and self._pipeline_options["overlap_update"]:
+            self._update_place = {0.0: "device", 1.0: "host"}.get(share, "both")
+            self._host_share = share
         self._pipeline_options |= {"slots": self.slots, "grad_slots": places}
 
     def forget_shapes(self) -> None:

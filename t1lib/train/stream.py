@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from t1lib.errors import T1Error, is_whole, require, shown
+from t1lib.plan.cost import Choice
 from t1lib.train.engine import Engine
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
-from t1lib.train.plan_stub import Choice
 from t1lib.train.update import Precision
 
 

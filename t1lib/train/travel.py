@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from t1lib.plan.cost import PIECE, slots_for
 from t1lib.train.lanes import Lane, Mark, NoTrace
 from t1lib.train.narrow import Scratch
-from t1lib.train.plan_stub import PIECE, slots_for
 from t1lib.train.update import Rule, update
 
 TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often

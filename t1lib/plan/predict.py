@@ -1,7 +1,7 @@
 """Will it fit, and how long will it take? Predicted memory and time of a step, for every mode and head.
 
 Memory follows from shapes, and from what each phase of a step keeps alive. Time follows from a few rates of the machine
-(`t1lib.machine`). Nothing is trained, and no weights are created.
+(`t1lib.plan.rates`). Nothing is trained, and no weights are created.
 """
 
 from bisect import bisect_left
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from t1lib.errors import T1Error, choose, require
-from t1lib.footprint import Choice, device_bytes, host_bytes, reserved_bytes, resident_bytes
-from t1lib.machine import Machine
-from t1lib.measure.memory import GIB, in_words
-from t1lib.plan import choices, choose_plan, device_update_ms, eager_ms, head_ms, step_ms
-from t1lib.train.models import MORE, PRESETS, shape_only
-from t1lib.train.slide import UPDATES
-from t1lib.train.spec import OptimizerSpec
-from t1lib.work import HEADS, Work, with_head, work_of
+from t1lib.errors import T1Error, require
+from t1lib.memory import GIB, in_words
+from t1lib.models import MORE, PRESETS, shape_only
+from t1lib.optimizers import OptimizerSpec, spec_for
+from t1lib.plan.choose import choose_plan, least
+from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, resident_bytes
+from t1lib.plan.duration import device_update_ms, eager_ms, head_ms, step_ms
+from t1lib.plan.rates import Machine
+from t1lib.plan.work import HEADS, Work, with_head, work_of
 
 MODES = ("gpu", "ckpt", "slide")
 ALIKE = 1.1  # predicted times within this ratio count as equal: they are no better than that
@@ -36,8 +36,8 @@ class Setting:
     changes      to a preset's configuration
     optimizer    with float32 master weights, unless dtype is float32
     workspace    of head `fused`, bytes
+    together     whether slide's updates wait for the last gradient
     cuda         whether on a GPU; on a CPU there is no slack, no CUDA graph, and no state that travels
-    update       where slide's layers are updated, as in `SlideTrainer`
     """
 
     model: str
@@ -47,10 +47,9 @@ class Setting:
     dtype: str = "bfloat16"
     optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("adamw", master_weights=True))
     workspace: int = 2**28
-    max_grad_norm: float | None = None
+    together: bool = True
     changes: Mapping[str, Any] = field(default_factory=dict)
     cuda: bool = True
-    update: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -89,68 +88,53 @@ def _with_modes(work: Work, head: str, vram: int, host: int | None, machine: Mac
         one = with_head(work, head)
     except T1Error as error:
         return [Prediction(mode, head, inf, inf, inf, inf, why=str(error)) for mode in MODES]
-    return [_judged(predict_one(one, mode, head, machine, vram, host=host), vram, host) for mode in MODES]
+    smallest = least(one)
+    fits = smallest.reserved <= vram
+    free = None if host is None else host * 9 // 10 - PROCESS
+    choice = choose_plan(one, vram, machine, free) if fits else smallest.choice
+    return [_judged(_predict_one(one, mode, head, machine, choice), vram, host) for mode in MODES]
 
 
-def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choice: Choice | None = None) -> Prediction:
-    """Predict one mode with one head; slide with the options of `choice`. Does not judge whether it fits.
+def predict_point(
+    setting: Setting,
+    mode: str,
+    head: str,
+    machine: Machine,
+    choice: Choice = Choice(),  # noqa: B008 (it cannot change)
+) -> Prediction:
+    """Predict one mode with one head; slide with this choice. Does not judge whether it fits.
 
     Raises `T1Error` as `predict` does, and for a workspace that is too small for the head.
     """
-    return predict_one(with_head(_work(setting), head), mode, head, machine, 2**62, choice)
+    return _predict_one(with_head(_work(setting), head), mode, head, machine, choice)
 
 
 def _work(setting: Setting) -> Work:
-    for name, least in (("rows", 1), ("seq", 2)):
-        require(getattr(setting, name) >= least, f"{name}={getattr(setting, name)}; allowed: {least} or more")
+    for name, allowed in (("rows", 1), ("seq", 2)):
+        require(getattr(setting, name) >= allowed, f"{name}={getattr(setting, name)}; allowed: {allowed} or more")
     require(setting.micro_batch is None or setting.micro_batch >= 1, f"micro_batch={setting.micro_batch}; allowed: ≥ 1")
     piece = min(setting.micro_batch or setting.rows, setting.rows) * setting.seq
     few = f"{piece} tokens at a time of rows={setting.rows}, seq={setting.seq}; allowed: {AT_A_TIME}, by a micro_batch"
     require(piece <= AT_A_TIME, few)
-    dtype = getattr(torch, setting.dtype)
-    model = shape_only(setting.model, dtype, **setting.changes)
+    model = shape_only(setting.model, getattr(torch, setting.dtype), **setting.changes)
     positions = model.config.max_position_embeddings
     require(setting.seq <= positions, f"seq {setting.seq}; {setting.model} has {positions} positions{MORE}")
-    spec = setting.optimizer if dtype != torch.float32 else replace(setting.optimizer, master_weights=False)
-    work = work_of(
-        model, spec, rows=setting.rows, seq=setting.seq, micro_batch=setting.micro_batch, workspace=setting.workspace,
-        together=setting.max_grad_norm is not None, update=choose("update", setting.update, UPDATES),
-        cuda=setting.cuda, graph_tokens=None if setting.cuda else 0,
+    return work_of(
+        model, spec_for(setting.optimizer, model.parameters()), rows=setting.rows, seq=setting.seq,
+        micro_batch=setting.micro_batch, workspace=setting.workspace, together=setting.together, cuda=setting.cuda,
     )  # fmt: skip
-    return work if setting.cuda else replace(work, slack=0)
 
 
-def predict_one(
-    work: Work, mode: str, head: str, machine: Machine, vram: int, choice: Choice | None = None, host: int | None = None
-) -> Prediction:
-    """Predict one mode of `work` with this head; slide's options are chosen for `vram` and `host`, unless given."""
+def _predict_one(work: Work, mode: str, head: str, machine: Machine, choice: Choice) -> Prediction:
     if mode == "slide":
-        return _slide(work, head, choice or _chosen(work, vram, machine, host), machine)
-    return _resident(work, mode, head, machine)
-
-
-def _resident(work: Work, mode: str, head: str, machine: Machine) -> Prediction:
+        peak, ms = device_bytes(work, choice), step_ms(work, choice, machine)
+        places = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in asdict(choice).items())
+        reserved, host = reserved_bytes(work, peak, choice), PROCESS + host_bytes(work, choice)
+        return Prediction(mode, head, int(peak), int(reserved), int(host), float(ms), places)
     peak = resident_bytes(work, recomputed=mode == "ckpt")
     layers = work.layers * sum(eager_ms(work, machine, recomputed=mode == "ckpt"))
     ms = layers + head_ms(work, machine) + device_update_ms(work, machine, work.layers, work.outer)
-    return Prediction(mode, head, int(peak), int(reserved_bytes(work, peak)), PROCESS, ms)
-
-
-def _chosen(work: Work, vram: int, machine: Machine, host: int | None) -> Choice:
-    def reserved(choice: Choice) -> float:
-        return reserved_bytes(work, device_bytes(work, choice), choice)
-
-    least = min(choices(work), key=reserved)
-    if reserved(least) > vram:
-        return least  # even this does not fit
-    return choose_plan(work, vram, machine, None if host is None else host * 9 // 10 - PROCESS)
-
-
-def _slide(work: Work, head: str, choice: Choice, machine: Machine) -> Prediction:
-    peak = device_bytes(work, choice)
-    places = ", ".join(f"{k} {v}" for k, v in asdict(choice).items())
-    host, ms = PROCESS + host_bytes(work, choice), step_ms(work, choice, machine)
-    return Prediction("slide", head, peak, int(reserved_bytes(work, peak, choice)), host, ms, places)
+    return Prediction(mode, head, peak, int(reserved_bytes(work, peak)), PROCESS, float(ms))
 
 
 def _judged(p: Prediction, vram: int, host: int | None) -> Prediction:

@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
     add("--max-grad-norm", type=float, default=0.0, help="clip, updates wait (default: 0, no; train's: 1)")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
-    add("--update", default="auto", help="of mode slide, where layers are updated: auto, host, device or both")
     add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
     parser.set_defaults(command=plan)
 
@@ -36,9 +35,9 @@ def plan(arguments: argparse.Namespace) -> int:
     import torch
 
     from t1lib.heads import parse_bytes
-    from t1lib.machine import calibrate, machine_file, this_machine
-    from t1lib.measure.memory import in_words
-    from t1lib.planner import predict, recommended, would_fit
+    from t1lib.memory import in_words
+    from t1lib.plan.predict import predict, recommended, would_fit
+    from t1lib.plan.rates import calibrate, machine_file, this_machine
 
     if arguments.calibrate:
         found = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -75,7 +74,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def _row(p: Any, tokens: int) -> str:
     """The table's line for a prediction, with `tokens` per step; dashes if its head refuses."""
-    from t1lib.measure.memory import in_words
+    from t1lib.memory import in_words
 
     values = ["-"] * 5
     if isfinite(p.ms):
@@ -85,7 +84,7 @@ def _row(p: Any, tokens: int) -> str:
 
 
 def _print_command(arguments: argparse.Namespace, best: Any, vram: int) -> None:
-    from t1lib.train import PRESETS
+    from t1lib.models import PRESETS
 
     if arguments.model not in PRESETS and not Path(arguments.model).is_dir():
         print("  (train takes presets and checkpoint folders only, no names of the hub)")
@@ -101,10 +100,10 @@ def _digits(value: float) -> str:
 
 
 def setting_of(arguments: argparse.Namespace) -> Any:
-    """The `t1lib.planner.Setting` that the arguments describe."""
+    """The `t1lib.plan.predict.Setting` that the arguments describe."""
     from t1lib.heads import parse_bytes
-    from t1lib.planner import Setting
-    from t1lib.train import OPTIMIZERS, OptimizerSpec
+    from t1lib.optimizers import OPTIMIZERS, OptimizerSpec
+    from t1lib.plan.predict import Setting
     from t1lib.training import state_of, value_of
 
     choose("optimizer", arguments.optimizer, OPTIMIZERS)
@@ -112,8 +111,8 @@ def setting_of(arguments: argparse.Namespace) -> Any:
     return Setting(
         arguments.model, arguments.batch, arguments.seq, arguments.micro_batch, arguments.dtype,
         OptimizerSpec(arguments.optimizer, **state_of(arguments, arguments.dtype)),
-        parse_bytes(arguments.workspace), arguments.max_grad_norm or None,
-        {name: value_of(text) for name, text in arguments.change}, update=arguments.update,
+        parse_bytes(arguments.workspace), arguments.max_grad_norm > 0,
+        {name: value_of(text) for name, text in arguments.change},
     )  # fmt: skip
 
 
@@ -127,6 +126,5 @@ def command_of(arguments: argparse.Namespace, best: Any, vram: int) -> str:
     parts += ["--micro-batch", arguments.micro_batch] if arguments.micro_batch else []
     parts += ["--workspace", arguments.workspace] if best.head == "fused" else []
     parts += ["--gpu-memory", arguments.vram or f"{vram // 2**20}MiB"] if best.mode == "slide" else []
-    parts += ["--update", arguments.update] if best.mode == "slide" and arguments.update != "auto" else []
     parts += [part for name, text in arguments.change for part in ("--change", name, text)]
     return shlex.join(map(str, parts))

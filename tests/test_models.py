@@ -5,8 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from t1lib.errors import T1Error
-from t1lib.train import PRESETS, build_model, sizes, split
-from t1lib.train.models import shape_only
+from t1lib.models import PRESETS, build_model, shape_only, sizes, split
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
 FAMILIES = {

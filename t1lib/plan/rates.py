@@ -1,6 +1,7 @@
 """A machine's rates, from which times are predicted: those of an H200, or measured in under a minute."""
 
 import json
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,14 +11,11 @@ from statistics import median
 
 import torch
 
-from t1lib.corpus import cache_folder
 from t1lib.files import write_json
-from t1lib.measure.environment import device_name
-from t1lib.measure.floors import measure_link, measure_product
-from t1lib.measure.timing import median_ms
-from t1lib.train.models import build_model, layer_arguments, split
-from t1lib.train.optim import Updater
-from t1lib.train.spec import OptimizerSpec
+from t1lib.memory import pinned_zeros
+from t1lib.models import build_model, layer_arguments, split
+from t1lib.paths import cache_folder
+from t1lib.plan.work import SHORT
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class Machine:
     """
 
     name: str = "H200"
-
     link_in: float = 50e9
     link_out: float = 50e9
     update: float = 40e9
@@ -44,6 +41,18 @@ class Machine:
 
 
 H200 = Machine()
+GRAPHED = H200.graph_ms / H200.launch_ms  # launch time of a graph, relative to an eager layer's
+PRACTICE = {"update": 0.55, "flops": 0.9, "attention": 0.84, "memory": 0.36}
+"""Share of the rate of a single large update, product or copy that a training step reaches."""
+ROUNDS = 7
+PAUSE = 0.3  # seconds between rounds: what slows a shared host down lasts for tenths of a second
+PARAMETERS = 2**24  # of the update that is measured
+ADAMW = 28  # bytes that a fused AdamW in float32 moves per parameter: reads four tensors, writes three
+
+
+def device_name() -> str:
+    """Name of the first GPU or, without CUDA, of the CPU."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
 def machine_file() -> Path:
@@ -59,21 +68,16 @@ def this_machine() -> Machine:
     return found if found.name == device_name() else H200
 
 
+def measured_here(machine: Machine) -> bool:
+    """Whether these are this device's own rates."""
+    return device_name() in (machine.name, f"NVIDIA {machine.name}")
+
+
 def calibrate(device: torch.device) -> Machine:
     """Measure this machine and keep its rates for `this_machine`. Raises `T1Error` where they cannot be written."""
     found = measure_machine(device)
     write_json(machine_file(), asdict(found))
     return found
-
-
-SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
-GRAPHED = H200.graph_ms / H200.launch_ms  # launch time of a graph, relative to an eager layer's
-PRACTICE = {"update": 0.55, "flops": 0.9, "attention": 0.84, "memory": 0.36}
-"""Share of the rate of a single large update, product or copy that a training step reaches."""
-
-
-ROUNDS = 7
-PAUSE = 0.3  # seconds between rounds: what slows a shared host down lasts for tenths of a second
 
 
 def measure_machine(device: torch.device) -> Machine:
@@ -86,27 +90,61 @@ def measure_machine(device: torch.device) -> Machine:
     for _ in range(ROUNDS):
         rounds.append({name: measure() for name, measure in measures.items()})
         time.sleep(PAUSE)
-    link = measure_link(device, nbytes=2**26 if device.type == "cuda" else 2**22)
     found = {name: PRACTICE.get(name, 1.0) * median(one[name] for one in rounds) for name in measures}
+    link = found.pop("link")
     graph = GRAPHED * found["launch_ms"]
-    return Machine(name=device_name(), link_in=link.both_in, link_out=link.both_out, graph_ms=graph, **found)
+    return Machine(name=device_name(), link_in=link, link_out=link, graph_ms=graph, **found)
 
 
 def _measures(device: torch.device) -> dict[str, Callable[[], float]]:
-    """What measures each of a machine's rates once, before the factor in `PRACTICE`."""
+    """What measures each of a machine's rates once, before the factor in `PRACTICE`; "link" is that of either way."""
     cuda = device.type == "cuda"
     dtype, size = (torch.bfloat16, 8192) if cuda else (torch.float32, 512)
-    weight = torch.zeros(2**24, dtype=torch.bfloat16)
-    gradient, updater = torch.zeros_like(weight), Updater({"w": weight}, OptimizerSpec("adamw", master_weights=True))
     big = torch.empty(2**28 if cuda else 2**22, device=device)
-    cpu = torch.device("cpu")
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
     return {
-        "update": lambda: 28e3 * weight.numel() / median_ms(lambda: updater.step({"w": gradient}), cpu, 3),
-        "flops": partial(measure_product, device, dtype, size),
+        "link": _link(device, 2**26 if cuda else 2**22),
+        "update": _update(),
+        "flops": lambda: 2e3 * size**3 / _median_ms(lambda: torch.mm(matrix, matrix), device),
         "attention": _attention(device, dtype),
-        "memory": lambda: 2e3 * big.nbytes / median_ms(lambda: big.add_(1), device, 3),
+        "memory": lambda: 2e3 * big.nbytes / _median_ms(lambda: big.add_(1), device),
         "launch_ms": _launches(device, dtype),
     }
+
+
+def _median_ms(call: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """Median time of a call in ms until the device is idle again, after one that does not count."""
+    samples = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append((time.perf_counter() - begun) * 1e3)
+    return median(samples[1:])
+
+
+def _link(device: torch.device, nbytes: int) -> Callable[[], float]:
+    """What measures the bytes/s of each direction with copies in both at once; on a CPU, of plain copies."""
+    host = [pinned_zeros(nbytes, torch.uint8, device) for _ in range(2)]
+    there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    lanes = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else [None, None]
+
+    def both() -> None:
+        for lane, to, source in zip(lanes, (there[0], host[1]), (host[0], there[1]), strict=True):
+            with torch.cuda.stream(lane):  # none: does nothing
+                for _ in range(4):
+                    to.copy_(source, non_blocking=True)
+
+    return lambda: 4e3 * nbytes / _median_ms(both, device)
+
+
+def _update() -> Callable[[], float]:
+    """What measures the bytes/s of a fused AdamW on the host."""
+    weight = torch.zeros(PARAMETERS, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return lambda: ADAMW * 1e3 * PARAMETERS / _median_ms(optimizer.step, torch.device("cpu"))
 
 
 def _launches(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
@@ -132,4 +170,4 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
     heads, tokens, width = (16, 8192, 128) if device.type == "cuda" else (4, 256, 16)
     q = torch.randn(1, heads, tokens, width, device=device, dtype=dtype)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
-    return lambda: 2e3 * heads * tokens * (tokens + SHORT) * width / median_ms(attend, device, 3)
+    return lambda: 2e3 * heads * tokens * (tokens + SHORT) * width / _median_ms(attend, device)

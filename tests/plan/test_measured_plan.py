@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from t1lib.footprint import Choice
-from t1lib.machine import H200
 from t1lib.measure.frontier import NARROW, Frontier, file_prediction
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records
-from t1lib.planner import Setting, predict_point
+from t1lib.optimizers import OptimizerSpec
+from t1lib.plan.cost import Choice
+from t1lib.plan.predict import Setting, predict_point
+from t1lib.plan.rates import H200
 from t1lib.report.frontier import errors, points
-from t1lib.train.spec import OptimizerSpec
 
-OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
+OUTPUTS = Path(__file__).resolve().parents[2] / "outputs"
 H200_KIT = OUTPUTS / "h200"
 SPLIT = {"split_master": True}
-LEAN = Choice(slots=2, inputs="host", outer="parked")
-T1M1 = Setting("qwen3-1.7b", rows=16, seq=1024, micro_batch=16, update="device")
-CLIPPED = replace(T1M1, rows=32, max_grad_norm=1.0, update="both")
+LEAN = Choice(slots=2, inputs="host", outer="host")
+T1M1 = Setting("qwen3-1.7b", rows=16, seq=1024, micro_batch=16, together=False)
+CLIPPED = replace(T1M1, rows=32, together=True)
 
 
 def adamw(**other):
@@ -36,7 +36,7 @@ def adamw(**other):
         (T1M1, SPLIT, "slide", Choice(3, 1, 2, "host", "host", 8), 637, 7.62, 7.94),
         (T1M1, SPLIT, "slide", Choice(3, 0, 11, "host", "host", 8), 599, 23.11, 23.45),
         (T1M1, SPLIT, "slide", Choice(3, 15, 28, "device", "host", 8), 516, 61.69, 62.03),
-        (CLIPPED, SPLIT, "slide", replace(LEAN, slots=3), 1423, 4.06, 4.38),
+        (CLIPPED, SPLIT, "slide", replace(LEAN, slots=3, host_share=1 / 3), 1423, 4.06, 4.38),
         (replace(T1M1, model="qwen3-8b"), {}, "slide", Choice(2, 0, 0, "device", "host", 4), 2692, 13.02, 13.35),
         (replace(T1M1, model="qwen3-14b"), NARROW, "slide", Choice(3, 1, 18, "host", "host", 8), 3959, 97.02, 97.91),
     ],

@@ -1,0 +1,246 @@
+"""Models, all through `transformers`: preset shapes with random weights, or real checkpoints; and their parts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.utils import logging as transformers_logging
+
+from t1lib.errors import T1Error, choose, require
+
+
+def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool = True, **other: object) -> dict[str, object]:
+    shape = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+    shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-6}
+    shape |= {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp}
+    return {"model_type": "qwen3"} | shape | {"num_attention_heads": heads, "tie_word_embeddings": tied} | other
+
+
+# Shapes as published in the models' own configurations.
+PRESETS: dict[str, dict[str, object]] = {
+    "tiny": _qwen3(4, 64, 192, 4, vocab_size=512, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40, tied=False),
+    "llama-3.2-1b": {
+        "model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 16, "hidden_size": 2048,
+        "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    },
+    "gemma-2-2b": {
+        "model_type": "gemma2", "vocab_size": 256000, "num_hidden_layers": 26, "hidden_size": 2304,
+        "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 8192, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+MORE = "; allowed: no more, or a preset with another max_position_embeddings (option --change, argument changes)"
+
+
+def build_model(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    **changes: object,
+) -> PreTrainedModel:
+    """A Hugging Face causal language model on `device`, ready to train.
+
+    `name` is a preset (random weights of that shape, drawn from `seed`), a local checkpoint directory, or a hub name
+    "owner/model" (real weights). `changes` replaces fields of the configuration, such as `num_hidden_layers=2`; a real
+    checkpoint accepts none. No remote code is ever run.
+
+    The random weights depend on `seed` and on the machine, not on `device`: they are drawn on the GPU if there is one,
+    one module at a time, so that a model larger than the GPU can be built on the host.
+    """
+    if name in PRESETS:
+        return _random_model(_preset_config(name, changes), dtype, torch.device(device), seed)
+    local = _is_local(name, changes)
+    with _loading(name):
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True
+        )
+    return model.to(device).train()
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn the errors that a checkpoint's files can cause into a `T1Error`."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise T1Error(f"cannot load {name!r}: {reason}\npresets that need no files: {', '.join(PRESETS)}") from error
+
+
+def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
+    fields = {**PRESETS[name], **changes}
+    _check(fields)
+    try:
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:  # validators raise many kinds
+        raise T1Error(f"{name} cannot be changed so: {str(error).strip().splitlines()[-1].strip()}") from None
+    plain = AutoConfig.for_model(config.model_type)  # a field that it does not know would be kept without effect
+    for field in changes.keys() - {"model_type"}:
+        choose(f"field of {config.model_type}'s configuration", field, plain.to_dict())
+    return config
+
+
+def _check(fields: dict[str, Any]) -> None:
+    """Raise `T1Error` for fields that transformers accepts in a configuration but cannot build a model from."""
+    own = f"dtype={fields.get('dtype')!r} is no change of the shape; allowed: by its own option --dtype, argument dtype"
+    require("dtype" not in fields, own)
+    for name in COUNTS:
+        value = fields[name]
+        require(isinstance(value, int) and value >= 1, f"{name}={value!r}; allowed: 1 or more")
+    heads, shared = fields["num_attention_heads"], fields["num_key_value_heads"]
+    require(heads % shared == 0, f"num_key_value_heads={shared}; allowed: divisors of num_attention_heads={heads}")
+    for name in fields.keys() & {"hidden_act", "hidden_activation"}:
+        choose(name, fields[name], ACT2FN)
+
+
+def _is_local(name: str, changes: dict[str, object]) -> bool:
+    """Whether `name`, which is no preset, is a directory (else a hub name). Raises `T1Error` if it can be neither."""
+    require(not changes, f"{name!r} is no preset: its configuration cannot be changed ({', '.join(changes)})")
+    local = Path(name).is_dir()
+    if not local and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise T1Error(
+            f"unknown model {name!r}: neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, "
+            "nor a hub name 'owner/model'"
+        )
+    return local
+
+
+def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise T1Error(f"no model of type {config.model_type!r} can be made of this configuration: {what}") from error
+
+
+def _random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    transformers_logging.set_verbosity_error()
+    model = _on_meta(config, dtype)
+    draw_on = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    tied = model.get_output_embeddings() if config.tie_word_embeddings else None
+    with torch.random.fork_rng(devices=[draw_on] if draw_on.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        for module in model.modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if not own or module is tied:
+                continue
+            module.to_empty(device=draw_on, recurse=False)
+            model._init_weights(module)  # the architecture's own rule for this kind of module
+            module._apply(lambda t: t.to(device), recurse=False)
+    model.tie_weights()
+    return model.train()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a causal language model: what runs before, in and after its stack of layers."""
+
+    base: nn.Module  # runs embedding, layers and norm
+    embed: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Linear
+    softcap: float | None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer's weight is the embedding's."""
+        return self.head.weight is self.embed.weight
+
+
+def split(model: PreTrainedModel) -> Parts:
+    """Split a decoder into parts. Raises `T1Error` unless it is embedding, stack of layers, norm and linear head."""
+    own = isinstance(model, PreTrainedModel)
+    require(
+        own, f"model of type {type(model).__name__}; allowed: a decoder of transformers, such as `build_model` gives"
+    )
+    base, embed, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
+    layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
+    kind = model.config.model_type
+    require(
+        isinstance(layers, nn.ModuleList) and norm is not None and isinstance(head, nn.Linear),
+        f"model type {kind!r} is not embedding, layers, norm, linear head (Qwen3, Llama, Gemma-2, Mistral are)",
+    )
+    for field in ("logit_scale", "logits_scaling"):
+        value = getattr(model.config, field, None)
+        require(value in (None, 1, 1.0), f"model type {kind!r} scales its logits by {field}={value}: not supported")
+    return Parts(base, embed, layers, norm, head, getattr(model.config, "final_logit_softcapping", None))
+
+
+def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+    """The first layer's input and the other arguments of every layer (masks, rotations, …), as the model passes them.
+
+    The forward is run with layers and norm that return their input, and the calls are recorded. Raises `T1Error` for a
+    model that does something between its layers or after the norm: it cannot be streamed.
+    """
+    seen: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def layer(hidden: Tensor, **kwargs: Any) -> Tensor:
+        seen.append((hidden, kwargs))
+        return hidden
+
+    own = [(m, m.__dict__.get("forward")) for m in (*parts.layers, parts.norm)]
+    try:
+        for module, _ in own[:-1]:
+            module.forward = layer
+        parts.norm.forward = lambda hidden: hidden
+        out = parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
+    finally:
+        for module, forward in own:
+            module.__dict__.pop("forward") if forward is None else setattr(module, "forward", forward)
+    first = seen[0][0]
+    plain = len(seen) == len(parts.layers) and out is first and all(hidden is first for hidden, _ in seen)
+    require(plain, "the model computes something between its layers: slide cannot run them one at a time")
+    return first, [kwargs for _, kwargs in seen]
+
+
+def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: object) -> PreTrainedModel:
+    """The model of a preset or checkpoint on PyTorch's device "meta": shapes without data."""
+    if name in PRESETS:
+        config = _preset_config(name, changes)
+    else:
+        local = _is_local(name, changes)
+        with _loading(name):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+    model = _on_meta(config, dtype)
+    model.tie_weights()
+    return model
+
+
+def sizes(name: str, **changes: object) -> dict[str, int]:
+    """Counts of a preset or checkpoint, without building it: layers, layer_params, params, vocabulary, hidden."""
+    model = shape_only(name, **changes)
+    layers, config = split(model).layers, model.config
+    return {
+        "layers": len(layers),
+        "layer_params": sum(p.numel() for p in layers[0].parameters()),
+        "params": sum(p.numel() for p in model.parameters()),
+        "vocabulary": config.vocab_size,
+        "hidden": config.hidden_size,
+    }

@@ -1,0 +1,256 @@
+"""What a training step of a model needs: counts of parameters, bytes and operations, found without training it."""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from t1lib.errors import require
+from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
+from t1lib.models import layer_arguments, split
+from t1lib.optimizers import OptimizerSpec, state_bytes
+
+HEADS = {"full": 20.0, "chunked": 10.5, "fused": 1.5}  # bytes moved per logit, beside the products (by notebook cce)
+CHUNKS = 8  # default of head `chunked`
+SLACK = 64 * 2**20  # on a GPU: cuBLAS's workspaces, small tensors
+SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
+DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
+LEAST, MOST, LAUNCHED = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of a model: the counts from which memory and time follow. Bytes unless said otherwise.
+
+    layer, outer     parameter counts: of one layer (what streams of it), and of trained parameters outside the layers
+    frozen           how many layers are not trained; the first ones
+    aside            bytes that layers hold on the device and never stream, such as adapters, with gradients and state
+    still            count of frozen parameters outside the layers
+    head             parameter count of the output layer, if the loss uses it
+    largest          element count of the largest parameter
+    vocabulary       rows of the output layer
+    logits           bytes of the output layer's largest tensor, if that is the logits as a whole
+    attention        operations per token of a layer's forward that involve no weights, at the rate of long rows
+    head_moves       bytes per logit that the output layer moves, beside its three products
+    slack            bytes that any step holds in addition to all this
+    graphed          whether layers that are streamed and recomputed run as CUDA graphs
+    masters, split   whether parameters have float32 masters, whole; or as the bits that 16-bit weights lack
+    widening         whether updates on the device widen 16-bit gradients, a piece at a time
+    saved            bytes per token that a layer's backward needs beyond its weights
+    inner            width of a layer's widest activation, in elements per token
+    state            bytes of optimizer state per parameter
+    together         whether updates wait for the last gradient; else a layer is updated as soon as it has its own
+    cuda             whether on a GPU: only there does state travel to the device
+    """
+
+    layers: int
+    layer: int
+    outer: int
+    hidden: int
+    itemsize: int
+    saved: int
+    state: int
+    tokens: int
+    micro_tokens: int
+    workspace: int
+    together: bool = True
+    frozen: int = 0
+    aside: int = 0
+    inner: int = 0
+    still: int = 0
+    head: int = 0
+    largest: int = 0
+    vocabulary: int = 0
+    logits: int = 0
+    attention: int = 0
+    head_moves: float = 0.0
+    slack: int = SLACK
+    graphed: bool = False
+    masters: bool = False
+    split: bool = False
+    widening: bool = False
+    cuda: bool = True
+
+    @property
+    def params(self) -> int:
+        return self.layers * self.layer + self.outer + self.still
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained, apart from `aside`."""
+        return (self.layers - self.frozen) * self.layer + self.outer
+
+    @property
+    def widened(self) -> int:
+        """Bytes of the widened gradients in an update on the device."""
+        return 4 * min(self.largest, DEVICE_PIECE) * self.widening
+
+    @property
+    def pieces(self) -> int:
+        """Micro-batches per step."""
+        return -(-self.tokens // self.micro_tokens)
+
+
+def launch_bound(params: int) -> int:
+    """Tokens up to which launching a layer of so many parameters eagerly takes the host longer than running it, or
+    moving its state, takes an H200; measured for layers of 15.7 and 50 million parameters (docs/log.md)."""
+    return min(max(LAUNCHED // max(params, 1), LEAST), MOST)
+
+
+def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int:
+    """Bytes that autograd saves for the backward of `call()`, other than those of `weights`."""
+    known = {p.untyped_storage().data_ptr() for p in weights}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        start = tensor.untyped_storage().data_ptr()
+        if start not in known:
+            found[start] = tensor  # kept alive, so that no other tensor gets its address
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):
+        call()
+    return sum(t.untyped_storage().nbytes() for t in found.values())
+
+
+_SAVED: dict[tuple, tuple[float, float]] = {}
+
+
+def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
+    """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens.
+
+    Found by running a layer on two short rows, once for each configuration: the bytes per token grow only if attention
+    keeps its matrix.
+    """
+    key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype
+    if key not in _SAVED:
+        _SAVED[key] = _saved_by_running(config, dtype)
+    few, more = _SAVED[key]
+    return round(few + (more - few) / 16 * (seq - 16))
+
+
+def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes per token that are saved in rows of 16 and of 32 tokens."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.vocab_size = 1, 8
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:1]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small, dtype=dtype)
+    parts = split(model.to_empty(device="cpu"))  # with arbitrary weights
+    layer, found = parts.layers[0], []
+    for tokens in (16, 32):
+        hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+        hidden, arguments = layer_arguments(parts, hidden)
+        run = lambda h=hidden, a=arguments[0]: type(layer).forward(layer, h, **a)  # noqa: E731
+        found.append(saved_by(run, layer.parameters()) / tokens)
+    return found[0], found[1]
+
+
+def work_of(
+    model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
+    workspace: int = 2**29, together: bool = True, layers: Sequence[nn.Module] | None = None,
+    trained: Collection[nn.Parameter] | None = None, loss_head: bool = True, hidden: int | None = None,
+    saved: int | None = None, cuda: bool = True,
+) -> Work:  # fmt: skip
+    """The counts for a step of `rows` × `seq` tokens, `micro_batch` rows at a time.
+
+    layers      the stack of alike layers (None: a Hugging Face decoder's own)
+    trained     the parameters that are trained (None: those that require a gradient)
+    loss_head   whether the loss is computed from logits: those of the model's output layer
+    hidden      width of a layer's input (None: by the model's configuration)
+    saved       bytes per token that a layer saves for its backward (None: by running one of the configuration)
+    cuda        whether on a GPU
+
+    Which of a layer's parameters stream follows from the bytes: trained ones or frozen ones, whichever has more.
+    """
+    config = getattr(model, "config", None)
+    layers = split(model).layers if layers is None else layers
+    require(len(layers) > 0, "a model without layers; allowed: a stack of one layer or more")
+    trained = {p for p in model.parameters() if p.requires_grad} if trained is None else set(trained)
+    streams, aside, frozen = _streaming(layers, trained, spec)
+    one = streams[-1]
+    numel, largest = _count(one), max(p.numel() for p in model.parameters())
+    dtype = one[0].dtype
+    inside = {p for layer in layers for p in layer.parameters()}
+    outside = {p for p in model.parameters() if p not in inside}
+    output = getattr(model, "get_output_embeddings", lambda: None)() if loss_head else None
+    head = [] if output is None else [output.weight]
+    micro_tokens = min(micro_batch or rows, rows) * seq
+    wide = spec.master_weights and dtype != torch.float32
+    return Work(
+        layers=len(layers), layer=numel, outer=_count(outside & trained), frozen=frozen, aside=aside,
+        still=_count(outside - trained), head=_count(head), hidden=hidden or config.hidden_size,
+        inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0), itemsize=dtype.itemsize,
+        saved=saved_bytes(config, dtype, seq) if saved is None else saved,
+        state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq, micro_tokens=micro_tokens,
+        workspace=workspace * bool(head), together=together, largest=largest,
+        vocabulary=len(head[0]) if head else 0, attention=_attention(config, seq),
+        graphed=cuda and micro_tokens <= launch_bound(numel), masters=wide and not spec.split_master,
+        split=wide and spec.split_master, widening=wide and not (cuda and spec.name == "adamw"), cuda=cuda,
+        slack=SLACK * cuda,
+    )  # fmt: skip
+
+
+def _streaming(
+    layers: Sequence[nn.Module], trained: Collection[nn.Parameter], spec: OptimizerSpec
+) -> tuple[list[list[nn.Parameter]], int, int]:
+    """Each layer's streaming parameters; bytes of the others, with gradients and state; how many layers are frozen."""
+    streams, aside, frozen = [], 0, 0
+    for layer in layers:
+        sides = [[p for p in layer.parameters() if (p in trained) == side] for side in (True, False)]
+        few, many = sorted(sides, key=lambda side: sum(p.nbytes for p in side))
+        streams.append(many)
+        frozen += many is sides[1]
+        aside += sum(p.nbytes + (p in trained) * (p.nbytes + state_bytes(p, spec)) for p in few)
+    return streams, aside, frozen
+
+
+def _attention(config: PreTrainedConfig | None, seq: int) -> int:
+    """Operations per token of causal attention's two products, half of whose entries count, plus `SHORT` for the lower
+    rate of short rows; sliding windows are ignored. 0 for a model without such a configuration."""
+    heads = getattr(config, "num_attention_heads", 0)
+    width = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return 2 * (seq + SHORT) * width
+
+
+def _count(params: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in params)
+
+
+def with_head(work: Work, head: str) -> Work:
+    """The same work with the given output layer; on entry, `work.workspace` is the budget of head `fused`."""
+    logits = 4 * work.micro_tokens * work.vocabulary * (head == "full")
+    return replace(work, workspace=head_bytes(head, work), logits=logits, head_moves=HEADS.get(head, HEADS["fused"]))
+
+
+def head_bytes(head: str, work: Work) -> int:
+    """Peak bytes that a head holds beyond its inputs and gradients.
+
+    full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
+              weight's gradient is made when these are freed
+    chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
+    fused     what its plan within the workspace needs, no more than full (less if `chunked` runs in its place)
+
+    Raises `T1Error` for a workspace that is too small for head `fused`.
+    """
+    logits = work.micro_tokens * work.vocabulary
+    if head == "full":
+        return max(12 * logits - work.head * work.itemsize * (work.outer > 0), 0)
+    if head == "chunked":
+        return 8 * logits // CHUNKS
+    return min(_fused_bytes(work), 12 * logits) if logits and work.itemsize <= 4 else work.workspace
+
+
+def _fused_bytes(work: Work) -> int:
+    """For this GPU, or for an H200 if there is none."""
+    device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
+    dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
+    shape = Shape(work.micro_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True)
+    early = work.workspace >= early_from(work.micro_tokens, work.vocabulary, work.hidden, work.itemsize, cuda=True)
+    chosen = plan("early" if early else "late", shape, work.workspace, device)
+    return min(work.workspace, bytes_needed(shape, chosen, early))
