@@ -106,6 +106,7 @@ class Engine:
         for index, layer in enumerate(self.stack):
             layer.forward = partial(_run, me, index)
             layer._apply = partial(_stay, layer)
+        self.model.zero_grad = partial(_zero_grad, me, self.model)
         self.model._t1_engine = me
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
 
@@ -336,7 +337,8 @@ class Engine:
             for layer in self.stack:
                 layer.__dict__.pop("forward", None)
                 layer.__dict__.pop("_apply", None)
-            self.model.__dict__.pop("_t1_engine", None)
+            for name in ("_t1_engine", "zero_grad"):
+                self.model.__dict__.pop(name, None)
             if self.schedule is not None:
                 self.schedule.thread.close()
 
@@ -372,6 +374,14 @@ def _run(me: "weakref.ref[Engine]", index: int, *args: Any, **kwargs: Any) -> Te
     engine = me()
     require(engine is not None, "the model's optimizer is gone: keep what `stream` returned as long as the model runs")
     return engine.run(index, *args, **kwargs)
+
+
+def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = True) -> None:
+    """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
+    engine = me()
+    if engine is not None:
+        engine.optimizer.zero_grad(set_to_none)
+    nn.Module.zero_grad(model, set_to_none)
 
 
 def _stay(layer: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

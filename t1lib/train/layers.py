@@ -170,7 +170,10 @@ class HostLayer:
         return next(n for n, p in self.params.items() if p is param)
 
     def see_gradients(self) -> None:
-        """Make the host's gradients complete; as they may be changed now, their norms are no longer known."""
+        """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
+        reads them, and multiplies them by `scale`, before we do."""
+        if self.settle is not None:
+            self.settle(self)
         wait_for(self.arrived)
         if self.scale is not None:
             torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))
