@@ -63,34 +63,33 @@ class Blocks(nn.Module):
 
 
 class Fault:
-    """What a layer raises, and where: at its call number `call` from now on, or in the backward of that call."""
+    """What a layer raises once: when it is called for the time `call` from now, or in the next backward through it."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.calls = self.call = 0
-        self.backward = False
 
-    def arm(self, error: BaseException, call: int = 1, backward: bool = False) -> None:
-        self.error, self.calls, self.call, self.backward = error, 0, call, backward
+    def arm(self, error: BaseException | None, call: int = 1) -> None:
+        """`call` 0 stands for the backward."""
+        self.error, self.calls, self.call = error, 0, call
 
-    def check(self) -> None:
-        error, self.error = self.error, None
-        if error is not None:
+    def check(self, here: bool) -> None:
+        if here and self.error is not None:
+            error, self.error = self.error, None
             raise error
 
 
 class _Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, fault: Fault) -> Tensor:
+        ctx.fault = fault
         fault.calls += 1
-        ctx.fault = fault if fault.backward and fault.calls == fault.call else Fault()
-        if fault.calls == fault.call and not fault.backward:
-            fault.check()
+        fault.check(fault.calls == fault.call)
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.fault.check()
+        ctx.fault.check(ctx.fault.call == 0)
         return grad, None
 
 

@@ -66,7 +66,7 @@ def test_a_schedule_made_before_streaming():
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("name", ["amsgrad", "maximize", "nesterov", "dampening", "no momentum"])
+@pytest.mark.parametrize("name", ["maximize", "nesterov", "dampening", "no momentum"])
 def test_variants_of_the_optimizers(name):
     own = {"nesterov": {"nesterov": True}, "dampening": {"dampening": 0.3}, "no momentum": {"momentum": 0.0}}
     optimizer = partial(sgd, **own[name]) if name in own else partial(adamw, lr=1e-3, **{name: True})
