@@ -112,7 +112,8 @@ def evaluated(model: nn.Module) -> float:
     """Loss of another batch, without gradients, in evaluation mode, where dropout draws no numbers."""
     model.eval()
     with torch.no_grad():
-        found = sum(model_loss(model, batch).item() for batch in data(2, rows=3))
+        device = str(next(model.parameters()).device)
+        found = sum(model_loss(model, batch).item() for batch in data(2, rows=3, device=device))
     model.train()
     return found
 

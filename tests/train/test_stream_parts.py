@@ -17,7 +17,7 @@ from stream_cases import (
     streaming,
     two_forwards,
 )
-from stream_models import MODELS, VOCABULARY, blocks, cross_entropy, data, layers_of, llama, qwen3
+from stream_models import MODELS, VOCABULARY, adapted, adapters_of, blocks, cross_entropy, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 
 from t1lib.errors import T1Error
@@ -140,23 +140,6 @@ def test_a_gradient_that_the_loop_takes_away():
         streamed_stack(adamw, partial(changed, one_away=True), unused=False)
     except T1Error as error:
         assert "grad" in str(error)
-
-
-def adapted(dtype: torch.dtype = torch.float32, dropout: float = 0.05, base=qwen3) -> nn.Module:
-    """A model with adapters that are not zero, as after some training."""
-    peft = pytest.importorskip("peft")
-    targets = ["q_proj", "v_proj", "down_proj"]
-    torch.manual_seed(8)
-    config = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=dropout, target_modules=targets)
-    model = peft.get_peft_model(base(dtype), config)
-    for name, param in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(param, std=0.02)
-    return model.train()
-
-
-def adapters_of(model: nn.Module) -> nn.ModuleList:
-    return layers_of(model.get_base_model())
 
 
 @pytest.mark.parametrize("clip", CLIPS)
