@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 
 from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
 from t1lib.memory import GIB, host_available, trim_heap
+from t1lib.optimizers import OptimizerSpec, spec_for
+from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, updated_by_host
+from t1lib.plan.rates import this_machine
+from t1lib.plan.work import saved_by, with_head, work_of
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
 from t1lib.train.lanes import NoTrace, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
@@ -21,13 +26,14 @@ from t1lib.train.recompute import Recomputation
 from t1lib.train.schedule import Schedule
 from t1lib.train.update import Precision, Rule
 
+WORKSPACE = 2**29  # bytes that are planned for a patched head
 CACHES = ("past_key_values", "past_key_value")  # a recomputation would append to them a second time
 
 
 class Engine:
     """One streamed model. Its layers call `run`, its optimizer `step`.
 
-    wish    gpu_memory, plan_for and choice, as in `stream`
+    wish    bytes of gpu_memory, plan_for and choice, as in `stream`
     host    the layers whose parameters are on the host
     """
 
@@ -58,7 +64,7 @@ class Engine:
             if gpu_memory is None or choice is not None:
                 self.place(choice or Choice())
             elif plan_for is not None:
-                self._plan(*plan_for)
+                self._plan(None, *plan_for)
         except BaseException:
             self.close()
             raise
@@ -112,9 +118,46 @@ class Engine:
         self.model._t1_engine = me
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
 
+    def _plan(self, piece: Piece | None, rows: int, seq: int) -> None:
+        """Place everything for batches of `rows` × `seq` tokens within the budget. piece: the first batch, on its way
+        into the first layer; None: not known yet"""
+        budget = self.wish[0]
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        groups = self.optimizer.param_groups
+        spec = OptimizerSpec(
+            "adamw" if "betas" in groups[0] else "sgd", momentum=max(g.get("momentum", 0.0) for g in groups),
+            master_weights=self.precision.masters is not None, split_master=self.precision.masters == "split",
+            moments=self.precision.moments,
+        )  # fmt: skip
+        trained = [p for g in groups for p in g["params"] if p.requires_grad]
+        work = work_of(
+            inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=self.micro_batch, workspace=WORKSPACE,
+            together=not self.in_backward, layers=self.stack, trained=trained, cuda=self.device.type == "cuda",
+            **self._measured(piece, inner),
+        )  # fmt: skip
+        if work.vocabulary:  # the head computes the whole batch at a time
+            patched = any(hasattr(m, "_t1_head") for m in self.model.modules())
+            whole = with_head(replace(work, micro_tokens=work.tokens), "fused" if patched else "full")
+            work = replace(whole, micro_tokens=work.micro_tokens)
+        held = sum(h.flat.nbytes for h in self.host)
+        self.place(choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held))
+
+    def _measured(self, piece: Piece | None, inner: nn.Module) -> dict[str, int]:
+        """Width of a layer's input, and bytes per token that a layer saves, of a model that is no decoder of
+        transformers: found by running one layer on one row."""
+        if hasattr(inner, "config"):
+            return {}
+        require(piece is not None, "plan_for is for models of transformers; leave it out: the first batch decides")
+        held, row = self.host[0], split_rows(piece, 1)[0]
+        held.bind({n: view.to(self.device) for n, view in held.views.items()})
+        try:
+            saved = saved_by(lambda: self._call(0, row.hidden.detach(), row), held.params.values())
+        finally:
+            held.unbind()
+        return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}
+
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
-        check_choice(choice, len(self.stack))
         self.choice = choice
         for held in self.host[: choice.resident]:
             held.show()
@@ -204,7 +247,7 @@ class Engine:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
         require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
         if self.schedule is None:
-            self._plan(*hidden.shape[:2])
+            self._plan(Piece(hidden, args, kwargs), *hidden.shape[:2])
         layer, grad = self.stack[index], torch.is_grad_enabled()
         trains = grad and any(p.requires_grad for p in layer.parameters())
         if not (trains or (grad and hidden.requires_grad)):

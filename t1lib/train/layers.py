@@ -1,6 +1,8 @@
 """Layers on the host: flat pinned buffers, the parameters that are views of them, and gradients that wait there."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,6 +96,12 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
     return list(first)
 
 
+def _reached(layer: "weakref.ref[HostLayer]", name: str, _: Tensor) -> None:
+    held = layer()
+    if held is not None:
+        held.reached.add(name)
+
+
 class HostLayer:
     """One streamed layer: its module, and its parameters in a flat host buffer.
 
@@ -131,7 +139,7 @@ class HostLayer:
         self.keeps_gradients = True  # False: updates are made in the backward, and leave none
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self._hooks = [
-            param.register_post_accumulate_grad_hook(lambda _, name=name: self.reached.add(name))
+            param.register_post_accumulate_grad_hook(partial(_reached, weakref.ref(self), name))
             for name, param in self.params.items() if param.requires_grad
         ]  # fmt: skip
         self.hide()
@@ -163,7 +171,9 @@ class HostLayer:
             param._home = self
 
     def show(self) -> None:
-        """Make them ordinary parameters: of the layer that computes, or that is given back."""
+        """Make them ordinary parameters again."""
+        for hook in self._hooks:
+            hook.remove()
         for param in self.params.values():
             param.__class__ = nn.Parameter
             del param._home
@@ -209,7 +219,12 @@ class HostLayer:
         self.absent.discard(name)
 
     def forget_gradients(self) -> None:
+        """All gradients are None from here on. Memory that somebody still holds is left to them."""
         self.absent, self.norms, self.scale = set(self.params), None, None
+        own = 2 + len(self.grad_views)  # references to the memory: the buffer, its views, and the one that is asked
+        if self.grads is not None and torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > own:
+            self.settle(self)
+            self.grads, self.grad_views = None, {}
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks at them or the update reads them."""
@@ -241,8 +256,6 @@ class HostLayer:
         if self.has_gradients and self.keeps_gradients:
             self.see_gradients()
         self.show()
-        for hook in self._hooks:
-            hook.remove()
         for name, param in self.params.items():
             param.data = self.views[name].clone()
             gone = name in self.absent or not self.keeps_gradients

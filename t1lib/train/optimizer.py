@@ -72,6 +72,7 @@ class ResidentUpdates:
         state = self.state.get(param)
         if param not in self.counts:
             state, self.counts[param] = new_state(param, rule, self.precision), 0
+            self._versions[param] = param._version
             if state:
                 self.state[param] = state
         elif state and "master" in state and self._versions.get(param, param._version) != param._version:
