@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from t1lib.errors import T1Error, require
 from t1lib.memory import GIB, host_available, trim_heap
-from t1lib.plan.cost import Choice
+from t1lib.plan.cost import Choice, updated_by_host
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
 from t1lib.train.lanes import NoTrace, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
+from t1lib.train.outer import Outer
 from t1lib.train.recompute import Recomputation
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import Span
@@ -133,22 +134,38 @@ class Engine:
                 del self._homes[id(param)]
         self.host = self.host[choice.resident :]
         share = choice.host_share
-        on_host = {h.index for n, h in enumerate(self.host) if int((n + 1) * share + 1e-9) > int(n * share + 1e-9)}
+        on_host = {held.index for held in self.host if updated_by_host(held.index, share)}
+        outer = self._travelling() if choice.outer == "host" else []
         self.schedule = Schedule(
             {held.index: held for held in self.host}, self.layout, self.device, slots=choice.slots,
             grad_slots=choice.grad_slots, on_host=on_host, in_backward=self.in_backward, precision=self.precision,
-            rules=self.optimizer.rules, overlap=self.overlap, trace=lambda: self.trace,
+            rules=self.optimizer.rules, overlap=self.overlap, trace=lambda: self.trace, guests=[p for p, _ in outer],
         )  # fmt: skip
         for held in self.host if self.schedule.has_state else ():
             for name, param in held.params.items() if held.trained else ():
                 state = {key: self.layout.views(flat)[name] for key, flat in held.state.items()}
                 self.optimizer.state[param] = {"step": held.step, **state}
+        self.outer = None
+        if outer:
+            params = {param for param, _ in outer}
+            embed = next((m for m in self.model.modules() if type(m).__name__.endswith("Embedding")
+                          and isinstance(m, nn.Embedding) and m.weight in params), None)  # fmt: skip
+            self.outer = Outer(outer, embed, self.schedule, self.optimizer.rules(), self.precision)
+            for held in self.outer.held:
+                self.optimizer.state[held.param] = held.state
         lanes = self.schedule.inward, self.schedule.outward
         self._inputs = Inputs(self.device, *lanes, lambda: self.trace) if choice.inputs == "host" else None
         self._recomputation = Recomputation(whole=False)
         weakref.finalize(self, self.schedule.thread.close)
         before, self.optimizer._before = self.optimizer._before, {}
         self.optimizer.take_over(before)
+
+    def _travelling(self) -> list[tuple[nn.Parameter, int]]:
+        """Trained matrices outside the layers, of the layers' dtype, with the numbers of their groups."""
+        inside = {id(p) for layer in self.stack for p in layer.parameters()}
+        found = [p for p in self.model.parameters() if id(p) not in inside and id(p) in self._groups]
+        found = [p for p in found if p.requires_grad and p.dim() > 1 and p.dtype == self.layout.dtype]
+        return [(p, self._groups[id(p)]) for p in found if p.is_contiguous()]
 
     def others(self) -> Iterator[nn.Parameter]:
         """The optimizer's parameters that do not stream."""
@@ -160,7 +177,19 @@ class Engine:
         return param.data if held is None else held.views[name]
 
     def state_of(self, param: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
-        return self.optimizer.state[param] if id(param) in self._homes else self.resident.state_of(param, rule)
+        if id(param) in self._homes or self._travels(param):
+            return self.optimizer.state[param]
+        return self.resident.state_of(param, rule)
+
+    def _travels(self, param: nn.Parameter) -> bool:
+        return self.outer is not None and param in self.outer.by_param
+
+    def changed(self) -> None:
+        """Weights and state were loaded: what was copied of them is out of date."""
+        for held in self.host:
+            held.touched = True
+        if self.outer is not None:
+            self.outer.refresh()
 
     # -- a layer ---------------------------------------------------------------------------------------------------
 
@@ -206,6 +235,10 @@ class Engine:
                 if random is not None:
                     random.note_use()
                     saved.random.append(random)
+            if self.outer is not None:
+                self.outer.passed(index, len(self.stack))
+                if index == len(self.stack) - 1:
+                    self.outer.ready()
         finally:
             following = index + self.choice.slots
             self._release(index, following if save else following % len(self.stack))
@@ -216,6 +249,8 @@ class Engine:
     def backward(self, index: int, whole: Piece, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own."""
         found: list[Tensor] = []
+        if self.outer is not None and index == len(self.stack) - 1:
+            self.outer.leave()
         self._bind(index, again=True)
         try:
             for k, piece in enumerate(split_rows(whole, self.micro_batch)):
@@ -273,22 +308,29 @@ class Engine:
             require(not few, f"p.grad is None for some parameters of {held.name}: set all of a layer to None, or none")
         rules = self.optimizer.rules()
         with uninterrupted():
-            self.resident.step(self.optimizer.param_groups, rules, lambda p: id(p) not in self._homes)
+            stays = lambda p: id(p) not in self._homes and not self._travels(p)  # noqa: E731
+            self.resident.step(self.optimizer.param_groups, rules, stays)
             for held in self.host:
                 if held.has_gradients:
                     schedule.begin(held, rules)
+            if self.outer is not None:
+                self.outer.begin(rules)
             schedule.start()
 
     def drain(self) -> None:
         """Wait until all updates have ended."""
         if self.schedule is not None:
             self.schedule.drain()
+            if self.outer is not None:
+                self.outer.drain()
 
     def close(self) -> None:
         """Give the model back as an ordinary one."""
         try:
             self.drain()
         finally:
+            if self.schedule is not None and self.outer is not None:
+                self.outer.close()
             for held in self.host:
                 held.give_back()
             self.host, self._homes = [], {}

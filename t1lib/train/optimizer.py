@@ -208,6 +208,7 @@ class StreamOptimizer(torch.optim.Optimizer):
                 saved = {k: v for k, v in saved.items() if v is not None}
                 saved.setdefault("step", 1.0)
             take_state(engine.weight_of(param), state, saved, repr(names[param]))
+        engine.changed()
 
     def drain(self) -> None:
         """Wait until all updates have ended, and new weights are on the host."""

@@ -10,7 +10,7 @@ holds is known at any time, so stale weights are never read.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -47,12 +47,13 @@ class Schedule:
     rules               the parameter groups' hyperparameters; asked for when an update begins
     overlap             False: nothing runs beside the computation (to measure what the overlap is worth)
     trace               returns what records the spans of work
+    guests              parameters outside the layers whose state travels, too
     """
 
     def __init__(
         self, layers: dict[int, HostLayer], layout: Layout, device: torch.device, *, slots: int, grad_slots: int,
         on_host: set[int], in_backward: bool, precision: Precision, rules: Callable[[], list[Rule]], overlap: bool,
-        trace: Callable[[], NoTrace],
+        trace: Callable[[], NoTrace], guests: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.layers, self.layout, self.device, self.on_host = layers, layout, device, on_host
         self.in_backward, self._rules, self.overlap, self._trace = in_backward, rules, overlap, trace
@@ -66,13 +67,16 @@ class Schedule:
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         kinds = self._make_state(trained, precision)
+        for rule in rules() if guests else ():
+            kinds |= precision.kinds(guests[0], rule)
         there = [i for i in trained if i not in on_host]
         # Updates that need nothing but weights and gradients are made in the slots, and the new weights leave.
         self.stateless = in_backward and not kinds
         self.has_state = bool(kinds)
-        travels = there and not self.stateless
+        travels = (there and not self.stateless) or guests
         kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
-        self.travel = Travel(device, kinds if travels else {}, layout.numel, trace)
+        numel = max([layout.numel, *(guest.numel() for guest in guests)])
+        self.travel = Travel(device, kinds if travels else {}, numel, trace)
         self.travellers = {
             i: Traveller(layers[i].state, layers[i].flat, layers[i].spans, i, self.travel.size) for i in there
         }

@@ -18,7 +18,7 @@ from t1lib.train.ahead import GATHERED, ROWS
 from t1lib.train.graphs import LayerGraphs, can_capture, launch_bound
 from t1lib.train.models import split
 from t1lib.train.optim import Updater
-from t1lib.train.outer import Outer
+from t1lib.train.outer_old import Outer
 from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.placement import (

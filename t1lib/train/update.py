@@ -173,7 +173,7 @@ def shown_state(param: Tensor, state: State) -> State:
     """A parameter's state as `state_dict` shows it: independent of how masters are stored."""
     found = {k: v for k, v in state.items() if k != "low"}
     if "low" in state:
-        found["master"] = join(param.detach(), state["low"])
+        found["master"] = join(param.detach().to(state["low"].device), state["low"])
     return found
 
 
@@ -195,7 +195,10 @@ def take_state(param: Tensor, state: State, saved: State, name: str) -> None:
         if key == "step":
             value.fill_(float(saved[key]))
         elif key == "low":
-            master = saved.get("master", param).to(value.device, torch.float32, copy=True)
-            split(master, param.data, value)
+            high = torch.empty(value.shape, dtype=torch.bfloat16, device=value.device)
+            split(saved.get("master", param).to(value.device, torch.float32, copy=True), high, value)
+            param.copy_(high)
         else:
             value.copy_(saved.get(key, param))
+    if "master" in state:
+        param.copy_(state["master"])
