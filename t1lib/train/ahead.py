@@ -84,7 +84,7 @@ class _Gathered:
     """Pinned buffers for `ROWS` rows on their way to the device. `count`: how many rows they hold."""
 
     def __init__(self, state: dict[str, Tensor], schedule: Schedule) -> None:
-        self._state = {k: v for k, v in state.items() if k != "step"}
+        self._state = state
         size = {k: (min(ROWS, len(v)), v.shape[1]) for k, v in self._state.items()}
         empty = {k: pinned_zeros(n * width, self._state[k].dtype, schedule.device) for k, (n, width) in size.items()}
         self.buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from t1lib.errors import T1Error, require
+from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
 from t1lib.memory import GIB, host_available, trim_heap
 from t1lib.plan.cost import Choice, updated_by_host
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
@@ -19,7 +19,6 @@ from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, r
 from t1lib.train.outer import Outer
 from t1lib.train.recompute import Recomputation
 from t1lib.train.schedule import Schedule
-from t1lib.train.travel import Span
 from t1lib.train.update import Precision, Rule
 
 CACHES = ("past_key_values", "past_key_value")  # a recomputation would append to them a second time
@@ -47,16 +46,22 @@ class Engine:
         self._require_host_memory()
         self.schedule: Schedule | None = None  # until everything has its place
         self.host: list[HostLayer] = []
+        self.closed, self.outer = False, None
+        self._updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._homes: dict[int, tuple[HostLayer, str]] = {}  # by the id of a streamed parameter
         self.optimizer = StreamOptimizer(self, optimizer)
         del self._optimizer
         self.resident = ResidentUpdates(precision, self.optimizer.state)
         self._take_over()
-        gpu_memory, plan_for, choice = wish
-        if gpu_memory is None or choice is not None:
-            self.place(choice or Choice())
-        elif plan_for is not None:
-            self._plan(*plan_for)
+        try:
+            gpu_memory, plan_for, choice = wish
+            if gpu_memory is None or choice is not None:
+                self.place(choice or Choice())
+            elif plan_for is not None:
+                self._plan(*plan_for)
+        except BaseException:
+            self.close()
+            raise
 
     # -- placing ---------------------------------------------------------------------------------------------------
 
@@ -87,11 +92,8 @@ class Engine:
 
     def _take_over(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
-        names = {id(layer): name for name, layer in self.model.named_modules()}
         for index, layer in enumerate(self.stack):
-            held = HostLayer(layer, index, names[id(layer)], self.layout, self.device)
-            held.spans = self._spans(held)
-            self.host.append(held)
+            self.host.append(HostLayer(layer, index, self.layout, self.device, self._groups))
         self._homes = {id(p): (held, n) for held in self.host for n, p in held.params.items()}
         for module in self.model.modules():
             for param in module._parameters.values():
@@ -110,22 +112,9 @@ class Engine:
         self.model._t1_engine = me
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
 
-    def _spans(self, held: HostLayer) -> list[Span]:
-        """The layer's parameters by group; on a CPU each alone, as PyTorch would update it."""
-        spans: list[Span] = []
-        for name in self.layout.shapes:
-            at, group = self.layout.span(name), self._groups.get(id(held.params[name]), -1)
-            if spans and spans[-1].group == group and self.device.type == "cuda":
-                at = slice(spans.pop().at.start, at.stop)
-            spans.append(Span(at, group))
-        return [span for span in spans if span.group >= 0]
-
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
-        count = len(self.stack)
-        for name, value, most in (("resident", choice.resident, count), ("keep", choice.keep, count)):
-            require(0 <= value <= most, f"choice of {name}={value}; allowed: 0 to {most}, the model's layers")
-        require(choice.slots >= 1 and choice.grad_slots >= 1, "choice of 0 slots; allowed: 1 or more")
+        check_choice(choice, len(self.stack))
         self.choice = choice
         for held in self.host[: choice.resident]:
             held.show()
@@ -144,8 +133,7 @@ class Engine:
         for held in self.host if self.schedule.has_state else ():
             for name, param in held.params.items() if held.trained else ():
                 state = {key: self.layout.views(flat)[name] for key, flat in held.state.items()}
-                self.optimizer.state[param] = {"step": held.step, **state}
-        self.outer = None
+                self.optimizer.state[param] = state
         if outer:
             params = {param for param, _ in outer}
             embed = next((m for m in self.model.modules() if type(m).__name__.endswith("Embedding")
@@ -157,7 +145,8 @@ class Engine:
         self._inputs = Inputs(self.device, *lanes, lambda: self.trace) if choice.inputs == "host" else None
         self._recomputation = Recomputation(whole=False)
         weakref.finalize(self, self.schedule.thread.close)
-        before, self.optimizer._before = self.optimizer._before, {}
+        before, self.optimizer._before = self.optimizer._before, None
+        self.optimizer.check(before)
         self.optimizer.take_over(before)
 
     def _travelling(self) -> list[tuple[nn.Parameter, int]]:
@@ -178,8 +167,24 @@ class Engine:
 
     def state_of(self, param: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
         if id(param) in self._homes or self._travels(param):
-            return self.optimizer.state[param]
+            return self.optimizer.state.get(param, {})
         return self.resident.state_of(param, rule)
+
+    def count_of(self, param: nn.Parameter) -> int:
+        """How many updates the parameter has seen."""
+        if id(param) in self._homes:
+            held, name = self._homes[id(param)]
+            return held.counts[name]
+        return self.outer.by_param[param].count if self._travels(param) else self.resident.counts.get(param, 0)
+
+    def set_count(self, param: nn.Parameter, count: int) -> None:
+        if id(param) in self._homes:
+            held, name = self._homes[id(param)]
+            held.counts[name] = count
+        elif self._travels(param):
+            self.outer.by_param[param].count = count
+        else:
+            self.resident.counts[param] = count
 
     def _travels(self, param: nn.Parameter) -> bool:
         return self.outer is not None and param in self.outer.by_param
@@ -265,6 +270,7 @@ class Engine:
                     else:
                         x, out = saved.graphs[k]
                 if k == 0 and index in self.schedule.layers:
+                    self._once(index)
                     self.schedule.want_gradients(index)
                 with self.trace.span("compute", "backward", index):
                     torch.autograd.backward(out, part)
@@ -281,6 +287,13 @@ class Engine:
         if not wanted:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _once(self, index: int) -> None:
+        """Refuse a second backward before `step`, if layers are updated in the backward."""
+        if self.in_backward and self.schedule.layers[index].trained:
+            twice = "a second backward before step(), with update_in_backward=True: leave that out to accumulate"
+            require(index not in self._updated, twice)
+            self._updated.add(index)
 
     def _call(self, index: int, hidden: Tensor, piece: Piece) -> Tensor:
         out = self._forwards[index](hidden, *piece.args, **piece.kwargs)
@@ -301,12 +314,10 @@ class Engine:
     def step(self) -> None:
         """Begin an update of everything that has gradients."""
         schedule = self.schedule
+        require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
         if schedule is None:
             return
-        for held in self.host:
-            few = held.trained and 0 < len(held.absent) < len(held.params)
-            require(not few, f"p.grad is None for some parameters of {held.name}: set all of a layer to None, or none")
-        rules = self.optimizer.rules()
+        rules, self._updated = self.optimizer.rules(), set()
         with uninterrupted():
             stays = lambda p: id(p) not in self._homes and not self._travels(p)  # noqa: E731
             self.resident.step(self.optimizer.param_groups, rules, stays)
@@ -326,11 +337,14 @@ class Engine:
 
     def close(self) -> None:
         """Give the model back as an ordinary one."""
+        if self.closed:
+            return
+        self.closed = True
         try:
             self.drain()
-        finally:
-            if self.schedule is not None and self.outer is not None:
+            if self.outer is not None:
                 self.outer.close()
+        finally:
             for held in self.host:
                 held.give_back()
             self.host, self._homes = [], {}
@@ -341,6 +355,25 @@ class Engine:
                 self.model.__dict__.pop(name, None)
             if self.schedule is not None:
                 self.schedule.thread.close()
+
+
+def check_choice(choice: Any, layers: int) -> None:
+    """Raise `T1Error` unless it is a `Choice` for a stack of so many layers."""
+    require(isinstance(choice, Choice), f"choice={shown(choice)}; allowed: a t1lib.train.Choice")
+    for name, least, most in (
+        ("resident", 0, layers),
+        ("keep", 0, layers),
+        ("slots", 1, None),
+        ("grad_slots", 1, None),
+    ):
+        value = getattr(choice, name)
+        limit = "or more" if most is None else f"to {most}, the model's layers"
+        require(is_whole(value, least, most), f"choice of {name}={shown(value)}; allowed: {least} {limit}")
+    share = choice.host_share
+    fits = is_number(share) and 0 <= share <= 1
+    require(fits, f"choice of host_share={shown(share)}; allowed: a number from 0 to 1")
+    for name in ("inputs", "outer"):
+        choose(f"choice of {name}", getattr(choice, name), ("device", "host"))
 
 
 class _Layer(torch.autograd.Function):

@@ -40,7 +40,7 @@ def _unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
 class OuterParam:
     """One parameter whose state is on the host.
 
-    state     by key, with "step"; in pinned memory
+    state     by key, in pinned memory; count: updates so far
     weights   the host's copy, flat, if the state has no whole master; else None
     left      mark at which the host's state is up to date
     """
@@ -50,12 +50,11 @@ class OuterParam:
     ) -> None:
         self.param, self.group, device = param, group, param.device
         state = new_state(param.detach().cpu(), rule, precision)
-        self.state = {k: v if k == "step" else _pinned(v.view(-1), device).view(v.shape) for k, v in state.items()}
-        self.state.setdefault("step", torch.zeros(()))
-        self.flat = {k: v.view(-1) for k, v in self.state.items() if k != "step"}
+        self.state = {k: _pinned(v.view(-1), device).view(v.shape) for k, v in state.items()}
+        self.flat, self.count = {k: v.view(-1) for k, v in self.state.items()}, 0
         copy = None if "master" in self.flat else param.data.view(-1).to("cpu", copy=True)
         self.weights = None if copy is None else _pinned(copy, device)
-        self.traveller = Traveller(self.flat, self.weights, [Span(slice(0, param.numel()), group)], number, size)
+        self.traveller = Traveller(self.flat, self.weights, number, size)
         self.grad: Tensor | None = None
         self.left: Mark = None
         self.version = param._version  # changes if somebody else writes to the weights
@@ -127,12 +126,12 @@ class Outer:
         """The embedding's rows as the pending update will leave them."""
         self._make_room()
         own.wait()
-        rule, count, found = self._rules[own.group], int(own.state["step"]), []
+        rule, found = self._rules[own.group], []
         for few, which in zip(in_parts(rows), in_parts(there), strict=True):
             state = {key: value.view(-1) for key, value in self._rows.send(few).items()}
             grad = own.grad.index_select(0, which).view(-1)
             values = state.pop("weight") if "weight" in state else torch.empty_like(grad)  # made of the master
-            update([values], [grad], [state], rule, count, scratch=self._scratch)
+            update([values], [grad], [state], rule, own.count, scratch=self._scratch)
             found.append(values.view(len(few), -1))
         self._known = self._schedule.compute.mark()
         return torch.cat(found)
@@ -152,7 +151,7 @@ class Outer:
         for held in self.held:
             held.grad = self.gradient(held.param)
             if held.grad is not None:
-                held.state["step"] += 1
+                held.count += 1
         self._rules, self._pending = rules, any(h.grad is not None for h in self.held)
         self._known = self._schedule.compute.mark()
         if self._pending:
@@ -213,7 +212,8 @@ class Outer:
             if held.grad is None:
                 self._refill(held)
                 continue
-            given = Update(held.grad.view(-1), self._rules, int(held.state["step"]), 1.0, (self._known,))
+            span = Span(slice(0, held.param.numel()), held.group, held.count)
+            given = Update(held.grad.view(-1), [span], self._rules, 1.0, (self._known,))
             weight = held.param.data.view(-1)
             for marks in travel.by_piece(held.traveller, given, held.left, weight, False, together=1):
                 self._filled, held.left = marks.updated, marks.left

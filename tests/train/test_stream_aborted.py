@@ -28,7 +28,7 @@ from stream_cases import (
 from stream_models import blocks, data
 from torch import nn
 
-from t1lib.plan import Choice
+from t1lib.plan.cost import Choice
 from t1lib.train import stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ from stream_cases import (
 from stream_models import MODELS, VOCABULARY, blocks, cross_entropy, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 
-from t1lib.plan import Choice
+from t1lib.plan.cost import Choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

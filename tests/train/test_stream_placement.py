@@ -23,7 +23,7 @@ from stream_cases import (
 from stream_models import MODELS, data, llama, qwen3
 from torch.optim.lr_scheduler import LambdaLR
 
-from t1lib.plan import Choice
+from t1lib.plan.cost import Choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,7 +25,7 @@ from stream_models import MODELS, blocks, data, llama, qwen3
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from t1lib.plan import Choice
+from t1lib.plan.cost import Choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
