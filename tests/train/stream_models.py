@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
@@ -121,6 +122,23 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3, "llama": llama, "
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
     return model.blocks if isinstance(model, Blocks) else model.base_model.get_submodule("layers")
+
+
+def adapted(dtype: torch.dtype = torch.float32, dropout: float = 0.05, base: Callable[..., Any] = qwen3) -> nn.Module:
+    """A model with adapters that are not zero, as after some training."""
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj", "down_proj"]
+    torch.manual_seed(8)
+    config = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=dropout, target_modules=targets)
+    model = peft.get_peft_model(base(dtype), config)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.02)
+    return model.train()
+
+
+def adapters_of(model: nn.Module) -> nn.ModuleList:
+    return layers_of(model.get_base_model())
 
 
 def data(count: int = STEPS, *, padded: bool = False, device: str = "cpu", rows: int = ROWS) -> list[dict[str, Tensor]]:

@@ -16,6 +16,7 @@ from stream_cases import (
     model_loss,
     own_clip,
     sgd,
+    streaming,
     torch_clip,
     train,
     two_forwards,
@@ -23,6 +24,9 @@ from stream_cases import (
 from stream_models import MODELS, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+
+from t1lib.errors import T1Error
+from t1lib.plan.cost import Choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,13 +151,33 @@ def test_evaluation_in_between(kind):
     compare(build, sgd, loop(between=evaluated, clip=own_clip))
 
 
-def test_generation_in_between():
-    def generated(model: nn.Module) -> float:
-        prompt = data(1)[0]["input_ids"][:2, :3]
-        out = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        return float((out * torch.arange(1, 1 + out.numel()).view_as(out)).sum())
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_evaluation_in_micro_batches(kind):
+    """Though these models fill a cache of keys and values by default, piece by piece."""
+    cut = lambda model: in_pieces(layers_of(model), 1)  # noqa: E731
+    compare(MODELS[kind], adamw, loop(batches=data(4), between=evaluated), cut, micro_batch=1)
 
-    compare(qwen3, adamw, loop(batches=data(4), between=generated))
+
+def generated(model: nn.Module) -> float:
+    """The tokens, as one number."""
+    prompt = data(1)[0]["input_ids"][:2, :3]
+    out = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return float((out * torch.arange(1, 1 + out.numel()).view_as(out)).sum())
+
+
+@pytest.mark.parametrize("choice", [Choice(), Choice(resident=1, keep=4)], ids=["streamed", "kept"])
+def test_generation_in_between(choice):
+    compare(qwen3, adamw, loop(batches=data(4), between=generated), choice=choice)
+
+
+def test_generation_with_micro_batches():
+    """In a run that trains with them; they may be set aside for it, or it is refused, but it is not wrong."""
+    plain, model = qwen3(), qwen3()
+    with streaming(model, adamw(model), micro_batch=1) as (streamed, _):
+        try:
+            assert generated(streamed) == generated(plain)
+        except T1Error as error:
+            assert "micro_batch" in str(error)
 
 
 def test_inference_mode_in_between():

@@ -17,9 +17,10 @@ from stream_cases import (
     streaming,
     two_forwards,
 )
-from stream_models import MODELS, VOCABULARY, blocks, cross_entropy, data, layers_of, llama, qwen3
+from stream_models import MODELS, VOCABULARY, adapted, adapters_of, blocks, cross_entropy, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 
+from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +31,7 @@ FROZEN = {
     "lower layers": lambda name: "embed" in name or ".0." in name or ".1." in name,
     "upper layers": lambda name: ".2." in name or ".3." in name,
     "norms inside layers": lambda name: "norm" in name and "layers" in name + "layers" * ("blocks" in name),
-    "most of each layer": lambda name: any(str(i) in name for i in range(4)) and "up" not in name,
+    "all of a layer but its norms": lambda name: any(f".{i}." in name for i in range(4)) and "norm" not in name,
     "all but the layers": lambda name: not any(f".{i}." in name for i in range(4)),
     "all but the head": lambda name: "head" not in name,
 }
@@ -60,19 +61,19 @@ def test_a_tied_embedding_that_is_frozen():
 class Partly(nn.Module):
     """A layer with a parameter that its output does not depend on."""
 
-    def __init__(self) -> None:
+    def __init__(self, unused: bool) -> None:
         super().__init__()
-        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8) if unused else nn.Identity()
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.used(hidden).tanh()
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, unused: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 8)
-        self.body = nn.ModuleList(Partly() for _ in range(3))
+        self.body = nn.ModuleList(Partly(unused) for _ in range(3))
         self.head = nn.Linear(8, VOCABULARY)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -82,14 +83,14 @@ class Stack(nn.Module):
         return cross_entropy(self.head(hidden), labels)
 
 
-def plain_stack() -> nn.Module:
+def stack(unused: bool) -> nn.Module:
     torch.manual_seed(6)
-    return Stack()
+    return Stack(unused)
 
 
-def streamed_stack(optimizer, each=None) -> None:
+def streamed_stack(optimizer: Any, each: Any = None, unused: bool = True) -> None:
     each = each or loop(loss=lambda model, batch: model(**batch))
-    plain, model = plain_stack(), plain_stack()
+    plain, model = stack(unused), stack(unused)
     expected = each(plain, optimizer(plain))
     with streaming(model, optimizer(model), layers=model.body) as (streamed, own):
         assert each(streamed, own) == expected
@@ -103,47 +104,42 @@ def test_parameters_without_a_gradient_do_not_decay():
 def test_what_the_optimizer_leaves_out_stays():
     def without_layer(model: nn.Module) -> torch.optim.Optimizer:
         left = {"body.1.used.weight", "head.bias"}
-        return torch.optim.AdamW([p for name, p in model.named_parameters() if name not in left], lr=0.01)
+        params = [p for name, p in model.named_parameters() if name not in left and "unused" not in name]
+        return torch.optim.AdamW(params, lr=0.01)
 
     streamed_stack(without_layer)
 
 
+def changed(model: nn.Module, optimizer: Any, *, one_away: bool) -> list[float]:
+    """A loop that scales gradients in place, replaces one, and takes away those of a layer, or only one of them."""
+    losses = []
+    for batch in data(5):
+        value = model(**batch)
+        value.backward()
+        for layer in model.body:
+            layer.used.weight.grad.mul_(0.5)
+        model.body[0].used.bias.grad = torch.ones(8)
+        model.body[2].used.bias.grad += 1
+        for param in model.body[1].parameters():
+            if not one_away or param is model.body[1].used.bias:
+                param.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
 def test_a_gradient_that_the_loop_changes():
-    """Scaled in place, replaced, taken away: the update takes what the loop left in `grad`."""
-
-    def each(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = []
-        for batch in data(5):
-            value = model(**batch)
-            value.backward()
-            for layer in model.body:
-                layer.used.weight.grad.mul_(0.5)
-            model.body[0].used.bias.grad = torch.ones(8)
-            model.body[1].used.bias.grad = None
-            model.body[2].used.bias.grad += 1
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(value.item())
-        return losses
-
-    streamed_stack(partial(adamw, weight_decay=0.5), each)
+    """The update takes what the loop left in `grad`."""
+    streamed_stack(adamw, partial(changed, one_away=False), unused=False)
 
 
-def adapted(dtype: torch.dtype = torch.float32, dropout: float = 0.05, base=qwen3) -> nn.Module:
-    """A model with adapters that are not zero, as after some training."""
-    peft = pytest.importorskip("peft")
-    targets = ["q_proj", "v_proj", "down_proj"]
-    torch.manual_seed(8)
-    config = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=dropout, target_modules=targets)
-    model = peft.get_peft_model(base(dtype), config)
-    for name, param in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(param, std=0.02)
-    return model.train()
-
-
-def adapters_of(model: nn.Module) -> nn.ModuleList:
-    return layers_of(model.get_base_model())
+def test_a_gradient_that_the_loop_takes_away():
+    """Without the others of its layer: that may be refused, but its parameter is not updated in silence."""
+    try:
+        streamed_stack(adamw, partial(changed, one_away=True), unused=False)
+    except T1Error as error:
+        assert "grad" in str(error)
 
 
 @pytest.mark.parametrize("clip", CLIPS)
