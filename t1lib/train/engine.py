@@ -455,9 +455,13 @@ def _run(me: "weakref.ref[Engine]", index: int, *args: Any, **kwargs: Any) -> Te
 def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = True) -> None:
     """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
     engine = me()
-    if engine is not None:
-        engine.optimizer.zero_grad(set_to_none)
-    nn.Module.zero_grad(model, set_to_none)
+    if engine is None:
+        nn.Module.zero_grad(model, set_to_none)
+        return
+    engine.optimizer.zero_grad(set_to_none)
+    for param in model.parameters():  # the optimizer may not have all of them
+        if id(param) not in engine._homes and param.grad is not None:
+            param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
 
 def _stay(layer: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
