@@ -268,7 +268,8 @@ class Engine:
         streams = index in schedule.layers
         self._bind(index)
         try:
-            for piece in split_rows(whole, self.micro_batch):
+            cached = any(whole.kwargs.get(name) is not None for name in CACHES)
+            for piece in split_rows(whole, None if cached else self.micro_batch):
                 random = Randomness.now(self.device) if save and not keep else None
                 with saved.autocast.again(), self.trace.span("compute", "forward", index):
                     if keep:
