@@ -70,8 +70,8 @@ def least_choice(work: Work) -> Choice:
 
 
 def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | None = None) -> Choice:
-    """The fastest choice that reserves no more than `budget` bytes; among equally fast ones, the smallest. With a larger
-    budget, it is never slower.
+    """The fastest choice that reserves no more than `budget` bytes; among equally fast ones, the smallest. It is never
+    slower with a larger budget.
 
     What is reserved may exceed what is expected, so that a choice must fit with the most that it may reserve; but the
     smallest one for each share of the host's updates is taken where the expected bytes fit.

@@ -11,10 +11,9 @@ from statistics import median
 
 import torch
 
-from t1lib.files import write_json
+from t1lib.files import cache_folder, write_json
 from t1lib.memory import pinned_zeros
 from t1lib.models import build_model, layer_arguments, split
-from t1lib.paths import cache_folder
 from t1lib.plan.work import SHORT
 
 
