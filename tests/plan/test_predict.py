@@ -96,7 +96,7 @@ def test_what_would_fit_instead_does():
     short_host = would_fit(SETTING, 16 * GIB, 16 * GIB, H200)
     assert {"--moments bfloat16 --split-master", "--optimizer sgd", "--model qwen3-0.6b"} <= short_host.keys()
     assert all(p.fits and p.host <= 16 * GIB for p in short_host.values())
-    short_device = would_fit(SETTING, 3 * GIB, None, H200)
+    short_device = would_fit(SETTING, 7 * GIB // 2, None, H200)
     assert "--micro-batch 1" in short_device and not any("moments" in change for change in short_device)
 
 
