@@ -22,8 +22,8 @@ from t1lib.train import make_trainer
 
 WORK = Work(
     layers=28, layer=50_000_000, outer=311_000_000, hidden=2048, itemsize=2, saved=113_000, state=12, tokens=16384,
-    micro_tokens=16384, head_tokens=16384, workspace=2**28, together=False, head=311_000_000, largest=311_000_000, inner=6144,
-    attention=2 * 3072 * 2048, masters=True,
+    micro_tokens=16384, head_tokens=16384, workspace=2**28, together=False, head=311_000_000, largest=311_000_000,
+    inner=6144, attention=2 * 3072 * 2048, masters=True,
 )  # fmt: skip
 TOGETHER = dataclasses.replace(WORK, together=True)
 FEW = dataclasses.replace(WORK, tokens=256, micro_tokens=256, head_tokens=256, graphed=True)
