@@ -1,6 +1,7 @@
 """What a step leaves behind that an error or an interrupt ends, and a streamed model that is dropped: nothing mixed."""
 
 import gc
+import signal
 import sys
 import threading
 import weakref
@@ -157,7 +158,7 @@ def deep(value: Any) -> Any:
 
 @contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
-    """Raise `KeyboardInterrupt` in this thread at line number `at`, counted as they run, of the package `t1lib.train`.
+    """As Ctrl-C at line number `at`, counted as they run, of the package `t1lib.train`.
 
     Gives a list that holds the number of lines that were run.
     """
@@ -168,7 +169,7 @@ def interrupted(at: int) -> Iterator[list[int]]:
             lines[0] += 1
             if lines[0] == at:
                 sys.settrace(before)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)  # which a handler may put off to the end of what must be whole
         return line
 
     def call(frame: FrameType, event: str, argument: object) -> Any:
