@@ -16,8 +16,9 @@ from t1lib.optimizers import OptimizerSpec, spec_for
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, updated_by_host
 from t1lib.plan.rates import this_machine
-from t1lib.plan.work import saved_by, with_head, work_of
+from t1lib.plan.work import launch_bound, saved_by, with_head, work_of
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
+from t1lib.train.graphs import LayerGraphs
 from t1lib.train.lanes import NoTrace, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
@@ -189,6 +190,9 @@ class Engine:
         lanes = self.schedule.inward, self.schedule.outward
         self._inputs = Inputs(self.device, *lanes, lambda: self.trace) if choice.inputs == "host" else None
         self._recomputation = Recomputation(whole=False)
+        self._graphs = LayerGraphs(self.stack) if self.device.type == "cuda" else None
+        self._graph_tokens = launch_bound(self.layout.numel)
+        self._random: set[int] = set()  # layers that draw random numbers
         weakref.finalize(self, self.schedule.thread.close)
         before, self.optimizer._before = self.optimizer._before, None
         self.optimizer.check(before)
@@ -280,12 +284,18 @@ class Engine:
                         with torch.enable_grad(), kept_graph(buffer):
                             out = self._call(index, x, piece)
                         saved.graphs.append((x, out))
+                    elif self._has_graph(index, piece):
+                        call = lambda x, a, kw: self._call(index, x, Piece(x, a, kw))  # noqa: E731
+                        place = schedule.place(index)
+                        out = self._graphs.run(index, place, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
                         out = self._call(index, piece.hidden, piece)
                 outputs.append(out.detach())
                 if random is not None:
                     random.note_use()
                     saved.random.append(random)
+                    if random.used:
+                        self._random.add(index)
             if self.outer is not None:
                 self.outer.passed(index, len(self.stack))
                 if index == len(self.stack) - 1:
@@ -306,6 +316,15 @@ class Engine:
         try:
             for k, piece in enumerate(split_rows(whole, self.micro_batch)):
                 part = grad if len(grad) == len(piece.hidden) else grad[k * self.micro_batch :][: len(piece.hidden)]
+                if saved.graphs is None and not saved.random[k].used and self._has_graph(index, piece):
+                    if k == 0:
+                        self._want_gradients(index)
+                    place = *self.schedule.place(index, gradients=True), wanted
+                    again = partial(self._again, index, wanted)
+                    with self.trace.span("compute", "backward", index):
+                        arguments = piece.hidden.detach(), part, piece.args, piece.kwargs
+                        found.append(self._graphs.run(index, place, again, *arguments))
+                    continue
                 with ExitStack() as stack:
                     if saved.graphs is None:
                         x = piece.hidden.detach().requires_grad_(wanted)
@@ -315,9 +334,8 @@ class Engine:
                             out = self._recomputation.run(self.stack[index], partial(self._call, index, x, piece))
                     else:
                         x, out = saved.graphs[k]
-                if k == 0 and index in self.schedule.layers:
-                    self._once(index)
-                    self.schedule.want_gradients(index)
+                if k == 0:
+                    self._want_gradients(index)
                 with self.trace.span("compute", "backward", index):
                     torch.autograd.backward(out, part)
                 found.append(x.grad)
@@ -334,12 +352,28 @@ class Engine:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _once(self, index: int) -> None:
-        """Refuse a second backward before `step`, if layers are updated in the backward."""
+    def _again(self, index: int, wanted: bool, x: Tensor, grad: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+        """Recompute the layer and run its backward: what a CUDA graph holds."""
+        x = x.detach().requires_grad_(wanted)
+        with torch.enable_grad():
+            call = partial(self._call, index, x, Piece(x, args, kwargs))
+            out = self._recomputation.run(self.stack[index], call)
+        torch.autograd.backward(out, grad)
+        return x.grad
+
+    def _has_graph(self, index: int, piece: Piece) -> bool:
+        few = piece.hidden.shape[:-1].numel() <= self._graph_tokens
+        plain = not torch.is_autocast_enabled(self.device.type) and index not in self._random
+        return few and plain and self._graphs is not None and index in self.schedule.layers
+
+    def _want_gradients(self, index: int) -> None:
+        if index not in self.schedule.layers:
+            return
         if self.in_backward and self.schedule.layers[index].trained:
             twice = "a second backward before step(), with update_in_backward=True: leave that out to accumulate"
             require(index not in self._updated, twice)
             self._updated.add(index)
+        self.schedule.want_gradients(index)
 
     def _call(self, index: int, hidden: Tensor, piece: Piece) -> Tensor:
         out = self._forwards[index](hidden, *piece.args, **piece.kwargs)

@@ -12,6 +12,7 @@ holds is known at any time, so stale weights are never read.
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class Schedule:
         self.thread = UpdateThread(device)
         self._coming: dict[int, threading.Event] = {}
         self._following = -1  # layer to fetch into a slot once the update that reads it is queued
+        self._reached: set[str] = set()  # parameters that got a gradient in the last backward of a layer
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         kinds = self._make_state(trained, precision)
@@ -159,6 +161,11 @@ class Schedule:
         """The device buffer that holds the layer's weights while they are bound."""
         return self.weights.flat[self.weights.of(index)]
 
+    def place(self, index: int, gradients: bool = False) -> tuple[Any, ...]:
+        """Where the layer's weights and gradients lie on the device: equal for layers that take turns there."""
+        trained = gradients and self.layers[index].trained
+        return self.weights.of(index), self.grads.of(index) if trained else None
+
     def release(self, index: int, following: int, again: bool = False) -> None:
         """Point the parameters back at the host; layer `following` comes in once the device has left the slot."""
         slot = self.weights.of(index)
@@ -200,6 +207,7 @@ class Schedule:
         if not layer.trained:
             return
         slot = self.grads.of(index)
+        self._reached = layer.reached = layer.reached or self._reached  # a graph that is replayed calls no hooks
         layer.norms = norms_of(list(self.grads.views[slot].values()), exact=self.device.type == "cpu")
         if self.stateless and index in self.travellers:
             held, rules = self.weights.of(index), self._rules()
