@@ -37,6 +37,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
     from t1lib.heads import parse_bytes
     from t1lib.memory import in_words
+    from t1lib.models import PRESETS
     from t1lib.plan.predict import predict, recommended, would_fit
     from t1lib.plan.rates import calibrate, machine_file, measured_here, this_machine
 
@@ -69,7 +70,12 @@ def plan(arguments: argparse.Namespace) -> int:
         told = (f"{c} ({in_words(p.reserved)}, host {in_words(p.host)})" for c, p in near.items())
         raise T1Error(f"{error}\nwould fit: {', '.join(told) or 'nothing near it, either'}") from None
     print(f"\nrecommended: mode {best.mode}, head {best.head}" + (f" ({best.choice})" if best.choice else ""))
-    _print_command(arguments, best, vram)
+    if arguments.model in PRESETS or os.path.isdir(arguments.model):
+        print(f"  {command_of(arguments, best, vram)}")
+    else:
+        print("  (train takes presets and checkpoint folders only, no names of the hub)")
+    if arguments.model in PRESETS:
+        print("  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)")
     return 0
 
 
@@ -82,17 +88,6 @@ def _row(p: Any, tokens: int) -> str:
         values = [*map(in_words, (p.allocated, p.reserved, p.host)), f"{_digits(p.ms / 1e3)} s"]
         values += [_digits(tokens / p.ms * 1e3)]
     return f"{p.mode:<6} {p.head:<8} {' '.join(f'{value:>10}' for value in values)}  {p.why or 'fits'}"
-
-
-def _print_command(arguments: argparse.Namespace, best: Any, vram: int) -> None:
-    from t1lib.models import PRESETS
-
-    if arguments.model not in PRESETS and not os.path.isdir(arguments.model):
-        print("  (train takes presets and checkpoint folders only, no names of the hub)")
-        return
-    print(f"  {command_of(arguments, best, vram)}")
-    if arguments.model in PRESETS:
-        print("  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)")
 
 
 def _digits(value: float) -> str:

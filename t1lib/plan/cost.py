@@ -32,25 +32,17 @@ MOST = 1.03  # the same at most, apart from gaps of the largest tensor's size
 
 @dataclass(frozen=True)
 class Choice:
-    """What streaming keeps where, which trades memory for time.
+    """What streaming keeps where, which trades memory for time."""
 
-    slots        device buffers for layer weights
-    resident     this many first layers stay on the device, with their gradients and optimizer state
-    keep         this many last layers keep their activations; the others are recomputed in the backward
-    inputs       where the inputs of recomputed layers wait for the backward: "device" or "host"
-    outer        where the optimizer state of embedding, norm and head is: "device", or "host", from where it travels
-                 beside the forward, while their weights leave the device during the layers' backward
-    grad_slots   device buffers for layer gradients
-    host_share   share of the streamed layers that the host's CPU updates (`updated_by_host`)
-    """
-
-    slots: int = 2
-    resident: int = 0
-    keep: int = 0
-    inputs: str = "device"
+    slots: int = 2  # device buffers for layer weights
+    resident: int = 0  # this many first layers stay on the device, with their gradients and optimizer state
+    keep: int = 0  # this many last layers keep their activations; the others are recomputed in the backward
+    inputs: str = "device"  # where the inputs of recomputed layers wait for the backward: "device" or "host"
+    # Where the optimizer state of embedding, norm and head is: "device", or "host", from where it travels beside the
+    # forward, while their weights leave the device during the layers' backward.
     outer: str = "device"
-    grad_slots: int = 2
-    host_share: float = 0.0
+    grad_slots: int = 2  # device buffers for layer gradients
+    host_share: float = 0.0  # share of the streamed layers that the host's CPU updates, see `updated_by_host`
 
 
 def updated_by_host(layer: int, share: float) -> bool:
@@ -72,12 +64,6 @@ def trained_layers(work: Work, choice: Choice) -> tuple[Any, Any]:
 def _travels(work: Work, choice: Choice) -> bool:
     """Whether anything of streamed layers comes to the device for an update, in pieces."""
     return work.cuda and choice.host_share < 1 and (work.state > 0 or work.together)
-
-
-def widened_state(work: Work, choice: Choice) -> int:
-    """Additional bytes of state per parameter that the host updates beside the device: there masters are whole, because
-    joining and splitting them takes its cores three times as long as reading and writing them."""
-    return 2 * (work.split and 0 < choice.host_share < 1)
 
 
 def outer_bytes(work: Work) -> int:
@@ -105,7 +91,7 @@ def resident_bytes(work: Work, recomputed: bool) -> int:
     beginning and its end."""
     weights, gradients = work.params * work.itemsize, work.itemsize * (work.pieces == 1)
     grads = work.trained * work.itemsize
-    base = weights + work.trained * work.state + work.widened + work.slack + grads * (work.pieces > 1) + work.aside
+    base = weights + work.trained * work.state + work.slack + grads * (work.pieces > 1) + work.aside
     hidden, one = work.micro_tokens * work.hidden * work.itemsize, work.micro_tokens * work.saved
     kept = work.layers * (hidden if recomputed else one)
     backward = one * recomputed + _beside(work) + 2 * hidden
@@ -140,14 +126,13 @@ def _always(work: Work, choice: Choice) -> Any:
     """Bytes that no phase frees: weights, resident layers with their state and gradients, slots."""
     weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
     slots = (choice.slots * (choice.resident < work.layers) + choice.grad_slots * (streamed > 0)) * weights
-    if _travels(work, choice):  # pieces of state, with weights and gradients; a widened gradient
+    if _travels(work, choice):  # pieces of state, with weights and gradients
         each = work.state + (1 + work.together) * work.itemsize
-        room = min(PIECE, work.layer) * (slots_for(each) * each + 4 * work.widening)
+        room = min(PIECE, work.layer) * slots_for(each) * each
         slots = slots + room * ((streamed > 0) | (choice.outer == "host"))
-    there = (resident > 0) | (choice.outer == "device" and work.outer > 0)
     held = choice.resident * weights + resident * (weights + work.layer * work.state) + work.aside
     outer = (work.outer + work.still) * work.itemsize + work.outer * work.state * (choice.outer == "device")
-    return slots + held + outer + work.widened * there + work.slack
+    return slots + held + outer + work.slack
 
 
 def reserved_bytes(work: Work, allocated: Any, choice: Choice | None = None) -> Any:
@@ -178,9 +163,8 @@ def _of_graphs(work: Work, choice: Choice | None) -> Any:
 def host_bytes(work: Work, choice: Choice) -> Any:
     """Bytes that the host holds: streamed layers with their state, waiting gradients, and what else is placed there."""
     streamed, trained = work.layers - choice.resident, trained_layers(work, choice)[1]
-    each = work.state + widened_state(work, choice) * choice.host_share
     waiting = trained if work.together else np.minimum(HOST_GRADS * (choice.host_share > 0), trained)
-    held = work.layer * (streamed * work.itemsize + trained * each + waiting * work.itemsize)
+    held = work.layer * (streamed * work.itemsize + trained * work.state + waiting * work.itemsize)
     if choice.outer == "host":
         held = held + (work.outer + GATHERED * min(ROWS * work.hidden, work.outer)) * outer_bytes(work)
     return held + work.layers * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")

@@ -1,10 +1,11 @@
 """Time of a step from its busiest lanes: computing, the link in either direction, or the host's updates."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from t1lib.plan.cost import Choice, graphed_layers, outer_bytes, trained_layers, updated_by_host, widened_state
+from t1lib.plan.cost import Choice, graphed_layers, outer_bytes, trained_layers, updated_by_host
 from t1lib.plan.rates import Machine
 from t1lib.plan.work import Work
 
@@ -21,11 +22,13 @@ HELD_UP = 0.05  # share of the host's updates' time by which a step is longer: l
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
 
-def layer_ms(work: Work, machine: Machine, backward: bool = False) -> float:
-    """Time to compute one layer over all tokens of a step, forward or backward."""
-    weights, attention = (4, 2.5) if backward else (2, 1)
-    products = weights * work.layer / machine.flops + attention * work.attention / machine.attention
-    return work.tokens * (products + MOVED[backward] * work.saved / machine.memory) * 1e3
+def layer_ms(work: Work, machine: Machine) -> tuple[float, float]:
+    """Times to compute one layer over all tokens of a step, forward and backward."""
+    times = []
+    for weights, attention, moved in zip((2, 4), (1, 2.5), MOVED, strict=True):
+        products = weights * work.layer / machine.flops + attention * work.attention / machine.attention
+        times.append(work.tokens * (products + moved * work.saved / machine.memory) * 1e3)
+    return times[0], times[1]
 
 
 def head_ms(work: Work, machine: Machine) -> float:
@@ -34,40 +37,43 @@ def head_ms(work: Work, machine: Machine) -> float:
     return work.tokens * (products + moved) * 1e3
 
 
-def eager_ms(work: Work, machine: Machine, recomputed: bool, beside: float = 1.0) -> tuple[float, float]:
-    """Times of one eager layer's forward and backward: to compute it or to launch it, whichever is longer. `beside` is
-    the factor by which computing the backward slows down."""
-    one, back = layer_ms(work, machine), layer_ms(work, machine, backward=True)
-    forward, backward = (share * machine.launch_ms * work.pieces for share in LAUNCHES[recomputed])
-    return np.maximum(one, forward), np.maximum(beside * (back + AGAIN * one * recomputed), backward)
-
-
 def device_update_ms(work: Work, machine: Machine, layers: Any, outer: int) -> Any:
     """Time to update `layers` layers, and `outer` parameters outside of them, on the device at the end of a step."""
     moved = (layers * work.layer + outer) * (2 * (work.state + work.itemsize) + work.itemsize)
     return np.maximum(moved / (UPDATE * machine.memory) * 1e3, layers * UPDATE_LAUNCHES * machine.launch_ms)
 
 
-def computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any) -> tuple[Any, Any]:
-    """Times of all layers' forward and backward; computing the backward slows down by the factor `beside`."""
-    graphed = graphed_layers(work, choice)
-    replay, one = machine.graph_ms * work.pieces, layer_ms(work, machine)
-    again = beside * (AGAIN * one + layer_ms(work, machine, backward=True))
-    forward, backward = graphed * max(one, replay), graphed * np.maximum(again, replay)
-    for count, recomputed in ((choice.keep, False), (work.layers - choice.keep - graphed, True)):
-        there, back = eager_ms(work, machine, recomputed, beside)
-        forward, backward = forward + count * there, backward + count * back
+def host_update_ms(work: Work, machine: Machine) -> float:
+    """Time in which the CPU updates a layer, whose data it both reads and writes."""
+    return 2 * work.layer * (work.state + work.itemsize) / machine.update * 1e3
+
+
+def computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.0) -> tuple[Any, Any]:
+    """Times of all layers' forward and backward, each as long as it takes to compute or to launch; computing the
+    backward slows down by the factor `beside`."""
+    graphed, (one, back) = graphed_layers(work, choice), layer_ms(work, machine)
+    launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
+    kept, eager = (tuple(share * launch for share in LAUNCHES[recomputed]) for recomputed in (False, True))
+    counts = (
+        (choice.keep, 0, kept),
+        (work.layers - choice.keep - graphed, AGAIN, eager),
+        (graphed, AGAIN, (replay,) * 2),
+    )
+    forward = sum(count * np.maximum(one, least[0]) for count, _, least in counts)
+    backward = sum(count * np.maximum(beside * (back + again * one), least[1]) for count, again, least in counts)
     return forward, backward
+
+
+def resident_ms(work: Work, machine: Machine, recomputed: bool) -> float:
+    """Time of a step in modes gpu and ckpt."""
+    layers = computing_ms(replace(work, graphed=False), Choice(keep=0 if recomputed else work.layers), machine)
+    updates = device_update_ms(work, machine, work.layers - work.frozen, work.outer)
+    return sum(layers) + head_ms(work, machine) + updates
 
 
 def _longer(one: Any, other: Any) -> Any:
     """Time of two lanes side by side: that of the longer one, and more if the other is nearly as long."""
     return (one**NEAR + np.maximum(other, 0.0) ** NEAR) ** (1 / NEAR)
-
-
-def host_update_ms(work: Work, choice: Choice, machine: Machine) -> float:
-    """Time in which the CPU updates a layer, whose data it both reads and writes."""
-    return 2 * work.layer * (work.state + widened_state(work, choice) + work.itemsize) / machine.update * 1e3
 
 
 def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
@@ -85,8 +91,10 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
         # An update reads the weights in their slot, for which the next ones wait.
         backward = backward + (streamed > 0) * work.layer * work.itemsize / machine.link_in * 1e3
     last = device_update_ms(work, machine, trained, work.outer * (choice.outer == "device"))
-    first = np.maximum(link - backward - choice.resident * layer_ms(work, machine), 0)  # the next streamed layer waits
-    host = streamed * choice.host_share * host_update_ms(work, choice, machine)
+    first = np.maximum(
+        link - backward - choice.resident * layer_ms(work, machine)[0], 0
+    )  # the next streamed layer waits
+    host = streamed * choice.host_share * host_update_ms(work, machine)
     rest = first + head_ms(work, machine) + backward + last + HELD_UP * host
     if work.together:
         return _next_forward_ms(work, choice, machine, forward) + rest
@@ -133,7 +141,7 @@ def _next_forward_ms(work: Work, choice: Choice, machine: Machine, computing: An
         streams, trained = layer >= choice.resident, layer >= work.frozen
         by_host = trained and updated_by_host(layer, choice.host_share)
         link = link + streams * (travelling if trained and not by_host else plain)
-        host = host + streams * by_host * host_update_ms(work, choice, machine)
+        host = host + streams * by_host * host_update_ms(work, machine)
         ready = np.maximum(link, (host + plain) * by_host)
         done = np.where(streams, np.maximum(done, ready), done) + one
     outer = work.outer * outer_bytes(work) * (choice.outer == "host")

@@ -1,13 +1,7 @@
-"""Will it fit, and how long will it take? Predicted memory and time of a step, for every mode and head.
+"""Predicted memory and time of a step, for every mode and head; and similar settings that would fit."""
 
-Memory follows from shapes, and from what each phase of a step keeps alive. Time follows from a few rates of the machine
-(`t1lib.plan.rates`). Nothing is trained, and no weights are created.
-"""
-
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from math import inf
 from typing import Any
 
@@ -19,7 +13,7 @@ from t1lib.models import MORE, PRESETS, shape_only
 from t1lib.optimizers import OptimizerSpec, spec_for
 from t1lib.plan.choose import choose_plan, least_bytes
 from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, resident_bytes
-from t1lib.plan.duration import device_update_ms, eager_ms, head_ms, step_ms
+from t1lib.plan.duration import resident_ms, step_ms
 from t1lib.plan.rates import Machine
 from t1lib.plan.work import HEADS, Work, with_head, work_of
 
@@ -31,14 +25,7 @@ AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to be trained: `rows` × `seq` tokens per step, `micro_batch` rows at a time, all parameters.
-
-    changes      to a preset's configuration
-    optimizer    with float32 master weights, unless dtype is float32
-    workspace    of head `fused`, bytes
-    together     whether slide's updates wait for the last gradient
-    cuda         whether on a GPU; on a CPU there is no slack, no CUDA graph, and no state that travels
-    """
+    """What is to be trained: all parameters, with `rows` × `seq` tokens per step, `micro_batch` rows at a time."""
 
     model: str
     rows: int
@@ -46,30 +33,25 @@ class Setting:
     micro_batch: int | None = None
     dtype: str = "bfloat16"
     optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec("adamw", master_weights=True))
-    workspace: int = 2**28
-    together: bool = True
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    cuda: bool = True
+    workspace: int = 2**28  # bytes, of head `fused`
+    together: bool = True  # whether slide's updates wait for the last gradient
+    changes: Mapping[str, Any] = field(default_factory=dict)  # to a preset's configuration
+    cuda: bool = True  # whether on a GPU
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One mode with one head: peak bytes on the device, allocated and reserved, and on the host; ms per step; what mode
-    slide keeps where (`choice`); and `why` it does not fit, if it does not. All numbers are infinite if the head
-    refuses the setting."""
+    """One mode with one head: bytes at the peak, ms per step, what mode slide keeps where (`choice`), and `why` it does
+    not fit, if it does not. All numbers are infinite if the head refuses the setting."""
 
     mode: str
     head: str
-    allocated: float
-    reserved: float
-    host: float
-    ms: float
+    allocated: float = inf
+    reserved: float = inf
+    host: float = inf
+    ms: float = inf
     choice: str = ""
     why: str = ""
-
-    @property
-    def fits(self) -> bool:
-        return not self.why
 
 
 def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
@@ -77,50 +59,43 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
 
     Raises `T1Error` for a setting that no mode can train: positions, sizes.
     """
-    work = _work(setting)
-    found = [p for head in HEADS for p in _with_modes(work, head, vram, host, machine)]
-    return sorted(found, key=lambda p: MODES.index(p.mode))
-
-
-def _with_modes(work: Work, head: str, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
-    """Predict every mode with one head. If the head refuses the setting, its error is why a mode does not fit."""
-    free, found = None if host is None else host * 9 // 10 - PROCESS, []
+    work, found = _work(setting), []
     for mode in MODES:
-        try:
-            one = _for_mode(work, mode, head)
-            choice = choose_plan(one, max(vram, least_bytes(one)), machine, free) if mode == "slide" else Choice()
-            found.append(_judged(_predict_one(one, mode, head, machine, choice), vram, host))
-        except T1Error as error:
-            found.append(Prediction(mode, head, inf, inf, inf, inf, why=str(error)))
+        for head in HEADS:
+            try:
+                found.append(_within(_for_mode(work, mode, head), mode, head, vram, host, machine))
+            except T1Error as error:
+                found.append(Prediction(mode, head, why=str(error)))
     return found
 
 
-def _for_mode(work: Work, mode: str, head: str) -> Work:
-    """The work with this head, which takes the whole batch in mode slide, and a micro-batch in the others."""
-    return with_head(replace(work, head_tokens=work.tokens if mode == "slide" else work.micro_tokens), head)
+def _within(work: Work, mode: str, head: str, vram: int, host: int | None, machine: Machine) -> Prediction:
+    free, choice = None if host is None else host * 9 // 10 - PROCESS, None
+    if mode == "slide":
+        choice = choose_plan(work, max(vram, least_bytes(work)), machine, free)
+    found = _predict_one(work, mode, head, machine, choice)
+    if found.reserved > vram:
+        return replace(found, why=f"needs {in_words(found.reserved)} of {in_words(vram)} on the device")
+    if host is not None and found.host > host:
+        return replace(found, why=f"needs {in_words(found.host)} of {in_words(host)} on the host")
+    return found
 
 
-def predict_point(
-    setting: Setting,
-    mode: str,
-    head: str,
-    machine: Machine,
-    choice: Choice = Choice(),  # noqa: B008 (it cannot change)
-) -> Prediction:
+def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choice: Choice | None = None) -> Prediction:
     """Predict one mode with one head; slide with this choice. Does not judge whether it fits.
 
     Raises `T1Error` as `predict` does, and for a workspace that is too small for the head.
     """
-    return _predict_one(_for_mode(_work(setting), mode, head), mode, head, machine, choice)
+    return _predict_one(_for_mode(_work(setting), mode, head), mode, head, machine, choice or Choice())
 
 
 def _work(setting: Setting) -> Work:
-    for name, allowed in (("rows", 1), ("seq", 2)):
-        require(getattr(setting, name) >= allowed, f"{name}={getattr(setting, name)}; allowed: {allowed} or more")
-    require(setting.micro_batch is None or setting.micro_batch >= 1, f"micro_batch={setting.micro_batch}; allowed: ≥ 1")
-    piece = min(setting.micro_batch or setting.rows, setting.rows) * setting.seq
-    few = f"{piece} tokens at a time of rows={setting.rows}, seq={setting.seq}; allowed: {AT_A_TIME}, by a micro_batch"
-    require(piece <= AT_A_TIME, few)
+    for name, least in (("rows", 1), ("seq", 2), ("micro_batch", 1)):
+        value = getattr(setting, name)
+        require(value is None or value >= least, f"{name}={value}; allowed: {least} or more")
+    tokens = setting.rows * setting.seq
+    many = f"{tokens} tokens per step of rows={setting.rows}, seq={setting.seq}; allowed: {AT_A_TIME}"
+    require(tokens <= AT_A_TIME, many)
     model = shape_only(setting.model, getattr(torch, setting.dtype), **setting.changes)
     positions = model.config.max_position_embeddings
     require(setting.seq <= positions, f"seq {setting.seq}; {setting.model} has {positions} positions{MORE}")
@@ -130,24 +105,20 @@ def _work(setting: Setting) -> Work:
     )  # fmt: skip
 
 
-def _predict_one(work: Work, mode: str, head: str, machine: Machine, choice: Choice) -> Prediction:
-    if mode == "slide":
-        peak, ms = device_bytes(work, choice), step_ms(work, choice, machine)
-        places = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in asdict(choice).items())
-        reserved, host = reserved_bytes(work, peak, choice), PROCESS + host_bytes(work, choice)
-        return Prediction(mode, head, int(peak), int(reserved), int(host), float(ms), places)
-    peak = resident_bytes(work, recomputed=mode == "ckpt")
-    layers = work.layers * sum(eager_ms(work, machine, recomputed=mode == "ckpt"))
-    ms = layers + head_ms(work, machine) + device_update_ms(work, machine, work.layers, work.outer)
-    return Prediction(mode, head, peak, int(reserved_bytes(work, peak)), PROCESS, float(ms))
+def _for_mode(work: Work, mode: str, head: str) -> Work:
+    """The work with this head, which takes the whole batch in mode slide, and a micro-batch in the others."""
+    return with_head(replace(work, head_tokens=work.tokens if mode == "slide" else work.micro_tokens), head)
 
 
-def _judged(p: Prediction, vram: int, host: int | None) -> Prediction:
-    if p.reserved > vram:
-        return replace(p, why=f"needs {in_words(p.reserved)} of {in_words(vram)} on the device")
-    if host is not None and p.host > host:
-        return replace(p, why=f"needs {in_words(p.host)} of {in_words(host)} on the host")
-    return p
+def _predict_one(work: Work, mode: str, head: str, machine: Machine, choice: Choice | None) -> Prediction:
+    if choice is None or mode != "slide":
+        recomputed = mode == "ckpt"
+        peak, ms = resident_bytes(work, recomputed), resident_ms(work, machine, recomputed)
+        return Prediction(mode, head, int(peak), int(reserved_bytes(work, peak)), PROCESS, float(ms))
+    peak, ms = device_bytes(work, choice), step_ms(work, choice, machine)
+    places = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in asdict(choice).items())
+    reserved, host = reserved_bytes(work, peak, choice), PROCESS + host_bytes(work, choice)
+    return Prediction(mode, head, int(peak), int(reserved), int(host), float(ms), places)
 
 
 def recommended(predictions: Iterable[Prediction]) -> Prediction:
@@ -156,7 +127,7 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
     Raises `T1Error` if nothing fits; the message says what needs the least.
     """
     everything = list(predictions)
-    fitting = [p for p in everything if p.fits]
+    fitting = [p for p in everything if not p.why]
     if not fitting:
         on_device = [p for p in everything if p.why.endswith("on the host")]
         least = min(on_device, key=lambda p: p.host) if on_device else min(everything, key=lambda p: p.reserved)
@@ -168,43 +139,33 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
 
 
 def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
-    """Similar settings that fit, by their change (as options of the command `plan`): fewer rows at a time, fewer rows,
-    shorter rows, narrower optimizer state, SGD for AdamW, a smaller preset of the family. Each makes one change, the
+    """Similar settings that fit, by their change (as options of the command `plan`). Each makes one change, the
     smallest of its kind that fits."""
-    near = _near(setting)
-    changes = {change: other for kind in near for change, other in kind.items()}
-
-    @cache
-    def fit(change: str) -> Prediction | None:
-        try:
-            return recommended(predict(replace(setting, **changes[change]), vram, host, machine))
-        except T1Error:
-            return None
-
     found = {}
-    for kind in map(list, near):
-        if kind and fit(kind[-1]):  # else smaller changes of this kind do not help, either
-            least = kind[bisect_left(kind, True, key=lambda change: fit(change) is not None)]
-            found[least] = fit(least)
+    for kind in _near(setting):
+        least = None
+        for change, fields in reversed(kind.items()):
+            try:
+                least = change, recommended(predict(replace(setting, **fields), vram, host, machine))
+            except T1Error:
+                break  # smaller changes of this kind do not help, either
+        found |= [least] if least else []
     return found
 
 
 def _near(setting: Setting) -> list[dict[str, dict[str, Any]]]:
     """Kinds of changes, each from the smallest change to the largest."""
-    spec, adamw = setting.optimizer, setting.optimizer.name == "adamw"
-    masters = setting.dtype != "float32"
-    narrow = {"moments": "bfloat16", "split_master": True}
-    state = replace(spec, master_weights=True, **narrow) if adamw and masters else spec
-    lean = " without --moments, --split-master" if spec.split_master or spec.moments != "float32" else ""
+    spec, masters = setting.optimizer, setting.dtype != "float32"
+    adamw, narrow = spec.name == "adamw", {"moments": "bfloat16", "split_master": True}
     family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
     smaller = family[: family.index(setting.model)] if setting.model in family else []
     fewer = [setting.rows >> n for n in range(1, setting.rows.bit_length())]
-    shorter = [setting.seq // 2**n for n in range(1, 8) if setting.seq // 2**n >= 128]
+    shorter = [setting.seq >> n for n in range(1, 8) if setting.seq >> n >= 128]
     return [
         {"--micro-batch 1": {"micro_batch": 1}} if (setting.micro_batch or setting.rows) > 1 else {},
         {f"--batch {rows}": {"rows": rows} for rows in fewer},
         {f"--seq {seq}": {"seq": seq} for seq in shorter},
-        {"--moments bfloat16 --split-master": {"optimizer": state}} if state != spec else {},
-        {f"--optimizer sgd{lean}": {"optimizer": OptimizerSpec("sgd", master_weights=masters)}} if adamw else {},
+        {"--moments bfloat16 --split-master": {"optimizer": replace(spec, **narrow)}} if adamw and masters else {},
+        {"--optimizer sgd": {"optimizer": OptimizerSpec("sgd", master_weights=masters)}} if adamw else {},
         {f"--model {name}": {"model": name} for name in reversed(smaller)},
     ]

@@ -19,24 +19,17 @@ from t1lib.plan.work import SHORT
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that a machine reaches in practice.
-
-    link_in, link_out    bytes/s over the link, with copies in both directions at once
-    update               bytes/s that the host's optimizer updates move while a step runs
-    flops, attention     operations/s of large matrix products, and of causal attention over long rows
-    memory               bytes/s of the device's elementwise operations
-    launch_ms, graph_ms  host time to launch an eager layer's forward, and a CUDA graph
-    """
+    """Rates that a machine reaches in practice."""
 
     name: str = "H200"
-    link_in: float = 50e9
+    link_in: float = 50e9  # bytes/s over the link, with copies in both directions at once
     link_out: float = 50e9
-    update: float = 40e9
-    flops: float = 700e12
-    attention: float = 570e12
-    memory: float = 1.5e12
-    launch_ms: float = 1.0
-    graph_ms: float = 0.23
+    update: float = 40e9  # bytes/s that the host's optimizer updates move while a step runs
+    flops: float = 700e12  # operations/s of large matrix products
+    attention: float = 570e12  # operations/s of causal attention over long rows
+    memory: float = 1.5e12  # bytes/s of the device's elementwise operations
+    launch_ms: float = 1.0  # host time to launch an eager layer's forward
+    graph_ms: float = 0.23  # and a CUDA graph
 
 
 H200 = Machine()

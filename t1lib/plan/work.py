@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from t1lib.errors import require
 from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
 from t1lib.models import layer_arguments, split
-from t1lib.optimizers import OptimizerSpec, state_bytes
+from t1lib.optimizers import OptimizerSpec, has_master, state_bytes
 
 HEADS = {"full": 20.0, "chunked": 10.5, "fused": 1.5}  # bytes moved per logit, beside the products (by notebook cce)
 CHUNKS = 8  # default of head `chunked`
-SLACK = 64 * 2**20  # on a GPU: cuBLAS's workspaces, small tensors
+SLACK = 64 * 2**20
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
 DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
 LEAST, MOST, LAUNCHED = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
@@ -24,59 +25,33 @@ LEAST, MOST, LAUNCHED = 1024, 4096, 2**36  # tokens, tokens, tokens × parameter
 
 @dataclass(frozen=True)
 class Work:
-    """A step of a model: the counts from which memory and time follow. Bytes unless said otherwise.
-
-    layer, outer     parameter counts: of one layer (what streams of it), and of trained parameters outside the layers
-    micro_tokens     tokens that a layer computes at a time
-    head_tokens      tokens that the output layer computes at a time: in mode slide, all of them
-    frozen           how many layers are not trained; the first ones
-    aside            bytes that layers hold on the device and never stream, such as adapters, with gradients and state
-    still            count of frozen parameters outside the layers
-    head             parameter count of the output layer, if the loss uses it
-    largest          element count of the largest parameter
-    vocabulary       rows of the output layer
-    logits           bytes of the output layer's largest tensor, if that is the logits as a whole
-    attention        operations per token of a layer's forward that involve no weights, at the rate of long rows
-    head_moves       bytes per logit that the output layer moves, beside its three products
-    slack            bytes that any step holds in addition to all this
-    graphed          whether layers that are streamed and recomputed run as CUDA graphs
-    masters, split   whether parameters have float32 masters, whole; or as the bits that 16-bit weights lack
-    widening         whether updates on the device widen 16-bit gradients, a piece at a time
-    saved            bytes per token that a layer's backward needs beyond its weights
-    inner            width of a layer's widest activation, in elements per token
-    state            bytes of optimizer state per parameter
-    together         whether updates wait for the last gradient; else a layer is updated as soon as it has its own
-    cuda             whether on a GPU: only there does state travel to the device
-    """
+    """A step of a model: the counts from which memory and time follow."""
 
     layers: int
-    layer: int
-    outer: int
-    hidden: int
-    itemsize: int
-    saved: int
-    state: int
-    tokens: int
-    micro_tokens: int
-    head_tokens: int
-    workspace: int
-    together: bool = True
-    frozen: int = 0
-    aside: int = 0
-    inner: int = 0
-    still: int = 0
-    head: int = 0
-    largest: int = 0
-    vocabulary: int = 0
-    logits: int = 0
-    attention: int = 0
-    head_moves: float = 0.0
-    slack: int = SLACK
-    graphed: bool = False
-    masters: bool = False
-    split: bool = False
-    widening: bool = False
-    cuda: bool = True
+    layer: int  # parameters of a layer that stream, or stay as a whole
+    outer: int  # trained parameters outside the layers
+    hidden: int  # width of a layer's input
+    itemsize: int  # bytes of a weight, and of an activation
+    saved: int  # bytes per token that a layer's backward needs beyond its weights
+    state: int  # bytes of optimizer state per parameter
+    tokens: int  # per step
+    micro_tokens: int  # that a layer computes at a time
+    head_tokens: int  # that the output layer computes at a time: in mode slide, all of them
+    workspace: int  # bytes of the output layer
+    together: bool = True  # whether updates wait for the last gradient, or each layer's only for its own
+    frozen: int = 0  # layers that are not trained; the first ones
+    aside: int = 0  # bytes that layers never stream, such as adapters, with gradients and state
+    inner: int = 0  # width of a layer's widest activation
+    still: int = 0  # frozen parameters outside the layers
+    head: int = 0  # parameters of the output layer, if the loss uses it
+    largest: int = 0  # elements of the largest parameter
+    vocabulary: int = 0  # rows of the output layer
+    logits: int = 0  # bytes of the output layer's largest tensor, if that is the logits as a whole
+    head_moves: float = 0.0  # bytes per logit that the output layer moves beside its three products
+    attention: int = 0  # operations per token of a layer's forward without weights, at the rate of long rows
+    graphed: bool = False  # whether layers that are streamed and recomputed run as CUDA graphs
+    masters: bool = False  # whether 16-bit parameters have whole float32 masters
+    cuda: bool = True  # whether on a GPU: only there does state travel to the device
 
     @property
     def params(self) -> int:
@@ -88,9 +63,9 @@ class Work:
         return (self.layers - self.frozen) * self.layer + self.outer
 
     @property
-    def widened(self) -> int:
-        """Bytes of the widened gradients in an update on the device."""
-        return 4 * min(self.largest, DEVICE_PIECE) * self.widening
+    def slack(self) -> int:
+        """Bytes that any step holds in addition: cuBLAS's workspaces, small tensors."""
+        return SLACK * self.cuda
 
     @property
     def pieces(self) -> int:
@@ -120,7 +95,7 @@ def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int
     return sum(t.untyped_storage().nbytes() for t in found.values())
 
 
-_SAVED: dict[tuple, tuple[float, float]] = {}
+_SAVED: dict[tuple, list[float]] = {}
 
 
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
@@ -131,27 +106,22 @@ def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
     """
     key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype
     if key not in _SAVED:
-        _SAVED[key] = _saved_by_running(config, dtype)
+        small = copy.deepcopy(config)
+        small.num_hidden_layers, small.vocab_size = 1, 8
+        if getattr(small, "layer_types", None):
+            small.layer_types = small.layer_types[:1]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(small, dtype=dtype)
+        parts = split(model.to_empty(device="cpu"))  # with arbitrary weights
+        layer, found = parts.layers[0], []
+        for tokens in (16, 32):
+            hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+            hidden, arguments = layer_arguments(parts, hidden)
+            call = partial(type(layer).forward, layer, hidden, **arguments[0])
+            found.append(saved_by(call, layer.parameters()) / tokens)
+        _SAVED[key] = found
     few, more = _SAVED[key]
     return round(few + (more - few) / 16 * (seq - 16))
-
-
-def _saved_by_running(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per token that are saved in rows of 16 and of 32 tokens."""
-    small = copy.deepcopy(config)
-    small.num_hidden_layers, small.vocab_size = 1, 8
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[:1]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small, dtype=dtype)
-    parts = split(model.to_empty(device="cpu"))  # with arbitrary weights
-    layer, found = parts.layers[0], []
-    for tokens in (16, 32):
-        hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
-        hidden, arguments = layer_arguments(parts, hidden)
-        run = lambda h=hidden, a=arguments[0]: type(layer).forward(layer, h, **a)  # noqa: E731
-        found.append(saved_by(run, layer.parameters()) / tokens)
-    return found[0], found[1]
 
 
 def work_of(
@@ -176,42 +146,34 @@ def work_of(
     require(len(layers) > 0, "a model without layers; allowed: a stack of one layer or more")
     trained = {p for p in model.parameters() if p.requires_grad} if trained is None else set(trained)
     streams, aside, frozen = _streaming(layers, trained, spec)
-    one = streams[-1]
-    numel, largest = _count(one), max(p.numel() for p in model.parameters())
-    dtype = one[0].dtype
-    inside = {p for layer in layers for p in layer.parameters()}
-    outside = {p for p in model.parameters() if p not in inside}
+    numel, dtype = _count(streams), streams[0].dtype
+    outside = {*model.parameters()} - {p for layer in layers for p in layer.parameters()}
     output = getattr(model, "get_output_embeddings", lambda: None)() if loss_head else None
-    head = [] if output is None else [output.weight]
+    vocabulary, width = (0, 0) if output is None else output.weight.shape
     micro_tokens = min(micro_batch or rows, rows) * seq
-    wide = spec.master_weights and dtype != torch.float32
     return Work(
-        layers=len(layers), layer=numel, outer=_count(outside & trained), frozen=frozen, aside=aside,
-        still=_count(outside - trained), head=_count(head), hidden=hidden or config.hidden_size,
-        inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0), itemsize=dtype.itemsize,
-        saved=saved_bytes(config, dtype, seq) if saved is None else saved,
+        layers=len(layers), layer=numel, outer=_count(outside & trained), hidden=hidden or config.hidden_size,
+        itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq, micro_tokens=micro_tokens,
-        head_tokens=rows * seq,
-        workspace=workspace * bool(head), together=together, largest=largest,
-        vocabulary=len(head[0]) if head else 0, attention=_attention(config, seq),
-        graphed=cuda and micro_tokens <= launch_bound(numel), masters=wide and not spec.split_master,
-        split=wide and spec.split_master, widening=wide and not (cuda and spec.name == "adamw"), cuda=cuda,
-        slack=SLACK * cuda,
+        head_tokens=rows * seq, workspace=workspace * (output is not None), together=together, frozen=frozen,
+        aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
+        still=_count(outside - trained), head=vocabulary * width, largest=max(p.numel() for p in model.parameters()),
+        vocabulary=vocabulary, attention=_attention(config, seq), graphed=cuda and micro_tokens <= launch_bound(numel),
+        masters=has_master(streams[0], spec), cuda=cuda,
     )  # fmt: skip
 
 
 def _streaming(
     layers: Sequence[nn.Module], trained: Collection[nn.Parameter], spec: OptimizerSpec
-) -> tuple[list[list[nn.Parameter]], int, int]:
-    """Each layer's streaming parameters; bytes of the others, with gradients and state; how many layers are frozen."""
-    streams, aside, frozen = [], 0, 0
+) -> tuple[list[nn.Parameter], int, int]:
+    """A layer's streaming parameters; bytes of all others, with gradients and state; how many layers are frozen."""
+    aside, frozen, many = 0, 0, []
     for layer in layers:
         sides = [[p for p in layer.parameters() if (p in trained) == side] for side in (True, False)]
         few, many = sorted(sides, key=lambda side: sum(p.nbytes for p in side))
-        streams.append(many)
         frozen += many is sides[1]
         aside += sum(p.nbytes + (p in trained) * (p.nbytes + state_bytes(p, spec)) for p in few)
-    return streams, aside, frozen
+    return many, aside, frozen
 
 
 def _attention(config: PreTrainedConfig | None, seq: int) -> int:

@@ -62,9 +62,7 @@ def test_points_of_frontier():
     session = {"dtype": asked["dtype"], "device": "cuda", "optimizer": {"name": "adamw", "master_weights": True}}
     given = {name: asked[name] for name in ("models", "modes", "heads", "lengths", "workspace", "longest", "update")}
     frontier = Frontier(**given, session=session, vram=0, host=0, steps=1, warmup=0, narrow=tuple(asked["narrow"]))
-    for point in (
-        points(measured).query("status == 'ok'").to_dict("records")
-    ):
+    for point in points(measured).query("status == 'ok'").to_dict("records"):
         p = frontier.predict(point["model"], point["mode"], point["head"], point["seq"], H200)
         file_prediction(records, point["variant"], point["phase"], p)
     found = errors(records.frame())
