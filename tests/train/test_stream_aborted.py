@@ -158,26 +158,22 @@ def deep(value: Any) -> Any:
 
 @contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
-    """As Ctrl-C at line number `at`, counted as they run, of the package `t1lib.train`.
+    """Ctrl-C as function call number `at` in the package `t1lib.train` begins: there, Python looks for signals.
 
-    Gives a list that holds the number of lines that were run.
+    Gives a list that holds the number of calls.
     """
-    lines, before = [0], sys.gettrace()
+    calls, before = [0], sys.gettrace()
 
-    def line(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            lines[0] += 1
-            if lines[0] == at:
+    def call(frame: FrameType, event: str, argument: object) -> None:
+        if "/t1lib/train/" in frame.f_code.co_filename:
+            calls[0] += 1
+            if calls[0] == at:
                 sys.settrace(before)
                 signal.raise_signal(signal.SIGINT)  # which a handler may put off to the end of what must be whole
-        return line
-
-    def call(frame: FrameType, event: str, argument: object) -> Any:
-        return line if "/t1lib/train/" in frame.f_code.co_filename else None
 
     sys.settrace(call)
     try:
-        yield lines
+        yield calls
     finally:
         sys.settrace(before)
 
@@ -186,13 +182,13 @@ def one_step(model: nn.Module, optimizer: Any) -> None:
     train(model, optimizer, BATCHES[2:3], clip=own_clip)
 
 
-def lines_of_a_step(options: dict[str, Any]) -> int:
+def calls_of_a_step(options: dict[str, Any]) -> int:
     model = blocks()
     with streaming(model, adamw(model), **options) as (streamed, own):
         train(streamed, own, BATCHES[:2], clip=own_clip)
-        with interrupted(0) as lines:
+        with interrupted(0) as calls:
             one_step(streamed, own)
-    return lines[0]
+    return calls[0]
 
 
 def interrupt_at(at: int, options: dict[str, Any]) -> None:
@@ -224,18 +220,18 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", PLACES)
-def test_an_interrupt_at_any_line(options):
+def test_an_interrupt_at_any_call(options):
     """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
-    count = lines_of_a_step(options)
+    count = calls_of_a_step(options)
     for part in range(12):
         interrupt_at(1 + part * count // 12, options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", PLACES)
-def test_an_interrupt_at_many_lines(options):
-    count = lines_of_a_step(options)
-    for at in range(1, count, max(1, count // 300)):
+def test_an_interrupt_at_many_calls(options):
+    count = calls_of_a_step(options)
+    for at in range(1, count, max(1, count // 100)):
         interrupt_at(at, options)
 
 
