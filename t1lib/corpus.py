@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from t1lib.errors import T1Error, require
-from t1lib.files import whole
-from t1lib.paths import cache_folder
+from t1lib.files import cache_folder, whole
 from t1lib.texts import LIBRARY, corpus_hash, read_texts, sha256
 
 END = "<|endoftext|>"  # after each text; id 0

@@ -1,8 +1,12 @@
 """One kind of error for bad input: it names the value and what is allowed."""
 
+from bisect import bisect
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any
+
+LISTED = 262  # characters of what an error names: a value, and what is allowed in its place
 
 
 class T1Error(ValueError):
@@ -20,7 +24,10 @@ def choose(what: str, value: Any, allowed: Iterable[str]) -> Any:
         return value
     close = get_close_matches(shown(value).strip("'"), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise T1Error(f"unknown {what} {shown(value)}; allowed: {', '.join(names)}.{hint}")
+    room = LISTED - len(what) - len(shown(value)) - len(hint)
+    listed = names[: bisect([*accumulate(len(name) + 2 for name in names)], room)]
+    more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
+    raise T1Error(f"unknown {what} {shown(value)}; allowed: {', '.join(listed)}{more}.{hint}")
 
 
 def shown(value: Any) -> str:
@@ -30,6 +37,12 @@ def shown(value: Any) -> str:
     except Exception:  # Python does not print ints of more than 4300 digits, for one
         text = f"a value of type {type(value).__name__} that cannot be printed"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def reason(error: BaseException) -> str:
+    """Why a library refused, for an error of ours: the first line of its message, cut to 140 characters."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= 140 else f"{lines[0][:137]}..."
 
 
 def require(condition: bool, message: str) -> None:

@@ -83,3 +83,12 @@ def locked(path: Path, otherwise: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def cache_folder() -> Path:
+    """Where tokenizers and a machine's rates are kept: `T1_CACHE`, else ~/.cache/t1kit.
+
+    `XDG_CACHE_HOME` replaces ~/.cache if it is set.
+    """
+    named = os.environ.get("T1_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"

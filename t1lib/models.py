@@ -1,19 +1,19 @@
 """Models, all through `transformers`: preset shapes with random weights, or real checkpoints; and their parts."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import T1Error, choose, is_number, is_whole, reason, require, shown
 
 
 def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool = True, **other: object) -> dict[str, object]:
@@ -52,6 +52,7 @@ COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
+MOST_LAYERS = 1024
 MORE = "; allowed: no more, or a preset with another max_position_embeddings (option --change, argument changes)"
 
 
@@ -74,22 +75,53 @@ def build_model(
     """
     if name in PRESETS:
         return _random_model(_preset_config(name, changes), dtype, torch.device(device), seed)
-    local = _is_local(name, changes)
-    with _loading(name):
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True
-        )
-    return model.to(device).train()
+    return _from_files(name, _config_of(name, changes), dtype).to(device).train()
 
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn the errors that a checkpoint's files can cause into a `T1Error`."""
+    """Turn the errors that a checkpoint's files can cause, which are of many kinds, into a `T1Error`."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise T1Error(f"cannot load {name!r}: {reason}\npresets that need no files: {', '.join(PRESETS)}") from error
+    except T1Error:
+        raise
+    except Exception as error:
+        presets = f"presets that need no files: {', '.join(PRESETS)}"
+        raise T1Error(f"cannot load {shown(name)}: {reason(error)}\n{presets}") from error
+
+
+def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
+    """The configuration of a checkpoint. Attention is computed by PyTorch, whatever implementation the configuration
+    names: that may be code to download."""
+    local = _is_local(name, changes)
+    with _loading(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+    for field in ("hidden_act", "hidden_activation"):
+        if getattr(config, field, None) is not None:
+            choose(f"{field} in config.json of {shown(name)}:", getattr(config, field), ACT2FN)
+    quantised = getattr(config, "quantization_config", None) is not None
+    require(not quantised, f"{shown(name)} is quantised (quantization_config): allowed are weights of 16 or 32 bits")
+    config._attn_implementation = "eager" if config._attn_implementation == "eager" else None  # None: transformers'
+    config._experts_implementation = None
+    return config
+
+
+def _from_files(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with the weights of a checkpoint. Raises `T1Error` unless they are those that the configuration
+    means."""
+    with _loading(name):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, trust_remote_code=False, local_files_only=os.path.isdir(name),
+            use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    missing, wrong = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
+    beyond = sorted(key for key in found["unexpected_keys"] if ".layers." in key)
+    if wrong:
+        key, there, meant = wrong[0]
+        raise T1Error(f"{shown(name)}: {key} is {tuple(there)}; config.json means {tuple(meant)}")
+    require(not missing, f"{shown(name)} lacks {len(missing)} of the weights that config.json means: {missing[:1]}")
+    require(not beyond, f"{shown(name)} has {len(beyond)} weights of layers beyond those of config.json: {beyond[:1]}")
+    return model
 
 
 def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
@@ -98,7 +130,8 @@ def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # validators raise many kinds
-        raise T1Error(f"{name} cannot be changed so: {str(error).strip().splitlines()[-1].strip()}") from None
+        last = ValueError(str(error).strip().splitlines()[-1])  # the others say where it was found
+        raise T1Error(f"{name} cannot be changed so: {reason(last)}") from None
     plain = AutoConfig.for_model(config.model_type)  # a field that it does not know would be kept without effect
     for field in changes.keys() - {"model_type"}:
         choose(f"field of {config.model_type}'s configuration", field, plain.to_dict())
@@ -109,9 +142,15 @@ def _check(fields: dict[str, Any]) -> None:
     """Raise `T1Error` for fields that transformers accepts in a configuration but cannot build a model from."""
     own = f"dtype={fields.get('dtype')!r} is no change of the shape; allowed: by its own option --dtype, argument dtype"
     require("dtype" not in fields, own)
+    choose("model_type", fields["model_type"], CONFIG_MAPPING)
     for name in COUNTS:
-        value = fields[name]
-        require(isinstance(value, int) and value >= 1, f"{name}={value!r}; allowed: 1 or more")
+        most = MOST_LAYERS if name == "num_hidden_layers" else 2**31
+        fits = is_whole(fields[name], 1, most)
+        require(fits, f"{name}={shown(fields[name])}; allowed: 1 or more, at most {most}")
+    for name in fields:
+        if name.endswith(("dropout", "pdrop")):
+            share = is_number(fields[name]) and 0 <= fields[name] <= 1
+            require(share, f"{name}={shown(fields[name])}; allowed: 0 to 1")
     heads, shared = fields["num_attention_heads"], fields["num_key_value_heads"]
     require(heads % shared == 0, f"num_key_value_heads={shared}; allowed: divisors of num_attention_heads={heads}")
     for name in fields.keys() & {"hidden_act", "hidden_activation"}:
@@ -120,11 +159,11 @@ def _check(fields: dict[str, Any]) -> None:
 
 def _is_local(name: str, changes: dict[str, object]) -> bool:
     """Whether `name`, which is no preset, is a directory (else a hub name). Raises `T1Error` if it can be neither."""
-    require(not changes, f"{name!r} is no preset: its configuration cannot be changed ({', '.join(changes)})")
-    local = Path(name).is_dir()
-    if not local and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+    require(not changes, f"{shown(name)} is no preset: its configuration cannot be changed ({', '.join(changes)})")
+    local = os.path.isdir(name)  # False for a name that is too long
+    if not local and (name.count("/") != 1 or len(name) > 255 or name.startswith((".", "/", "~"))):
         raise T1Error(
-            f"unknown model {name!r}: neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, "
+            f"unknown model {shown(name)}: neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, "
             "nor a hub name 'owner/model'"
         )
     return local
@@ -134,9 +173,9 @@ def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise T1Error(f"no model of type {config.model_type!r} can be made of this configuration: {what}") from error
+    except Exception as error:  # of many kinds: the models check little themselves
+        what = f"no model of type {config.model_type!r} can be made of this configuration"
+        raise T1Error(f"{what}: {reason(error)}") from error
 
 
 def _random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
@@ -222,12 +261,7 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[s
 
 def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: object) -> PreTrainedModel:
     """The model of a preset or checkpoint on PyTorch's device "meta": shapes without data."""
-    if name in PRESETS:
-        config = _preset_config(name, changes)
-    else:
-        local = _is_local(name, changes)
-        with _loading(name):
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+    config = _preset_config(name, changes) if name in PRESETS else _config_of(name, changes)
     model = _on_meta(config, dtype)
     model.tie_weights()
     return model

@@ -76,12 +76,3 @@ def shown(path: Path) -> str:
         return path.relative_to(root()).as_posix()
     except ValueError:
         return path.as_posix()
-
-
-def cache_folder() -> Path:
-    """Where tokenizers and a machine's rates are kept: `T1_CACHE`, else ~/.cache/t1kit.
-
-    `XDG_CACHE_HOME` replaces ~/.cache if it is set.
-    """
-    named = os.environ.get("T1_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"

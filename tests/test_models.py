@@ -1,7 +1,10 @@
 """Presets, random weights drawn as by the architecture, checkpoints, and decoders split into parts."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from t1lib.errors import T1Error
@@ -128,14 +131,76 @@ def test_every_preset_is_a_decoder_that_can_be_taken_apart():
         ("gemma-2-2b", {"hidden_activation": "foo"}, "unknown hidden_activation 'foo'; allowed: gelu, .*silu"),
         ("tiny", {"dtype": "float16"}, "dtype='float16' is no change of the shape; allowed: by its own option --dtype"),
         ("tiny", {"name": "x"}, "unknown field of qwen3's configuration 'name'"),
+        ("tiny", {"model_type": "nope"}, "unknown model_type 'nope'; allowed: gpt.* more"),
+        ("tiny", {"attention_dropout": 2.0}, "attention_dropout=2.0; allowed: 0 to 1"),
+        ("tiny", {"num_hidden_layers": 100_000}, "num_hidden_layers=100000; allowed: 1 or more, at most 1024"),
+        ("tiny", {"num_hidden_layers": "{[]: 1}"}, "num_hidden_layers='{\\[\\]: 1}'; allowed: 1 or more"),
+        ("tiny", {"pad_token_id": 10**6}, "no model of type 'qwen3' can be made"),
     ],
 )
 def test_changes_that_make_no_model_are_named(preset, changes, message):
-    with pytest.raises(T1Error, match=message):
+    with pytest.raises(T1Error, match=message) as raised:
         shape_only(preset, torch.float32, **changes)
+    assert len(str(raised.value)) < 300
     if not changes.keys() & {"dtype", "name"}:
         with pytest.raises(T1Error, match=message):
             build_model(preset, **changes)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint of two layers."""
+    built("qwen3").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def configure(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": None}, "lacks 11 of the weights .*layers.2"),
+        ({"num_hidden_layers": 1, "layer_types": None}, "has 11 weights of layers beyond those of config.json"),
+        ({"intermediate_size": 48}, r"mlp.* is \(64, 96\); config.json means \(64, 48\)"),
+        ({"hidden_act": "foo"}, "unknown hidden_act in config.json .* 'foo'"),
+        ({"quantization_config": {"quant_method": "nope"}}, "quantised"),
+        ({"hidden_size": "wide"}, "cannot load"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_disagrees_with_the_weights_is_refused(folder, fields, message):
+    configure(folder, **fields)
+    with pytest.raises(T1Error, match=message):
+        build_model(str(folder))
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(folder):
+    path, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(path)
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(T1Error, match=f"lacks 1 of the weights that config.json means: .*{name}"):
+        build_model(str(folder))
+
+
+@pytest.mark.parametrize("asked", ["owner/kernel", "flash_attention_2"])
+def test_no_other_implementation_of_attention_is_loaded(folder, asked):
+    configure(folder, _attn_implementation=asked, attn_implementation=asked)
+    for model in (build_model(str(folder)), shape_only(str(folder))):
+        assert model.config._attn_implementation == "sdpa"
+    configure(folder, _attn_implementation="eager", attn_implementation="eager")
+    assert build_model(str(folder)).config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + "/b", "a" * 5000, "a\0b", ""])
+def test_names_that_no_folder_can_have(name):
+    for call in (build_model, shape_only):
+        with pytest.raises(T1Error, match="unknown model") as raised:
+            call(name)
+        assert len(str(raised.value)) < 300
 
 
 def test_split_names_the_parts():

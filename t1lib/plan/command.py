@@ -1,9 +1,10 @@
 """`python -m t1lib plan`: will it fit, and how long will a step take?"""
 
 import argparse
+import ast
+import os
 import shlex
-from math import isfinite
-from pathlib import Path
+from math import inf, isfinite
 from typing import Any
 
 from t1lib.errors import T1Error, choose, require
@@ -24,7 +25,7 @@ def add_parser(commands: Any) -> None:
     add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
     add("--split-master", action="store_true", help="of float32 masters keep the bits that bfloat16 weights lack")
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
-    add("--max-grad-norm", type=float, default=0.0, help="clip, updates wait (default: 0, no; train's: 1)")
+    add("--max-grad-norm", type=float, default=1.0, help="clip, so that updates wait; 0: do not (default: 1)")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
     add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
     parser.set_defaults(command=plan)
@@ -37,7 +38,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from t1lib.heads import parse_bytes
     from t1lib.memory import in_words
     from t1lib.plan.predict import predict, recommended, would_fit
-    from t1lib.plan.rates import calibrate, machine_file, this_machine
+    from t1lib.plan.rates import calibrate, machine_file, measured_here, this_machine
 
     if arguments.calibrate:
         found = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -46,7 +47,6 @@ def plan(arguments: argparse.Namespace) -> int:
               f"{machine_file()} (delete it, and plans take an H200's rates again)")  # fmt: skip
         if arguments.model is None:
             return 0
-    require(arguments.max_grad_norm >= 0, f"--max-grad-norm {arguments.max_grad_norm}; allowed: 0 or more")
     require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
     if arguments.vram is None:
         require(torch.cuda.is_available(), "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
@@ -56,8 +56,9 @@ def plan(arguments: argparse.Namespace) -> int:
         require(size is None or size >= 2**20, f"--{name} {getattr(arguments, name)} is less than 1MiB; such as 16GiB")
     machine, setting = this_machine(), setting_of(arguments)
     predictions = predict(setting, vram, host, machine)
-    print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens a step, {arguments.optimizer}; "
-          f"{in_words(vram)} of GPU memory; times are estimates by the rates of: {machine.name}\n")  # fmt: skip
+    whose = "this machine's rates" if measured_here(machine) else "an H200's rates, not this machine's (--calibrate)"
+    print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens per step, {arguments.optimizer}; "
+          f"{in_words(vram)} of GPU memory; times by {whose}\n")  # fmt: skip
     print(f"{'mode':<6} {'head':<8} {'allocated':>10} {'reserved':>10} {'host':>10} {'step':>10} {'tokens/s':>10}")
     for p in predictions:
         print(_row(p, arguments.batch * arguments.seq))
@@ -86,7 +87,7 @@ def _row(p: Any, tokens: int) -> str:
 def _print_command(arguments: argparse.Namespace, best: Any, vram: int) -> None:
     from t1lib.models import PRESETS
 
-    if arguments.model not in PRESETS and not Path(arguments.model).is_dir():
+    if arguments.model not in PRESETS and not os.path.isdir(arguments.model):
         print("  (train takes presets and checkpoint folders only, no names of the hub)")
         return
     print(f"  {command_of(arguments, best, vram)}")
@@ -104,16 +105,24 @@ def setting_of(arguments: argparse.Namespace) -> Any:
     from t1lib.heads import parse_bytes
     from t1lib.optimizers import OPTIMIZERS, OptimizerSpec
     from t1lib.plan.predict import Setting
-    from t1lib.training import state_of, value_of
 
     choose("optimizer", arguments.optimizer, OPTIMIZERS)
     choose("dtype", arguments.dtype, ("bfloat16", "float32"))
+    norm, narrow = arguments.max_grad_norm, {"moments": arguments.moments, "split_master": arguments.split_master}
+    require(0 <= norm < inf, f"--max-grad-norm {norm}; allowed: 0 or more")
     return Setting(
         arguments.model, arguments.batch, arguments.seq, arguments.micro_batch, arguments.dtype,
-        OptimizerSpec(arguments.optimizer, **state_of(arguments, arguments.dtype)),
-        parse_bytes(arguments.workspace), arguments.max_grad_norm > 0,
-        {name: value_of(text) for name, text in arguments.change},
+        OptimizerSpec(arguments.optimizer, master_weights=arguments.dtype != "float32", **narrow),
+        parse_bytes(arguments.workspace), norm > 0, {name: value_of(text) for name, text in arguments.change},
     )  # fmt: skip
+
+
+def value_of(text: str) -> Any:
+    """The value of a Python literal (number, list, …); else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 def command_of(arguments: argparse.Namespace, best: Any, vram: int) -> str:

@@ -123,11 +123,10 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     on_host, pieces = choice.inputs == "host", work.pieces > 1
     waiting = (np.minimum(LEAVING, others) if on_host else others) * hidden
     kept = choice.keep * (work.tokens * work.saved + hidden)  # including each layer's output
-    piece = hidden * work.micro_tokens / work.tokens
     # Inputs and output of the graphs of layers, and cuBLAS's workspaces. What replays use counts as reserved alone.
-    graphs = (3 * piece + work.slack) * (graphed_layers(work, choice) > 0)
+    graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + work.slack) * (graphed_layers(work, choice) > 0)
     away = work.outer * work.itemsize * (choice.outer == "host")
-    head = kept + waiting + first * (1 + pieces) + work.workspace + (NORM - 2) * piece
+    head = kept + waiting + first + work.workspace + (NORM - 2) * hidden
     # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
     inputs = np.minimum(3, others) * hidden * pieces if on_host else waiting
     again = _again(work) * (others > 0) * (graphs == 0)

@@ -17,9 +17,7 @@ UPDATE_LAUNCHES = 0.85
 UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memory` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 CROWDED = 1.15  # time of a forward beside which the layers' state travels, relative to the link's own time (measured)
-HELD_UP = (
-    0.05  # share of the time of the host's updates by which a step is longer, as launches need its cores (measured)
-)
+HELD_UP = 0.05  # share of the host's updates' time by which a step is longer: launches need its cores (measured)
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
 
@@ -128,10 +126,8 @@ def _next_forward_ms(work: Work, choice: Choice, machine: Machine, computing: An
     weights, one = work.layer * work.itemsize, computing / work.layers
     state = work.layer * work.state + weights  # with gradients on the way in, with new weights on the way out
     crowd = CROWDED if choice.host_share < 1 and work.state else 1.0
-    travelling, plain = (
-        crowd * _link_ms(machine, state + weights * (not work.masters), state),
-        weights / machine.link_in * 1e3,
-    )
+    travelling = crowd * _link_ms(machine, state + weights * (not work.masters), state)
+    plain = _link_ms(machine, weights, 0)
     done = link = host = np.zeros_like(one)
     for layer in range(work.layers):
         streams, trained = layer >= choice.resident, layer >= work.frozen

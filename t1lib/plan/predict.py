@@ -17,7 +17,7 @@ from t1lib.errors import T1Error, require
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, shape_only
 from t1lib.optimizers import OptimizerSpec, spec_for
-from t1lib.plan.choose import choose_plan, least_choice
+from t1lib.plan.choose import choose_plan, least_bytes
 from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, resident_bytes
 from t1lib.plan.duration import device_update_ms, eager_ms, head_ms, step_ms
 from t1lib.plan.rates import Machine
@@ -83,17 +83,21 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
 
 
 def _with_modes(work: Work, head: str, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
-    """Predict every mode with one head. If the head refuses the setting, its error is why no mode fits."""
-    try:
-        one = with_head(work, head)
-    except T1Error as error:
-        return [Prediction(mode, head, inf, inf, inf, inf, why=str(error)) for mode in MODES]
-    free = None if host is None else host * 9 // 10 - PROCESS
-    try:
-        choice = choose_plan(one, vram, machine, free)
-    except T1Error:
-        choice = least_choice(one)  # to say how much it needs
-    return [_judged(_predict_one(one, mode, head, machine, choice), vram, host) for mode in MODES]
+    """Predict every mode with one head. If the head refuses the setting, its error is why a mode does not fit."""
+    free, found = None if host is None else host * 9 // 10 - PROCESS, []
+    for mode in MODES:
+        try:
+            one = _for_mode(work, mode, head)
+            choice = choose_plan(one, max(vram, least_bytes(one)), machine, free) if mode == "slide" else Choice()
+            found.append(_judged(_predict_one(one, mode, head, machine, choice), vram, host))
+        except T1Error as error:
+            found.append(Prediction(mode, head, inf, inf, inf, inf, why=str(error)))
+    return found
+
+
+def _for_mode(work: Work, mode: str, head: str) -> Work:
+    """The work with this head, which takes the whole batch in mode slide, and a micro-batch in the others."""
+    return with_head(replace(work, head_tokens=work.tokens if mode == "slide" else work.micro_tokens), head)
 
 
 def predict_point(
@@ -107,7 +111,7 @@ def predict_point(
 
     Raises `T1Error` as `predict` does, and for a workspace that is too small for the head.
     """
-    return _predict_one(with_head(_work(setting), head), mode, head, machine, choice)
+    return _predict_one(_for_mode(_work(setting), mode, head), mode, head, machine, choice)
 
 
 def _work(setting: Setting) -> Work:

@@ -11,10 +11,9 @@ from statistics import median
 
 import torch
 
-from t1lib.files import write_json
+from t1lib.files import cache_folder, write_json
 from t1lib.memory import pinned_zeros
 from t1lib.models import build_model, layer_arguments, split
-from t1lib.paths import cache_folder
 from t1lib.plan.work import SHORT
 
 
@@ -92,28 +91,38 @@ def measure_machine(device: torch.device) -> Machine:
         time.sleep(PAUSE)
     found = {name: PRACTICE.get(name, 1.0) * median(one[name] for one in rounds) for name in measures}
     link = found.pop("link")
-    graph = GRAPHED * found["launch_ms"]
-    return Machine(name=device_name(), link_in=link, link_out=link, graph_ms=graph, **found)
+    return Machine(device_name(), link, link, graph_ms=GRAPHED * found["launch_ms"], **found)
 
 
 def _measures(device: torch.device) -> dict[str, Callable[[], float]]:
     """What measures each of a machine's rates once, before the factor in `PRACTICE`; "link" is that of either way."""
-    cuda = device.type == "cuda"
-    dtype, size = (torch.bfloat16, 8192) if cuda else (torch.float32, 512)
-    big = torch.empty(2**28 if cuda else 2**22, device=device)
+    cuda, cpu = device.type == "cuda", torch.device("cpu")
+    dtype, size, nbytes = (torch.bfloat16, 8192, 2**28) if cuda else (torch.float32, 512, 2**22)
     matrix = torch.randn(size, size, device=device, dtype=dtype)
+    big = torch.zeros(nbytes // 4, device=device)
+    both_ways = _copies(device, big)
+    heads, tokens, width = (16, 8192, 128) if cuda else (4, 256, 16)
+    q = torch.randn(1, heads, tokens, width, device=device, dtype=dtype)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+    weight = torch.zeros(PARAMETERS, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
+    hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
+    hidden, arguments = layer_arguments(parts, hidden)
     return {
-        "link": _link(device, 2**26 if cuda else 2**22),
-        "update": _update(),
-        "flops": lambda: 2e3 * size**3 / _median_ms(lambda: torch.mm(matrix, matrix), device),
-        "attention": _attention(device, dtype),
-        "memory": lambda: 2e3 * big.nbytes / _median_ms(lambda: big.add_(1), device),
-        "launch_ms": _launches(device, dtype),
+        "link": lambda: nbytes / _median_ms(both_ways, device) * 1e3,
+        "update": lambda: ADAMW * PARAMETERS / _median_ms(optimizer.step, cpu) * 1e3,
+        "flops": lambda: 2 * size**3 / _median_ms(lambda: torch.mm(matrix, matrix), device) * 1e3,
+        "attention": lambda: 2 * heads * tokens * (tokens + SHORT) * width / _median_ms(attend, device) * 1e3,
+        "memory": lambda: 2 * nbytes / _median_ms(lambda: big.add_(1), device) * 1e3,
+        # On the CPU's clock: the device may still be busy when a launch returns.
+        "launch_ms": lambda: _median_ms(lambda: parts.layers[0](hidden, **arguments[0]), cpu, 30),
     }
 
 
 def _median_ms(call: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """Median time of a call in ms until the device is idle again, after one that does not count."""
+    """Median time of a call in ms until `device` is idle again, after one that does not count."""
     samples = []
     for _ in range(repeats + 1):
         begun = time.perf_counter()
@@ -124,50 +133,15 @@ def _median_ms(call: Callable[[], object], device: torch.device, repeats: int = 
     return median(samples[1:])
 
 
-def _link(device: torch.device, nbytes: int) -> Callable[[], float]:
-    """What measures the bytes/s of each direction with copies in both at once; on a CPU, of plain copies."""
-    host = [pinned_zeros(nbytes, torch.uint8, device) for _ in range(2)]
-    there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    lanes = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else [None, None]
+def _copies(device: torch.device, there: torch.Tensor) -> Callable[[], None]:
+    """What copies as many bytes as `there` has in each direction of the link, both at once."""
+    pairs = [(there, pinned_zeros(len(there), there.dtype, device))]
+    pairs.append((pinned_zeros(len(there), there.dtype, device), torch.zeros_like(there)))
+    lanes = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in pairs]
 
     def both() -> None:
-        for lane, to, source in zip(lanes, (there[0], host[1]), (host[0], there[1]), strict=True):
-            with torch.cuda.stream(lane):  # none: does nothing
-                for _ in range(4):
-                    to.copy_(source, non_blocking=True)
+        for lane, (to, source) in zip(lanes, pairs, strict=True):
+            with torch.cuda.stream(lane):  # None: does nothing
+                to.copy_(source, non_blocking=True)
 
-    return lambda: 4e3 * nbytes / _median_ms(both, device)
-
-
-def _update() -> Callable[[], float]:
-    """What measures the bytes/s of a fused AdamW on the host."""
-    weight = torch.zeros(PARAMETERS, requires_grad=True)
-    weight.grad = torch.zeros_like(weight)
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    return lambda: ADAMW * 1e3 * PARAMETERS / _median_ms(optimizer.step, torch.device("cpu"))
-
-
-def _launches(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
-    """What measures the host time in ms to launch the forward of a small layer on a few tokens, without waiting for the
-    device."""
-    parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
-    hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
-    hidden, arguments = layer_arguments(parts, hidden)
-
-    def measure() -> float:
-        samples = []
-        for _ in range(40):
-            begun = time.perf_counter()
-            parts.layers[0](hidden, **arguments[0])
-            samples.append((time.perf_counter() - begun) * 1e3)
-        return median(samples[10:])
-
-    return measure
-
-
-def _attention(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
-    """What measures the operations/s of causal attention over long rows, on one row and corrected by `SHORT`."""
-    heads, tokens, width = (16, 8192, 128) if device.type == "cuda" else (4, 256, 16)
-    q = torch.randn(1, heads, tokens, width, device=device, dtype=dtype)
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
-    return lambda: 2e3 * heads * tokens * (tokens + SHORT) * width / _median_ms(attend, device)
+    return both

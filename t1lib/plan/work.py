@@ -27,6 +27,8 @@ class Work:
     """A step of a model: the counts from which memory and time follow. Bytes unless said otherwise.
 
     layer, outer     parameter counts: of one layer (what streams of it), and of trained parameters outside the layers
+    micro_tokens     tokens that a layer computes at a time
+    head_tokens      tokens that the output layer computes at a time: in mode slide, all of them
     frozen           how many layers are not trained; the first ones
     aside            bytes that layers hold on the device and never stream, such as adapters, with gradients and state
     still            count of frozen parameters outside the layers
@@ -56,6 +58,7 @@ class Work:
     state: int
     tokens: int
     micro_tokens: int
+    head_tokens: int
     workspace: int
     together: bool = True
     frozen: int = 0
@@ -188,6 +191,7 @@ def work_of(
         inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0), itemsize=dtype.itemsize,
         saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq, micro_tokens=micro_tokens,
+        head_tokens=rows * seq,
         workspace=workspace * bool(head), together=together, largest=largest,
         vocabulary=len(head[0]) if head else 0, attention=_attention(config, seq),
         graphed=cuda and micro_tokens <= launch_bound(numel), masters=wide and not spec.split_master,
@@ -224,7 +228,7 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 def with_head(work: Work, head: str) -> Work:
     """The same work with the given output layer; on entry, `work.workspace` is the budget of head `fused`."""
-    logits = 4 * work.micro_tokens * work.vocabulary * (head == "full")
+    logits = 4 * work.head_tokens * work.vocabulary * (head == "full")
     return replace(work, workspace=head_bytes(head, work), logits=logits, head_moves=HEADS.get(head, HEADS["fused"]))
 
 
@@ -238,7 +242,7 @@ def head_bytes(head: str, work: Work) -> int:
 
     Raises `T1Error` for a workspace that is too small for head `fused`.
     """
-    logits = work.micro_tokens * work.vocabulary
+    logits = work.head_tokens * work.vocabulary
     if head == "full":
         return max(12 * logits - work.head * work.itemsize * (work.outer > 0), 0)
     if head == "chunked":
@@ -250,7 +254,7 @@ def _fused_bytes(work: Work) -> int:
     """For this GPU, or for an H200 if there is none."""
     device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
-    shape = Shape(work.micro_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True)
-    early = work.workspace >= early_from(work.micro_tokens, work.vocabulary, work.hidden, work.itemsize, cuda=True)
+    shape = Shape(work.head_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True)
+    early = work.workspace >= early_from(work.head_tokens, work.vocabulary, work.hidden, work.itemsize, cuda=True)
     chosen = plan("early" if early else "late", shape, work.workspace, device)
     return min(work.workspace, bytes_needed(shape, chosen, early))

@@ -58,13 +58,15 @@ class Engine:
         self.optimizer = StreamOptimizer(self, optimizer)
         del self._optimizer
         self.resident = ResidentUpdates(precision, self.optimizer.state)
-        self._take_over()
+        budget, plan_for, choice = wish
+        if choice is None and budget is None:
+            choice = Choice()
+        elif choice is None and plan_for is not None:
+            choice = self._planned(None, *plan_for)
         try:
-            gpu_memory, plan_for, choice = wish
-            if gpu_memory is None or choice is not None:
-                self.place(choice or Choice())
-            elif plan_for is not None:
-                self._plan(None, *plan_for)
+            self._take_over()
+            if choice is not None:
+                self.place(choice)
         except BaseException:
             self.close()
             raise
@@ -118,8 +120,8 @@ class Engine:
         self.model._t1_engine = me
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
 
-    def _plan(self, piece: Piece | None, rows: int, seq: int) -> None:
-        """Place everything for batches of `rows` × `seq` tokens within the budget. piece: the first batch, on its way
+    def _planned(self, piece: Piece | None, rows: int, seq: int) -> Choice:
+        """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: the first batch, on its way
         into the first layer; None: not known yet"""
         budget = self.wish[0]
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -141,8 +143,8 @@ class Engine:
             patched = any(hasattr(m, "_t1_head") for m in self.model.modules())
             whole = with_head(replace(work, micro_tokens=work.tokens), "fused" if patched else "full")
             work = replace(whole, micro_tokens=work.micro_tokens)
-        held = sum(h.flat.nbytes for h in self.host)
-        self.place(choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held))
+        held = len(self.stack) * self.layout.numel * self.layout.dtype.itemsize  # is on the host already
+        return choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held)
 
     def _measured(self, piece: Piece | None, inner: nn.Module) -> dict[str, int]:
         """Width of a layer's input, and bytes per token that a layer saves, of a model that is no decoder of
@@ -249,7 +251,7 @@ class Engine:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
         require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
         if self.schedule is None:
-            self._plan(Piece(hidden, args, kwargs), *hidden.shape[:2])
+            self.place(self._planned(Piece(hidden, args, kwargs), *hidden.shape[:2]))
         layer, grad = self.stack[index], torch.is_grad_enabled()
         trains = grad and any(p.requires_grad for p in layer.parameters())
         if not (trains or (grad and hidden.requires_grad)):

@@ -62,11 +62,15 @@ def stream(
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)
     budget = None if gpu_memory is None else parse_bytes(gpu_memory)
+    enough = budget is None or budget >= 2**20
+    require(enough, f"gpu_memory={shown(gpu_memory)} is {budget} bytes; allowed: 1MiB or more, such as '16GiB'")
     pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
     require(plan_for is None or pair, f"plan_for={shown(plan_for)}; allowed: (rows, tokens per row), each 1 or more")
     stack = stack_of(model) if layers is None else layers
     own = isinstance(stack, nn.ModuleList) and any(m is stack for m in model.modules())
     require(own and len(stack) > 0, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's")
+    again = any(getattr(layer, "gradient_checkpointing", False) for layer in stack)
+    require(not again, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
     if choice is not None:
         check_choice(choice, len(stack))
         require(budget is None, "gpu_memory and choice: give one of them")

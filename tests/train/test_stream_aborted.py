@@ -35,10 +35,11 @@ from t1lib.train import stream
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_collection")
 
 PLACES = [
-    {},
-    {"choice": Choice(resident=1, keep=1, host_share=0.5)},
-    {"choice": Choice(slots=3, inputs="host", outer="host", host_share=1.0)},
+    pytest.param({}, id="streamed"),
+    pytest.param({"choice": Choice(resident=1, keep=1, host_share=0.5)}, id="mixed"),
+    pytest.param({"choice": Choice(slots=3, inputs="host", outer="host", host_share=1.0)}, id="host"),
 ]
+AT_ONCE = pytest.param({"update_in_backward": True}, id="at once")
 BATCHES = data(6)
 
 
@@ -66,10 +67,9 @@ def reference(aborted: bool) -> tuple[nn.Module, Any, list[float]]:
     return plain, usual, losses + train(plain, usual, BATCHES[2 if aborted else 3 :], clip=own_clip)
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("layer, error", [(0, "interrupt"), (2, "error"), (3, "interrupt")])
 @pytest.mark.parametrize("call", [1, 2, 0], ids=["forward", "recompute", "backward"])
-@pytest.mark.parametrize("layer", [0, 2, 3])
-@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("options", PLACES)
 def test_an_error_in_a_layer(options, layer, call, error):
     """Weights and state are those before the step; the next steps are as if it had not been tried."""
     plain, usual, expected = reference(aborted=True)
@@ -92,7 +92,7 @@ def test_an_error_in_a_layer(options, layer, call, error):
         assert_same_state(own, usual)
 
 
-@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("options", PLACES)
 def test_an_error_in_her_loss(options):
     plain, usual, expected = reference(aborted=True)
     model = blocks()
@@ -110,7 +110,7 @@ def broken(loss: torch.Tensor) -> None:
     raise Broken(loss)
 
 
-@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("options", PLACES)
 def test_steps_that_are_aborted_again_and_again(options):
     """No buffer is lost: neither in the forward nor in the backward, nor before the update."""
     plain, usual, expected = reference(aborted=True)
@@ -127,7 +127,7 @@ def test_steps_that_are_aborted_again_and_again(options):
         assert_same_state(own, usual)
 
 
-@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("options", PLACES)
 def test_a_state_that_is_loaded_after_an_aborted_step_is_used(options):
     """All of it: no layer stays bound to what it was computed with."""
     plain, usual, expected = reference(aborted=True)
@@ -158,7 +158,7 @@ def deep(value: Any) -> Any:
 
 @contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
-    """Ctrl-C at line number `at`, counted as they run, of the package `t1lib.train`.
+    """As Ctrl-C at line number `at`, counted as they run, of the package `t1lib.train`.
 
     Gives a list that holds the number of lines that were run.
     """
@@ -169,7 +169,7 @@ def interrupted(at: int) -> Iterator[list[int]]:
             lines[0] += 1
             if lines[0] == at:
                 sys.settrace(before)
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)  # which a handler may put off to the end of what must be whole
         return line
 
     def call(frame: FrameType, event: str, argument: object) -> Any:
@@ -223,7 +223,7 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
         assert_same_state(own, usual)
 
 
-@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("options", PLACES)
 def test_an_interrupt_at_any_line(options):
     """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
     count = lines_of_a_step(options)
@@ -232,7 +232,7 @@ def test_an_interrupt_at_any_line(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("options", PLACES)
 def test_an_interrupt_at_many_lines(options):
     count = lines_of_a_step(options)
     for at in range(1, count, max(1, count // 300)):
@@ -256,7 +256,7 @@ def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
 
 
 @pytest.mark.parametrize("end", ["after a step", "in the middle", "broken", "closed"])
-@pytest.mark.parametrize("options", [*PLACES, {"update_in_backward": True}], ids=str)
+@pytest.mark.parametrize("options", [*PLACES, AT_ONCE])
 def test_what_is_dropped_is_gone(options, end):
     """Threads end, and host memory is given back, with and without `close()`."""
     leave({}, "closed")  # what is made once in a process
