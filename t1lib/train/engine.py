@@ -133,11 +133,13 @@ class Engine:
             moments=self.precision.moments,
         )  # fmt: skip
         trained = [p for g in groups for p in g["params"] if p.requires_grad]
-        work = work_of(
-            inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=self.micro_batch, workspace=WORKSPACE,
-            together=not self.in_backward, layers=self.stack, trained=trained, cuda=self.device.type == "cuda",
-            **self._measured(piece, inner),
-        )  # fmt: skip
+        drawn_from = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(drawn_from):  # a layer is run to see what it saves; a dropout must draw as before
+            work = work_of(
+                inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=self.micro_batch, workspace=WORKSPACE,
+                together=not self.in_backward, layers=self.stack, trained=trained, cuda=self.device.type == "cuda",
+                **self._measured(piece, inner),
+            )  # fmt: skip
         if work.vocabulary:  # the head computes the whole batch at a time
             patched = any(hasattr(m, "_t1_head") for m in self.model.modules())
             whole = with_head(replace(work, micro_tokens=work.tokens), "fused" if patched else "full")

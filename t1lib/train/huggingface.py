@@ -50,6 +50,8 @@ class StreamTrainer(Trainer):
     `gradient_accumulation_steps=k`, which makes k of them, but a k times larger `per_device_train_batch_size` and
     `micro_batch`: the layers' memory is that of `micro_batch` rows, and the weights cross once per pass. The output
     layer sees the whole batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory.
+    `gpu_memory` is planned for the first batch: where rows differ in length, or an evaluation comes first, add
+    `plan_for=(rows, tokens per row)` of the largest.
 
     Weights in bfloat16 have float32 masters, unless `stream` says otherwise; `bf16=True` is autocast over the weights
     as they are. Checkpoints hold all of the optimizer's state, and training goes on from them with the same losses, as
@@ -65,8 +67,8 @@ class StreamTrainer(Trainer):
         stream: dict[str, Any] | None = None, **named: Any,
     ) -> None:  # fmt: skip
         args = TrainingArguments("tmp_trainer") if args is None else args
+        _check(model, args, stream or {})
         self.stream_options = dict(stream or {})
-        _check(model, args, self.stream_options)
         args._n_gpu = min(args.n_gpu, 1)  # Trainer would spread a batch over all GPUs that it sees
         super().__init__(model, args, *others, **named)
 
@@ -117,6 +119,7 @@ class StreamTrainer(Trainer):
 
 def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None:
     """Raise `T1Error` for what cannot work, before anything is changed."""
+    require(isinstance(options, dict), f"stream={shown(options)}; allowed: a dict of options, {', '.join(OPTIONS)}")
     for name in options:
         if name not in OPTIONS:
             raise T1Error(f"stream={{{shown(name)}: …}}; allowed: {', '.join(OPTIONS)}")
