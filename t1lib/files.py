@@ -83,3 +83,9 @@ def locked(path: Path, otherwise: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def cache_folder() -> Path:
+    """Where tokenizers and rates of machines are kept: `T1_CACHE`, else t1kit in `XDG_CACHE_HOME` or ~/.cache."""
+    named = os.environ.get("T1_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"

@@ -5,12 +5,11 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import largest_file
 from test_parity import assert_same, batches, model
 
 from t1lib.errors import T1Error
@@ -19,18 +18,6 @@ from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
 
 SPEC = OptimizerSpec("adamw", lr=1e-2)
 MODULE = "transformers.models.qwen3.modeling_qwen3"
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Let no file grow beyond `size` bytes, as on a full disk."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _run(folder: Path, steps: int, threads: int) -> None:
