@@ -62,6 +62,16 @@ def write_json(path: Path, content: Any) -> None:
         partial_path.write_text(text, encoding="utf-8", newline="\n")
 
 
+def sync(folder: Path) -> None:
+    """Bring the names in `folder` to the disk, as `os.fsync` does with a file's content. Windows has no such call."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a folder, if it exists and can be removed."""
     shutil.rmtree(path, ignore_errors=True)
