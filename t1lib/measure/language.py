@@ -29,7 +29,7 @@ class LanguageSession(session.LanguageSession):
 
         N is `tokens`, or fewer if the held-out text is shorter; a row's last position has no target and is left out.
         """
-        parts, rows = self.trainer.parts, self.corpus.held_out.ids
+        parts, rows = self.trainer.parts, self.corpus.held_out
         weight, states, targets = parts.head.weight.detach(), [], []
         for ids in rows[: -(-tokens // (rows.shape[1] - 1))].to(weight.device).split(8):
             embedded = parts.embed(ids)

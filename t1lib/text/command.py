@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace) -> int:
         run = ranks.first(lambda: read_settings(folder)) if arguments.resume else None
         require(run is not None or not goes_on, f"{folder} holds no run to go on with: no {RUN}")
         settings = with_length(given or run["settings"], arguments, run)
-        mode, rows = settings["mode"], settings["batch"]
+        mode, rows, _ = settings["mode"], settings["batch"], device_of(settings["device"])
         one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp, or start one"
         require(ranks.alone or mode == "fsdp", one)
         require(rows >= ranks.size, f"--batch {rows} for {ranks.size} processes; allowed: {ranks.size} rows or more")
@@ -185,30 +185,24 @@ def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings of a preset, with changes and vocabulary, or of a checkpoint folder."""
     from t1lib.train import PRESETS
 
-    preset, folder = PRESETS.get(arguments.model), Path(arguments.model)
-    if preset is None:
-        choose(
-            "model", "a checkpoint folder" if folder.is_dir() else arguments.model, [*PRESETS, "a checkpoint folder"]
-        )
-        plain = not arguments.change and not arguments.vocabulary
-        require(plain, "--change and --vocabulary are of presets: a checkpoint has its own shape and tokenizer")
-        return {"model": str(folder.resolve())}
-    changes = {field: value_of(field, text) for field, text in arguments.change}
-    size = changes.get("vocab_size", preset["vocab_size"])
-    vocabulary = arguments.vocabulary or (min(VOCABULARY, size) if is_whole(size, 1) else VOCABULARY)
-    return {"model": arguments.model, "changes": changes, "vocabulary": vocabulary}
+    if arguments.model in PRESETS:
+        changes = {field: value_of(text) for field, text in arguments.change}
+        size = changes.get("vocab_size", PRESETS[arguments.model]["vocab_size"])
+        most = min(VOCABULARY, size) if is_whole(size, 1) else VOCABULARY
+        return {"model": arguments.model, "changes": changes, "vocabulary": arguments.vocabulary or most}
+    folder = Path(arguments.model)
+    choose("model", "a checkpoint folder" if folder.is_dir() else str(folder), [*PRESETS, "a checkpoint folder"])
+    plain = not arguments.change and not arguments.vocabulary
+    require(plain, "--change and --vocabulary are of presets: a checkpoint has its own shape and tokenizer")
+    return {"model": str(folder.resolve())}
 
 
-def value_of(field: str, text: str) -> Any:
-    """The value of a Python literal (number, list, …); else the text itself."""
+def value_of(text: str) -> Any:
+    """The value of a Python literal that JSON can hold (number, list, …); else the text itself."""
     try:
-        value = ast.literal_eval(text)
+        return json.loads(json.dumps(ast.literal_eval(text)))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
-    try:
-        return json.loads(json.dumps(value))
-    except (ValueError, TypeError, RecursionError):
-        raise T1Error(f"--change {shown(field)} {shown(text)}; allowed: what JSON can hold, or a text") from None
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -233,10 +227,12 @@ def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace
 
     with closing(TrainRun(folder, settings, arguments.resume, ranks)) as run:
         about, last = run.about, settings["steps"]
-        text = f"{about['train_tokens']:,} tokens of {about['files']} texts (sha256 {about['sha256'][:12]})"
-        text = f"{text}, {about['held_out_tokens']:,} held out"
-        print(f"{settings['model']}: {about['params']:,} parameters; {text}; {folder}")
-        print(state_line(settings), flush=True)
+        tokens = f"{about['train_tokens']:,} tokens of {about['files']} texts, {about['held_out_tokens']:,} held out"
+        print(f"{settings['model']}: {about['params']:,} parameters; {tokens}, sha256 {about['sha256'][:12]}; {folder}")
+        spec, dtype = settings["optimizer"], settings["dtype"]
+        masters = " with float32 masters" if spec["master_weights"] else ""
+        moments = f", moments in {spec.get('moments', 'float32')}" if spec["name"] == "adamw" else ""
+        print(f"{spec['name']}: weights in {dtype}{masters}{moments}", flush=True)
         if run.steps >= last:
             print(f"{folder} is at step {run.steps} of {last}: nothing to train")
         try:
@@ -253,12 +249,3 @@ def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace
         if not whole:
             print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
     return 0 if whole else EXIT_INTERRUPTED
-
-
-def state_line(settings: dict[str, Any]) -> str:
-    """What is kept of each parameter, in words."""
-    spec = settings["optimizer"]
-    masters = "split float32 masters" if spec.get("split_master") else "float32 masters"
-    masters = f" with {masters}" if spec["master_weights"] else ""
-    moments = f", moments in {spec.get('moments', 'float32')}" if spec["name"] == "adamw" else ""
-    return f"{spec['name']}: weights in {settings['dtype']}{masters}{moments}"

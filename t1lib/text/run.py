@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,7 +42,6 @@ class TrainRun:
     def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool, ranks: Ranks = ALONE) -> None:
         self.folder, self.settings, self.ranks = folder, json.loads(json.dumps(dict(settings))), ranks
         ranks.agree(self.settings)
-        self._failure: T1Error | None = None  # of metrics that could not be written
         taken = f"another process trains in {folder}; wait for it, or take another --out"
         with ExitStack() as stack:
             ranks.first(lambda: stack.enter_context(held(folder, RUN, taken)))
@@ -101,19 +101,21 @@ class TrainRun:
         last, saved = self.settings["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)
-            while self.steps < last and not self.ranks.any(interrupted() or self._failure is not None):
+            while self.steps < last and not self.ranks.any(interrupted()):
                 record = self.session.step()
                 wanted = evaluate_every and (record.step % evaluate_every == 0 or record.step == last)
                 row = self._row(record, self.session.evaluate(evaluate_rows) if wanted else None)
-                if self.ranks.rank == 0:
-                    self._add_metrics(row)
+                try:
+                    self.ranks.first(partial(self._add_metrics, row))
+                except T1Error:
+                    self._save(out)
+                    raise
                 if report_every and (record.step % report_every == 0 or record.step == last or interrupted()):
                     print(_line(row, last), file=out, flush=True)
                 if checkpoint_every and record.step % checkpoint_every == 0:
                     saved = self._save(out)
             if saved != self.steps:
                 self._save(out)
-        self.ranks.first(self._check_metrics)
         return self.steps >= last
 
     def _save(self, out: TextIO) -> int:
@@ -134,19 +136,12 @@ class TrainRun:
     def _begin_metrics(self) -> None:
         """Drop the rows of steps that will be repeated, and damaged ones."""
         rows = [COLUMNS, *(row for row in _read_metrics(self.folder / METRICS) if int(row[0]) <= self.steps)]
-        with whole(self.folder / METRICS) as partial:
-            partial.write_text("".join(f"{','.join(row)}\n" for row in rows), encoding="utf-8", newline="\n")
+        with whole(self.folder / METRICS) as path:
+            path.write_text("".join(f"{','.join(row)}\n" for row in rows), encoding="utf-8", newline="\n")
 
     def _add_metrics(self, row: dict[str, float | None]) -> None:
-        try:
-            with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
-                file.write(",".join("" if row[name] is None else repr(row[name]) for name in COLUMNS) + "\n")
-        except T1Error as error:
-            self._failure = error
-
-    def _check_metrics(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
+            file.write(",".join("" if row[name] is None else repr(row[name]) for name in COLUMNS) + "\n")
 
     def close(self) -> None:
         with self._holding:

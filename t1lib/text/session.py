@@ -41,7 +41,7 @@ class LanguageSession:
         require(seq <= positions, f"seq {seq}; the model has {positions} positions{MORE}")
         self._size, self.data_seed = batch, seed if data_seed is None else data_seed
         self.corpus = load_corpus(vocabulary, seq, source=data, limit=limit or None, seed=seed, tokenizer=own)
-        self.corpus.train.batch(0, batch, self.data_seed)  # a bad size raises before a model is built
+        self.corpus.batch(0, batch, self.data_seed)  # a bad size raises before a model is built
         if own is None:
             changes = {"vocab_size": self.corpus.vocabulary} | changes
         where = "cpu" if mode in ("slide", "fsdp") else device
@@ -56,7 +56,7 @@ class LanguageSession:
     def step(self) -> StepRecord:
         """Train on the next batch; the trainer is given the one after it, too."""
         now = self.trainer.steps
-        batch, upcoming = (self.corpus.train.batch(step, self._size, self.data_seed) for step in (now, now + 1))
+        batch, upcoming = (self.corpus.batch(step, self._size, self.data_seed) for step in (now, now + 1))
         return self.trainer.step(batch, upcoming=upcoming)
 
     def train(self, steps: int) -> list[StepRecord]:
@@ -67,14 +67,14 @@ class LanguageSession:
         """Mean loss over `rows` held-out rows, evenly spaced among all of them; over all if there are no more."""
         held, taken = self.corpus.held_out, min(rows, len(self.corpus.held_out))
         pieces = (torch.arange(taken) * len(held) // taken).split(self._size)
-        return sum(self.trainer.evaluate(held.take(piece)) * len(piece) for piece in pieces) / taken
+        return sum(self.trainer.evaluate({"input_ids": held[piece]}) * len(piece) for piece in pieces) / taken
 
     def about(self) -> dict[str, int | str]:
         """Facts about corpus and model: the text's sha256, files, bytes and tokens, and the sizes of the model."""
         corpus, head = self.corpus, self.trainer.parts.head
         return {
             "sha256": corpus.sha256, "files": corpus.files, "bytes": corpus.bytes,
-            "train_tokens": corpus.train.ids.numel(), "held_out_tokens": corpus.held_out.ids.numel(),
+            "train_tokens": corpus.train.numel(), "held_out_tokens": corpus.held_out.numel(),
             "vocabulary": corpus.vocabulary, "hidden": head.weight.shape[1],
             "params": sum(p.numel() for p in self.trainer.model.parameters()),
         }  # fmt: skip

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from t1lib.errors import T1Error, UnavailableError, require, shown
+from t1lib.errors import T1Error, require, shown
 from t1lib.heads import parse_bytes
 
 LIBRARY = "stdlib"
@@ -34,20 +35,20 @@ def corpus_hash(texts: dict[str, str]) -> str:
 
 
 def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
-    """Name → text of `source`: "stdlib", a file, or a folder with everything below it.
+    """Name → text of `source`: "stdlib", a file of UTF-8 text or a shard (`.jsonl`, or `.parquet` if pyarrow is there)
+    with one text per record, in the field "text" or "content"; or a folder with everything below it.
 
-    A file is UTF-8 text, or a dataset's shard with one text per record, in the field "text" or "content": `.jsonl`, or
-    `.parquet` if pyarrow is installed. In a folder, files that are not text (bytes that are not UTF-8, or NULs), hidden
-    files, and folders with a training run are left out; linked folders are read, each folder once. `limit` (bytes, or
-    "2MB") keeps whole texts up to that size, in the order of their names' hashes, which does not depend on the machine.
+    In a folder, files that are not text, hidden files, and folders with a training run are left out; linked folders are
+    read, each folder once. `limit` (bytes, or "2MB") keeps whole texts up to that size, in the order of their names'
+    hashes, which does not depend on the machine.
 
     Raises `T1Error` for a source that does not exist, a file that is not text, a shard that is broken, compressed or of
     another kind (even as one file of a folder), a folder that itself holds a run, and if nothing is left.
     """
     if source == LIBRARY:
-        root, what = Path(sysconfig.get_paths()["stdlib"]), "the standard library's sources"
-        files = (p for p in _files(root, _SKIPPED) if p.suffix == ".py" and not p.match("_sysconfigdata*"))
-        return _within(_below(root, files), limit, what)
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [p for p in _files(root, _SKIPPED) if p.suffix == ".py" and not p.match("_sysconfigdata*")]
+        return _within(_below(root, files), limit, "the standard library's sources")
     path, there = Path(source), False
     with suppress(OSError, ValueError):  # a name that is too long, or holds a NUL
         there = str(source) != "" and path.exists()
@@ -61,15 +62,13 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
 
 
 def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str) -> dict[str, str]:
-    left = None if limit is None else parse_bytes(limit)
-    kept: dict[str, str] = {}
-    sizes = []
+    left, kept, sizes = 2**62 if limit is None else parse_bytes(limit), {}, []
     for name, text in sorted(texts, key=lambda entry: sha256(entry[0])):
         if not text.strip():
             continue
         sizes.append(len(text.encode()))
-        if left is None or sizes[-1] <= left:
-            left = None if left is None else left - sizes[-1]
+        if sizes[-1] <= left:
+            left -= sizes[-1]
             kept[name] = text
     require(bool(sizes), f"the corpus is empty: {what} holds no text")
     require(bool(kept), f"{what} holds no text within limit {limit}; allowed: {min(sizes)}, its smallest text, or more")
@@ -133,9 +132,7 @@ def _parquet(path: Path) -> list[Any]:
 
     try:
         return pd.read_parquet(path).to_dict("records")
-    except ImportError:
-        raise UnavailableError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
-    except Exception as error:  # pyarrow's are of many kinds
+    except Exception as error:  # pyarrow is missing, or raises errors of its own
         raise T1Error(f"cannot read {path}: {' '.join(str(error).split())[:150]}") from None
 
 
@@ -143,8 +140,5 @@ def _field(row: Any, where: str) -> str:
     held = row if isinstance(row, dict) else {}
     text = next((held[field] for field in FIELDS if isinstance(held.get(field), str)), None)
     require(text is not None, f"{where}: no text; allowed: an object with a string in {' or '.join(map(repr, FIELDS))}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise T1Error(f"{where}: the text is not Unicode ({error})") from None
+    require(not re.search("[\ud800-\udfff]", text), f"{where}: the text is not Unicode: it has half a surrogate pair")
     return text

