@@ -43,7 +43,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "gpu_memory nan": ({"gpu_memory": float("nan")}, "nan"),
     "gpu_memory of 400 digits": ({"gpu_memory": "9" * 400 + "GiB"}, "999"),
     "gpu_memory too small": ({"gpu_memory": 1000, "plan_for": (4, 7)}, ""),
-    "gpu_memory too small by name": ({"gpu_memory": "0.001GiB", "plan_for": (4096, 4096)}, "0.001"),
     "plan_for one number": ({"gpu_memory": "1GiB", "plan_for": (4,)}, "(4,)"),
     "plan_for a number": ({"gpu_memory": "1GiB", "plan_for": 4}, "4"),
     "plan_for 0": ({"gpu_memory": "1GiB", "plan_for": (4, 0)}, "(4, 0)"),
@@ -145,12 +144,6 @@ def repeated(model: nn.Module) -> None:
 def test_layers_that_differ_or_share(change):
     model = blocks()
     change(model)
-    untouched(model, lambda: streamed_with(model))
-
-
-def test_layers_that_train_other_parts():
-    model = blocks()
-    model.blocks[1].up.weight.requires_grad_(False)
     untouched(model, lambda: streamed_with(model))
 
 
@@ -275,13 +268,14 @@ def test_what_layers_return_and_take(odd):
 
 
 def test_a_budget_that_is_too_small_for_the_first_batch():
-    """The model stays, and can be closed."""
-    model = qwen3()
+    """The model stays, and can be closed. Announced, such a batch is refused at once."""
+    model = qwen3(vocab_size=8000)  # whose embedding alone takes 1 MB
     start = weights(model)
-    with streaming(model, adamw(model), gpu_memory=1000) as (streamed, _):
+    with streaming(model, adamw(model), gpu_memory="1MiB") as (streamed, _):
         refused(lambda: model_loss(streamed, BATCHES[0]).backward())
         assert_same_weights(streamed, start)
     assert_same_weights(model, start)
+    untouched(model, lambda: streamed_with(model, gpu_memory="1MiB", plan_for=(4, 7)))
 
 
 @pytest.mark.parametrize("clip", [own_clip, torch_clip], ids=lambda f: f.__name__)
