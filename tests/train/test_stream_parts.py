@@ -32,6 +32,7 @@ FROZEN = {
     "upper layers": lambda name: ".2." in name or ".3." in name,
     "norms inside layers": lambda name: "norm" in name and "layers" in name + "layers" * ("blocks" in name),
     "all of a layer but its norms": lambda name: any(f".{i}." in name for i in range(4)) and "norm" not in name,
+    "a norm of one layer": lambda name: ".1." in name and "norm" in name,
     "all but the layers": lambda name: not any(f".{i}." in name for i in range(4)),
     "all but the head": lambda name: "head" not in name,
 }
