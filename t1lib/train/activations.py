@@ -143,7 +143,7 @@ class Inputs:
         self.outward.after(self.compute.mark())
         with self.outward.active(), self.trace().span("out", "inputs", layer, self.outward.stream):
             buffer.copy_(tensor, non_blocking=True)
-        found = OnHost(self, buffer, tensor, self.outward.mark(), layer)
+        found = OnHost(self, buffer, tensor.detach(), self.outward.mark(), layer)
         found.before = self._leaving[-1] if self._leaving else None
         self._leaving.append(found)
         for old in self._leaving[:-LEAVING]:

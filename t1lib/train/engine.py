@@ -3,26 +3,23 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
-from t1lib.memory import GIB, host_available, trim_heap
-from t1lib.optimizers import OptimizerSpec, spec_for
-from t1lib.plan.choose import choose_plan
+from t1lib.errors import T1Error, require
+from t1lib.memory import trim_heap
 from t1lib.plan.cost import Choice, updated_by_host
-from t1lib.plan.rates import this_machine
-from t1lib.plan.work import launch_bound, saved_by, with_head, work_of
+from t1lib.plan.work import launch_bound
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.lanes import NoTrace, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
 from t1lib.train.outer import Outer
+from t1lib.train.placing import planned, refuse_shared, require_host_memory
 from t1lib.train.recompute import Recomputation
 from t1lib.train.schedule import Schedule
 from t1lib.train.update import Precision, Rule
@@ -45,25 +42,29 @@ class Engine:
         self.model, self.stack, self.device, self.precision = model, list(stack), device, precision
         self.micro_batch, self.in_backward, self.overlap, self.wish = micro_batch, in_backward, overlap, wish
         self.trace: NoTrace = NoTrace()
-        self._refuse(streamed := streamed_names(self.stack))
+        streamed, self._groups = streamed_names(self.stack), groups_of(optimizer)
+        refuse_shared(model, self.stack, streamed)
         first = dict(self.stack[0].named_parameters())
-        self._groups, self._optimizer = groups_of(optimizer), optimizer
         order = sorted(streamed, key=lambda n: self._groups.get(id(first[n]), 0))  # one group side by side
         self.layout = Layout({n: first[n] for n in order})
-        self._require_host_memory()
+        require_host_memory(self.layout, self.stack, precision, rules_of(optimizer.param_groups, device), in_backward)
         self.schedule: Schedule | None = None  # until everything has its place
         self.host: list[HostLayer] = []
-        self.closed, self.outer = False, None
+        self.closed, self.placed, self.outer = False, False, None
         self._updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._homes: dict[int, tuple[HostLayer, str]] = {}  # by the id of a streamed parameter
         self.optimizer = StreamOptimizer(self, optimizer)
-        del self._optimizer
+        self._inputs: Inputs | None = None  # where layers' inputs wait on the host
+        self._recomputation = Recomputation(whole=False)
+        self._graphs = LayerGraphs(self.stack) if device.type == "cuda" else None
+        self._graph_tokens = launch_bound(self.layout.numel)
+        self._random: set[int] = set()  # layers that draw random numbers
         self.resident = ResidentUpdates(precision, self.optimizer.state)
         budget, plan_for, choice = wish
         if choice is None and budget is None:
             choice = Choice()
         elif choice is None and plan_for is not None:
-            choice = self._planned(None, *plan_for)
+            choice = planned(self, None, *plan_for)
         try:
             self._take_over()
             if choice is not None:
@@ -73,31 +74,6 @@ class Engine:
             raise
 
     # -- placing ---------------------------------------------------------------------------------------------------
-
-    def _refuse(self, streamed: list[str]) -> None:
-        seen: dict[int, str] = {}
-        for index, layer in enumerate(self.stack):
-            for name, param in layer.named_parameters():
-                if name in streamed:
-                    where = f"{name!r} of layer {index}"
-                    require(id(param) not in seen, f"{where} is also {seen.get(id(param))}: stream would untie them")
-                    seen[id(param)] = where
-        inside = {id(m) for layer in self.stack for m in layer.modules()}
-        for prefix, module in self.model.named_modules():
-            for name, param in module.named_parameters(recurse=False) if id(module) not in inside else ():
-                where = f"{prefix}.{name}".strip(".")
-                require(id(param) not in seen, f"{where!r} is also {seen.get(id(param))}: stream would untie them")
-
-    def _require_host_memory(self) -> None:
-        """Refuse before anything is moved. One layer's weights are held twice, as they move layer by layer."""
-        dtype, rules = self.layout.dtype, rules_of(self._optimizer.param_groups, self.device)
-        like = torch.empty(0, dtype=dtype)
-        kinds = {k: d for rule in rules for k, d in self.precision.kinds(like, rule).items()}
-        each = sum(kind.itemsize for kind in kinds.values()) + dtype.itemsize * (not self.in_backward)
-        trained = sum(next(iter(layer.parameters())).requires_grad for layer in self.stack)
-        need = self.layout.numel * (dtype.itemsize + trained * each)
-        free = host_available()
-        require(need <= free, f"the host has {free / GIB:.1f} GiB to give; streaming needs {need / GIB:.1f} GiB more")
 
     def _take_over(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
@@ -121,46 +97,6 @@ class Engine:
         self.model._t1_engine = me
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
 
-    def _planned(self, piece: Piece | None, rows: int, seq: int) -> Choice:
-        """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: the first batch, on its way
-        into the first layer; None: not known yet"""
-        budget = self.wish[0]
-        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        groups = self.optimizer.param_groups
-        spec = OptimizerSpec(
-            "adamw" if "betas" in groups[0] else "sgd", momentum=max(g.get("momentum", 0.0) for g in groups),
-            master_weights=self.precision.masters is not None, split_master=self.precision.masters == "split",
-            moments=self.precision.moments,
-        )  # fmt: skip
-        trained = [p for g in groups for p in g["params"] if p.requires_grad]
-        drawn_from = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(drawn_from):  # a layer is run to see what it saves; a dropout must draw as before
-            work = work_of(
-                inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=self.micro_batch, workspace=WORKSPACE,
-                together=not self.in_backward, layers=self.stack, trained=trained, cuda=self.device.type == "cuda",
-                **self._measured(piece, inner),
-            )  # fmt: skip
-        if work.vocabulary:  # the head computes the whole batch at a time
-            patched = any(hasattr(m, "_t1_head") for m in self.model.modules())
-            whole = with_head(replace(work, micro_tokens=work.tokens), "fused" if patched else "full")
-            work = replace(whole, micro_tokens=work.micro_tokens)
-        held = len(self.stack) * self.layout.numel * self.layout.dtype.itemsize  # is on the host already
-        return choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held)
-
-    def _measured(self, piece: Piece | None, inner: nn.Module) -> dict[str, int]:
-        """Width of a layer's input, and bytes per token that a layer saves, of a model that is no decoder of
-        transformers: found by running one layer on one row."""
-        if hasattr(inner, "config"):
-            return {}
-        require(piece is not None, "plan_for is for models of transformers; leave it out: the first batch decides")
-        held, row = self.host[0], split_rows(piece, 1)[0]
-        held.bind({n: view.to(self.device) for n, view in held.views.items()})
-        try:
-            saved = saved_by(lambda: self._call(0, row.hidden.detach(), row), held.params.values())
-        finally:
-            held.unbind()
-        return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}
-
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
         self.choice = choice
@@ -170,14 +106,9 @@ class Engine:
                 param.data = held.views[name].to(self.device)
                 del self._homes[id(param)]
         self.host = self.host[choice.resident :]
-        share = choice.host_share
-        on_host = {held.index for held in self.host if updated_by_host(held.index, share)}
         outer = self._travelling() if choice.outer == "host" else []
-        self.schedule = Schedule(
-            {held.index: held for held in self.host}, self.layout, self.device, slots=choice.slots,
-            grad_slots=choice.grad_slots, on_host=on_host, in_backward=self.in_backward, precision=self.precision,
-            rules=self.optimizer.rules, overlap=self.overlap, trace=lambda: self.trace, guests=[p for p, _ in outer],
-        )  # fmt: skip
+        self.schedule = self._schedule(choice, guests=[p for p, _ in outer])
+        self.placed = True
         for held in self.host if self.schedule.has_state else ():
             for name, param in held.params.items() if held.trained else ():
                 state = {key: self.layout.views(flat)[name] for key, flat in held.state.items()}
@@ -191,14 +122,20 @@ class Engine:
                 self.optimizer.state[held.param] = held.state
         lanes = self.schedule.inward, self.schedule.outward
         self._inputs = Inputs(self.device, *lanes, lambda: self.trace) if choice.inputs == "host" else None
-        self._recomputation = Recomputation(whole=False)
-        self._graphs = LayerGraphs(self.stack) if self.device.type == "cuda" else None
-        self._graph_tokens = launch_bound(self.layout.numel)
-        self._random: set[int] = set()  # layers that draw random numbers
-        weakref.finalize(self, self.schedule.thread.close)
         before, self.optimizer._before = self.optimizer._before, None
         self.optimizer.check(before)
         self.optimizer.take_over(before)
+
+    def _schedule(self, choice: Choice, **others: Any) -> Schedule:
+        made = Schedule(
+            {held.index: held for held in self.host}, self.layout, self.device, slots=choice.slots,
+            grad_slots=choice.grad_slots,
+            on_host={held.index for held in self.host if updated_by_host(held.index, choice.host_share)},
+            in_backward=self.in_backward, precision=self.precision, rules=self.optimizer.rules, overlap=self.overlap,
+            trace=lambda: self.trace, **others,
+        )  # fmt: skip
+        weakref.finalize(self, made.thread.close)
+        return made
 
     def _travelling(self) -> list[tuple[nn.Parameter, int]]:
         """Trained matrices outside the layers, of the layers' dtype, with the numbers of their groups."""
@@ -254,9 +191,11 @@ class Engine:
         """Run layer `index` as the model calls it."""
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
         require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
-        if self.schedule is None:
-            self.place(self._planned(Piece(hidden, args, kwargs), *hidden.shape[:2]))
         layer, grad = self.stack[index], torch.is_grad_enabled()
+        if grad and not self.placed:
+            self.place(planned(self, Piece(hidden, args, kwargs), *hidden.shape[:2]))
+        elif self.schedule is None:  # the batches that are trained on are not known yet
+            self.choice, self.schedule = Choice(), self._schedule(Choice(), trains=False)
         trains = grad and any(p.requires_grad for p in layer.parameters())
         if not (trains or (grad and hidden.requires_grad)):
             with torch.no_grad():
@@ -397,7 +336,7 @@ class Engine:
         """Begin an update of everything that has gradients."""
         schedule = self.schedule
         require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
-        if schedule is None:
+        if not self.placed:
             return
         rules, self._updated = self.optimizer.rules(), set()
         with uninterrupted():
@@ -437,25 +376,6 @@ class Engine:
                 self.model.__dict__.pop(name, None)
             if self.schedule is not None:
                 self.schedule.thread.close()
-
-
-def check_choice(choice: Any, layers: int) -> None:
-    """Raise `T1Error` unless it is a `Choice` for a stack of so many layers."""
-    require(isinstance(choice, Choice), f"choice={shown(choice)}; allowed: a t1lib.train.Choice")
-    for name, least, most in (
-        ("resident", 0, layers),
-        ("keep", 0, layers),
-        ("slots", 1, None),
-        ("grad_slots", 1, None),
-    ):
-        value = getattr(choice, name)
-        limit = "or more" if most is None else f"to {most}, the model's layers"
-        require(is_whole(value, least, most), f"choice of {name}={shown(value)}; allowed: {least} {limit}")
-    share = choice.host_share
-    fits = is_number(share) and 0 <= share <= 1
-    require(fits, f"choice of host_share={shown(share)}; allowed: a number from 0 to 1")
-    for name in ("inputs", "outer"):
-        choose(f"choice of {name}", getattr(choice, name), ("device", "host"))
 
 
 class _Layer(torch.autograd.Function):

@@ -11,6 +11,7 @@ holds is known at any time, so stale weights are never read.
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,17 +50,18 @@ class Schedule:
     overlap             False: nothing runs beside the computation (to measure what the overlap is worth)
     trace               returns what records the spans of work
     guests              parameters outside the layers whose state travels, too
+    trains              False: only forwards are run, so that neither state nor gradients need room
     """
 
     def __init__(
         self, layers: dict[int, HostLayer], layout: Layout, device: torch.device, *, slots: int, grad_slots: int,
         on_host: set[int], in_backward: bool, precision: Precision, rules: Callable[[], list[Rule]], overlap: bool,
-        trace: Callable[[], NoTrace], guests: Sequence[Tensor] = (),
+        trace: Callable[[], NoTrace], guests: Sequence[Tensor] = (), trains: bool = True,
     ) -> None:  # fmt: skip
         self.layers, self.layout, self.device, self.on_host = layers, layout, device, on_host
         self.in_backward, self._rules, self.overlap, self._trace = in_backward, rules, overlap, trace
         self.weights = Slots(min(slots, len(layers)), layout, device)
-        trained = [i for i, layer in layers.items() if layer.trained]
+        trained = [i for i, layer in layers.items() if layer.trained and trains]
         self.grads = Slots(min(grad_slots, len(trained)), layout, device)
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
@@ -69,6 +71,9 @@ class Schedule:
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         kinds = self._make_state(trained, precision)
+        whole = replace(precision, masters="whole") if precision.masters == "split" else precision
+        if 0 < len(on_host) < len(trained):  # joining and splitting masters takes the CPU longer than moving them
+            self._make_state([i for i in trained if i in on_host], whole)
         for rule in rules() if guests else ():
             kinds |= precision.kinds(guests[0], rule)
         there = [i for i in trained if i not in on_host]
@@ -91,6 +96,7 @@ class Schedule:
             kinds |= precision.kinds(self.layers[trained[0]].flat, rule)
         for index in trained:
             layer = self.layers[index]
+            layer.state.clear()
             for key, dtype in kinds.items():
                 layer.state[key] = pinned_zeros(self.layout.numel, dtype, self.device)
             if "master" in kinds:

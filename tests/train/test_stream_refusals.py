@@ -23,7 +23,7 @@ from stream_cases import (
 from stream_models import VOCABULARY, Blocks, blocks, cross_entropy, data, llama, qwen3
 from torch import Tensor, nn
 
-from t1lib.plan import Choice
+from t1lib.plan.cost import Choice
 from t1lib.train import stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
