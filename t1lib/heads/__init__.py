@@ -10,6 +10,7 @@ from t1lib.errors import choose, require
 from t1lib.heads.chunked import chunked
 from t1lib.heads.full import full, native
 from t1lib.heads.fused import fused
+from t1lib.heads.huggingface import patch_head, unpatch_head
 from t1lib.heads.options import HeadStats, Tensors, check_settings, check_tensors, own_options, parse_bytes
 
 __all__ = [
@@ -74,23 +75,9 @@ def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:
     """
     dense = isinstance(ids, Tensor) and ids.layout == torch.strided
     require(dense, f"ids must be a dense tensor, got {type(ids).__name__}")
-    integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    require(integer, f"ids must be integers, got {ids.dtype}")
+    other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    require(not other, f"ids must be integers, got {ids.dtype}")
     require(ids.dim() in (1, 2), f"ids must have shape (B, S) or (S), got {tuple(ids.shape)}")
     targets = torch.full_like(ids, ignore_index, dtype=torch.int64)
     targets[..., :-1] = ids[..., 1:]
     return targets
-
-
-def patch_head(model: Any, **options: Any) -> Any:
-    """See `t1lib.heads.huggingface.patch_head`."""
-    from t1lib.heads import huggingface
-
-    return huggingface.patch_head(model, **options)
-
-
-def unpatch_head(model: Any) -> Any:
-    """See `t1lib.heads.huggingface.unpatch_head`."""
-    from t1lib.heads import huggingface
-
-    return huggingface.unpatch_head(model)

@@ -31,8 +31,8 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     `filter_eps` (Cut Cross-Entropy, section 4.3): with p = softmax z, entries with |p_v − [v = y]| < eps are set to 0
     in dL/dz. A head may drop any subset of these entries; this one drops each of them.
 
-    Memory: `entry_bytes` for each of the N × V logits; `workspace` is only checked against that and changes nothing.
-    Raises `T1Error` for a workspace below it. Source: T1M3, section 2 (the standard output layer).
+    Memory: `entry_bytes` for each of the N × V logits; a `workspace` below that is a `T1Error`, others change nothing.
+    Source: T1M3, section 2 (the standard output layer).
     """
     s = opts.settings
     need_workspace(s.workspace, e.shape[0] * opts.vocab * entry_bytes(opts), "full")
@@ -64,10 +64,7 @@ def _logits(e: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 
 def entry_bytes(opts: Options) -> int:
-    """Bytes per logit at the peak, in the backward: log-probabilities and two gradients (12 for 16-bit operands).
-
-    This is an estimate; options add saved copies (softcap two, z_loss or statistics one, filtering one).
-    """
+    """Bytes per logit at the peak, in the backward: log-probabilities, two gradients, and copies (an estimate)."""
     s = opts.settings
     copies = 3 + 2 * (s.softcap is not None) + bool(s.z_loss or s.return_stats) + (s.filter_eps is not None)
     return copies * opts.dtype.itemsize
@@ -88,10 +85,8 @@ def native(
     """Cross-entropy of a linear layer's outputs by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13).
 
     chunked=True (default) selects its memory-saving path, `LinearCrossEntropyOptions()` with the op's own choice of
-    chunk and precision; chunked=False selects its reference path, which holds the whole logits.
-
-    The op takes class weights, bias and the three reductions; `token_weight` is applied to its losses under "none".
-    The op rounds the loss of 16-bit operands to their dtype; the rounded value is returned as float32.
+    chunk and precision; chunked=False selects its reference path, which holds the whole logits. The op rounds the loss
+    of 16-bit operands to their dtype; it is returned as float32. `token_weight` is applied to its losses under "none".
 
     Raises `UnavailableError` on a PyTorch without the op; `T1Error` for softcap, z_loss, filter_eps, workspace and
     return_stats, which the op lacks, and for label_smoothing with chunked=True, where it would hold the whole logits.

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from t1lib import heads
 from t1lib.errors import T1Error, is_number, require
-from t1lib.heads import linear_cross_entropy
 
 # arguments of `linear_cross_entropy` that the model or the call decides
 DECIDED = "input linear_weight target linear_bias weight reduction ignore_index softcap token_weight return_stats"
@@ -47,7 +47,7 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
     decided = ", ".join(set(DECIDED.split()) & set(options))
     require(not decided, f"patch_head does not take {decided}: the model or the call decides it")
     with torch.device("cpu"):  # checks the options
-        linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64), **options)
+        heads.linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64), **options)
     require(not getattr(lm.config, "is_encoder_decoder", False), f"{name} has an encoder; patch_head takes a decoder")
     _linears(lm, lm.get_output_embeddings())
     loss = getattr(lm.loss_function, "__name__", type(lm.loss_function).__name__)
@@ -127,7 +127,8 @@ def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> A
         outputs = call()
     require(bool(losses), f"{name} asks for no cross-entropy of what its output layer returns")
     pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict
-    plain = {k: v.compute(patch["return_logits"]) if isinstance(v, _Logits) else v for k, v in pairs}
+    asked = patch["return_logits"]
+    plain = {k: (v.compute() if asked else None) if isinstance(v, _Logits) else v for k, v in pairs}
     return type(outputs)(**plain) if isinstance(outputs, dict) else tuple(plain.values())
 
 
@@ -193,9 +194,9 @@ class _Logits:
         mine = _thread() == self.thread  # a call without labels by another thread gets its logits
         return replace(self, hidden=hidden) if mine else self.layer(hidden)
 
-    def compute(self, asked: bool) -> Tensor | None:
-        logits = self.layer(self.hidden)[..., : self.columns] * self.scale if asked else None
-        return logits if self.cap is None or not asked else self.cap * torch.tanh(logits)
+    def compute(self) -> Tensor:
+        logits = self.layer(self.hidden)[..., : self.columns] * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits)
 
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None = None, size_average: None = None, ignore_index: int = -100,
@@ -224,11 +225,11 @@ class _Logits:
         hidden = hidden if abs(factor - 1.0) < 1e-12 else hidden * factor
         options, target = {"linear_bias": bias, "softcap": self.cap, **options}, target.to(weight.device)
         if self.items is None or options.get("reduction") != "sum":
-            return linear_cross_entropy(hidden, weight, target, **options)
+            return heads.linear_cross_entropy(hidden, weight, target, **options)
         # the division reaches the gradients before they are rounded to 16 bits, and is undone in the loss
         number = torch.as_tensor(self.items, dtype=torch.float32, device=weight.device)
         share = number.reciprocal().expand(target.shape)
-        return linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number
+        return heads.linear_cross_entropy(hidden, weight, target, token_weight=share, **options) * number
 
     def __mul__(self, factor: Any) -> "_Logits":
         name = "scale" if self.cap is None else "cap"
