@@ -62,6 +62,16 @@ def write_json(path: Path, content: Any) -> None:
         partial_path.write_text(text, encoding="utf-8", newline="\n")
 
 
+def sync(folder: Path) -> None:
+    """Bring the names in `folder` to the disk, as `os.fsync` does with a file's content. Windows has no such call."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a folder, if it exists and can be removed."""
     shutil.rmtree(path, ignore_errors=True)
@@ -83,3 +93,9 @@ def locked(path: Path, otherwise: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def cache_folder() -> Path:
+    """Where tokenizers and rates of machines are kept: `T1_CACHE`, else t1kit in `XDG_CACHE_HOME` or ~/.cache."""
+    named = os.environ.get("T1_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"

@@ -104,7 +104,7 @@ def setting_of(arguments: argparse.Namespace) -> Any:
     from t1lib.heads import parse_bytes
     from t1lib.optimizers import OPTIMIZERS, OptimizerSpec
     from t1lib.plan.predict import Setting
-    from t1lib.training import state_of, value_of
+    from t1lib.text.command import state_of, value_of
 
     choose("optimizer", arguments.optimizer, OPTIMIZERS)
     choose("dtype", arguments.dtype, ("bfloat16", "float32"))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
-from t1lib.train.language import LanguageSession
+from t1lib.text.session import LanguageSession
 
 SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--limit", "300KB", "--vocabulary", "300",
          "--seq", "16", "--batch", "5", "--device", "cpu", "--head", "chunked", "--schedule", "constant"]  # fmt: skip

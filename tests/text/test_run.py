@@ -10,15 +10,17 @@ import sys
 import time
 
 import pytest
+from full_disk import largest_file
 from matplotlib import pyplot
-from test_checkpoint import largest_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib.__main__ import main
-from t1lib.corpus import load_corpus
 from t1lib.files import locked
-from t1lib.train import checkpoint, language, run, session
-from t1lib.train.language import LanguageSession
+from t1lib.text import run
+from t1lib.text import session as language
+from t1lib.text.corpus import load_corpus
+from t1lib.text.session import LanguageSession
+from t1lib.train import checkpoint, session
 
 SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--limit", "300KB", "--vocabulary", "300",
          "--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked"]  # fmt: skip

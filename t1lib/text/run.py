@@ -17,8 +17,8 @@ from t1lib import __version__
 from t1lib.errors import T1Error, require
 from t1lib.files import whole, write_json, writing
 from t1lib.measure.memory import GIB
+from t1lib.text.session import LanguageSession
 from t1lib.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from t1lib.train.language import LanguageSession
 from t1lib.train.ranks import ALONE, Ranks
 from t1lib.train.trainer import StepRecord
 

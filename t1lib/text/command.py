@@ -66,8 +66,8 @@ def add_parser(commands: Any) -> None:
 def train(arguments: argparse.Namespace) -> int:
     """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
     from t1lib.measure.memory import grow_segments
+    from t1lib.text.run import read_settings
     from t1lib.train.ranks import together
-    from t1lib.train.run import read_settings
     from t1lib.train.spec import outlasts_warmup
 
     grow_segments()
@@ -114,7 +114,7 @@ def check(arguments: argparse.Namespace) -> None:
 def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace, ranks: "Ranks") -> int:
     """Train in `folder`, and report how it went; returns the command's exit code."""
     from t1lib.files import locked
-    from t1lib.train.run import TrainRun
+    from t1lib.text.run import TrainRun
 
     run = TrainRun(folder, settings, arguments.resume, ranks)
     about = run.about
@@ -145,7 +145,7 @@ def run_in(folder: Path, settings: dict[str, Any], arguments: argparse.Namespace
 
 def goes_on_with(folder: Path, steps: int | None) -> dict[str, Any]:
     """The settings of the run in `folder`, with `steps` as its new total if given. Raises `T1Error` without a run."""
-    from t1lib.train.run import read_settings
+    from t1lib.text.run import read_settings
 
     found = read_settings(folder)
     require(found is not None, f"{folder} holds no run to go on with")
@@ -182,7 +182,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from t1lib.heads import HEADS, parse_bytes
-    from t1lib.texts import LIBRARY
+    from t1lib.text.texts import LIBRARY
     from t1lib.train import MODES, OPTIMIZERS, PRESETS
     from t1lib.train.slide import UPDATES
     from t1lib.train.spec import SCHEDULES, OptimizerSpec, Schedule

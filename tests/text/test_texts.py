@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 
-from t1lib import texts
 from t1lib.errors import T1Error, UnavailableError
-from t1lib.texts import LIBRARY, read_texts
-from t1lib.train.run import SETTINGS
+from t1lib.text import texts
+from t1lib.text.run import SETTINGS
+from t1lib.text.texts import LIBRARY, read_texts
 
 LIMIT = "400KB"
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from t1lib.corpus import Rows, byte_pairs
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.head_cases import Shape
 from t1lib.measure.head_data import operands
-from t1lib.texts import read_texts
-from t1lib.train.language import LanguageSession
+from t1lib.text.corpus import Rows, byte_pairs
+from t1lib.text.session import LanguageSession
+from t1lib.text.texts import read_texts
 
 SETTINGS = dict(
     model="tiny", mode="gpu", changes={"num_hidden_layers": 1}, vocabulary=300, seq=16, batch=4, limit="300KB",

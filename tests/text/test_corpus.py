@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from t1lib import corpus
 from t1lib.errors import T1Error
-from t1lib.texts import LIBRARY, read_texts
+from t1lib.text import corpus
+from t1lib.text.texts import LIBRARY, read_texts
 
 LIMIT = "400KB"
 
