@@ -20,7 +20,7 @@ from t1lib.measure.memory import GIB
 from t1lib.text.session import LanguageSession
 from t1lib.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from t1lib.train.ranks import ALONE, Ranks
-from t1lib.train.trainer import StepRecord
+from t1lib.train.loop import StepRecord
 
 SETTINGS, METRICS, PLOT, MODEL = "run.json", "metrics.csv", "metrics.png", "model"
 COLUMNS = (

@@ -12,9 +12,9 @@ from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.measure.head_data import save_operands
 from t1lib.text.corpus import load_corpus, save_tokenizer
 from t1lib.text.texts import LIBRARY
-from t1lib.train import StepRecord
-from t1lib.train.models import MORE, PRESETS, shape_only
-from t1lib.train.session import TrainSession
+from t1lib.measure.session import TrainSession
+from t1lib.models import MORE, PRESETS, shape_only
+from t1lib.train.loop import StepRecord
 
 
 def from_params(p: Any, device: str) -> dict[str, Any]:
@@ -31,9 +31,9 @@ class LanguageSession(TrainSession):
     """A `TrainSession` on a corpus: step n trains on the corpus's n-th batch.
 
     model          a preset, with the corpus's vocabulary instead of its own, or a checkpoint directory with a tokenizer
-    data, limit    source of the text, and its limit in bytes ("" for all), as in `t1lib.texts.read_texts`
+    data, limit    source of the text, and its limit in bytes ("" for all), as in `t1lib.text.texts.read_texts`
     vocabulary     size of the tokenizer that is trained on the text (a checkpoint brings its own tokenizer)
-    packed         as in `t1lib.corpus.load_corpus`
+    packed         as in `t1lib.text.corpus.load_corpus`
     data_seed      seed of the order of the rows; by default `seed`, which also seeds the weights and the split
     options        further arguments of `TrainSession`
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from t1lib.errors import T1Error, require
 from t1lib.memory import GIB, host_available, trim_heap
 from t1lib.plan.cost import Choice
+from t1lib.timing import NoTrace
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
-from t1lib.train.lanes import NoTrace, uninterrupted
+from t1lib.train.lanes import uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
 from t1lib.train.recompute import Recomputation

@@ -1,28 +1,55 @@
-"""The two trainers that keep the whole model on the device: `gpu` and `ckpt`."""
+"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor, nn
 
-from t1lib.train.trainer import Trainer
-
-
-class GpuTrainer(Trainer):
-    """Mode `gpu`: weights, gradients, optimizer state and activations all on the device. The plain reference."""
-
-    mode = "gpu"
-
-    def _place(self) -> None:
-        self.model.to(self.device)
+from t1lib.optimizers import OptimizerSpec
+from t1lib.train.optimizer import ResidentUpdates, rules_of
+from t1lib.train.update import Precision, new_state
 
 
-class CkptTrainer(GpuTrainer):
-    """Mode `ckpt`: as `gpu`, but each layer keeps only its input and is recomputed in the backward."""
+def precision_of(spec: OptimizerSpec) -> Precision:
+    """How a spec wants state to be kept."""
+    masters = ("split" if spec.split_master else "whole") if spec.master_weights else None
+    return Precision(masters, spec.moments)
 
-    mode = "ckpt"
 
-    def _run_layer(self, index: int, hidden: Tensor, **kwargs: Any) -> Tensor:
-        run: Callable[[Tensor], Tensor] = lambda x: self._compute(index, x, kwargs)  # noqa: E731
-        return checkpoint(run, hidden, use_reentrant=False)
+def make_optimizer(
+    spec: OptimizerSpec, params: Iterable[nn.Parameter], fused: bool, **options: Any
+) -> torch.optim.Optimizer:
+    """`torch.optim.AdamW` or `SGD` by the spec. options: further arguments of its class"""
+    common = {"lr": spec.lr, "weight_decay": spec.weight_decay, "fused": fused or None, **options}
+    if spec.name == "adamw":
+        return torch.optim.AdamW(params, betas=spec.betas, eps=spec.eps, **common)
+    return torch.optim.SGD(params, momentum=spec.momentum, **common)
+
+
+class ResidentOptimizer(torch.optim.Optimizer):
+    """As the optimizer that it is made of, with state kept as `precision` says: float32 masters of 16-bit parameters.
+
+    device   where the model computes; the parameters may be on the CPU
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._device, self._updates = device, ResidentUpdates(precision, self.state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self._updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
+
+
+def state_for(
+    optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, precision: Precision
+) -> dict[str, Tensor]:
+    """The state of a parameter, whose values are `weight`; or, before its first update, what it would start from."""
+    if optimizer.state.get(param):
+        return optimizer.state[param]
+    rule = optimizer.param_groups[0]
+    state = new_state(weight, rule, precision)
+    if "step" in state and rule.get("fused"):
+        state["step"] = state["step"].to(weight.device)
+    return state
