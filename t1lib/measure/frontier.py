@@ -11,11 +11,11 @@ from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory
+from t1lib.measure.session import TrainSession
+from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
 from t1lib.plan.predict import Prediction, Setting, predict_point
 from t1lib.plan.rates import Machine
-from t1lib.measure.session import TrainSession
-from t1lib.optimizers import OptimizerSpec
 
 LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide's smallest plan, the same for every row length
 NARROW = {"moments": "bfloat16", "split_master": True}

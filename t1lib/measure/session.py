@@ -33,7 +33,8 @@ from t1lib.plan.duration import step_ms
 from t1lib.plan.rates import this_machine
 from t1lib.plan.work import Work, with_head, work_of
 from t1lib.timing import NoTrace, Span, Trace, synchronize
-from t1lib.train.loop import SlideTrainer, StepRecord, Trainer, make_trainer
+from t1lib.train.loop import StepRecord, Trainer, make_trainer
+from t1lib.train.slide import SlideTrainer
 
 Timeline = list[tuple[float, int, int | None]]
 

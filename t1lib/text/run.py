@@ -19,8 +19,8 @@ from t1lib.files import whole, write_json, writing
 from t1lib.measure.memory import GIB
 from t1lib.text.session import LanguageSession
 from t1lib.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from t1lib.train.ranks import ALONE, Ranks
 from t1lib.train.loop import StepRecord
+from t1lib.train.ranks import ALONE, Ranks
 
 SETTINGS, METRICS, PLOT, MODEL = "run.json", "metrics.csv", "metrics.png", "model"
 COLUMNS = (

@@ -10,10 +10,10 @@ from t1lib.errors import require
 from t1lib.files import whole
 from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.measure.head_data import save_operands
-from t1lib.text.corpus import load_corpus, save_tokenizer
-from t1lib.text.texts import LIBRARY
 from t1lib.measure.session import TrainSession
 from t1lib.models import MORE, PRESETS, shape_only
+from t1lib.text.corpus import load_corpus, save_tokenizer
+from t1lib.text.texts import LIBRARY
 from t1lib.train.loop import StepRecord
 
 

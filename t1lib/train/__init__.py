@@ -13,7 +13,7 @@ _LATER = {  # imported when they are first asked for: transformers takes seconds
     "t1lib.models": ("PRESETS", "build_model", "sizes"),
 }
 _HOMES = {name: module for module, names in _LATER.items() for name in names}
-__all__ = [*_HOMES, "StreamOptimizer", "stream"]  # noqa: PLE0604
+__all__ = [*_HOMES, "StreamOptimizer", "stream"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from t1lib.timing import PhaseTimer
 from t1lib.train.batch import Piece, counted, dealt, pieces_of
 from t1lib.train.loop import Trainer
 from t1lib.train.ranks import join, own_device, world
+from t1lib.train.wrap import wrap_layers
 
 COMPUTE = ("float32", "bfloat16")
 ALIKE = ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite", "head", "head_options", "spec")
@@ -54,7 +55,7 @@ class FsdpTrainer(Trainer):
         on_host = self._offload and self.device.type == "cuda"
         policy = {"offload_policy": CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()}
         policy["mp_policy"] = self._precision()
-        self._wrap_layers(recompute=True)
+        wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         for layer in self.parts.layers:
             fully_shard(layer, mesh=mesh, **policy)
         fully_shard(self.model, mesh=mesh, **policy)

@@ -14,29 +14,27 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
 from t1lib.models import split
 from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
-from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, PhaseTimer, Trace
-from t1lib.train.batch import Piece, check, loss_in_pieces, pieces_of
+from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.resident import ResidentOptimizer, make_optimizer, precision_of
 from t1lib.train.state import Stateful
-from t1lib.train.stream import stream, usable
+from t1lib.train.stream import usable
 from t1lib.train.update import norms_of
+from t1lib.train.wrap import TRAINABLE, compile_alike, mark_trainable, wrap_layers
 
 MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
 LOSSES = ("cross_entropy", "mean_square")
-TRAINABLE = ("all", "layers", "marked")
 NONFINITE = ("raise", "skip")
 HEAD_OPTIONS = ("workspace", "chunks", "by", "chunked", "accumulate", "filter_eps", "label_smoothing", "z_loss")
 
@@ -104,62 +102,23 @@ class Trainer(Stateful):
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.spec = spec_for(spec, model.parameters())
         self.precision = precision_of(self.spec)
-        self.steps, self.skipped, self.closed, self._in_backward = 0, 0, False, False
+        self.steps, self.skipped, self.closed = 0, 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
-        self._compiled = compile_layers
-        self._mark_trainable()
-        self._replace_forwards()
-        self._place()
-
-    def _mark_trainable(self) -> None:
-        in_layers, parts = {id(p) for p in self.parts.layers.parameters()}, self.parts
-        for param in self.model.parameters() if self.train != "marked" else ():
-            param.requires_grad_(self.train == "all" or id(param) in in_layers)
-        require(any(p.requires_grad for p in self.model.parameters()), "no parameter of the model is marked")
-        behind = {*parts.norm.parameters(), *parts.head.parameters()} - {parts.embed.weight}
-        lost = [n for n, p in self.model.named_parameters() if p.requires_grad and p in behind]
-        require(
-            self.loss != "mean_square" or not lost,
-            f"loss 'mean_square' ends before norm and head: with train={self.train!r} {lost[:1]} would get no "
-            "gradient; allowed: train='layers', or marks on layers and embedding alone",
-        )
-
-    def _replace_forwards(self) -> None:
-        if self._compiled:  # per class, not per layer: like layers share the code, and weights are only its inputs
-            compiled = cache(lambda kind: torch.compile(kind.forward))
-            for layer in self.parts.layers:
-                layer.forward = partial(compiled(type(layer)), layer)
-        if self.loss == "mean_square":
+        mark_trainable(model, self.parts, train, loss)
+        if compile_layers:
+            compile_alike(self.parts.layers)
+        if loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden
+        self._place()
 
     # -- what modes define -----------------------------------------------------------------------------------------
 
     def _place(self) -> None:
         """Put the model where the mode wants it, and make the optimizer of `_own`, the trained parameters by name."""
         self.model.to(self.device)
-        self._wrap_layers(recompute=self.mode == "ckpt")
+        wrap_layers(self.parts.layers, lambda: self.trace, recompute=self.mode == "ckpt")
         self._own = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = self._resident_optimizer()
-
-    def _wrap_layers(self, recompute: bool) -> None:
-        """Trace the layers' calls, and recompute them in the backward."""
-        for index, layer in enumerate(self.parts.layers):
-            layer.forward = partial(self._run_layer, index, layer.forward)
-            if recompute:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-    def _run_layer(self, index: int, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        again = self._in_backward
-        with self.trace.span("compute", "recompute" if again else "forward", index):
-            out = forward(*args, **kwargs)
-        if isinstance(self.trace, Trace) and out.requires_grad and not again:
-            out.register_hook(partial(self._trace_backward, index))
-        return out
-
-    def _trace_backward(self, index: int, _: Tensor) -> None:
-        # Called when the gradient of this layer's output is ready: the layer above is done, this one begins.
-        self.trace.end("compute", "backward", index + 1)
-        self.trace.begin("compute", "backward", index)
 
     def _resident_optimizer(self, kit: bool = False, **options: Any) -> torch.optim.Optimizer:
         """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU (`kit`)."""
@@ -265,11 +224,7 @@ class Trainer(Stateful):
         return total
 
     def _back(self, loss: Tensor, timer: PhaseTimer) -> Tensor:
-        self._in_backward = True
-        try:
-            loss.backward()
-        finally:
-            self._in_backward = False
+        loss.backward()
         self.trace.end("compute", "backward", 0)
         timer.mark("backward")
         return loss.detach()
@@ -334,117 +289,10 @@ def _head_done(timer: PhaseTimer, trace: Trace | NoTrace, _: Tensor) -> None:
     trace.end("compute", "head", -1)
 
 
-class SlideTrainer(Trainer):
-    """Mode slide: `t1lib.train.stream` under this loop. Options beyond those of `Trainer`:
-
-    gpu_memory           budget of device memory, in bytes or as "2GiB", for the batch `plan_for`: (rows, tokens per row)
-    choice               what is kept where, instead of a budget: a `t1lib.plan.cost.Choice`
-    overlap              False: copies and updates do not run beside the computation
-    update_in_backward   update a layer as soon as its gradients are complete (default: unless gradients are clipped, or
-                         steps skipped). A step that is aborted then leaves some layers updated and others not
-
-    A whole batch crosses the link once, `micro_batch` rows being computed at a time within each layer.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, mode: str = "slide", *, gpu_memory: str | int | None = None,
-        plan_for: tuple[int, int] | None = None, choice: Choice | None = None, overlap: bool = True,
-        update_in_backward: bool | None = None, **common: Any,
-    ) -> None:  # fmt: skip
-        planned = gpu_memory is None or plan_for is not None
-        require(planned, "gpu_memory needs plan_for=(rows, tokens per row), the batch to plan for")
-        self._wish = {"gpu_memory": gpu_memory, "plan_for": plan_for, "choice": choice, "overlap": overlap}
-        self._in_backward_wish = update_in_backward
-        super().__init__(model, mode, **common)
-
-    def _place(self) -> None:
-        together = self.max_grad_norm is not None or self.nonfinite == "skip"
-        self.late = not together if self._in_backward_wish is None else self._in_backward_wish
-        require(not (self.late and together), "update_in_backward=True with clipping or skipping; allowed: False")
-        self._own = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        _, self.optimizer = stream(
-            self.model, make_optimizer(self.spec, self._own.values(), fused=False),
-            micro_batch=self.micro_batch, layers=self.parts.layers, device=self.device,
-            master_weights=self.precision.masters, moments=self.precision.moments, update_in_backward=self.late,
-            **self._wish,
-        )  # fmt: skip
-        self.engine = self.optimizer._engine
-        for param in self._unused():
-            param.data = param.data.cpu()
-
-    def _unused(self) -> list[nn.Parameter]:
-        """Parameters of a frozen embedding, norm and head that the device never computes with."""
-        parts, headless = self.parts, self.loss == "mean_square"
-        found = [*parts.head.parameters()] * headless
-        found += [parts.embed.weight] * (headless or not parts.tied)
-        return [p for p in found if not p.requires_grad]
-
-    @property
-    def chosen(self) -> Choice:
-        """What is kept where."""
-        return self.engine.choice
-
-    @property
-    def _rows(self) -> None:
-        return None
-
-    def _hidden(self, ids: Tensor) -> Tensor:
-        embed = self.parts.embed
-        embedded = embed(ids.to(embed.weight.device)).to(self.device)
-        return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
-
-    def _head_loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        chunks = self.head not in ("full", "torch")  # by itself
-        whole = self.micro_batch is None or self.micro_batch >= len(hidden) or not hidden.requires_grad
-        if chunks or whole:
-            return super()._head_loss(hidden, targets, reduction)
-        return loss_in_pieces(partial(super()._head_loss, reduction="sum"), hidden, targets, self.micro_batch)
-
-    def _zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def _norm(self) -> Tensor:
-        if self.max_grad_norm is None:
-            return self.optimizer.grad_norm()
-        return self.optimizer.clip_grad_norm_(self.max_grad_norm)
-
-    def _update(self) -> None:
-        with self.trace.span("compute", "update", -1):
-            self.optimizer.step()
-
-    def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
-        self.engine.trace = self.trace
-        return super().step(batch, upcoming)
-
-    def _weight(self, name: str) -> Tensor:
-        return self.engine.weight_of(self.model.get_parameter(name))
-
-    def state_part(self, part: str) -> dict[str, dict[str, Any]]:
-        self.drain()
-        return super().state_part(part)
-
-    def load_part(self, part: str, state: dict[str, Any]) -> None:
-        self.drain()
-        super().load_part(part, state)
-
-    def device_tensors(self) -> list[Tensor]:
-        away = {*self.engine._homes, *map(id, self._unused())}
-        there = [p for p in self.model.parameters() if id(p) not in away]
-        state = [v for p in there for v in self.optimizer.state.get(p, {}).values()]
-        return [*there, *self.model.buffers(), *state, *self.engine.schedule.device_tensors()]
-
-    def drain(self) -> None:
-        self.optimizer.drain()
-
-    def close(self) -> None:
-        if not self.closed:
-            self.optimizer.close()
-        super().close()
-
-
 def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
     """Make a trainer of `model` in one of `MODES`; `options` are keyword arguments of that trainer's class."""
     from t1lib.train.fsdp import FsdpTrainer
+    from t1lib.train.slide import SlideTrainer
     from t1lib.train.step_graph import GraphTrainer
 
     own = {"gpu-graph": GraphTrainer, "slide": SlideTrainer, "fsdp": FsdpTrainer}
