@@ -32,11 +32,14 @@ def add_parser(commands: Any) -> None:
     add("--seq", type=int, default=512, help="tokens a row (default: 512)")
     add("--batch", type=int, default=16, help="rows a step (default: 16)")
     add("--micro-batch", type=int, help="rows computed at a time (default: all)")
-    add("--mode", default="gpu", help="gpu, ckpt, or, in many processes by torchrun, too: slide, fsdp (default: gpu)")
+    add(
+        "--mode",
+        default="gpu",
+        help="gpu, gpu-graph, ckpt, slide or, in many processes by torchrun, too, fsdp (default: gpu)",
+    )
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
-    add("--update", help="of mode slide, where layers are updated: auto (default), host, device or both")
     add("--no-offload", action="store_true", help="of mode fsdp: weights, gradients and state stay on the device")
     add("--compute-dtype", help="of mode fsdp: bfloat16 computes in it what is kept in --dtype float32")
     add("--steps", type=int, help="in all, to which the schedule stretches (default: 1000, or what a run has)")
@@ -66,9 +69,9 @@ def add_parser(commands: Any) -> None:
 def train(arguments: argparse.Namespace) -> int:
     """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
     from t1lib.measure.memory import grow_segments
+    from t1lib.optimizers import outlasts_warmup
     from t1lib.text.run import read_settings
     from t1lib.train.ranks import together
-    from t1lib.train.spec import outlasts_warmup
 
     grow_segments()
     with together() as ranks:
@@ -81,8 +84,8 @@ def train(arguments: argparse.Namespace) -> int:
         mode, rows, schedule = settings["mode"], settings["batch"], settings["schedule"]
         short = f"--steps {settings['steps']} with a warmup of {schedule.get('warmup')} steps"
         require(outlasts_warmup(**schedule), f"{short}; allowed: more steps than that")
-        one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp or slide, or start one"
-        require(ranks.alone or mode in ("fsdp", "slide"), one)
+        one = f"mode {mode} trains in one process, and there are {ranks.size}; take --mode fsdp, or start one"
+        require(ranks.alone or mode == "fsdp", one)
         require(rows >= ranks.size, f"--batch {rows} for {ranks.size} processes; allowed: {ranks.size} rows or more")
         return run_in(folder, settings, arguments, ranks)
 
@@ -182,10 +185,10 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from t1lib.heads import HEADS, parse_bytes
+    from t1lib.models import PRESETS
+    from t1lib.optimizers import OPTIMIZERS, SCHEDULES, OptimizerSpec, Schedule
     from t1lib.text.texts import LIBRARY
-    from t1lib.train import MODES, OPTIMIZERS, PRESETS
-    from t1lib.train.slide import UPDATES
-    from t1lib.train.spec import SCHEDULES, OptimizerSpec, Schedule
+    from t1lib.train.loop import MODES
 
     known = {"mode": MODES, "head": HEADS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
     for name, allowed in known.items():
@@ -235,8 +238,6 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.mode != "slide":
             raise T1Error(f"--gpu-memory is of mode slide, the mode is {arguments.mode}")
         settings |= {"gpu_memory": arguments.gpu_memory, "plan_for": [arguments.batch, arguments.seq]}
-    require(not arguments.update or arguments.mode == "slide", f"--update is of mode slide, not {arguments.mode}")
-    settings |= {"update": choose("update", arguments.update, UPDATES)} if arguments.update else {}
     own = {"offload": False} if arguments.no_offload else {}
     own |= {"compute_dtype": arguments.compute_dtype} if arguments.compute_dtype else {}
     given = " and ".join("--no-offload" if name == "offload" else "--compute-dtype" for name in own)

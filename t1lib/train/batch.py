@@ -88,9 +88,7 @@ def dealt(ids: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, T
     return torch.cat([ids, filling[0]]), torch.cat([targets, filling[1]])
 
 
-def loss_in_pieces(
-    loss: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, rows: int
-) -> Tensor:
+def loss_in_pieces(loss: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, rows: int) -> Tensor:
     """The mean loss of hidden states (B, S, D), `rows` rows at a time. The gradients of a piece are made together with
     its loss, so that only its own logits exist; those of parameters are added to their `grad` at once.
 

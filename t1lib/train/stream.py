@@ -6,7 +6,6 @@ are. Everything else of the model, and her loop, loss and schedule, stay as they
 is in `t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
 """
 
-
 import torch
 from torch import nn
 
