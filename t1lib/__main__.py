@@ -1,8 +1,14 @@
 """The command line: `python -m t1lib run | list | report | check | plan | train`."""
 
+import sys
+
+from t1lib import signals
+
+if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
+    signals.watch()  # before the slow imports, which take seconds
+
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 

@@ -112,7 +112,7 @@ def setting_of(arguments: argparse.Namespace) -> Any:
         arguments.model, arguments.batch, arguments.seq, arguments.micro_batch, arguments.dtype,
         OptimizerSpec(arguments.optimizer, **state_of(arguments, arguments.dtype)),
         parse_bytes(arguments.workspace), arguments.max_grad_norm > 0,
-        {name: value_of(text) for name, text in arguments.change},
+        {name: value_of(name, text) for name, text in arguments.change},
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Real text for small language models: texts, byte-level BPE, rows of tokens, and batches of them.
+"""A corpus for small language models: texts, byte-level BPE, rows of tokens, and batches of them.
 
     corpus = load_corpus(vocabulary=65536, seq=512)      # the running Python's own standard library: no download
-    batch = corpus.train.batch(step, size=16, seed=0)    # {"input_ids": (16, 512), "labels": (16, 512)}
+    batch = corpus.train.batch(step, size=16, seed=0)    # {"input_ids": (16, 512)}
 
 `Corpus.sha256` identifies the text, which depends on the Python version. The 11.5 MB of Python 3.12 support about
 79,000 tokens, because an identifier counts as one word here, together with the character before it; GPT-2's splitting,
@@ -14,31 +14,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from t1lib.errors import T1Error, require
-from t1lib.files import cache_folder, whole
+from t1lib.files import cache_folder, read_signed, write_signed
 from t1lib.text.texts import LIBRARY, corpus_hash, read_texts, sha256
 
 END = "<|endoftext|>"  # after each text; id 0
 ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of tokenizers trained elsewhere
-SMALLEST = 257  # the 256 bytes and END
+SMALLEST, LARGEST = 257, 2**20  # tokens: the 256 bytes and END; and what the trainer may reserve memory for
 # Bounded, because training time grows with the square of a word's length; the library's longest run has 95 characters.
 WORDS = r"[^\r\n\w]?\w{1,256}|[^\s\w]{1,256}[\r\n]{0,256}|\s{0,256}[\r\n]{1,256}|\s{1,256}(?!\S)|\s{1,256}"
-_RECIPE = "3"  # part of the cache's key; to be raised with every change to the recipe
+_RECIPE = "4"  # part of the cache's key; to be raised with every change to the recipe
 
 
-class Rows(NamedTuple):
-    """Token ids int64 (rows, seq), and which of them are text (rows, seq); the others are padding at a row's end."""
+@dataclass(frozen=True)
+class Rows:
+    """Token ids int64 (rows, seq)."""
 
     ids: Tensor
-    text: Tensor
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -46,8 +44,8 @@ class Rows(NamedTuple):
     def batch(self, step: int, size: int, seed: int) -> dict[str, Tensor]:
         """The batch of step `step`, counted from 0: `size` rows, in an order drawn from `seed` anew for each epoch.
 
-        It depends on the arguments alone, so that a run can resume at any step. Padding has the label -100. Rows beyond
-        the last whole batch of an epoch are left out. Raises `T1Error` for more rows than there are.
+        It depends on the arguments alone, so that a run can resume at any step. Rows beyond the last whole batch of an
+        epoch are left out. Raises `T1Error` for more rows than there are.
         """
         require(1 <= size <= len(self), f"batch {size}; the corpus has {len(self)} rows of {self.ids.shape[1]} tokens")
         epoch, place = divmod(step, len(self) // size)
@@ -55,8 +53,7 @@ class Rows(NamedTuple):
 
     def take(self, rows: Tensor | slice) -> dict[str, Tensor]:
         """A batch of these rows."""
-        ids = self.ids[rows]
-        return {"input_ids": ids, "labels": ids.masked_fill(~self.text[rows], -100)}
+        return {"input_ids": self.ids[rows]}
 
 
 @lru_cache(maxsize=2)
@@ -71,11 +68,14 @@ class Corpus:
 
     train: Rows
     held_out: Rows
-    vocabulary: int
     sha256: str
     files: int
     bytes: int
     tokenizer: Tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.get_vocab_size()
 
 
 def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
@@ -83,12 +83,12 @@ def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
 
     Raises `T1Error` for a vocabulary that the texts do not support; the message says what they do.
     """
-    require(vocabulary >= SMALLEST, f"vocabulary {vocabulary}; allowed: {SMALLEST} (256 bytes and {END}) or more")
+    allowed = f"{SMALLEST} (256 bytes and {END}) to {LARGEST}"
+    require(SMALLEST <= vocabulary <= LARGEST, f"vocabulary {vocabulary}; allowed: {allowed}")
     kept = cache_folder() / f"bpe-{vocabulary}-{sha256(_RECIPE, WORDS, corpus_hash(texts))[:32]}.json"
-    try:
-        return Tokenizer.from_str(kept.read_text(encoding="utf-8"))
-    except Exception:  # missing or incomplete: the library raises a bare Exception
-        tokenizer = _train(texts, vocabulary)
+    with suppress(Exception):  # missing, damaged, or of another version of the library, which raises a bare Exception
+        return Tokenizer.from_str(read_signed(kept)["tokenizer"])
+    tokenizer = _train(texts, vocabulary)
     reached = tokenizer.get_vocab_size()
     if reached < vocabulary:
         size = sum(len(text.encode()) for text in texts.values()) / 1e6
@@ -97,8 +97,8 @@ def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
             f"allowed: {SMALLEST} to {reached}, or take more text"
         )
     # The processes of a run may train the same tokenizer at once. A cache that cannot be written is no error.
-    with suppress(T1Error), whole(kept, f".{os.getpid()}") as partial:
-        partial.write_text(tokenizer.to_str(), encoding="utf-8")
+    with suppress(T1Error):
+        write_signed(kept, {"tokenizer": tokenizer.to_str()}, f".{os.getpid()}")
     return tokenizer
 
 
@@ -140,14 +140,11 @@ def split_texts(texts: dict[str, str], held_out: float, seed: int) -> tuple[list
 
 def load_corpus(
     vocabulary: int | None, seq: int, *, source: str | Path = LIBRARY, limit: int | str | None = None,
-    held_out: float = 0.05, seed: int = 0, packed: bool = True, tokenizer: str | Path | None = None,
+    held_out: float = 0.05, seed: int = 0, tokenizer: str | Path | None = None,
 ) -> Corpus:  # fmt: skip
-    """Texts as rows of `seq` tokens, split by `split_texts`.
+    """Texts, joined with an end token after each and cut into rows of `seq` tokens; split by `split_texts`.
 
-    source, limit   as in `t1lib.texts.read_texts`
-    packed          join the texts, with an end token after each, and cut them into whole rows; otherwise each text
-                    begins a new row, its last row is padded with end tokens, and a remainder of one token, which has
-                    nothing to predict, is left out
+    source, limit   as in `t1lib.text.texts.read_texts`
     tokenizer       a tokenizer.json; without it a tokenizer of `vocabulary` tokens is trained, on both parts
 
     Raises `T1Error` for an empty corpus, a vocabulary that it does not support, and a split that leaves a part without
@@ -156,20 +153,21 @@ def load_corpus(
     require(seq >= 2, f"seq {seq}; allowed: 2 or more")
     texts = read_texts(source, limit)
     trained = byte_pairs(texts, vocabulary) if tokenizer is None else _read_tokenizer(Path(tokenizer))
-    parts = []
+    end, parts = [_end_of(trained)], []
     for what, part in zip(("training", "held-out"), split_texts(texts, held_out, seed), strict=True):
-        parts.append((_pack if packed else _pad)(_encode(trained, part), seq))
-        require(len(parts[-1]) > 0, f"the {what} part has less than one row of {seq} tokens; take more bytes")
+        encoded = trained.encode_batch(part, add_special_tokens=False)
+        ids = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.tensor(one.ids + end) for one in encoded)])
+        require(len(ids) >= seq, f"the {what} part has less than one row of {seq} tokens; take more bytes")
+        parts.append(Rows(ids[: len(ids) // seq * seq].reshape(-1, seq)))
     size = sum(len(text.encode()) for text in texts.values())
-    facts = {"sha256": corpus_hash(texts), "files": len(texts), "bytes": size}
-    return Corpus(*parts, trained.get_vocab_size(), **facts, tokenizer=trained)
+    return Corpus(*parts, corpus_hash(texts), len(texts), size, trained)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
-        raise T1Error(f"cannot read tokenizer {path}: {error}") from None
+        raise T1Error(f"cannot read tokenizer {path}: {str(error)[:100]}") from None
     _end_of(tokenizer)
     return tokenizer
 
@@ -181,28 +179,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _end_of(tokenizer: Tokenizer) -> int:
-    found = (tokenizer.token_to_id(end) for end in ENDS)
-    end = next((number for number in found if number is not None), None)
+    end = next((tokenizer.token_to_id(end) for end in ENDS if tokenizer.token_to_id(end) is not None), None)
     require(end is not None, f"the tokenizer has no end token; known: {', '.join(ENDS)}")
     return end
-
-
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:
-    """Token ids of each text, followed by an end token."""
-    end = [_end_of(tokenizer)]
-    return [torch.tensor(encoding.ids + end) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-
-def _pack(texts: list[Tensor], seq: int) -> Rows:
-    ids = torch.cat([torch.empty(0, dtype=torch.int64), *texts])
-    ids = ids[: len(ids) // seq * seq].reshape(-1, seq)
-    return Rows(ids, torch.ones_like(ids, dtype=torch.bool))
-
-
-def _pad(texts: list[Tensor], seq: int) -> Rows:
-    rows = [piece for ids in texts for piece in ids.split(seq) if len(piece) > 1]
-    full = torch.stack([F.pad(row, (0, seq - len(row)), value=int(row[-1])) for row in rows]) if rows else None
-    if full is None:
-        full = torch.empty(0, seq, dtype=torch.int64)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return Rows(full, torch.arange(seq) < lengths[:, None])

@@ -4,20 +4,21 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from t1lib.errors import T1Error, UnavailableError, require
+from t1lib.errors import T1Error, UnavailableError, require, shown
 from t1lib.heads import parse_bytes
 
 LIBRARY = "stdlib"
+RUN, METRICS = "run.json", "metrics.csv"  # in the folder of a training run (`t1lib.text.run`)
 FIELDS = ("text", "content")  # fields of a dataset's record; the first that is present is the text
+# Of the library, left out: tests, which many distributions lack. Of its files, those with the build machine's paths.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_SHARDS = {".jsonl", ".parquet"}
 _UNREAD = {".arrow", ".bz2", ".gz", ".xz", ".zst"}  # datasets, but not read; files beside them are hardly the text
 _READ = "UTF-8 text, or a dataset's .jsonl or .parquet shards"
-_RUN = "run.json"  # in the folder of a training run (t1lib.train.run)
 
 
 def sha256(*texts: str) -> str:
@@ -25,6 +26,11 @@ def sha256(*texts: str) -> str:
     for text in texts:
         digest.update(text.encode(errors="surrogateescape") + b"\0")  # file names need not be UTF-8
     return digest.hexdigest()
+
+
+def corpus_hash(texts: dict[str, str]) -> str:
+    """Hash of names and texts, regardless of their order."""
+    return sha256(*(part for name in sorted(texts) for part in (name, texts[name])))
 
 
 def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
@@ -39,20 +45,19 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
     another kind (even as one file of a folder), a folder that itself holds a run, and if nothing is left.
     """
     if source == LIBRARY:
-        return _within(_library(Path(sysconfig.get_paths()["stdlib"])), limit, "the standard library's sources")
-    path = Path(source)
-    require(path.exists(), f"no corpus at {path}; allowed: a file, a folder, or {LIBRARY!r}")
+        root, what = Path(sysconfig.get_paths()["stdlib"]), "the standard library's sources"
+        files = (p for p in _files(root, _SKIPPED) if p.suffix == ".py" and not p.match("_sysconfigdata*"))
+        return _within(_below(root, files), limit, what)
+    path, there = Path(source), False
+    with suppress(OSError, ValueError):  # a name that is too long, or holds a NUL
+        there = str(source) != "" and path.exists()
+    require(there, f"no corpus at {shown(str(source))}; allowed: a file, a folder, or {LIBRARY!r}")
     if path.is_file():
         found = _records(path, path.name)
         require(found is not None, f"{path} is not UTF-8 text, nor a .jsonl or .parquet shard of a dataset")
         return _within(found, limit, str(path))
     require(not _holds_run(path), f"{path} holds a run, whose files change; move them, or its texts, to another folder")
-    return _within(_folder(path), limit, f"text in {path}")
-
-
-def corpus_hash(texts: dict[str, str]) -> str:
-    """Hash of names and texts, regardless of their order."""
-    return sha256(*(part for name in sorted(texts) for part in (name, texts[name])))
+    return _within(_below(path, _files(path)), limit, f"text in {path}")
 
 
 def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str) -> dict[str, str]:
@@ -62,61 +67,43 @@ def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str
     for name, text in sorted(texts, key=lambda entry: sha256(entry[0])):
         if not text.strip():
             continue
-        size = len(text.encode())
-        sizes.append(size)
-        if left is not None and size > left:
-            continue
-        left = None if left is None else left - size
-        kept[name] = text
+        sizes.append(len(text.encode()))
+        if left is None or sizes[-1] <= left:
+            left = None if left is None else left - sizes[-1]
+            kept[name] = text
     require(bool(sizes), f"the corpus is empty: {what} holds no text")
     require(bool(kept), f"{what} holds no text within limit {limit}; allowed: {min(sizes)}, its smallest text, or more")
     return kept
 
 
-def _library(root: Path) -> Iterator[tuple[str, str]]:
-    """Sources, except tests, which many distributions lack, and files with the build machine's paths."""
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if _SKIPPED.isdisjoint(relative.parts[:-1]) and not path.name.startswith("_sysconfigdata"):
-            text = _text(path)
-            if text is not None:
-                yield relative.as_posix(), text
-
-
-def _folder(root: Path) -> Iterator[tuple[str, str]]:
-    for path in _files(root):
+def _below(root: Path, files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    for path in files:
         yield from _records(path, path.relative_to(root).as_posix()) or ()
 
 
-def _files(root: Path) -> Iterator[Path]:
-    """All files below `root`, except hidden ones and those of a training run. A link to a folder is followed unless
-    that folder has been read already or lies above `root`."""
-    seen, tops = set(map(str, root.resolve().parents)), [root]
-    for top in tops:  # grows as links are found
-        for place, folders, names in os.walk(top):
-            folder, real = Path(place), os.path.realpath(place)
-            if real in seen or _holds_run(folder):
-                folders.clear()
-                continue
-            seen.add(real)
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            tops += [folder / name for name in folders if (folder / name).is_symlink()]
-            yield from (folder / name for name in names if not name.startswith(".") and (folder / name).is_file())
+def _files(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
+    """All files below `root`, except hidden ones, those of a training run, and in folders whose names are skipped.
+    A link to a folder is followed unless that folder has been read already or lies above `root`."""
+    seen = set(map(str, root.resolve().parents))
+    for place, folders, names in os.walk(root, followlinks=True):
+        folder, real = Path(place), os.path.realpath(place)
+        if real in seen or _holds_run(folder):
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+        yield from (folder / name for name in names if not name.startswith(".") and (folder / name).is_file())
 
 
 def _holds_run(folder: Path) -> bool:
-    try:
-        found = json.loads(_text(folder / _RUN) or "null")
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and {"corpus", "settings"} <= found.keys()
+    return (folder / RUN).is_file() and (folder / METRICS).is_file()
 
 
 def _records(path: Path, name: str) -> list[tuple[str, str]] | None:
     """(name, text) of each text in a file; None if the file is not text."""
     kind = path.suffix.lower()
     require(kind not in _UNREAD, f"{path}: {kind} is not read; allowed: {_READ}; unpack it or take it out")
-    if kind not in _SHARDS:
+    if kind not in (".jsonl", ".parquet"):
         text = _text(path)
         return None if text is None else [(name, text)]
     rows = _parquet(path) if kind == ".parquet" else _json_lines(path)
@@ -131,27 +118,25 @@ def _text(path: Path) -> str | None:
     return None if "\0" in text else text
 
 
-def _json_lines(path: Path) -> list[Any]:
+def _json_lines(path: Path) -> Iterator[Any]:
     text = _text(path)
     require(text is not None, f"{path} is not UTF-8 text")
-    rows = []
     for number, line in enumerate(text.split("\n"), 1):  # other line endings may occur inside a record
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            yield from [json.loads(line)] if line.strip() else []
         except (ValueError, RecursionError) as error:
             raise T1Error(f"{path}, line {number}: not JSON ({error})") from None
-    return rows
 
 
 def _parquet(path: Path) -> list[Any]:
+    import pandas as pd
+
     try:
-        from pyarrow import ArrowException, parquet
+        return pd.read_parquet(path).to_dict("records")
     except ImportError:
         raise UnavailableError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        return parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError, ValueError) as error:
-        raise T1Error(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    except Exception as error:  # pyarrow's are of many kinds
+        raise T1Error(f"cannot read {path}: {' '.join(str(error).split())[:150]}") from None
 
 
 def _field(row: Any, where: str) -> str:

@@ -8,7 +8,6 @@ and `.step-….old`, which still counts, while another save of its step takes it
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from t1lib.errors import T1Error, require
-from t1lib.files import remove, sync, writing
+from t1lib.files import read_signed, remove, signed, sync, writing
 from t1lib.train.loop import Trainer
 
 META = "checkpoint.json"
@@ -93,10 +92,9 @@ class _Writer:
     def end(self, facts: dict[str, Any], keep: int) -> None:
         """Write `checkpoint.json`, and give everything its final name."""
         facts = {"save": 1 + max(map(_save_of, _complete(self.folder).values()), default=0)} | facts
-        content = json.dumps(facts | {"sha256": _digest(facts)}, indent=1).encode()
         old = _hidden(self.path, "old")
         with writing(self.path):
-            _write(self._partial / META, lambda file: file.write(content))
+            _write(self._partial / META, lambda file: file.write(signed(facts)))
             sync(self._partial)
             if self.path.exists():
                 remove(old)
@@ -153,28 +151,27 @@ def _save_of(path: Path) -> int:
 
 
 class _Summed:
-    """A file that hashes what is written to it."""
+    """A file that hashes what is written to it, in a thread of `pool` beside the writing."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.sum, self.flush = file, hashlib.sha256(), file.flush
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
+        self._file, self._pool, self.sum, self.flush = file, pool, hashlib.sha256(), file.flush
 
     def write(self, data: bytes) -> int:
-        self.sum.update(data)
-        return self._file.write(data)
+        hashing = self._pool.submit(self.sum.update, data)
+        try:
+            return self._file.write(data)
+        finally:
+            hashing.result()  # the writer may use the data's memory again
 
 
 def _write(path: Path, write: Callable[[Any], object]) -> str:
     """Write a file, to the disk, and return its checksum."""
-    with path.open("wb") as file:
-        summed = _Summed(file)
+    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
+        summed = _Summed(file, pool)
         write(summed)
         file.flush()
         os.fsync(file.fileno())
     return summed.sum.hexdigest()
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
@@ -211,16 +208,9 @@ def _last(folder: Path) -> Path:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        whole = meta.pop("sha256") == _digest(meta)
-    except OSError as error:
-        raise T1Error(f"cannot read checkpoint file {path / META}: {error.strerror or error}") from None
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
-        whole = False
-    require(whole, f"checkpoint file {path / META} is damaged, or of another version of this kit")
+    meta = read_signed(path / META)
     named, step = _step_of(path.absolute()), meta["step"]
-    require(named in (None, step), f"checkpoint file {path / META} is of step {step}; allowed: the step of its folder")
+    require(named in (None, step), f"{path / META} is of step {step}; allowed: the step of its folder")
     return meta
 
 
@@ -232,8 +222,8 @@ def _verify(path: Path, sums: dict[str, str]) -> None:
             with (path / name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise T1Error(f"cannot read checkpoint file {path / name}: {error.strerror or error}") from None
-        require(found == sums[name], f"checkpoint file {path / name} is damaged: its checksum is not the one written")
+            raise T1Error(f"cannot read {path / name}: {error.strerror or error}") from None
+        require(found == sums[name], f"{path / name} is damaged: its checksum is not the one written")
 
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(verify, sums))
@@ -245,7 +235,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # of many kinds, for a file that is no part of a checkpoint
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise T1Error(f"cannot read checkpoint file {path}: {reason[:100]}") from error
+        raise T1Error(f"cannot read {path}: {reason[:100]}") from error
     whole = isinstance(part, dict) and all(isinstance(part.get(kind), dict) for kind in KINDS)
-    require(whole, f"checkpoint file {path} holds no part of a state; allowed: {' and '.join(KINDS)}, by name")
+    require(whole, f"{path} holds no part of a state; allowed: {' and '.join(KINDS)}, by name")
     return part
