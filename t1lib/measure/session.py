@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import choose
-from t1lib.heads import HEADS, linear_cross_entropy, parse_bytes
+from t1lib.heads import HEADS, linear_cross_entropy
 from t1lib.measure.floors import measure_copy, measure_link, measure_product, three_products_ms
 from t1lib.measure.memory import (
     AllocatorTimeline,
@@ -31,7 +31,6 @@ from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.plan.cost import device_bytes
 from t1lib.plan.duration import step_ms
 from t1lib.plan.rates import this_machine
-from t1lib.plan.work import Work, with_head, work_of
 from t1lib.timing import NoTrace, Span, Trace, synchronize
 from t1lib.train.loop import StepRecord, Trainer, make_trainer
 from t1lib.train.slide import SlideTrainer
@@ -179,19 +178,10 @@ class TrainSession:
 
     def choice(self) -> dict[str, float]:
         """What slide chose for its budget: a `Choice` in numbers (places by `PLACES`), predicted bytes and ms."""
-        choice, work = self.trainer.chosen, self._work()
+        choice, work = self.trainer.chosen, self.trainer.work(*self._batches[0].shape)
         chosen = {k: PLACES.index(v) if isinstance(v, str) else v for k, v in asdict(choice).items()}
         ms = float(step_ms(work, choice, this_machine()))
         return chosen | {"predicted_bytes": int(device_bytes(work, choice)), "predicted_ms": ms}
-
-    def _work(self) -> Work:
-        trainer, (rows, seq) = self.trainer, self._batches[0].shape
-        workspace = parse_bytes(trainer.head_options.get("workspace") or 2**29)
-        work = work_of(
-            trainer.model, trainer.spec, rows=rows, seq=seq, micro_batch=trainer.micro_batch, workspace=workspace,
-            together=not trainer.late, loss_head=trainer.loss == "cross_entropy", cuda=self.device.type == "cuda",
-        )  # fmt: skip
-        return with_head(work, trainer.head)
 
     def _settle(self) -> None:
         """Let pending updates finish, so that a measurement starts with idle lanes."""

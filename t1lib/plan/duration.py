@@ -16,7 +16,10 @@ LAUNCHES = (1.2, 2.0), (2.05, 4.45)
 UPDATE_LAUNCHES = 0.85
 UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memory` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
-CROWDED = 1.2  # time of a forward beside which the layers' state travels, relative to the link's own time (measured)
+CROWDED = 1.15  # time of a forward beside which the layers' state travels, relative to the link's own time (measured)
+HELD_UP = (
+    0.05  # share of the time of the host's updates by which a step is longer, as launches need its cores (measured)
+)
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
 
@@ -85,11 +88,11 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
         backward = backward + (streamed > 0) * work.layer * work.itemsize / machine.link_in * 1e3
     last = device_update_ms(work, machine, trained, work.outer * (choice.outer == "device"))
     first = np.maximum(link - backward - choice.resident * layer_ms(work, machine), 0)  # the next streamed layer waits
+    host = streamed * choice.host_share * host_update_ms(work, choice, machine)
+    rest = first + head_ms(work, machine) + backward + last + HELD_UP * host
     if work.together:
-        return _next_forward_ms(work, choice, machine, forward) + first + head_ms(work, machine) + backward + last
-    weights = _link_ms(machine, *_forward_bytes(work, choice))
-    step = _longer(forward, weights) + first + head_ms(work, machine) + backward + last
-    return np.maximum(step, streamed * choice.host_share * host_update_ms(work, choice, machine))
+        return _next_forward_ms(work, choice, machine, forward) + rest
+    return np.maximum(_longer(forward, _link_ms(machine, *_forward_bytes(work, choice))) + rest, host)
 
 
 def _link_ms(machine: Machine, inward: Any, outward: Any) -> Any:
@@ -120,11 +123,15 @@ def _backward_link_ms(work: Work, choice: Choice, machine: Machine) -> Any:
 
 def _next_forward_ms(work: Work, choice: Choice, machine: Machine, computing: Any) -> Any:
     """Time of a forward beside which the streamed layers are updated, each before it runs, all in the order of layers:
-    state and gradients come in, and state and weights go out; or the CPU updates a layer, and its weights come in."""
+    state, gradients and, without whole masters, weights come in, state and weights go out, and the new weights are used
+    where they are; or the CPU updates a layer, and its weights come in."""
     weights, one = work.layer * work.itemsize, computing / work.layers
-    state = work.layer * work.state + weights
+    state = work.layer * work.state + weights  # with gradients on the way in, with new weights on the way out
     crowd = CROWDED if choice.host_share < 1 and work.state else 1.0
-    travelling, plain = crowd * _link_ms(machine, weights + state, state), weights / machine.link_in * 1e3
+    travelling, plain = (
+        crowd * _link_ms(machine, state + weights * (not work.masters), state),
+        weights / machine.link_in * 1e3,
+    )
     done = link = host = np.zeros_like(one)
     for layer in range(work.layers):
         streams, trained = layer >= choice.resident, layer >= work.frozen

@@ -17,7 +17,7 @@ from t1lib.errors import T1Error, require
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, shape_only
 from t1lib.optimizers import OptimizerSpec, spec_for
-from t1lib.plan.choose import choose_plan, least
+from t1lib.plan.choose import choose_plan, least_choice
 from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, resident_bytes
 from t1lib.plan.duration import device_update_ms, eager_ms, head_ms, step_ms
 from t1lib.plan.rates import Machine
@@ -88,10 +88,11 @@ def _with_modes(work: Work, head: str, vram: int, host: int | None, machine: Mac
         one = with_head(work, head)
     except T1Error as error:
         return [Prediction(mode, head, inf, inf, inf, inf, why=str(error)) for mode in MODES]
-    smallest = least(one)
-    fits = smallest.reserved <= vram
     free = None if host is None else host * 9 // 10 - PROCESS
-    choice = choose_plan(one, vram, machine, free) if fits else smallest.choice
+    try:
+        choice = choose_plan(one, vram, machine, free)
+    except T1Error:
+        choice = least_choice(one)  # to say how much it needs
     return [_judged(_predict_one(one, mode, head, machine, choice), vram, host) for mode in MODES]
 
 

@@ -3,32 +3,39 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from t1lib.errors import T1Error, require
+from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
 from t1lib.memory import GIB, host_available, trim_heap
-from t1lib.plan.cost import Choice
+from t1lib.optimizers import OptimizerSpec, spec_for
+from t1lib.plan.choose import choose_plan
+from t1lib.plan.cost import Choice, updated_by_host
+from t1lib.plan.rates import this_machine
+from t1lib.plan.work import saved_by, with_head, work_of
 from t1lib.timing import NoTrace
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
 from t1lib.train.lanes import uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
+from t1lib.train.outer import Outer
 from t1lib.train.recompute import Recomputation
 from t1lib.train.schedule import Schedule
-from t1lib.train.travel import Span
 from t1lib.train.update import Precision, Rule
 
+WORKSPACE = 2**29  # bytes that are planned for a patched head
 CACHES = ("past_key_values", "past_key_value")  # a recomputation would append to them a second time
 
 
 class Engine:
     """One streamed model. Its layers call `run`, its optimizer `step`.
 
-    wish    gpu_memory, plan_for and choice, as in `stream`
+    wish    bytes of gpu_memory, plan_for and choice, as in `stream`
     host    the layers whose parameters are on the host
     """
 
@@ -47,16 +54,22 @@ class Engine:
         self._require_host_memory()
         self.schedule: Schedule | None = None  # until everything has its place
         self.host: list[HostLayer] = []
+        self.closed, self.outer = False, None
+        self._updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._homes: dict[int, tuple[HostLayer, str]] = {}  # by the id of a streamed parameter
         self.optimizer = StreamOptimizer(self, optimizer)
         del self._optimizer
         self.resident = ResidentUpdates(precision, self.optimizer.state)
         self._take_over()
-        gpu_memory, plan_for, choice = wish
-        if gpu_memory is None or choice is not None:
-            self.place(choice or Choice())
-        elif plan_for is not None:
-            self._plan(*plan_for)
+        try:
+            gpu_memory, plan_for, choice = wish
+            if gpu_memory is None or choice is not None:
+                self.place(choice or Choice())
+            elif plan_for is not None:
+                self._plan(None, *plan_for)
+        except BaseException:
+            self.close()
+            raise
 
     # -- placing ---------------------------------------------------------------------------------------------------
 
@@ -87,11 +100,8 @@ class Engine:
 
     def _take_over(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
-        names = {id(layer): name for name, layer in self.model.named_modules()}
         for index, layer in enumerate(self.stack):
-            held = HostLayer(layer, index, names[id(layer)], self.layout, self.device)
-            held.spans = self._spans(held)
-            self.host.append(held)
+            self.host.append(HostLayer(layer, index, self.layout, self.device, self._groups))
         self._homes = {id(p): (held, n) for held in self.host for n, p in held.params.items()}
         for module in self.model.modules():
             for param in module._parameters.values():
@@ -106,25 +116,50 @@ class Engine:
         for index, layer in enumerate(self.stack):
             layer.forward = partial(_run, me, index)
             layer._apply = partial(_stay, layer)
+        self.model.zero_grad = partial(_zero_grad, me, self.model)
         self.model._t1_engine = me
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
 
-    def _spans(self, held: HostLayer) -> list[Span]:
-        """The layer's parameters by group; on a CPU each alone, as PyTorch would update it."""
-        spans: list[Span] = []
-        for name in self.layout.shapes:
-            at, group = self.layout.span(name), self._groups.get(id(held.params[name]), -1)
-            if spans and spans[-1].group == group and self.device.type == "cuda":
-                at = slice(spans.pop().at.start, at.stop)
-            spans.append(Span(at, group))
-        return [span for span in spans if span.group >= 0]
+    def _plan(self, piece: Piece | None, rows: int, seq: int) -> None:
+        """Place everything for batches of `rows` × `seq` tokens within the budget. piece: the first batch, on its way
+        into the first layer; None: not known yet"""
+        budget = self.wish[0]
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        groups = self.optimizer.param_groups
+        spec = OptimizerSpec(
+            "adamw" if "betas" in groups[0] else "sgd", momentum=max(g.get("momentum", 0.0) for g in groups),
+            master_weights=self.precision.masters is not None, split_master=self.precision.masters == "split",
+            moments=self.precision.moments,
+        )  # fmt: skip
+        trained = [p for g in groups for p in g["params"] if p.requires_grad]
+        work = work_of(
+            inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=self.micro_batch, workspace=WORKSPACE,
+            together=not self.in_backward, layers=self.stack, trained=trained, cuda=self.device.type == "cuda",
+            **self._measured(piece, inner),
+        )  # fmt: skip
+        if work.vocabulary:  # the head computes the whole batch at a time
+            patched = any(hasattr(m, "_t1_head") for m in self.model.modules())
+            whole = with_head(replace(work, micro_tokens=work.tokens), "fused" if patched else "full")
+            work = replace(whole, micro_tokens=work.micro_tokens)
+        held = sum(h.flat.nbytes for h in self.host)
+        self.place(choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held))
+
+    def _measured(self, piece: Piece | None, inner: nn.Module) -> dict[str, int]:
+        """Width of a layer's input, and bytes per token that a layer saves, of a model that is no decoder of
+        transformers: found by running one layer on one row."""
+        if hasattr(inner, "config"):
+            return {}
+        require(piece is not None, "plan_for is for models of transformers; leave it out: the first batch decides")
+        held, row = self.host[0], split_rows(piece, 1)[0]
+        held.bind({n: view.to(self.device) for n, view in held.views.items()})
+        try:
+            saved = saved_by(lambda: self._call(0, row.hidden.detach(), row), held.params.values())
+        finally:
+            held.unbind()
+        return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}
 
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
-        count = len(self.stack)
-        for name, value, most in (("resident", choice.resident, count), ("keep", choice.keep, count)):
-            require(0 <= value <= most, f"choice of {name}={value}; allowed: 0 to {most}, the model's layers")
-        require(choice.slots >= 1 and choice.grad_slots >= 1, "choice of 0 slots; allowed: 1 or more")
         self.choice = choice
         for held in self.host[: choice.resident]:
             held.show()
@@ -133,22 +168,38 @@ class Engine:
                 del self._homes[id(param)]
         self.host = self.host[choice.resident :]
         share = choice.host_share
-        on_host = {h.index for n, h in enumerate(self.host) if int((n + 1) * share + 1e-9) > int(n * share + 1e-9)}
+        on_host = {held.index for held in self.host if updated_by_host(held.index, share)}
+        outer = self._travelling() if choice.outer == "host" else []
         self.schedule = Schedule(
             {held.index: held for held in self.host}, self.layout, self.device, slots=choice.slots,
             grad_slots=choice.grad_slots, on_host=on_host, in_backward=self.in_backward, precision=self.precision,
-            rules=self.optimizer.rules, overlap=self.overlap, trace=lambda: self.trace,
+            rules=self.optimizer.rules, overlap=self.overlap, trace=lambda: self.trace, guests=[p for p, _ in outer],
         )  # fmt: skip
         for held in self.host if self.schedule.has_state else ():
             for name, param in held.params.items() if held.trained else ():
                 state = {key: self.layout.views(flat)[name] for key, flat in held.state.items()}
-                self.optimizer.state[param] = {"step": held.step, **state}
+                self.optimizer.state[param] = state
+        if outer:
+            params = {param for param, _ in outer}
+            embed = next((m for m in self.model.modules() if type(m).__name__.endswith("Embedding")
+                          and isinstance(m, nn.Embedding) and m.weight in params), None)  # fmt: skip
+            self.outer = Outer(outer, embed, self.schedule, self.optimizer.rules(), self.precision)
+            for held in self.outer.held:
+                self.optimizer.state[held.param] = held.state
         lanes = self.schedule.inward, self.schedule.outward
         self._inputs = Inputs(self.device, *lanes, lambda: self.trace) if choice.inputs == "host" else None
-        self._recomputation = Recomputation(whole=False)
+        self._recomputation = Recomputation(whole=not all(isinstance(f, MethodType) for f in self._forwards))
         weakref.finalize(self, self.schedule.thread.close)
-        before, self.optimizer._before = self.optimizer._before, {}
+        before, self.optimizer._before = self.optimizer._before, None
+        self.optimizer.check(before)
         self.optimizer.take_over(before)
+
+    def _travelling(self) -> list[tuple[nn.Parameter, int]]:
+        """Trained matrices outside the layers, of the layers' dtype, with the numbers of their groups."""
+        inside = {id(p) for layer in self.stack for p in layer.parameters()}
+        found = [p for p in self.model.parameters() if id(p) not in inside and id(p) in self._groups]
+        found = [p for p in found if p.requires_grad and p.dim() > 1 and p.dtype == self.layout.dtype]
+        return [(p, self._groups[id(p)]) for p in found if p.is_contiguous()]
 
     def others(self) -> Iterator[nn.Parameter]:
         """The optimizer's parameters that do not stream."""
@@ -160,7 +211,35 @@ class Engine:
         return param.data if held is None else held.views[name]
 
     def state_of(self, param: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
-        return self.optimizer.state[param] if id(param) in self._homes else self.resident.state_of(param, rule)
+        if id(param) in self._homes or self._travels(param):
+            return self.optimizer.state.get(param, {})
+        return self.resident.state_of(param, rule)
+
+    def count_of(self, param: nn.Parameter) -> int:
+        """How many updates the parameter has seen."""
+        if id(param) in self._homes:
+            held, name = self._homes[id(param)]
+            return held.counts[name]
+        return self.outer.by_param[param].count if self._travels(param) else self.resident.counts.get(param, 0)
+
+    def set_count(self, param: nn.Parameter, count: int) -> None:
+        if id(param) in self._homes:
+            held, name = self._homes[id(param)]
+            held.counts[name] = count
+        elif self._travels(param):
+            self.outer.by_param[param].count = count
+        else:
+            self.resident.counts[param] = count
+
+    def _travels(self, param: nn.Parameter) -> bool:
+        return self.outer is not None and param in self.outer.by_param
+
+    def changed(self) -> None:
+        """Weights and state were loaded: what was copied of them is out of date."""
+        for held in self.host:
+            held.touched = True
+        if self.outer is not None:
+            self.outer.refresh()
 
     # -- a layer ---------------------------------------------------------------------------------------------------
 
@@ -170,7 +249,7 @@ class Engine:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
         require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
         if self.schedule is None:
-            self._plan(*hidden.shape[:2])
+            self._plan(Piece(hidden, args, kwargs), *hidden.shape[:2])
         layer, grad = self.stack[index], torch.is_grad_enabled()
         trains = grad and any(p.requires_grad for p in layer.parameters())
         if not (trains or (grad and hidden.requires_grad)):
@@ -191,7 +270,8 @@ class Engine:
         streams = index in schedule.layers
         self._bind(index)
         try:
-            for piece in split_rows(whole, self.micro_batch):
+            cached = any(whole.kwargs.get(name) is not None for name in CACHES)
+            for piece in split_rows(whole, None if cached else self.micro_batch):
                 random = Randomness.now(self.device) if save and not keep else None
                 with saved.autocast.again(), self.trace.span("compute", "forward", index):
                     if keep:
@@ -206,6 +286,10 @@ class Engine:
                 if random is not None:
                     random.note_use()
                     saved.random.append(random)
+            if self.outer is not None:
+                self.outer.passed(index, len(self.stack))
+                if index == len(self.stack) - 1:
+                    self.outer.ready()
         finally:
             following = index + self.choice.slots
             self._release(index, following if save else following % len(self.stack))
@@ -216,6 +300,8 @@ class Engine:
     def backward(self, index: int, whole: Piece, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own."""
         found: list[Tensor] = []
+        if self.outer is not None and index == len(self.stack) - 1:
+            self.outer.leave()
         self._bind(index, again=True)
         try:
             for k, piece in enumerate(split_rows(whole, self.micro_batch)):
@@ -230,6 +316,7 @@ class Engine:
                     else:
                         x, out = saved.graphs[k]
                 if k == 0 and index in self.schedule.layers:
+                    self._once(index)
                     self.schedule.want_gradients(index)
                 with self.trace.span("compute", "backward", index):
                     torch.autograd.backward(out, part)
@@ -246,6 +333,13 @@ class Engine:
         if not wanted:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _once(self, index: int) -> None:
+        """Refuse a second backward before `step`, if layers are updated in the backward."""
+        if self.in_backward and self.schedule.layers[index].trained:
+            twice = "a second backward before step(), with update_in_backward=True: leave that out to accumulate"
+            require(index not in self._updated, twice)
+            self._updated.add(index)
 
     def _call(self, index: int, hidden: Tensor, piece: Piece) -> Tensor:
         out = self._forwards[index](hidden, *piece.args, **piece.kwargs)
@@ -266,28 +360,36 @@ class Engine:
     def step(self) -> None:
         """Begin an update of everything that has gradients."""
         schedule = self.schedule
+        require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
         if schedule is None:
             return
-        for held in self.host:
-            few = held.trained and 0 < len(held.absent) < len(held.params)
-            require(not few, f"p.grad is None for some parameters of {held.name}: set all of a layer to None, or none")
-        rules = self.optimizer.rules()
+        rules, self._updated = self.optimizer.rules(), set()
         with uninterrupted():
-            self.resident.step(self.optimizer.param_groups, rules, lambda p: id(p) not in self._homes)
+            stays = lambda p: id(p) not in self._homes and not self._travels(p)  # noqa: E731
+            self.resident.step(self.optimizer.param_groups, rules, stays)
             for held in self.host:
                 if held.has_gradients:
                     schedule.begin(held, rules)
+            if self.outer is not None:
+                self.outer.begin(rules)
             schedule.start()
 
     def drain(self) -> None:
         """Wait until all updates have ended."""
         if self.schedule is not None:
             self.schedule.drain()
+            if self.outer is not None:
+                self.outer.drain()
 
     def close(self) -> None:
         """Give the model back as an ordinary one."""
+        if self.closed:
+            return
+        self.closed = True
         try:
             self.drain()
+            if self.outer is not None:
+                self.outer.close()
         finally:
             for held in self.host:
                 held.give_back()
@@ -295,9 +397,29 @@ class Engine:
             for layer in self.stack:
                 layer.__dict__.pop("forward", None)
                 layer.__dict__.pop("_apply", None)
-            self.model.__dict__.pop("_t1_engine", None)
+            for name in ("_t1_engine", "zero_grad"):
+                self.model.__dict__.pop(name, None)
             if self.schedule is not None:
                 self.schedule.thread.close()
+
+
+def check_choice(choice: Any, layers: int) -> None:
+    """Raise `T1Error` unless it is a `Choice` for a stack of so many layers."""
+    require(isinstance(choice, Choice), f"choice={shown(choice)}; allowed: a t1lib.train.Choice")
+    for name, least, most in (
+        ("resident", 0, layers),
+        ("keep", 0, layers),
+        ("slots", 1, None),
+        ("grad_slots", 1, None),
+    ):
+        value = getattr(choice, name)
+        limit = "or more" if most is None else f"to {most}, the model's layers"
+        require(is_whole(value, least, most), f"choice of {name}={shown(value)}; allowed: {least} {limit}")
+    share = choice.host_share
+    fits = is_number(share) and 0 <= share <= 1
+    require(fits, f"choice of host_share={shown(share)}; allowed: a number from 0 to 1")
+    for name in ("inputs", "outer"):
+        choose(f"choice of {name}", getattr(choice, name), ("device", "host"))
 
 
 class _Layer(torch.autograd.Function):
@@ -331,6 +453,18 @@ def _run(me: "weakref.ref[Engine]", index: int, *args: Any, **kwargs: Any) -> Te
     engine = me()
     require(engine is not None, "the model's optimizer is gone: keep what `stream` returned as long as the model runs")
     return engine.run(index, *args, **kwargs)
+
+
+def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = True) -> None:
+    """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
+    engine = me()
+    if engine is None:
+        nn.Module.zero_grad(model, set_to_none)
+        return
+    engine.optimizer.zero_grad(set_to_none)
+    for param in model.parameters():  # the optimizer may not have all of them
+        if id(param) not in engine._homes and param.grad is not None:
+            param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
 
 def _stay(layer: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

@@ -129,7 +129,8 @@ class UpdateThread:
         if self._thread is not None:
             atexit.unregister(self.close)
             self._queue.put((sys.maxsize, next(self._count), None, None))  # after all layers
-            self._thread.join()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
@@ -138,16 +139,21 @@ class UpdateThread:
         cores = torch.get_num_threads()
         if cores >= 4 * SPARE:
             torch.set_num_threads(cores - SPARE)  # for this thread's loops
-        while True:
-            _, _, update, job = self._queue.get()
-            if update is None:
-                return
-            self._try(update)
-            with self._lock:
-                job.done.set()
-            for action in job.actions:
-                self._try(action)
-            del update, job  # they keep the engine alive, and the next one may take long to come
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run one job. Nothing of it is held while the thread waits for the next: that would keep the engine alive."""
+        _, _, update, job = self._queue.get()
+        if update is None:
+            return False
+        self._try(update)
+        with self._lock:
+            job.done.set()
+            actions, job.actions = job.actions, []
+        for action in actions:
+            self._try(action)
+        return True
 
     def _try(self, action: Callable[[], None]) -> None:
         try:

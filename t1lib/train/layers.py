@@ -1,17 +1,19 @@
 """Layers on the host: flat pinned buffers, the parameters that are views of them, and gradients that wait there."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from t1lib.errors import T1Error
+from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
 from t1lib.train.lanes import Mark, wait_for
+from t1lib.train.travel import Span
 
 ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat buffer, which suits the device's loads
-ADAPTERS = 0.25  # share of a layer's bytes up to which its trained, or its frozen, parameters stay on the device
 
 
 class Streamed(nn.Parameter):
@@ -71,7 +73,7 @@ class Layout:
 
 def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
     """Names of the parameters that stream, alike in all layers. Where a layer has trained and frozen parameters, those
-    that are few (`ADAPTERS`), such as adapters, stay on the device in every layer.
+    that have fewer bytes, such as adapters, stay on the device in every layer.
 
     Raises `T1Error` for layers that differ in names, shapes or dtype of what streams.
     """
@@ -83,11 +85,6 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
         size[False] = sum(p.nbytes for p in params.values()) - size[True]
         if all(size.values()):
             less = min(size, key=size.__getitem__)
-            if size[less] > ADAPTERS * sum(size.values()):
-                raise T1Error(
-                    f"a layer trains {size[True]} of its {sum(size.values())} bytes; allowed: all, none, or at most a "
-                    "quarter trained or frozen (such as adapters), which stays on the device"
-                )
             few |= {n for n in params if (n in trained) == less}
     first = {n: p for n, p in layers[0].named_parameters() if n not in few}
     for index, layer in enumerate(layers):
@@ -99,6 +96,12 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
     return list(first)
 
 
+def _reached(layer: "weakref.ref[HostLayer]", name: str, _: Tensor) -> None:
+    held = layer()
+    if held is not None:
+        held.reached.add(name)
+
+
 class HostLayer:
     """One streamed layer: its module, and its parameters in a flat host buffer.
 
@@ -108,10 +111,13 @@ class HostLayer:
     update    queues the update that waits for its turn; None: there is none
     """
 
-    def __init__(self, module: nn.Module, index: int, name: str, layout: Layout, device: torch.device) -> None:
-        self.module, self.index, self.name, self.layout, self._device = module, index, name, layout, device
+    def __init__(
+        self, module: nn.Module, index: int, layout: Layout, device: torch.device, groups: dict[int, int]
+    ) -> None:
+        self.module, self.index, self.layout, self._device = module, index, layout, device
         own = dict(module.named_parameters())
         self.params = {n: own[n] for n in layout.shapes}
+        self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
         self.trained = any(p.requires_grad for p in self.params.values())
         self.flat = pinned_zeros(layout.numel, layout.dtype, device)
         self.views = layout.views(self.flat)
@@ -119,8 +125,7 @@ class HostLayer:
             self.views[name].copy_(param.data)
             param.data = self.views[name]
         self.state: dict[str, Tensor] = {}  # the optimizer's, flat, by key; laid out like the weights
-        self.step = torch.zeros(())  # updates so far
-        self.spans: list[Any] = []  # parts of the buffer by parameter group
+        self.counts = dict.fromkeys(self.params, 0)  # updates so far
         self.grads: Tensor | None = None
         self.grad_views: dict[str, Tensor] = {}
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
@@ -130,12 +135,32 @@ class HostLayer:
         self.left: Mark = None
         self.arrived: Mark = None  # when `grads` are complete
         self.update: Any = None
-        self.settle: Any = None  # finishes a pending update of this layer; set by the engine
+        self.settle: Any = None  # finishes a pending update of this layer; set by the schedule
+        self.keeps_gradients = True  # False: updates are made in the backward, and leave none
+        self.reached: set[str] = set()  # parameters that this backward gave a gradient
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(_reached, weakref.ref(self), name))
+            for name, param in self.params.items() if param.requires_grad
+        ]  # fmt: skip
         self.hide()
 
     @property
     def has_gradients(self) -> bool:
-        return self.trained and not self.absent
+        return self.trained and len(self.absent) < len(self.params)
+
+    def spans(self) -> list[Span]:
+        """What the next update covers, which it counts: parameters that have a gradient, by group; on a CPU each alone,
+        as PyTorch would update it."""
+        found: list[Span] = []
+        for name, group in self.groups.items():
+            if name in self.absent:
+                continue
+            self.counts[name] += 1
+            at, count = self.layout.span(name), self.counts[name]
+            if found and found[-1][1:] == (group, count) and self._device.type == "cuda":
+                at = slice(found.pop().at.start, at.stop)
+            found.append(Span(at, group, count))
+        return found
 
     # -- what she sees -----------------------------------------------------------------------------------------------
 
@@ -146,7 +171,9 @@ class HostLayer:
             param._home = self
 
     def show(self) -> None:
-        """Make them ordinary parameters: of the layer that computes, or that is given back."""
+        """Make them ordinary parameters again."""
+        for hook in self._hooks:
+            hook.remove()
         for param in self.params.values():
             param.__class__ = nn.Parameter
             del param._home
@@ -161,6 +188,7 @@ class HostLayer:
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """`p.grad`: complete, on the host."""
         name = self._name_of(param)
+        require(self.keeps_gradients, f"p.grad of {name!r}: with update_in_backward=True no gradients are kept")
         if name in self.absent:
             return None
         self.see_gradients()
@@ -170,7 +198,10 @@ class HostLayer:
         return next(n for n, p in self.params.items() if p is param)
 
     def see_gradients(self) -> None:
-        """Make the host's gradients complete; as they may be changed now, their norms are no longer known."""
+        """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
+        reads them, and multiplies them by `scale`, before we do."""
+        if self.settle is not None:
+            self.settle(self)
         wait_for(self.arrived)
         if self.scale is not None:
             torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))
@@ -188,7 +219,12 @@ class HostLayer:
         self.absent.discard(name)
 
     def forget_gradients(self) -> None:
+        """All gradients are None from here on. Memory that somebody still holds is left to them."""
         self.absent, self.norms, self.scale = set(self.params), None, None
+        own = 2 + len(self.grad_views)  # references to the memory: the buffer, its views, and the one that is asked
+        if self.grads is not None and torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > own:
+            self.settle(self)
+            self.grads, self.grad_views = None, {}
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks at them or the update reads them."""
@@ -217,8 +253,21 @@ class HostLayer:
 
     def give_back(self) -> None:
         """Make the module's parameters ordinary ones on the host, gradients included. Updates must be finished."""
-        grads = {n: self.gradient(p) for n, p in self.params.items()}
+        if self.has_gradients and self.keeps_gradients:
+            self.see_gradients()
         self.show()
         for name, param in self.params.items():
             param.data = self.views[name].clone()
-            param.grad = None if grads[name] is None else grads[name].clone()
+            gone = name in self.absent or not self.keeps_gradients
+            param.grad = None if gone else self.grad_views[name].clone()
+
+    def take_over(self) -> None:
+        """Take over tensors that were assigned to `p.data`."""
+        for name, param in self.params.items():
+            with torch._C.DisableTorchFunctionSubclass():
+                given = param.data
+            if given.data_ptr() != self.views[name].data_ptr():
+                require(given.shape == self.views[name].shape, f"p.data of {name!r} was given another shape")
+                self.views[name].copy_(given)
+                with torch._C.DisableTorchFunctionSubclass():
+                    param.data = self.views[name]

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.errors import T1Error, is_number, require, shown
-from t1lib.train.update import Precision, Rule, new_state, norms_of, rule_of, shown_state, take_state, update
+from t1lib.train.update import (
+    Precision,
+    Rule,
+    check_state,
+    new_state,
+    norms_of,
+    rule_of,
+    shown_state,
+    take_state,
+    update,
+)
 
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
@@ -54,17 +64,21 @@ class ResidentUpdates:
 
     def __init__(self, precision: Precision, state: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         self.precision, self.state = precision, state
+        self.counts: dict[nn.Parameter, int] = {}
         self._versions: dict[nn.Parameter, int] = {}
 
     def state_of(self, param: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
         """The parameter's state; its master follows values that were written to it since the last update."""
         state = self.state.get(param)
-        if not state:
-            state = self.state[param] = new_state(param, rule, self.precision)
-        elif "master" in state and self._versions.get(param, param._version) != param._version:
+        if param not in self.counts:
+            state, self.counts[param] = new_state(param, rule, self.precision), 0
+            self._versions[param] = param._version
+            if state:
+                self.state[param] = state
+        elif state and "master" in state and self._versions.get(param, param._version) != param._version:
             master = state["master"]
             torch.where(master.to(param.dtype) == param.data, master, param.data.float(), out=master)
-        return state
+        return state or {}
 
     def step(self, groups: list[dict[str, Any]], rules: list[Rule], own: Callable[[nn.Parameter], bool]) -> None:
         """Update every parameter for which own(parameter) holds and that has a gradient."""
@@ -72,13 +86,12 @@ class ResidentUpdates:
             alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
                 if own(param) and param.grad is not None:
-                    state = self.state_of(param, rule)
-                    count = state.setdefault("step", torch.zeros(())) if "betas" not in rule else state["step"]
-                    count += 1
-                    alike[int(count), param.dtype, param.device].append(param)
+                    self.state_of(param, rule)
+                    self.counts[param] += 1
+                    alike[self.counts[param], param.dtype, param.device].append(param)
             for (count, *_), params in alike.items():
                 weights, grads = [p.data for p in params], [p.grad for p in params]
-                update(weights, grads, [self.state[p] for p in params], rule, count)
+                update(weights, grads, [self.state.get(p, {}) for p in params], rule, count)
                 self._versions |= {p: p._version for p in params}
 
 
@@ -93,7 +106,8 @@ class StreamOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: "Engine", optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
-        self._before = {p: dict(s) for p, s in optimizer.state.items()}  # until the engine has placed everything
+        # State that waits until the engine has placed everything; None from then on.
+        self._before: dict[nn.Parameter, dict[str, Any]] | None = {p: dict(s) for p, s in optimizer.state.items()}
 
     def rules(self) -> list[Rule]:
         return rules_of(self.param_groups, self._engine.device)
@@ -128,6 +142,7 @@ class StreamOptimizer(torch.optim.Optimizer):
         on the device, which the host does not wait for. As `torch.nn.utils.clip_grad_norm_`, but summed in float32."""
         fits = is_number(max_norm) and max_norm >= 0
         require(fits, f"max_norm={shown(max_norm)}; allowed: a number, 0 or more")
+        require(not self._engine.in_backward, "clip_grad_norm_ with update_in_backward=True, which updates before it")
         total = self.grad_norm()
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for layer in self._engine.host:
@@ -167,7 +182,9 @@ class StreamOptimizer(torch.optim.Optimizer):
         self._engine.drain()
         own = self.state
         try:
-            self.state = {p: shown_state(self._engine.weight_of(p), s) for p, s in own.items()}
+            weight, count = self._engine.weight_of, self._engine.count_of
+            shown = {p: shown_state(weight(p), state, count(p)) for p, state in own.items() if count(p)}
+            self.state = shown if self._before is None else self._before
             return super().state_dict()
         finally:
             self.state = own
@@ -177,37 +194,43 @@ class StreamOptimizer(torch.optim.Optimizer):
         """Take over groups and state, of this class or of the plain optimizer. Raises `T1Error`, before any change, for
         groups or state that do not fit."""
         try:
-            groups, states = state_dict["param_groups"], state_dict["state"]
+            groups, states = state_dict["param_groups"], dict(state_dict["state"])
             sizes = [len(group["params"]) for group in groups]
-            params = [p for group in self.param_groups for p in group["params"]]
-            by_param = dict(zip([i for group in groups for i in group["params"]], params, strict=False))
-        except (KeyError, TypeError, AttributeError):
+            numbers = [number for group in groups for number in group["params"]]
+            saved = [states.pop(number, {}) for number in numbers]
+        except (KeyError, TypeError, AttributeError, ValueError):
             raise T1Error("the state is no optimizer's; allowed: what `state_dict` returned") from None
         own = [len(group["params"]) for group in self.param_groups]
         require(sizes == own, f"the state has groups of {sizes} parameters; allowed: {own}")
-        found = {by_param[i]: saved for i, saved in states.items()}
-        for mine, saved in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in saved.items() if k != "params"})
-        if self._engine.schedule is None:
+        require(not states, f"the state has parameter {next(iter(states), 0)!r}, which is in none of its groups")
+        params = [p for group in self.param_groups for p in group["params"]]
+        found = dict(zip(params, saved, strict=True))
+        if self._before is None:
+            self.check(found)
+        for mine, given in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in given.items() if k != "params"})
+        if self._before is not None:  # nothing has its place yet
             self._before = found
-            return
-        self.take_over(found)
+        else:
+            self.take_over(found)
+
+    def check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Raise `T1Error` unless these states, by parameter, fit."""
+        engine, rules, groups = self._engine, self.rules(), groups_of(self)
+        names = {p: n for n, p in engine.model.named_parameters()}
+        for param, saved in found.items():
+            state = engine.state_of(param, rules[groups[id(param)]])
+            check_state(engine.weight_of(param), state, saved, repr(names[param]))
 
     @torch.no_grad()
     def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """Copy states, by parameter, into those held here. Parameters without one start anew."""
-        engine, rules = self._engine, self.rules()
+        """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
+        engine, rules, groups = self._engine, self.rules(), groups_of(self)
         engine.drain()
-        groups, names = groups_of(self), {p: n for n, p in engine.model.named_parameters()}
         for param, saved in found.items():
-            if not saved:
-                continue
-            rule = rules[groups[id(param)]]
-            state = engine.state_of(param, rule)
-            if "betas" not in rule:
-                saved = {k: v for k, v in saved.items() if v is not None}
-                saved.setdefault("step", 1.0)
-            take_state(engine.weight_of(param), state, saved, repr(names[param]))
+            state = engine.state_of(param, rules[groups[id(param)]])
+            engine.set_count(param, take_state(engine.weight_of(param), state, saved))
+        engine.changed()
 
     def drain(self) -> None:
         """Wait until all updates have ended, and new weights are on the host."""

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from t1lib.optimizers import OptimizerSpec
 from t1lib.train.optimizer import ResidentUpdates, rules_of
-from t1lib.train.update import Precision, new_state
+from t1lib.train.update import Precision, State, new_state, shown_state, take_state
 
 
 def precision_of(spec: OptimizerSpec) -> Precision:
@@ -35,21 +35,35 @@ class ResidentOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._device, self._updates = device, ResidentUpdates(precision, self.state)
+        self._device, self.updates = device, ResidentUpdates(precision, self.state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        self._updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
+        self.updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
 
 
-def state_for(
-    optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, precision: Precision
-) -> dict[str, Tensor]:
-    """The state of a parameter, whose values are `weight`; or, before its first update, what it would start from."""
-    if optimizer.state.get(param):
-        return optimizer.state[param]
+def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, precision: Precision) -> State:
+    """A parameter's optimizer state, independent of its layout; before the first update, what it starts from."""
     rule = optimizer.param_groups[0]
-    state = new_state(weight, rule, precision)
-    if "step" in state and rule.get("fused"):
-        state["step"] = state["step"].to(weight.device)
-    return state
+    if isinstance(optimizer, ResidentOptimizer):
+        state = optimizer.updates.state_of(param, rule)
+        return shown_state(param.data, state, optimizer.updates.counts[param])
+    held = {k: v for k, v in optimizer.state.get(param, {}).items() if v is not None}
+    return held or shown_state(param.data, new_state(param.data, rule, precision), 0)
+
+
+def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, saved: State, precision: Precision) -> None:
+    """Take over what `saved_state` returned, in place."""
+    rule = optimizer.param_groups[0]
+    if isinstance(optimizer, ResidentOptimizer):
+        state = optimizer.updates.state_of(param, rule)
+        optimizer.updates.counts[param] = take_state(param.data, state, saved)
+        return
+    state = optimizer.state[param]
+    for key, value in new_state(param.data, rule, precision).items():
+        if state.get(key) is None:
+            state[key] = value
+    count = take_state(param.data, {k: v for k, v in state.items() if k != "step"}, saved)
+    if "betas" in rule:
+        there = param.device if rule["fused"] or rule["capturable"] else "cpu"
+        state.setdefault("step", torch.zeros((), device=there)).fill_(count)

@@ -10,7 +10,7 @@ holds is known at any time, so stale weights are never read.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, wait_for
 from t1lib.train.layers import HostLayer, Layout
 from t1lib.train.narrow import Scratch
-from t1lib.train.travel import Travel, Traveller, Update
+from t1lib.train.travel import Span, Travel, Traveller, Update
 from t1lib.train.update import Precision, Rule, norms_of, update
 
 
@@ -48,12 +48,13 @@ class Schedule:
     rules               the parameter groups' hyperparameters; asked for when an update begins
     overlap             False: nothing runs beside the computation (to measure what the overlap is worth)
     trace               returns what records the spans of work
+    guests              parameters outside the layers whose state travels, too
     """
 
     def __init__(
         self, layers: dict[int, HostLayer], layout: Layout, device: torch.device, *, slots: int, grad_slots: int,
         on_host: set[int], in_backward: bool, precision: Precision, rules: Callable[[], list[Rule]], overlap: bool,
-        trace: Callable[[], NoTrace],
+        trace: Callable[[], NoTrace], guests: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.layers, self.layout, self.device, self.on_host = layers, layout, device, on_host
         self.in_backward, self._rules, self.overlap, self._trace = in_backward, rules, overlap, trace
@@ -67,19 +68,20 @@ class Schedule:
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         kinds = self._make_state(trained, precision)
+        for rule in rules() if guests else ():
+            kinds |= precision.kinds(guests[0], rule)
         there = [i for i in trained if i not in on_host]
         # Updates that need nothing but weights and gradients are made in the slots, and the new weights leave.
         self.stateless = in_backward and not kinds
         self.has_state = bool(kinds)
-        travels = there and not self.stateless
+        travels = (there and not self.stateless) or guests
         kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
-        self.travel = Travel(device, kinds if travels else {}, layout.numel, trace)
-        self.travellers = {
-            i: Traveller(layers[i].state, layers[i].flat, layers[i].spans, i, self.travel.size) for i in there
-        }
+        numel = max([layout.numel, *(guest.numel() for guest in guests)])
+        self.travel = Travel(device, kinds if travels else {}, numel, trace)
+        self.travellers = {i: Traveller(layers[i].state, layers[i].flat, i, self.travel.size) for i in there}
         self._master = "master" in kinds
         for layer in layers.values():
-            layer.settle = self.settle
+            layer.settle, layer.keeps_gradients = self.settle, not in_backward
 
     def _make_state(self, trained: list[int], precision: Precision) -> dict[str, torch.dtype]:
         """Give each trained layer its optimizer state, flat on the host; returns the state's keys and dtypes."""
@@ -139,6 +141,7 @@ class Schedule:
     def _take_over_weights(self, layer: HostLayer) -> None:
         """Take over what may have been written to the host's weights: masters follow them, and no slot holds them."""
         self.finish(layer)
+        layer.take_over()
         layer.touched, slot = False, self.weights.of(layer.index)
         if self.weights.holds[slot] == layer.index:
             self._arrive(layer.index)
@@ -179,9 +182,9 @@ class Schedule:
         layer = self.layers[index]
         if not layer.trained:
             return
-        slot = self.grads.of(index)
+        slot, layer.reached = self.grads.of(index), set()
         self.compute.after(self.grads.freed[slot])
-        if len(layer.absent) < len(layer.params):
+        if layer.has_gradients:
             layer.see_gradients()
             self.grads.flat[slot].copy_(layer.grads, non_blocking=True)
             for name in layer.absent:
@@ -201,11 +204,10 @@ class Schedule:
         layer.norms = norms_of(list(self.grads.views[slot].values()), exact=self.device.type == "cpu")
         if self.stateless and index in self.travellers:
             held, rules = self.weights.of(index), self._rules()
-            layer.step += 1
+            layer.absent -= layer.reached
             with self._trace().span("compute", "update", index):
-                for at, group in layer.spans:
-                    weight, grad = self.weights.flat[held][at], self.grads.flat[slot][at]
-                    update([weight], [grad], [{}], rules[group], int(layer.step))
+                for at, group, count in layer.spans():
+                    update([self.weights.flat[held][at]], [self.grads.flat[slot][at]], [{}], rules[group], count)
                 self.grads.flat[slot].copy_(self.weights.flat[held])
         self.grads.filled[slot] = self.compute.mark()
 
@@ -215,10 +217,11 @@ class Schedule:
         if not layer.trained:
             return
         slot, lane, there = self.grads.of(index), self.outward, index in self.travellers
+        layer.absent -= layer.reached
         if self.in_backward and there and not self.stateless:
-            layer.step += 1
             known = (self.grads.filled[slot],)
-            layer.update = Update(self.grads.flat[slot], self._rules(), int(layer.step), 1.0, known)
+            layer.update = Update(self.grads.flat[slot], layer.spans(), self._rules(), 1.0, known)
+            layer.absent = set(layer.params)
             self.grads.freed[slot] = self._begin_update(layer)
             if self._following in self.layers:
                 self.fetch(self._following, again=True)
@@ -230,9 +233,9 @@ class Schedule:
             to.copy_(self.grads.flat[slot], non_blocking=True)
         self.grads.freed[slot] = arrived = lane.mark()
         if to is layer.flat:
-            layer.left = arrived
+            layer.left, layer.absent = arrived, set(layer.params)
             return
-        layer.arrived, layer.absent, layer.scale = arrived, set(), None
+        layer.arrived, layer.scale = arrived, None
         if self.in_backward:
             self.begin(layer, self._rules())
             layer.absent = set(layer.params)
@@ -245,15 +248,14 @@ class Schedule:
         """Begin the layer's update, whose gradients wait on the host: the CPU starts when they have arrived; on the
         device it waits until the layer is fetched."""
         self.finish(layer)
-        layer.step += 1
         slot, scale = self.weights.of(layer.index), 1.0 if layer.scale is None else layer.scale
         if layer.index in self.travellers:
             known = layer.arrived, self.compute.mark()
-            layer.update = Update(layer.grads, rules, int(layer.step), scale, known)
+            layer.update = Update(layer.grads, layer.spans(), rules, scale, known)
         else:
             if self.weights.holds[slot] == layer.index:
                 self.weights.holds[slot] = None  # stale from here on
-            arguments = layer, rules, int(layer.step), layer.arrived, *self._on_host(scale), self._trace()
+            arguments = layer, layer.spans(), rules, layer.arrived, *self._on_host(scale), self._trace()
             if not layer.state.keys() & {"master", "low"}:
                 layer.scale = None  # this update multiplies the gradients themselves
             self.thread.submit(layer.index, partial(self._update_on_host, *arguments))
@@ -273,7 +275,7 @@ class Schedule:
         return self._sent[1:]
 
     def _update_on_host(
-        self, layer: HostLayer, rules: list[Rule], count: int, arrived: Mark, scale: Tensor | float, mark: Mark,
+        self, layer: HostLayer, spans: list[Span], rules: list[Rule], arrived: Mark, scale: Tensor | float, mark: Mark,
         trace: NoTrace,
     ) -> None:  # fmt: skip
         """On the update thread."""
@@ -281,7 +283,7 @@ class Schedule:
         wait_for(mark)
         with trace.host_span("update", "update", layer.index):
             by = float(scale) if self.device.type == "cuda" else scale
-            for at, group in layer.spans:
+            for at, group, count in spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}
                 update([layer.flat[at]], [layer.grads[at]], [state], rules[group], count, by, self._scratch)
 

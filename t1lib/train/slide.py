@@ -1,17 +1,28 @@
 """Mode `slide`: `t1lib.train.stream` under the loop of `t1lib.train.loop`."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from t1lib.errors import require
+from t1lib.errors import is_whole, require, shown
+from t1lib.heads import parse_bytes
+from t1lib.memory import host_available
+from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
+from t1lib.plan.rates import this_machine
+from t1lib.plan.work import Work, with_head, work_of
+from t1lib.timing import PhaseTimer
 from t1lib.train.batch import loss_in_pieces
 from t1lib.train.loop import StepRecord, Trainer
 from t1lib.train.resident import make_optimizer
 from t1lib.train.stream import stream
+from t1lib.train.update import State, shown_state, take_state
+
+BY_ROWS = ("full", "torch")  # heads that take a micro-batch at a time; the others make chunks of the batch themselves
+WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
 
 
 class SlideTrainer(Trainer):
@@ -31,22 +42,29 @@ class SlideTrainer(Trainer):
         plan_for: tuple[int, int] | None = None, choice: Choice | None = None, overlap: bool = True,
         update_in_backward: bool | None = None, **common: Any,
     ) -> None:  # fmt: skip
-        planned = gpu_memory is None or plan_for is not None
-        require(planned, "gpu_memory needs plan_for=(rows, tokens per row), the batch to plan for")
-        self._wish = {"gpu_memory": gpu_memory, "plan_for": plan_for, "choice": choice, "overlap": overlap}
-        self._in_backward_wish = update_in_backward
+        pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
+        require(gpu_memory is None or pair, f"gpu_memory needs plan_for=(rows, tokens per row), not {shown(plan_for)}")
+        require(gpu_memory is None or choice is None, "gpu_memory and choice: give one of them")
+        self._budget, self._wish = (gpu_memory, plan_for), (choice, overlap, update_in_backward)
         super().__init__(model, mode, **common)
 
     def _place(self) -> None:
+        (gpu_memory, plan_for), (choice, overlap, in_backward) = self._budget, self._wish
         together = self.max_grad_norm is not None or self.nonfinite == "skip"
-        self.late = not together if self._in_backward_wish is None else self._in_backward_wish
+        self.late = not together if in_backward is None else in_backward
         require(not (self.late and together), "update_in_backward=True with clipping or skipping; allowed: False")
+        if gpu_memory is not None:
+            if self.head == "fused" and "chunks" not in self.head_options:
+                self.head_options = {"workspace": WORKSPACE, **self.head_options}
+            held = sum(p.nbytes for p in self.model.parameters() if not p.is_cuda)  # is on the host already
+            host = host_available() * 9 // 10 + held
+            choice = choose_plan(self.work(*plan_for), parse_bytes(gpu_memory), this_machine(), host)
         self._own = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         _, self.optimizer = stream(
             self.model, make_optimizer(self.spec, self._own.values(), fused=False),
             micro_batch=self.micro_batch, layers=self.parts.layers, device=self.device,
             master_weights=self.precision.masters, moments=self.precision.moments, update_in_backward=self.late,
-            **self._wish,
+            choice=choice, overlap=overlap,
         )  # fmt: skip
         self.engine = self.optimizer._engine
         for param in self._unused():
@@ -58,6 +76,16 @@ class SlideTrainer(Trainer):
         found = [*parts.head.parameters()] * headless
         found += [parts.embed.weight] * (headless or not parts.tied)
         return [p for p in found if not p.requires_grad]
+
+    def work(self, rows: int, seq: int) -> Work:
+        """What a step of `rows` × `seq` tokens needs, for `t1lib.plan`."""
+        workspace = parse_bytes(self.head_options.get("workspace", WORKSPACE))
+        work = work_of(
+            self.model, self.spec, rows=rows, seq=seq, micro_batch=self.micro_batch, workspace=workspace,
+            together=not self.late, loss_head=self.loss == "cross_entropy", cuda=self.device.type == "cuda",
+        )  # fmt: skip
+        tokens = work.micro_tokens if self.head in BY_ROWS else work.tokens  # that the head computes at a time
+        return replace(with_head(replace(work, micro_tokens=tokens), self.head), micro_tokens=work.micro_tokens)
 
     @property
     def chosen(self) -> Choice:
@@ -74,9 +102,8 @@ class SlideTrainer(Trainer):
         return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
     def _head_loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        chunks = self.head not in ("full", "torch")  # by itself
         whole = self.micro_batch is None or self.micro_batch >= len(hidden) or not hidden.requires_grad
-        if chunks or whole:
+        if whole or self.head not in BY_ROWS:
             return super()._head_loss(hidden, targets, reduction)
         return loss_in_pieces(partial(super()._head_loss, reduction="sum"), hidden, targets, self.micro_batch)
 
@@ -93,11 +120,26 @@ class SlideTrainer(Trainer):
             self.optimizer.step()
 
     def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
-        self.engine.trace = self.trace
+        self.engine.trace, self._upcoming = self.trace, upcoming
         return super().step(batch, upcoming)
+
+    def _back(self, loss: Tensor, timer: PhaseTimer) -> Tensor:
+        if self._upcoming is not None and self.engine.outer is not None:
+            self.engine.outer.announce(lambda batch=self._upcoming: [self._checked(batch)[0]])
+        return super()._back(loss, timer)
 
     def _weight(self, name: str) -> Tensor:
         return self.engine.weight_of(self.model.get_parameter(name))
+
+    def _saved(self, name: str) -> State:
+        engine, param = self.engine, self._own[name]
+        state = engine.state_of(param, self.optimizer.rules()[0])
+        return shown_state(engine.weight_of(param), state, engine.count_of(param))
+
+    def _restore(self, name: str, saved: State) -> None:
+        engine, param = self.engine, self._own[name]
+        state = engine.state_of(param, self.optimizer.rules()[0])
+        engine.set_count(param, take_state(engine.weight_of(param), state, saved))
 
     def state_part(self, part: str) -> dict[str, dict[str, Any]]:
         self.drain()
@@ -106,12 +148,15 @@ class SlideTrainer(Trainer):
     def load_part(self, part: str, state: dict[str, Any]) -> None:
         self.drain()
         super().load_part(part, state)
+        if part == "rest":
+            self.engine.changed()
 
     def device_tensors(self) -> list[Tensor]:
-        away = {*self.engine._homes, *map(id, self._unused())}
+        engine = self.engine
+        away = {*engine._homes, *map(id, self._unused())}
         there = [p for p in self.model.parameters() if id(p) not in away]
-        state = [v for p in there for v in self.optimizer.state.get(p, {}).values()]
-        return [*there, *self.model.buffers(), *state, *self.engine.schedule.device_tensors()]
+        state = [v for p in there if not engine._travels(p) for v in self.optimizer.state.get(p, {}).values()]
+        return [*there, *self.model.buffers(), *state, *engine.schedule.device_tensors()]
 
     def drain(self) -> None:
         self.optimizer.drain()

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from t1lib.errors import require, shown
 from t1lib.models import Parts
 from t1lib.train.ranks import ALONE
-from t1lib.train.resident import state_for
-from t1lib.train.update import Precision, shown_state, take_state
+from t1lib.train.resident import restore_state, saved_state
+from t1lib.train.update import Precision, State
 
 
 class Stateful:
@@ -28,6 +28,14 @@ class Stateful:
     def _weight(self, name: str) -> Tensor:
         """This process's shard of a parameter, where it lies."""
         return self.model.get_parameter(name).data
+
+    def _saved(self, name: str) -> State:
+        """A parameter's optimizer state, this process's shard, independent of its layout."""
+        return saved_state(self.optimizer, self._own[name], self.precision)
+
+    def _restore(self, name: str, saved: State) -> None:
+        """Take over what `_saved` returned."""
+        restore_state(self.optimizer, self._own[name], saved, self.precision)
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         """Gather a whole tensor (weights or optimizer state) from the processes' shards, cut as the parameter is."""
@@ -63,15 +71,9 @@ class Stateful:
         """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; whole copies on every rank."""
         names = self.state_parts()[part]
         weights = {n: self._whole(n, self._weight(n).cpu().clone()) for n in names}
-        state = {n: self._shown(n) for n in names if n in self._own}
+        own = [n for n in names if n in self._own]
+        state = {n: {k: self._whole(n, v.cpu().clone()) for k, v in self._saved(n).items()} for n in own}
         return {"model": weights, "optimizer": state}
-
-    def _shown(self, name: str) -> dict[str, Tensor]:
-        """A parameter's optimizer state, independent of its layout here. SGD's has no count of steps."""
-        weight = self._weight(name)
-        found = shown_state(weight, state_for(self.optimizer, self._own[name], weight, self.precision))
-        counted = "betas" in self.optimizer.param_groups[0]
-        return {k: self._whole(name, v.cpu().clone()) for k, v in found.items() if counted or k != "step"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model."""
@@ -109,11 +111,9 @@ class Stateful:
         params = dict(self.model.named_parameters())
         for name in self.state_parts()[part]:
             self._write(params[name], self._part(state["model"][name]))
-            if name in self._own and state["optimizer"].get(name):
-                own, weight = self._own[name], self._weight(name)
-                held = self.optimizer.state[own] = state_for(self.optimizer, own, weight, self.precision)
-                saved = {key: self._part(value) for key, value in state["optimizer"][name].items()}
-                take_state(weight, held, {"step": 1.0} | saved, repr(name))
+            if name in self._own:
+                saved = state["optimizer"].get(name, {})
+                self._restore(name, {key: self._part(value) for key, value in saved.items()})
 
     def _write(self, param: nn.Parameter, part: Tensor) -> None:
         param.copy_(part)

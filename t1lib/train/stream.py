@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from t1lib.errors import T1Error, is_whole, require, shown
+from t1lib.heads import parse_bytes
 from t1lib.plan.cost import Choice
-from t1lib.train.engine import Engine
+from t1lib.train.engine import Engine, check_choice
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
 from t1lib.train.update import Precision
 
@@ -60,12 +61,18 @@ def stream(
     whole = micro_batch is None or is_whole(micro_batch, 1)
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)
+    budget = None if gpu_memory is None else parse_bytes(gpu_memory)
+    pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
+    require(plan_for is None or pair, f"plan_for={shown(plan_for)}; allowed: (rows, tokens per row), each 1 or more")
     stack = stack_of(model) if layers is None else layers
     own = isinstance(stack, nn.ModuleList) and any(m is stack for m in model.modules())
     require(own and len(stack) > 0, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's")
+    if choice is not None:
+        check_choice(choice, len(stack))
+        require(budget is None, "gpu_memory and choice: give one of them")
     engine = Engine(
         model, optimizer, stack, usable(device), Precision(master_weights, moments), micro_batch, update_in_backward,
-        overlap, (gpu_memory, plan_for, choice),
+        overlap, (budget, plan_for, choice),
     )  # fmt: skip
     return model, engine.optimizer
 

@@ -31,10 +31,12 @@ class Marks(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements of a flat buffer that are updated by the rule of one parameter group."""
+    """Elements of a flat buffer that are updated by the rule of one parameter group; count: updates so far, including
+    the coming one."""
 
     at: slice
     group: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,12 @@ class Traveller:
     """What one update covers, such as a layer: its optimizer state by key, and its weights, flat on the host.
 
     weights      None: they are on the device only
-    spans        parts of the buffers and their parameter groups, in order
     number       the layer's, for the trace
     size         elements per piece, for which a slot has room
     """
 
     state: dict[str, Tensor]
     weights: Tensor | None
-    spans: Sequence[Span]
     number: int
     size: int
 
@@ -57,30 +57,25 @@ class Traveller:
     def pieces(self) -> list["Piece"]:
         """The buffers cut into pieces of at most `size` elements."""
         held = self.state | ({} if self.weights is None else {"weight": self.weights})
-        numel, found = len(next(iter(held.values()))), []
-        for start in range(0, numel, self.size):
-            at = slice(start, min(start + self.size, numel))
-            inside = [Span(slice(max(s.start, at.start), min(s.stop, at.stop)), g) for s, g in self.spans]
-            inside = [Span(slice(s.start - start, s.stop - start), g) for s, g in inside if s.start < s.stop]
-            found.append(Piece(at, {key: flat[at] for key, flat in held.items()}, inside))
-        return found
+        numel = len(next(iter(held.values())))
+        cuts = [slice(start, min(start + self.size, numel)) for start in range(0, numel, self.size)]
+        return [Piece(at, {key: flat[at] for key, flat in held.items()}) for at in cuts]
 
 
 class Piece(NamedTuple):
-    """A range of a traveller's elements, the host tensors that hold them, by key, and its spans, within the range."""
+    """A range of a traveller's elements, and the host tensors that hold them, by key."""
 
     at: slice
     held: dict[str, Tensor]
-    spans: list[Span]
 
 
 class Update(NamedTuple):
-    """An update to be made: gradients (flat; on the host they come in with the state), the groups' rules, updates so
-    far including this one, the gradients' factor, and marks to wait for before gradients and factor are read."""
+    """An update to be made: gradients (flat; on the host they come in with the state), what of them to apply, by which
+    groups' rules, the gradients' factor, and marks to wait for before gradients and factor are read."""
 
     grads: Tensor
+    spans: list[Span]
     rules: list[Rule]
-    count: int
     scale: Tensor | float
     known: Sequence[Mark]
 
@@ -173,9 +168,12 @@ class Travel:
         """Update the weights, in their place in `onto` if they are there, and copy them where else they belong."""
         weight = onto if there else slot["weight"]
         state = {key: slot[key] for key in piece.held if key != "weight"}
-        for at, group in piece.spans:
-            parts = {key: flat[at] for key, flat in state.items()}
-            update([weight[at]], [grad[at]], [parts], given.rules[group], given.count, given.scale, self._scratch)
+        start, stop = piece.at.start, piece.at.stop
+        for whole, group, count in given.spans:
+            at = slice(max(whole.start, start) - start, min(whole.stop, stop) - start)
+            if at.start < at.stop:
+                parts = {key: flat[at] for key, flat in state.items()}
+                update([weight[at]], [grad[at]], [parts], given.rules[group], count, given.scale, self._scratch)
         if there and "weight" in piece.held:
             slot["weight"].copy_(weight)
         elif not there and onto is not None:

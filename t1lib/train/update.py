@@ -72,8 +72,8 @@ def rule_of(group: dict[str, Any]) -> Rule:
 
 
 def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
-    """Fresh state of a parameter, on its device."""
-    state = {"step": torch.zeros(())} if "betas" in rule else {}
+    """Fresh state of a parameter, on its device. (How many updates it has seen is counted apart.)"""
+    state = {}
     for key, dtype in precision.kinds(param, rule).items():
         state[key] = param.detach().float() if key == "master" else torch.zeros_like(param, dtype=dtype)
     return state
@@ -86,7 +86,7 @@ def update(
 ) -> None:  # fmt: skip
     """Update tensors and their states in place; gradients may be overwritten.
 
-    count   updates of these tensors so far, including this one (their "step" is left alone)
+    count   updates of these tensors so far, including this one
     scale   factor of the gradients
     """
     wide = [i for i, state in enumerate(states) if state.keys() & {"master", "low"}]
@@ -131,7 +131,7 @@ def _wide(
     weight: Tensor, grad: Tensor, state: State, rule: Rule, count: int, scale: Tensor | float, scratch: Scratch
 ) -> None:
     """Update a flat 16-bit tensor that has a master: with one kernel, or piece by piece."""
-    flat = {k: v.view(-1) for k, v in state.items() if k != "step"}
+    flat = {k: v.view(-1) for k, v in state.items()}
     if "betas" in rule and has_kernel(weight):
         adamw_(weight, grad, flat, rule, count, scale)
         return
@@ -169,33 +169,49 @@ def _host_norm(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.dot(piece, piece) for piece in wide]).sum().sqrt()
 
 
-def shown_state(param: Tensor, state: State) -> State:
-    """A parameter's state as `state_dict` shows it: independent of how masters are stored."""
+def shown_state(weight: Tensor, state: State, count: int) -> State:
+    """A parameter's state as `state_dict` shows it: as `torch.optim` does, and independent of how masters are kept."""
     found = {k: v for k, v in state.items() if k != "low"}
     if "low" in state:
-        found["master"] = join(param.detach(), state["low"])
-    return found
+        found["master"] = join(weight.detach().to(state["low"].device), state["low"])
+    return {"step": torch.tensor(float(count)), **found} if "exp_avg" in state else found
+
+
+def check_state(weight: Tensor, state: State, saved: State, name: str) -> None:
+    """Raise `T1Error` unless `saved`, as `shown_state` or PyTorch's optimizers give it, fits into `state`."""
+    saved = {k: v for k, v in saved.items() if v is not None}
+    foreign = saved.keys() - state.keys() - {"master", "step"}
+    require(not foreign, f"the state of {name} has {', '.join(sorted(foreign))}: it is another optimizer's")
+    needed = (state.keys() | ({"step"} if "exp_avg" in state else set())) - {"low", "master"}
+    lacking = needed - saved.keys() if saved else set()
+    require(not lacking, f"the state of {name} lacks {', '.join(sorted(lacking))}")
+    for key in (state.keys() | {"master"}) & saved.keys():
+        shape = tuple(getattr(saved[key], "shape", ()))
+        require(shape == tuple(weight.shape), f"{key} of {name} has shape {shape}; allowed: {tuple(weight.shape)}")
 
 
 @torch.no_grad()
-def take_state(param: Tensor, state: State, saved: State, name: str) -> None:
-    """Copy a saved state, as `shown_state` gives it or as PyTorch's optimizers keep it, into `state`.
+def take_state(weight: Tensor, state: State, saved: State) -> int:
+    """Copy a saved state, which must have passed `check_state`, into `state`; returns how many updates it has seen.
 
-    Raises `T1Error`, before any change, for missing or foreign keys and for other shapes. A master that is missing is
-    made of the parameter, as when training goes on from a plain optimizer's state.
+    A weight follows the master that comes with it. A master that is missing is made of the weight, and what else is
+    missing starts anew, as when training begins, or goes on from a plain optimizer's state.
     """
-    foreign = saved.keys() - state.keys() - {"master", "low", "step"}
-    require(not foreign, f"the state of {name} has {', '.join(sorted(foreign))}: it is another optimizer's")
-    lacking = state.keys() - saved.keys() - {"low", "master"}
-    require(not lacking, f"the state of {name} lacks {', '.join(sorted(lacking))}")
-    for key in state.keys() & saved.keys() - {"step"}:
-        shape = tuple(getattr(saved[key], "shape", ()))
-        require(shape == tuple(param.shape), f"{key} of {name} has shape {shape}; allowed: {tuple(param.shape)}")
-    for key, value in state.items():
-        if key == "step":
-            value.fill_(float(saved[key]))
-        elif key == "low":
-            master = saved.get("master", param).to(value.device, torch.float32, copy=True)
-            split(master, param.data, value)
+    saved = {k: v for k, v in saved.items() if v is not None}
+    if "master" in saved and state.keys() & {"master", "low"}:
+        master = saved["master"].to(torch.float32, copy=True)
+        high, low = torch.empty(weight.shape, dtype=weight.dtype), torch.empty(weight.shape, dtype=torch.int16)
+        if "low" in state:
+            split(master.cpu(), high, low)
+            state["low"].copy_(low)
         else:
-            value.copy_(saved.get(key, param))
+            state["master"].copy_(master)
+            high = master
+        weight.copy_(high)
+    elif "low" in state:
+        state["low"].zero_()
+    elif "master" in state:
+        state["master"].copy_(weight)
+    for key in state.keys() - {"master", "low"}:
+        state[key].zero_() if key not in saved else state[key].copy_(saved[key])
+    return int(saved.get("step", 1 if "momentum_buffer" in saved else 0))
