@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from t1lib.machine import Machine
+from t1lib.train.models import layer_arguments, split
 from t1lib.work import Work, saved_bytes, work_of
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -13,7 +14,6 @@ from t1lib import plan
 from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice, choose_plan, device_bytes, host_bytes, reserved_bytes, step_ms
 from t1lib.train import OptimizerSpec, build_model, make_trainer, placement
-from t1lib.train.models import layer_arguments, split
 
 WORK = Work(
     layers=28, layer=50_000_000, outer=311_000_000, hidden=2048, itemsize=2, saved=113_000, state=12, tokens=16384,

@@ -9,6 +9,8 @@ import pytest
 import torch
 from t1lib.machine import H200, Machine
 from t1lib.planner import Setting, predict, recommended
+from t1lib.train.models import shape_only
+from t1lib.train.spec import OptimizerSpec
 from t1lib.work import head_bytes, with_head, work_of
 
 from t1lib import machine, models, planner, work
@@ -18,8 +20,6 @@ from t1lib.heads.fused_plan import Device
 from t1lib.measure.memory import GIB
 from t1lib.plan import choose_plan
 from t1lib.train import build_model, make_trainer
-from t1lib.train.models import shape_only
-from t1lib.train.spec import OptimizerSpec
 
 SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)
 

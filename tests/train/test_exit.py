@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
+from t1lib.train.pipeline import Pipeline
 
 from t1lib.train import OptimizerSpec, build_model, make_trainer
-from t1lib.train.pipeline import Pipeline
 
 SCRIPT = """
 import torch
