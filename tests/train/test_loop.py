@@ -6,15 +6,15 @@ import pytest
 import torch
 from loop_cases import EVERYTHING, OPTIMIZERS, assert_same, model, ragged, run
 from torch import nn
-from torch.nn import functional as F
 
 from t1lib.errors import T1Error
-from t1lib.heads import next_token_targets
+from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer, slide
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = OPTIMIZERS["adamw"]
 ON_CPU = [mode for mode in MODES if mode != "gpu-graph"]
 OTHERS = [mode for mode in ON_CPU if mode != "gpu"]
@@ -40,21 +40,20 @@ def test_same_bits_in_float64_and_with_masters(mode):
 
 
 def test_a_plain_loop_gives_the_same_bits():
-    """Written with PyTorch and transformers alone."""
+    """Written with PyTorch, transformers and a head alone."""
     plain, data = model(), ragged()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=ADAMW.lr, weight_decay=ADAMW.weight_decay)
     expected = []
     for step, batch in enumerate(data):
         hidden = plain.model(input_ids=batch["input_ids"]).last_hidden_state
-        logits = F.linear(hidden, plain.lm_head.weight).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), next_token_targets(batch["labels"]).flatten())
+        loss = linear_cross_entropy(hidden, plain.lm_head.weight, next_token_targets(batch["labels"]), head="full")
         loss.backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.param_groups[0]["lr"] = ADAMW.lr * CLIPPED["schedule"](step)
         optimizer.step()
         optimizer.zero_grad()
-        expected.append((float(loss), float(norm)))
-    found, state = run(make_trainer(model(), "gpu", optimizer=ADAMW, head="torch", **CLIPPED), data)
+        expected.append((loss.item(), norm.item()))
+    found, state = run(make_trainer(model(), "gpu", optimizer=ADAMW, head="full", **CLIPPED), data)
     assert found == expected
     assert all(torch.equal(p, state["model"][n]) for n, p in plain.named_parameters())
 
@@ -63,7 +62,7 @@ def test_a_plain_loop_gives_the_same_bits():
 @pytest.mark.parametrize("mode", ON_CPU)
 def test_micro_batches_add_up_to_the_batch(mode, head):
     """The mean is over all tokens that count, however many of them a micro-batch has."""
-    spec = OptimizerSpec("sgd", lr=1.0)
+    spec = OptimizerSpec("sgd", lr=0.1)
     whole, parts = (make_trainer(model(), mode, optimizer=spec, head=head, micro_batch=rows) for rows in (None, 2))
     for batch in ragged(3):
         one, other = whole.step(batch), parts.step(batch)
@@ -109,10 +108,11 @@ def test_the_batch_that_is_announced_may_be_another_one():
         assert trainers[0].step(batch, upcoming).loss == trainers[1].step(batch).loss
 
 
-def test_a_budget_chooses_and_is_kept_to():
-    trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), optimizer=ADAMW)
-    assert isinstance(trainer.chosen, Choice)
-    found, expected = run(trainer), run(make_trainer(model(), "gpu", optimizer=ADAMW))
+def test_a_budget_chooses_what_is_kept_where():
+    options = {"optimizer": ADAMW, "head": "full"}
+    trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), **options)
+    assert trainer.chosen != Choice()
+    found, expected = run(trainer), run(make_trainer(model(), "gpu", **options))
     assert found[0] == expected[0]
 
 
