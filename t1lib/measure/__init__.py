@@ -14,7 +14,8 @@ Tools for measuring any training loop:
 from t1lib.measure.environment import environment
 from t1lib.measure.floors import Link, measure_link, three_products_ms
 from t1lib.measure.memory import AllocatorTimeline, HostPeak, Peak, pinned_bytes
-from t1lib.measure.timing import PhaseTimer, Span, Trace, interleaved_ms
+from t1lib.measure.timing import interleaved_ms
+from t1lib.timing import PhaseTimer, Span, Trace
 
 __all__ = [
     "AllocatorTimeline",

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from t1lib.measure.memory import pinned_zeros
-from t1lib.measure.timing import LeadIn, PhaseTimer, interleaved_ms, median_ms, settle, synchronize
+from t1lib.measure.timing import LeadIn, interleaved_ms, median_ms, settle
+from t1lib.timing import PhaseTimer, synchronize
 
 
 @dataclass(frozen=True)

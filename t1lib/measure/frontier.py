@@ -11,13 +11,13 @@ from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory
+from t1lib.measure.session import TrainSession
+from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
 from t1lib.plan.predict import Prediction, Setting, predict_point
 from t1lib.plan.rates import Machine
-from t1lib.train import OptimizerSpec
-from t1lib.train.session import TrainSession
 
-LEAN = {"slots": 2, "inputs": "host", "outer": "host"}  # slide's smallest plan, the same for every row length
+LEAN = Choice(slots=2, inputs="host", outer="host")  # slide's smallest plan, the same for every row length
 NARROW = {"moments": "bfloat16", "split_master": True}
 POSITIONS = "max_position_embeddings"
 # Seconds. A step predicted to take longer than the first is measured only once. It gets no warm-up if it takes longer
@@ -37,7 +37,7 @@ class Frontier:
     longest    seconds; points whose step is predicted to take longer are skipped
     within     seconds for all points; those that would end later are skipped
     steps      measured at each point, after `warmup` others; fewer if a step is predicted to take long (`LONG`)
-    update     where slide's layers are updated, as for `SlideTrainer`
+    host_share share of slide's layers that the CPU updates
     narrow     models with narrow optimizer state: 16-bit moments, masters stored as the bits that the weights lack
     """
 
@@ -53,18 +53,17 @@ class Frontier:
     steps: int
     warmup: int
     beyond: float = 1.05
-    update: str = "auto"
+    host_share: float = 0.0
     narrow: tuple[str, ...] = ()
     within: float = inf
 
     def settings(self, model: str, mode: str) -> dict[str, Any]:
         """Arguments of a `TrainSession` for this model and mode."""
         session, own = self.session, {}
-        if mode == "slide":
-            own = LEAN | {"update": self.update}
         if model in self.narrow:
             session = session | {"optimizer": session["optimizer"] | NARROW}
-            own |= {"slots": 3} if mode == "slide" else {}  # a device update reads the weights in their slot
+        if mode == "slide":  # without whole masters, a device update reads the weights in their slot
+            own["choice"] = replace(LEAN, slots=LEAN.slots + (model in self.narrow), host_share=self.host_share)
         changes = {POSITIONS: max(self.lengths)}
         return session | dict(model=model, mode=mode, batch=1, seq=self.lengths[0], changes=changes) | own
 
@@ -73,8 +72,7 @@ class Frontier:
         spec, workspace = OptimizerSpec(**given["optimizer"]), parse_bytes(self.workspace)
         setting = Setting(model, 1, seq, None, given["dtype"], spec, workspace, False, given["changes"])
         setting = replace(setting, cuda=given["device"] == "cuda")
-        lean = {name: given[name] for name in LEAN} if mode == "slide" else None
-        return predict_point(setting, mode, head, machine, Choice(**lean or {}))
+        return predict_point(setting, mode, head, machine, given.get("choice", LEAN))
 
 
 def measure_frontier(records: Records, frontier: Frontier, machine: Machine) -> None:

@@ -18,7 +18,8 @@ from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.relative import relative_error
 from t1lib.measure.softmax import sparsity
-from t1lib.measure.timing import LeadIn, phases_ms, rounds, synchronize, time_ms
+from t1lib.measure.timing import LeadIn, phases_ms, rounds, time_ms
+from t1lib.timing import synchronize
 
 REFERENCES = ("float64", "float32")
 CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference

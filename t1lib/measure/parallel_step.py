@@ -30,7 +30,7 @@ def measure_step(
     session     further arguments of `TrainSession`
     """
     # Imported here so that the notebook, which only passes this function on, does not need transformers.
-    from t1lib.train.session import TrainSession
+    from t1lib.measure.session import TrainSession
 
     session |= {"mode": mode, "device": str(device)}
     ranks = dist.get_world_size()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records
-from t1lib.measure.timing import Span
+from t1lib.timing import Span
 
 
 def add_step(records: Records, variant: str, phase: str, step: int, record: object) -> None:

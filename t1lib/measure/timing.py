@@ -1,151 +1,16 @@
-"""Timers of a step and its phases, and spans of work on parallel lanes.
-
-On a CUDA device a mark is an event on the current stream, so nothing waits until
-the step is over. On a CPU, where work is done when the call returns, a mark is
-a clock reading.
-"""
+"""Times of functions, behind queued work and in turns."""
 
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
 import torch
 
-Mark = torch.cuda.Event | float
+from t1lib.timing import PhaseTimer, between_ms, mark_now, synchronize
+
 T = TypeVar("T")
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on `device`; does nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _mark(device: torch.device, stream: "torch.cuda.Stream | None" = None) -> Mark:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream or torch.cuda.current_stream(device))
-    return event
-
-
-def _between_ms(start: Mark, end: Mark) -> float:
-    if isinstance(start, float):
-        return (end - start) * 1e3
-    return start.elapsed_time(end)
-
-
-class PhaseTimer:
-    """Wall time of a step and of its consecutive phases.
-
-        timer = PhaseTimer(device)
-        …forward…;  timer.mark("forward")
-        …backward…; timer.mark("backward")
-        wall_ms, phases = timer.stop()
-
-    `stop` waits once, for the work queued on the current stream (slide's copies that continue into the next step are on
-    other streams); `mark` never waits. All times are in ms.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = device = torch.device(device)
-        self._wall = time.perf_counter()
-        self._marks: list[tuple[str, Mark]] = [("start", _mark(device))]
-
-    def mark(self, phase: str) -> None:
-        """End the current phase and name it `phase`."""
-        self._marks.append((phase, _mark(self.device)))
-
-    def stop(self) -> tuple[float, dict[str, float]]:
-        """Wait; return the wall time and the time of each phase in ms (phases of the same name are summed)."""
-        done = _mark(self.device)
-        if isinstance(done, torch.cuda.Event):
-            done.synchronize()
-        wall = (time.perf_counter() - self._wall) * 1e3
-        phases: dict[str, float] = {}
-        for (_, start), (name, end) in zip(self._marks, self._marks[1:], strict=False):
-            phases[name] = phases.get(name, 0.0) + _between_ms(start, end)
-        return wall, phases
-
-
-@dataclass
-class Span:
-    """One piece of work: `lane` (compute, in, out, update), `phase`, `layer`; start and end in ms of the trace."""
-
-    lane: str
-    phase: str
-    layer: int
-    start: float
-    end: float
-
-
-@dataclass
-class Trace:
-    """Spans of one instrumented step, on device lanes (CUDA events) and host lanes (clock), with a common zero."""
-
-    device: torch.device
-    _open: dict[tuple[str, str, int], Mark] = field(default_factory=dict)
-    _closed: list[tuple[str, str, int, Mark, Mark]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        synchronize(self.device)  # so that the event and the clock below mark the same instant
-        self._clock = time.perf_counter()
-        self._zero = _mark(self.device)
-
-    def begin(self, lane: str, phase: str, layer: int) -> None:
-        self._open[lane, phase, layer] = _mark(self.device)
-
-    def end(self, lane: str, phase: str, layer: int) -> None:
-        start = self._open.pop((lane, phase, layer), None)
-        if start is not None:
-            self._closed.append((lane, phase, layer, start, _mark(self.device)))
-
-    @contextmanager
-    def span(self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None) -> Iterator[None]:
-        """A span of device work on `stream` (default: the current one)."""
-        start = _mark(self.device, stream)
-        try:
-            yield
-        finally:  # PyTorch's checkpointing stops a recomputation early by raising an exception
-            self._closed.append((lane, phase, layer, start, _mark(self.device, stream)))
-
-    @contextmanager
-    def host_span(self, lane: str, phase: str, layer: int) -> Iterator[None]:
-        """A span of work on the host, measured by the clock; may be used from any thread."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._closed.append((lane, phase, layer, start, time.perf_counter()))
-
-    def spans(self) -> list[Span]:
-        """Synchronise and return all finished spans, ordered by start."""
-        synchronize(self.device)
-
-        def ms(mark: Mark) -> float:
-            if isinstance(mark, float):
-                return (mark - self._clock) * 1e3
-            return self._zero.elapsed_time(mark)
-
-        spans = [Span(lane, phase, layer, ms(a), ms(b)) for lane, phase, layer, a, b in self._closed]
-        return sorted(spans, key=lambda s: s.start)
-
-
-class NoTrace:
-    """For the clean pass: stands in for a `Trace` and records nothing."""
-
-    def begin(self, lane: str, phase: str, layer: int) -> None: ...
-
-    def end(self, lane: str, phase: str, layer: int) -> None: ...
-
-    def span(self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None) -> nullcontext:
-        return nullcontext()
-
-    host_span = span
 
 
 class LeadIn:
@@ -182,11 +47,11 @@ def settle(device: torch.device, lead: LeadIn | None = None) -> None:
 def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn | None = None) -> float:
     """Time of one call in ms, from an idle device (or the end of the lead-in) until the device is idle again."""
     settle(device, lead)
-    start = _mark(device)
+    start = mark_now(device)
     function()
-    end = _mark(device)
+    end = mark_now(device)
     synchronize(device)
-    return _between_ms(start, end)
+    return between_ms(start, end)
 
 
 def phases_ms(

@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
     add("--seq", type=int, default=512, help="tokens a row (default: 512)")
     add("--batch", type=int, default=16, help="rows a step (default: 16)")
     add("--micro-batch", type=int, help="rows computed at a time (default: all)")
-    add("--mode", default="gpu", help="gpu, ckpt, slide, or, in many processes by torchrun, too: fsdp (default: gpu)")
+    add("--mode", default="gpu", help="gpu, gpu-graph, ckpt, slide, or fsdp, the one for many processes (default: gpu)")
     add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
     add("--workspace", help="of the head, such as 256MiB")
     add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")

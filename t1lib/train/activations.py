@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
-from t1lib.train.lanes import Lane, Mark, NoTrace
+from t1lib.timing import NoTrace
+from t1lib.train.lanes import Lane, Mark
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """A batch of token ids: checked against the model, and split into micro-batches."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ class Piece:
     ids: Tensor
     targets: Tensor
     total: int | None = None
+
+    def to(self, device: torch.device) -> "Piece":
+        return Piece(self.ids.to(device), self.targets.to(device), self.total)
 
 
 def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Tensor, Tensor]:
@@ -82,3 +86,31 @@ def dealt(ids: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, T
     missing = each - len(ids)
     filling = ids.new_zeros(missing, ids.shape[1]), targets.new_full((missing, ids.shape[1]), -100)
     return torch.cat([ids, filling[0]]), torch.cat([targets, filling[1]])
+
+
+def loss_in_pieces(loss: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """The mean loss of hidden states (B, S, D), `rows` rows at a time. The gradients of a piece are made together with
+    its loss, so that only its own logits exist; those of parameters are added to their `grad` at once.
+
+    loss   the sum of the losses of some rows, given their targets
+    """
+    return _InPieces.apply(hidden, loss, targets, rows)
+
+
+class _InPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Any, targets: Tensor, rows: int) -> Tensor:
+        count, total, grads = (targets != -100).sum(), hidden.new_zeros((), dtype=torch.float32), []
+        for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                part = loss(x, y) / count
+                part.backward()
+            total += part.detach()
+            grads.append(x.grad)
+        ctx.save_for_backward(torch.cat(grads))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.saved_tensors[0] * grad, None, None, None

@@ -21,7 +21,7 @@ import torch
 
 from t1lib.errors import T1Error, require
 from t1lib.files import read_signed, remove, signed, sync, writing
-from t1lib.train.trainer import Trainer
+from t1lib.train.loop import Trainer
 
 META = "checkpoint.json"
 KINDS = ("model", "optimizer")

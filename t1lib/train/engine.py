@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from t1lib.errors import T1Error, require
 from t1lib.memory import trim_heap
 from t1lib.plan.cost import Choice, updated_by_host
 from t1lib.plan.work import launch_bound
+from t1lib.timing import NoTrace
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
 from t1lib.train.graphs import LayerGraphs
-from t1lib.train.lanes import NoTrace, uninterrupted
+from t1lib.train.lanes import uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
 from t1lib.train.outer import Outer
@@ -122,6 +124,7 @@ class Engine:
                 self.optimizer.state[held.param] = held.state
         lanes = self.schedule.inward, self.schedule.outward
         self._inputs = Inputs(self.device, *lanes, lambda: self.trace) if choice.inputs == "host" else None
+        self._recomputation = Recomputation(whole=not all(isinstance(f, MethodType) for f in self._forwards))
         before, self.optimizer._before = self.optimizer._before, None
         self.optimizer.check(before)
         self.optimizer.take_over(before)

@@ -6,25 +6,29 @@ are summed over all processes as they become available, and at the end each proc
 recomputed in the backward, as in mode `ckpt`. In one process with offload, this is the usual alternative on one GPU.
 """
 
+import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from t1lib.errors import choose
-from t1lib.measure.timing import PhaseTimer
-from t1lib.train.batch import Piece
-from t1lib.train.resident import CkptTrainer
-from t1lib.train.several import Several
+from t1lib.errors import choose, require
+from t1lib.timing import PhaseTimer
+from t1lib.train.batch import Piece, counted, dealt, pieces_of
+from t1lib.train.loop import Trainer
+from t1lib.train.ranks import join, own_device, world
+from t1lib.train.wrap import wrap_layers
 
 COMPUTE = ("float32", "bfloat16")
+ALIKE = ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite", "head", "head_options", "spec")
 
 
-class FsdpTrainer(Several, CkptTrainer):
+class FsdpTrainer(Trainer):
     """FSDP2 over all processes of `torch.distributed`'s group. If there is none, it is created: of the processes that
     torchrun started, else of this one alone. Arguments beyond `Trainer`'s, the same on every rank:
 
@@ -37,14 +41,13 @@ class FsdpTrainer(Several, CkptTrainer):
     they are reduced only after the last micro-batch; until then each device holds them unsharded.
     """
 
-    mode = "fsdp"
-
     def __init__(
-        self, model: PreTrainedModel, *, offload: bool = True, compute_dtype: str | None = None, **common: Any
-    ) -> None:
-        self._offload = offload
+        self, model: PreTrainedModel, mode: str = "fsdp", *, offload: bool = True, compute_dtype: str | None = None,
+        **common: Any,
+    ) -> None:  # fmt: skip
+        self._offload, self._own_group = offload, False
         self._compute_dtype = None if compute_dtype is None else choose("compute_dtype", compute_dtype, COMPUTE)
-        super().__init__(model, **common)
+        super().__init__(model, mode, **common)
 
     def _place(self) -> None:
         self._meet()
@@ -52,6 +55,7 @@ class FsdpTrainer(Several, CkptTrainer):
         on_host = self._offload and self.device.type == "cuda"
         policy = {"offload_policy": CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()}
         policy["mp_policy"] = self._precision()
+        wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         for layer in self.parts.layers:
             fully_shard(layer, mesh=mesh, **policy)
         fully_shard(self.model, mesh=mesh, **policy)
@@ -62,6 +66,23 @@ class FsdpTrainer(Several, CkptTrainer):
                 module.set_force_sum_reduction_for_comms(True)
             for name, buffer in module.named_buffers(recurse=False):  # FSDP moves parameters only
                 setattr(module, name, buffer.to(self.device))
+        self.model.forward = self._share  # FSDP gathers embedding, norm and head when the model is called
+        trained = (n for n, p in self.model.named_parameters() if p.requires_grad)
+        self._own = {n: nn.Parameter(self._weight(n)) for n in trained}
+        self.optimizer = self._resident_optimizer(kit=on_host)
+
+    def _meet(self) -> None:
+        """Join the process group, creating it if there is none, and check that all ranks have the same model."""
+        self._own_group = not dist.is_initialized()
+        if self._own_group:
+            join(self.device.type == "cuda")
+        self.ranks, self.device = world(self.device), own_device(self.device)
+        facts = {name: getattr(self, name) for name in ALIKE} | {"device": self.device.type}
+        facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype}
+        params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in self.model.named_parameters()}
+        values = [digest_of(p.cpu()) for p in self.model.parameters()]
+        facts |= {"the model's parameters": _digest(params), "the model's weights": _digest(values)}
+        self.ranks.agree(facts)
 
     def _precision(self) -> MixedPrecisionPolicy:
         compute = None if self._compute_dtype is None else getattr(torch, self._compute_dtype)
@@ -69,17 +90,15 @@ class FsdpTrainer(Several, CkptTrainer):
         adds = torch.float32 if narrow and not self.ranks.alone else None
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=adds)
 
-    def _own_facts(self) -> dict[str, Any]:
-        return {"offload": self._offload, "compute_dtype": self._compute_dtype}
-
     # -- sharded weights, gradients and state ----------------------------------------------------------------------
 
-    def _local(self, tensor: Tensor) -> Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    def _weight(self, name: str) -> Tensor:
+        return _local(self.model.get_parameter(name).data)
 
-    def _whole(self, param: Tensor, part: Tensor) -> Tensor:
+    def _whole(self, name: str, part: Tensor) -> Tensor:
         if self.ranks.alone or part.dim() == 0:
             return part
+        param = self.model.get_parameter(name)
         like = {"shape": param.shape, "stride": param.stride(), "run_check": False}
         dealt_out = DTensor.from_local(part.to(self.device), param.device_mesh, param.placements, **like)
         return dealt_out.full_tensor().cpu()
@@ -90,47 +109,88 @@ class FsdpTrainer(Several, CkptTrainer):
         parts = whole.chunk(self.ranks.size)  # fewer than ranks if there are too few rows
         return parts[self.ranks.rank] if self.ranks.rank < len(parts) else whole[:0]
 
+    def _write(self, param: nn.Parameter, part: Tensor) -> None:
+        _local(param.data).copy_(part)
+
     def device_tensors(self) -> list[Tensor]:
-        return [self._local(t) for t in super().device_tensors()]
+        return [_local(t) for t in super().device_tensors()]
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def evaluate(self, batch: dict[str, Tensor]) -> float:
-        found = super().evaluate(batch)
-        self.model.reshard()  # by itself, FSDP would do it only in a backward
-        return found
+    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
+        if self.ranks.alone:
+            return super()._pieces(batch)
+        found: list[Tensor] = []
 
-    def _intercept(self) -> None:
-        super()._intercept()
-        self.model.forward = self._piece_loss  # FSDP gathers embedding, norm and head when the model is called
+        def look() -> tuple[str, float]:
+            found.extend(self._checked(batch))
+            return repr([(t.shape, digest_of(t.cpu())) for t in found]), self.schedule(self.steps)
+
+        batches, factors = zip(*self.ranks.share(look), strict=True)
+        same = len(set(batches)) == 1
+        require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
+        same = len(set(factors)) == 1
+        require(same, f"the ranks' schedules differ in step {self.steps}: factors {', '.join(map(str, factors))}")
+        rows, size = len(found[0]), self.ranks.size
+        training = torch.is_grad_enabled()  # `evaluate` may leave ranks without a row
+        require(rows >= size or not training, f"a batch of {rows} rows for {size} processes; allowed: {size} or more")
+        even = rows % size == 0 or self.loss == "cross_entropy"
+        require(even, f"a batch of {rows} rows for {size} processes; 'mean_square' allows a multiple of {size}")
+        total = counted(found[1], self._width)
+        pieces = pieces_of(*dealt(*found, self.ranks.rank, size), self.micro_batch, total=total)
+        return [piece.to(self.device) for piece in pieces]
+
+    def _share(self, piece: Piece, timer: PhaseTimer) -> Tensor:
+        return super()._piece_loss(piece, timer)
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
-        hidden = self._hidden(self._embed(piece))
-        timer.mark("forward")
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _: timer.mark("head_backward"))
-        return self._loss(hidden, piece, timer)
-
-    def _losses(self, pieces: list[Piece], timer: PhaseTimer) -> Any:
-        return (self.model(piece, timer) for piece in pieces)
+        return self.model(piece, timer)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
         total = torch.zeros((), device=self.device)
         for number, piece in enumerate(pieces, 1):
             self.model.set_requires_gradient_sync(number == len(pieces) or not self._defers)
-            total += self._back(self.model(piece, timer))
-            timer.mark("backward")
-        self.trace.end("compute", "backward", 0)
+            total += self._back(self._piece_loss(piece, timer), timer)
+        for name, shard in self._own.items():
+            grad = self.model.get_parameter(name).grad
+            shard.grad = None if grad is None else _local(grad)
         return self.ranks.sum(total, self.device)
 
-    def _norm(self, norms: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
+    def _zero_grad(self) -> None:
+        super()._zero_grad()
+        for shard in self._own.values():
+            shard.grad = None
+
+    def _total(self, norms: list[Tensor]) -> Tensor:
         if not self.ranks.alone:  # so far these are norms of the local shards
-            here = torch.stack(list(norms.values()))
-            whole = self.ranks.sum(here.double().square(), self.device).sqrt().to(here.dtype)
-            norms = dict(zip(norms, whole.unbind(), strict=True))
-        return super()._norm(norms)
+            here = torch.stack(norms)
+            norms = list(self.ranks.sum(here.double().square(), self.device).sqrt().to(here.dtype).unbind())
+        return super()._total(norms)
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> float:
+        """The batch's loss, without training on it."""
+        mine = torch.tensor(super().evaluate(batch), dtype=torch.float64)
+        self.model.reshard()  # by itself, FSDP would do it only in a backward
+        return float(self.ranks.sum(mine, self.device))
 
     def close(self) -> None:
         self.model.__dict__.pop("forward", None)
         super().close()
+        if self._own_group:
+            dist.destroy_process_group()
+            self._own_group = False
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _digest(thing: Any) -> str:
+    return hashlib.sha256(repr(thing).encode()).hexdigest()[:16]
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Digest of a CPU tensor; equal for tensors of one dtype that hold bitwise the same values in the same order."""
+    flat = tensor.detach().flatten().contiguous()
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()[:16]

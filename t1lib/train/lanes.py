@@ -17,19 +17,6 @@ Mark = torch.cuda.Event | None  # a point in a lane's work; None: there is nothi
 SPARE = 2  # cores that updates leave to the threads that launch kernels, if there are many cores
 
 
-class NoTrace:
-    """Stands in for a `t1lib.measure.timing.Trace`, and records nothing."""
-
-    def span(self, lane: str, phase: str, layer: int, stream: "torch.cuda.Stream | None" = None) -> nullcontext:
-        return nullcontext()
-
-    host_span = span
-
-    def begin(self, lane: str, phase: str, layer: int) -> None: ...
-
-    def end(self, lane: str, phase: str, layer: int) -> None: ...
-
-
 class Lane:
     """An ordered queue of device work: a CUDA stream of its own, or the current one; on a CPU, work is done at once.
 

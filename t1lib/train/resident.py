@@ -1,28 +1,69 @@
-"""The two trainers that keep the whole model on the device: `gpu` and `ckpt`."""
+"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import nn
 
-from t1lib.train.trainer import Trainer
-
-
-class GpuTrainer(Trainer):
-    """Mode `gpu`: weights, gradients, optimizer state and activations all on the device. The plain reference."""
-
-    mode = "gpu"
-
-    def _place(self) -> None:
-        self.model.to(self.device)
+from t1lib.optimizers import OptimizerSpec
+from t1lib.train.optimizer import ResidentUpdates, rules_of
+from t1lib.train.update import Precision, State, new_state, shown_state, take_state
 
 
-class CkptTrainer(GpuTrainer):
-    """Mode `ckpt`: as `gpu`, but each layer keeps only its input and is recomputed in the backward."""
+def precision_of(spec: OptimizerSpec) -> Precision:
+    """How a spec wants state to be kept."""
+    masters = ("split" if spec.split_master else "whole") if spec.master_weights else None
+    return Precision(masters, spec.moments)
 
-    mode = "ckpt"
 
-    def _run_layer(self, index: int, hidden: Tensor, **kwargs: Any) -> Tensor:
-        run: Callable[[Tensor], Tensor] = lambda x: self._compute(index, x, kwargs)  # noqa: E731
-        return checkpoint(run, hidden, use_reentrant=False)
+def make_optimizer(
+    spec: OptimizerSpec, params: Iterable[nn.Parameter], fused: bool, **options: Any
+) -> torch.optim.Optimizer:
+    """`torch.optim.AdamW` or `SGD` by the spec. options: further arguments of its class"""
+    common = {"lr": spec.lr, "weight_decay": spec.weight_decay, "fused": fused or None, **options}
+    if spec.name == "adamw":
+        return torch.optim.AdamW(params, betas=spec.betas, eps=spec.eps, **common)
+    return torch.optim.SGD(params, momentum=spec.momentum, **common)
+
+
+class ResidentOptimizer(torch.optim.Optimizer):
+    """As the optimizer that it is made of, with state kept as `precision` says: float32 masters of 16-bit parameters.
+
+    device   where the model computes; the parameters may be on the CPU
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._device, self.updates = device, ResidentUpdates(precision, self.state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
+
+
+def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, precision: Precision) -> State:
+    """A parameter's optimizer state, independent of its layout; before the first update, what it starts from."""
+    rule = optimizer.param_groups[0]
+    if isinstance(optimizer, ResidentOptimizer):
+        state = optimizer.updates.state_of(param, rule)
+        return shown_state(param.data, state, optimizer.updates.counts[param])
+    held = {k: v for k, v in optimizer.state.get(param, {}).items() if v is not None}
+    return held or shown_state(param.data, new_state(param.data, rule, precision), 0)
+
+
+def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, saved: State, precision: Precision) -> None:
+    """Take over what `saved_state` returned, in place."""
+    rule = optimizer.param_groups[0]
+    if isinstance(optimizer, ResidentOptimizer):
+        state = optimizer.updates.state_of(param, rule)
+        optimizer.updates.counts[param] = take_state(param.data, state, saved)
+        return
+    state = optimizer.state[param]
+    for key, value in new_state(param.data, rule, precision).items():
+        if state.get(key) is None:
+            state[key] = value
+    count = take_state(param.data, {k: v for k, v in state.items() if k != "step"}, saved)
+    if "betas" in rule:
+        there = param.device if rule["fused"] or rule["capturable"] else "cpu"
+        state.setdefault("step", torch.zeros((), device=there)).fill_(count)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from t1lib.memory import pinned_zeros
-from t1lib.train.lanes import Lane, Mark, NoTrace, UpdateThread, wait_for
+from t1lib.timing import NoTrace
+from t1lib.train.lanes import Lane, Mark, UpdateThread, wait_for
 from t1lib.train.layers import HostLayer, Layout
 from t1lib.train.narrow import Scratch
 from t1lib.train.travel import Span, Travel, Traveller, Update

@@ -1,16 +1,16 @@
 """What a run needs to resume: weights and optimizer state by parameter name, in one format for all modes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from t1lib.errors import require, shown
-from t1lib.train.models import Parts
-from t1lib.train.optim import Updater
+from t1lib.models import Parts
 from t1lib.train.ranks import ALONE
+from t1lib.train.resident import restore_state, saved_state
+from t1lib.train.update import Precision, State
 
 
 class Stateful:
@@ -20,16 +20,25 @@ class Stateful:
     parts: Parts
     steps: int
     skipped: int
+    precision: Precision
+    optimizer: torch.optim.Optimizer
     ranks = ALONE  # the processes that share the model
-    # all updaters, each with the prefix that turns its tensors' names into parameter names
-    _named_updaters: Callable[[], list[tuple[str, Updater]]]
+    _own: dict[str, nn.Parameter]  # what is trained, as the optimizer has it
 
-    def _local(self, tensor: Tensor) -> Tensor:
-        """This process's shard of a parameter or gradient."""
-        return tensor
+    def _weight(self, name: str) -> Tensor:
+        """This process's shard of a parameter, where it lies."""
+        return self.model.get_parameter(name).data
 
-    def _whole(self, param: Tensor, part: Tensor) -> Tensor:
-        """Gather a whole tensor (weights or optimizer state) from the processes' shards, cut in the way of `param`."""
+    def _saved(self, name: str) -> State:
+        """A parameter's optimizer state, this process's shard, independent of its layout."""
+        return saved_state(self.optimizer, self._own[name], self.precision)
+
+    def _restore(self, name: str, saved: State) -> None:
+        """Take over what `_saved` returned."""
+        restore_state(self.optimizer, self._own[name], saved, self.precision)
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        """Gather a whole tensor (weights or optimizer state) from the processes' shards, cut as the parameter is."""
         return part
 
     def _part(self, whole: Tensor) -> Tensor:
@@ -60,17 +69,11 @@ class Stateful:
 
     def state_part(self, part: str) -> dict[str, dict[str, Any]]:
         """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; whole copies on every rank."""
-        names, params = self.state_parts()[part], dict(self.model.named_parameters())
-        weights = {n: self._whole(params[n], self._local(params[n].detach()).cpu().clone()) for n in names}
-        owners, state = self._owners(), {}
-        for name in (n for n in names if n in owners):
-            updater, own = owners[name]
-            state[name] = {k: self._whole(params[name], v) for k, v in updater.state_of(own).items()}
+        names = self.state_parts()[part]
+        weights = {n: self._whole(n, self._weight(n).cpu().clone()) for n in names}
+        own = [n for n in names if n in self._own]
+        state = {n: {k: self._whole(n, v.cpu().clone()) for k, v in self._saved(n).items()} for n in own}
         return {"model": weights, "optimizer": state}
-
-    def _owners(self) -> dict[str, tuple[Updater, str]]:
-        """The updater of each parameter, and the parameter's name in that updater."""
-        return {prefix + n: (updater, n) for prefix, updater in self._named_updaters() for n in updater.tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model."""
@@ -83,20 +86,37 @@ class Stateful:
 
     def check_state(self, model: dict[str, Tensor], optimizer: dict[str, dict[str, Any]]) -> None:
         """Raise `T1Error` unless weights and optimizer state, by parameter name, fit this trainer."""
-        params = dict(self.model.named_parameters())
-        check_tensors(model, optimizer, params)
-        for prefix, updater in self._named_updaters():
-            updater.check_state(optimizer, prefix)
+        check_tensors(model, optimizer, dict(self.model.named_parameters()))
+        rule = self.optimizer.param_groups[0]
+        for name, own in self._own.items():
+            needed = {*self.precision.kinds(own, rule), *(["step"] if "betas" in rule else [])}
+            needed = {"master" if key == "low" else key for key in needed}
+            found = set(optimizer.get(name, {}))
+            require(bool(found) or not needed, f"the checkpoint has no optimizer state for {name!r}")
+            wide = "master" in found, "master" in needed
+            require(
+                wide[0] == wide[1],
+                f"the checkpoint's {name!r} has master_weights={wide[0]}, the trainer's master_weights={wide[1]}",
+            )
+            odd = sorted(found ^ needed)
+            kind = "adamw" if "betas" in rule else "sgd"
+            require(
+                not odd,
+                f"the checkpoint's {name!r} has state of another optimizer ({', '.join(odd)}); the trainer's is {kind}",
+            )
 
     @torch.no_grad()
     def load_part(self, part: str, state: dict[str, Any]) -> None:
         """Restore one part of a saved state, which must have passed `check_state`."""
-        params, owners = dict(self.model.named_parameters()), self._owners()
+        params = dict(self.model.named_parameters())
         for name in self.state_parts()[part]:
-            self._local(params[name]).copy_(self._part(state["model"][name]))
-            if name in owners:
-                updater, own = owners[name]
-                updater.load(own, {k: self._part(v) for k, v in state["optimizer"][name].items()})
+            self._write(params[name], self._part(state["model"][name]))
+            if name in self._own:
+                saved = state["optimizer"].get(name, {})
+                self._restore(name, {key: self._part(value) for key, value in saved.items()})
+
+    def _write(self, param: nn.Parameter, part: Tensor) -> None:
+        param.copy_(part)
 
 
 def check_tensors(model: Any, optimizer: Any, params: dict[str, Tensor]) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from t1lib.plan.cost import PIECE, slots_for
-from t1lib.train.lanes import Lane, Mark, NoTrace
+from t1lib.timing import NoTrace
+from t1lib.train.lanes import Lane, Mark
 from t1lib.train.narrow import Scratch
 from t1lib.train.update import Rule, update
 

@@ -5,7 +5,7 @@ import pytest
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records, statuses
 from t1lib.measure.rows import add_link, add_memory, add_spans, add_step, add_timeline, gate_losses, gate_ranks
-from t1lib.measure.timing import Span
+from t1lib.timing import Span
 from t1lib.train import StepRecord
 
 

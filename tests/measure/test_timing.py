@@ -4,7 +4,8 @@ import time
 import pytest
 import torch
 
-from t1lib.measure.timing import NoTrace, PhaseTimer, Trace, interleaved_ms, median_ms, rounds, time_ms
+from t1lib.measure.timing import interleaved_ms, median_ms, rounds, time_ms
+from t1lib.timing import NoTrace, PhaseTimer, Trace
 
 CPU = torch.device("cpu")
 

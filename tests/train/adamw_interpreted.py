@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
+from t1lib.train.fused_adamw import BLOCK, adamw_
+from t1lib.train.optim import Updater
 
 from t1lib.train import OptimizerSpec
-from t1lib.train.fused_adamw import BLOCK, adamw_
 from t1lib.train.narrow import join
-from t1lib.train.optim import Updater
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "master_weights": True}

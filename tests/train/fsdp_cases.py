@@ -11,9 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from loop_cases import EVERYTHING, OPTIMIZERS, SMALL, model, ragged
 from processes import Cases
-from test_parity import OPTIMIZERS, SMALL, model
-from test_steps import EVERYTHING, ragged
 
 from t1lib.errors import T1Error
 from t1lib.train import OptimizerSpec, Trainer, build_model, make_trainer
@@ -124,7 +123,7 @@ def evaluation(mode: str = "fsdp") -> None:
         assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
     same_state(many, one, {"rel": 0, "abs": 0})
     other = make_trainer(tiny(seed=5), "gpu", optimizer=SGD, head="full")
-    many.load_state_dict(other.state_dict())  # what FSDP gathered and slide's slots are now stale
+    many.load_state_dict(other.state_dict())  # what FSDP gathered is now stale
     assert many.evaluate(even(1)[0]) == pytest.approx(other.evaluate(even(1)[0]), rel=2e-6)
     many.close()
 
@@ -146,8 +145,8 @@ def reduced_once(size: int) -> None:
         trainer, held = make_trainer(tiny(), "fsdp", head="full", micro_batch=1, offload=offload), []
         back = trainer._back
 
-        def noting(loss, back=back, trainer=trainer, held=held):
-            found = back(loss)
+        def noting(loss, timer, back=back, trainer=trainer, held=held):
+            found = back(loss, timer)
             held.append(sum(p.grad is not None for p in trainer.model.parameters()))
             return found
 

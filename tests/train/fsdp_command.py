@@ -26,7 +26,8 @@ SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--li
 
 def commands(size: int, folder: Path) -> Cases:
     if size == 3:
-        return {"the command goes on with one more process": partial(goes_on, folder / "run")}
+        more = "the command goes on with one more process"
+        return {more: partial(goes_on, folder / "run")}
     return {
         "the command trains as one process does": partial(trains, folder / "run"),
         "the command, an interrupt of one process": partial(interrupted, folder / "interrupted"),

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import even, same_state, tiny
+from loop_cases import OPTIMIZERS, assert_same
 from processes import Cases
-from test_parity import OPTIMIZERS, assert_same
 
 from t1lib.errors import T1Error
 from t1lib.train import OptimizerSpec, Trainer, checkpoint, make_trainer

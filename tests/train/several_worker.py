@@ -12,13 +12,12 @@ from fsdp_cases import numbers
 from fsdp_command import commands, fails, is_killed
 from fsdp_manners import checkpoints, refusals
 from processes import Cases, as_torchrun_does, forked, free_ports, work
-from slide_cases import slides
 
 ENDS = {"fails": fails, "is killed": is_killed}
 
 
 def cases(size: int, folder: Path) -> Cases:
-    return {**numbers(size), **checkpoints(size, folder), **refusals(size), **slides(size, folder)}
+    return {**numbers(size), **checkpoints(size, folder), **refusals(size)}
 
 
 def ended(name: str, folder: Path) -> None:

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
-from t1lib.train import OptimizerSpec, build_model, make_trainer
-from t1lib.train.pipeline import Pipeline
+from t1lib.models import build_model
+from t1lib.plan.cost import Choice
+from t1lib.train import make_trainer
+from t1lib.train.schedule import Schedule
 
 SCRIPT = """
 import torch
@@ -37,12 +39,10 @@ def test_ranks_end_without_shutting_the_interpreter_down(command, code, processe
     assert ("chunks" in run.stdout, "error: " in run.stderr) == (code == 0, code != 0)
 
 
-@pytest.mark.parametrize("host_grads", [1, 4])
-def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch, host_grads):
-    """Even if the step waits for a buffer that the failing update holds."""
-    monkeypatch.setattr(Pipeline, "update_own", lambda *_: 1 / 0)
+def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):
+    monkeypatch.setattr(Schedule, "_update_on_host", lambda *_: 1 / 0)
     model = build_model("tiny", dtype=torch.float32, num_hidden_layers=4)
-    trainer = make_trainer(model, "slide", optimizer=OptimizerSpec("sgd"), update="host", host_grads=host_grads)
+    trainer = make_trainer(model, "slide", choice=Choice(host_share=1.0))
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
     with pytest.raises(ZeroDivisionError):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Modes `fsdp` and `slide` on two and three processes against mode `gpu` in one.
+"""Mode `fsdp` on two and three processes against mode `gpu` in one.
 
 All cases of a size run in one set of processes.
 """

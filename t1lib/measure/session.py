@@ -25,8 +25,15 @@ from t1lib.measure.memory import (
     unpinned_bytes,
 )
 from t1lib.measure.records import PLACES
-from t1lib.measure.timing import LeadIn, NoTrace, Span, Trace, phases_ms, synchronize
-from t1lib.train import OptimizerSpec, Schedule, SlideTrainer, StepRecord, build_model, make_trainer
+from t1lib.measure.timing import LeadIn, phases_ms
+from t1lib.models import build_model
+from t1lib.optimizers import OptimizerSpec, Schedule
+from t1lib.plan.cost import device_bytes
+from t1lib.plan.duration import step_ms
+from t1lib.plan.rates import this_machine
+from t1lib.timing import NoTrace, Span, Trace, synchronize
+from t1lib.train.loop import StepRecord, Trainer, make_trainer
+from t1lib.train.slide import SlideTrainer
 
 Timeline = list[tuple[float, int, int | None]]
 
@@ -152,7 +159,7 @@ class TrainSession:
         rates = {"h2d": link.host_to_device, "d2h": link.device_to_host}
         rates |= {"both_in": link.both_in, "both_out": link.both_out}
         if isinstance(self.trainer, SlideTrainer):
-            rates["ms"] = link.step_ms(*self.trainer.pipeline.link_bytes())
+            rates["ms"] = link.step_ms(*link_bytes(self.trainer))
         return rates
 
     def floors(self) -> dict[str, float]:
@@ -161,24 +168,63 @@ class TrainSession:
         self._settle()
         cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
         found = {"product": measure_product(self.device, dtype, 8192 if cuda else 256)}
-        found["compute_ms"] = self.trainer.flops(self.batch["input_ids"].numel()) / found["product"] * 1e3
-        if isinstance(self.trainer, SlideTrainer) and self.trainer.pipeline.update_bytes():
+        found["compute_ms"] = flops(self.trainer, self.batch["input_ids"].numel()) / found["product"] * 1e3
+        if isinstance(self.trainer, SlideTrainer) and update_bytes(self.trainer):
             found["copy"] = measure_copy(2**29 if cuda else 2**24)
-            found["update_ms"] = self.trainer.pipeline.update_bytes() / found["copy"] * 1e3
+            found["update_ms"] = update_bytes(self.trainer) / found["copy"] * 1e3
         if cuda:
             torch.cuda.empty_cache()
         return found
 
     def choice(self) -> dict[str, float]:
-        """What slide chose for its budget: `t1lib.plan.Choice` in numbers (places by `PLACES`), predicted bytes, ms."""
-        chosen = {k: PLACES.index(v) if isinstance(v, str) else v for k, v in asdict(self.trainer.chosen).items()}
-        return chosen | {f"predicted_{k}": v for k, v in self.trainer.predicted.items()}
+        """What slide chose for its budget: a `Choice` in numbers (places by `PLACES`), predicted bytes and ms."""
+        choice, work = self.trainer.chosen, self.trainer.work(*self._batches[0].shape)
+        chosen = {k: PLACES.index(v) if isinstance(v, str) else v for k, v in asdict(choice).items()}
+        ms = float(step_ms(work, choice, this_machine()))
+        return chosen | {"predicted_bytes": int(device_bytes(work, choice)), "predicted_ms": ms}
 
     def _settle(self) -> None:
         """Let pending updates finish, so that a measurement starts with idle lanes."""
-        if isinstance(self.trainer, SlideTrainer):
-            self.trainer.drain()
+        self.trainer.drain()
         synchronize(self.device)
+
+
+def flops(trainer: Trainer, tokens: int) -> float:
+    """FLOPs of a step's matrix products with the weights, forward and backward; no recomputation, no attention."""
+    layers = sum(p.numel() for p in trainer.parts.layers.parameters())
+    head = trainer.parts.head.weight.numel() if trainer.loss == "cross_entropy" else 0
+    return 6.0 * tokens * (layers + head)
+
+
+def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
+    """Fewest bytes that the layers of a step of slide copy: in during the forward, in during the backward, out."""
+    schedule, together = trainer.engine.schedule, not trainer.late
+    forward, backward, out = 0, 0, 0
+    held = len(schedule.weights.flat)
+    for place, (index, layer) in enumerate(schedule.layers.items()):
+        weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
+        updated_there = layer.trained and index in schedule.travellers
+        travels = updated_there and not schedule.stateless
+        # The last layers are still in their slots when the backward starts; the first ones when it ends, up to date if
+        # the device has updated them meanwhile.
+        backward += weights * (place < len(schedule.layers) - held)
+        if travels and together:
+            forward += state + weights * (1 + ("master" not in layer.state))  # its gradient, and its weights
+        elif not (updated_there and place < held):
+            forward += weights
+        backward += state * (travels and not together)
+        out += weights * layer.trained * (not travels or together) + (state + weights) * travels
+    return forward, backward, out
+
+
+def update_bytes(trainer: SlideTrainer) -> int:
+    """Fewest bytes that the updates of a step on the host move in its memory: state both ways, gradients in, weights
+    out, and in as well if there are no masters."""
+    schedule, total = trainer.engine.schedule, 0
+    for layer in (schedule.layers[i] for i in schedule.on_host if schedule.layers[i].trained):
+        state = sum(flat.nbytes for flat in layer.state.values())
+        total += 2 * state + layer.flat.nbytes * (2 + ("master" not in layer.state))
+    return total
 
 
 class HeadSession:

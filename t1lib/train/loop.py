@@ -1,0 +1,305 @@
+"""One training loop for all modes: plain PyTorch on the device, with recomputed layers, streamed, or sharded.
+
+    gpu         the model on the device, its own forward, `torch.optim`
+    gpu-graph   the same step as a single CUDA graph (`t1lib.train.step_graph`)
+    ckpt        as gpu, with each layer recomputed in the backward, as Hugging Face does it
+    slide       `t1lib.train.stream`: layers on the host
+    fsdp        PyTorch's FSDP2 (`t1lib.train.fsdp`)
+
+The loss is a head of `t1lib.heads` on the last hidden states. In one process, all modes compute the same numbers: in
+float32 on a CPU bit for bit, unless a batch is split into micro-batches.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
+from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
+from t1lib.models import split
+from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
+from t1lib.timing import NoTrace, PhaseTimer, Trace
+from t1lib.train.batch import Piece, check, pieces_of
+from t1lib.train.resident import ResidentOptimizer, make_optimizer, precision_of
+from t1lib.train.state import Stateful
+from t1lib.train.stream import usable
+from t1lib.train.update import norms_of
+from t1lib.train.wrap import TRAINABLE, compile_alike, mark_trainable, wrap_layers
+
+MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
+LOSSES = ("cross_entropy", "mean_square")
+NONFINITE = ("raise", "skip")
+HEAD_OPTIONS = ("workspace", "chunks", "by", "chunked", "accumulate", "filter_eps", "label_smoothing", "z_loss")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step: its loss, the wall time (ms) between two synchronised points, and the time of each phase (ms).
+
+    grad_norm   Euclidean norm of all gradients, before clipping
+    skipped     whether the update was skipped because a gradient was not finite
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    wall_ms: float
+    phases: dict[str, float]
+    grad_norm: float = math.nan
+    skipped: bool = False
+
+
+class Trainer(Stateful):
+    """Trains a causal language model one batch at a time; modes gpu and ckpt.
+
+    model            from `build_model`; the trainer places it and owns it until `close`
+    device           where the model computes: a CUDA device, or the CPU (default: a GPU if there is one)
+    head             name of an output layer in `t1lib.heads.HEADS`
+    head_options     options passed to the head; allowed: those in `HEAD_OPTIONS`
+    optimizer        an `OptimizerSpec`, or its name
+    loss             "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm:
+                     T1M1's setting, which has no output layer
+    train            what to train: "all" parameters, only the decoder "layers", or "marked": the parameters of `model`
+                     that already require a gradient
+    schedule         factor of the learning rate by step: a `Schedule`, or any function of the step number, from 0 on
+    micro_batch      rows of a batch computed at a time, with gradients accumulated (default: the whole batch)
+    max_grad_norm    clip gradients to this norm, taken over all parameters together (default: no clipping)
+    compile_layers   compile the decoder layers with `torch.compile`, once for all layers alike
+    nonfinite        what to do in a step with a gradient that is not finite: "raise" `T1Error`, or "skip" the update
+                     and count the step
+    """
+
+    late = False  # whether updates begin before the host knows that all gradients are finite
+
+    def __init__(
+        self, model: PreTrainedModel, mode: str = "gpu", *, device: torch.device | str | None = None,
+        head: str = DEFAULT_HEAD, head_options: dict[str, Any] | None = None, optimizer: OptimizerSpec | str = "sgd",
+        loss: str = "cross_entropy", train: str = "all", schedule: Callable[[int], float] = Schedule(),  # noqa: B008
+        micro_batch: int | None = None, max_grad_norm: float | None = None, compile_layers: bool = False,
+        nonfinite: str = "raise",
+    ) -> None:  # fmt: skip
+        self.mode, self.head, self.loss = mode, choose("head", head, HEADS), choose("loss", loss, LOSSES)
+        self.train, self.nonfinite = choose("train", train, TRAINABLE), choose("nonfinite", nonfinite, NONFINITE)
+        whole = micro_batch is None or is_whole(micro_batch, 1)
+        require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
+        require(callable(schedule), f"schedule={shown(schedule)}; allowed: a `Schedule`, or a function of the step")
+        known = isinstance(optimizer, str | OptimizerSpec)
+        require(known, f"optimizer={shown(optimizer)}; allowed: an `OptimizerSpec`, or its name")
+        positive = max_grad_norm is None or (is_number(max_grad_norm) and max_grad_norm > 0)
+        require(positive, f"max_grad_norm={shown(max_grad_norm)}; allowed: more than 0, or None")
+        self.schedule, self.micro_batch, self.max_grad_norm = schedule, micro_batch, max_grad_norm
+        self.device, self.model, self.parts = usable(device), model, split(model)
+        self.head_options = head_options or {}
+        for option in self.head_options:
+            choose("option of the head", option, HEAD_OPTIONS)
+        spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
+        self.spec = spec_for(spec, model.parameters())
+        self.precision = precision_of(self.spec)
+        self.steps, self.skipped, self.closed = 0, 0, False
+        self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
+        mark_trainable(model, self.parts, train, loss)
+        if compile_layers:
+            compile_alike(self.parts.layers)
+        if loss == "mean_square":
+            self.parts.norm.forward = lambda hidden: hidden
+        self._place()
+
+    # -- what modes define -----------------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        """Put the model where the mode wants it, and make the optimizer of `_own`, the trained parameters by name."""
+        self.model.to(self.device)
+        wrap_layers(self.parts.layers, lambda: self.trace, recompute=self.mode == "ckpt")
+        self._own = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = self._resident_optimizer()
+
+    def _resident_optimizer(self, kit: bool = False, **options: Any) -> torch.optim.Optimizer:
+        """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU (`kit`)."""
+        kit = kit or self.precision.masters is not None
+        fused = self.device.type == "cuda" and not kit
+        plain = make_optimizer(self.spec, self._own.values(), fused, **options)
+        return ResidentOptimizer(plain, self.precision, self.device) if kit else plain
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        """The model's output before the head: the last layer's output after the norm."""
+        return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
+
+    def _zero_grad(self) -> None:
+        for param in self.model.parameters():
+            param.grad = None
+
+    def _norm(self) -> Tensor:
+        """Clip the gradients; returns their norm before that, (), as `torch.nn.utils.clip_grad_norm_` computes it."""
+        grads = [p.grad for p in self._own.values() if p.grad is not None]
+        total = self._total(norms_of(grads, exact=self.device.type == "cpu"))
+        if self.max_grad_norm is not None:
+            torch._foreach_mul_(grads, (self.max_grad_norm / (total + 1e-6)).clamp(max=1.0).to(grads[0].device))
+        return total
+
+    def _total(self, norms: list[Tensor]) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def _update(self) -> None:
+        """Update the parameters; in a traced step layer by layer, so that the trace shows each one's share."""
+        if isinstance(self.trace, NoTrace):
+            self.optimizer.step()
+            return
+        grads = {n: p.grad for n, p in self._own.items()}
+        for param in self._own.values():
+            param.grad = None
+        for part, names in self.state_parts().items():
+            own = [n for n in names if n in grads]
+            for name in own:
+                self._own[name].grad = grads[name]
+            with self.trace.span("compute", "update", -1 if part == "rest" else int(part.removeprefix("layer-"))):
+                self.optimizer.step()
+            for name in own:
+                self._own[name].grad = None
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
+        """Train on one batch: `input_ids` (B, S), and `labels` (B, S) if they differ from the inputs.
+
+        upcoming: the next step's batch, if it is known; slide prepares for it. The next step may still get another one.
+
+        The loss is the mean over the whole batch, however many micro-batches it is computed in. Returns when the device
+        has finished the step. Raises `T1Error` for a batch that does not fit the model, before anything is changed, and
+        for gradients that are not finite (unless nonfinite="skip").
+        """
+        timer, pieces = PhaseTimer(self.device), self._pieces(batch)
+        self._zero_grad()  # left over if a step was aborted
+        self._set_rate(self.spec.lr * self.schedule(self.steps))
+        loss, norm = self._run(pieces, timer)
+        timer.mark("optimizer")
+        wall_ms, phases = timer.stop()
+        self._zero_grad()
+        norm, lost = float(norm), not math.isfinite(float(norm))
+        if lost and self.nonfinite == "raise":
+            done = "updates had begun, some by it: go on from a checkpoint" if self.late else "nothing was updated"
+            raise T1Error(f"step {self.steps + 1}: a gradient is not finite (norm {norm}); {done}")
+        self.steps, self.skipped = self.steps + 1, self.skipped + lost
+        return StepRecord(self.steps, float(loss), batch["input_ids"].numel(), wall_ms, phases, norm, lost)
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
+        """Forward, backward and update; returns the loss and the gradients' norm."""
+        loss = self._backward(pieces, timer)
+        norm = self._norm()
+        if self.late or math.isfinite(float(norm)):
+            self._update()
+        return loss, norm
+
+    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
+        ids, targets = self._checked(batch)
+        return [piece.to(self.device) for piece in pieces_of(ids, targets, self._rows, self._width)]
+
+    def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(input_ids, targets) of a batch, checked to fit the model."""
+        require(not self.closed, "the trainer was closed: make another one")
+        return check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
+
+    @property
+    def _rows(self) -> int | None:
+        """Rows per forward (None: all)."""
+        return self.micro_batch
+
+    @property
+    def _width(self) -> int | None:
+        return self.model.config.hidden_size if self.loss == "mean_square" else None
+
+    def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
+        """Compute the gradients of the batch's loss, and return the loss."""
+        total = torch.zeros((), device=self.device)
+        for piece in pieces:
+            total += self._back(self._piece_loss(piece, timer), timer)
+        return total
+
+    def _back(self, loss: Tensor, timer: PhaseTimer) -> Tensor:
+        loss.backward()
+        self.trace.end("compute", "backward", 0)
+        timer.mark("backward")
+        return loss.detach()
+
+    def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
+        """The piece's share of the batch's loss."""
+        hidden, trace = self._hidden(piece.ids), self.trace
+        timer.mark("forward")
+        trace.begin("compute", "head", -1)
+        if hidden.requires_grad:
+            hidden.register_hook(partial(_head_done, timer, trace))
+        reduction = "mean" if piece.total is None else "sum"
+        if self.loss == "mean_square":
+            squares = hidden.float().pow(2)
+            loss = squares.mean() if piece.total is None else squares.sum()
+        else:
+            loss = self._head_loss(hidden, piece.targets, reduction)
+        timer.mark("head_forward")
+        return loss if piece.total is None else loss / (piece.total or math.nan)
+
+    def _head_loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        head = self.parts.head
+        return linear_cross_entropy(
+            hidden, head.weight, targets, head=self.head, linear_bias=head.bias, softcap=self.parts.softcap,
+            reduction=reduction, **self.head_options,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> float:
+        """The batch's loss, without training on it, and without dropout."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            timer = PhaseTimer(self.device)
+            return float(sum(self._piece_loss(piece, timer) for piece in self._pieces(batch)))
+        finally:
+            for module in training:
+                module.training = True
+
+    # -- measuring, closing ----------------------------------------------------------------------------------------
+
+    def device_tensors(self) -> list[Tensor]:
+        """Tensors held on the device between steps."""
+        state = [v for own in self.optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
+        return [*self.model.parameters(), *self.model.buffers(), *state]
+
+    def drain(self) -> None:
+        """Wait for updates that are still running; `step` returns without waiting for them."""
+
+    def forget_shapes(self) -> None:
+        """Release memory that is kept for batches of earlier shapes, if there is any."""
+
+    def close(self) -> None:
+        """Release the model: its layers run as they did before the trainer. Weights stay where they are."""
+        self.closed = True
+        for module in (*self.parts.layers, self.parts.norm):
+            module.__dict__.pop("forward", None)
+
+
+def _head_done(timer: PhaseTimer, trace: Trace | NoTrace, _: Tensor) -> None:
+    timer.mark("head_backward")
+    trace.end("compute", "head", -1)
+
+
+def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
+    """Make a trainer of `model` in one of `MODES`; `options` are keyword arguments of that trainer's class."""
+    from t1lib.train.fsdp import FsdpTrainer
+    from t1lib.train.slide import SlideTrainer
+    from t1lib.train.step_graph import GraphTrainer
+
+    own = {"gpu-graph": GraphTrainer, "slide": SlideTrainer, "fsdp": FsdpTrainer}
+    kind = own.get(choose("mode", mode, MODES), Trainer)
+    accepted = [p for c in (kind, Trainer) for p in inspect.signature(c.__init__).parameters.values()]
+    for option in options:
+        choose(f"option of mode {mode!r}:", option, dict.fromkeys(p.name for p in accepted if p.kind is p.KEYWORD_ONLY))
+    return kind(model, mode, **options)

@@ -1,3 +1,0 @@
-"""Moved to `t1lib.optimizers`."""
-
-from t1lib.optimizers import *  # noqa: F403

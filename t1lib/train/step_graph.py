@@ -1,0 +1,94 @@
+"""Mode `gpu-graph`: forward, loss, backward and update as a single CUDA graph, for steps in which launches bind."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from t1lib.errors import require
+from t1lib.timing import NoTrace, PhaseTimer
+from t1lib.train.batch import Piece
+from t1lib.train.loop import Trainer
+
+WARM_UP = 3  # eager steps with batches of a shape, before one is captured
+
+
+class _Graph(NamedTuple):
+    graph: "torch.cuda.CUDAGraph"
+    piece: Piece  # from which the graph reads
+    loss: Tensor
+    norm: Tensor
+
+
+class GraphTrainer(Trainer):
+    """As mode gpu, captured: for batches of few shapes, of which each keeps its own memory.
+
+    Whether gradients are finite is known only after the update. The learning rate is read from the device's memory.
+    """
+
+    late = True
+
+    def __init__(self, model: PreTrainedModel, mode: str = "gpu-graph", **common: Any) -> None:
+        self._graphs: dict[Any, _Graph] = {}
+        self._seen: Counter = Counter()
+        super().__init__(model, mode, **common)
+
+    def _place(self) -> None:
+        require(self.device.type == "cuda", f"mode 'gpu-graph' on a {self.device.type}; allowed: a CUDA device")
+        for name, allowed in (("micro_batch", None), ("nonfinite", "raise")):
+            value = getattr(self, name)
+            require(value == allowed, f"{name}={value!r} in mode 'gpu-graph'; allowed: {allowed!r}")
+        plain = self.precision.masters is None
+        require(plain, "master_weights=True in mode 'gpu-graph'; allowed: False, or a model in float32")
+        super()._place()
+        self._rate = torch.zeros((), device=self.device)
+        options = {"capturable": True} if self.spec.name == "adamw" else {}
+        self.optimizer = self._resident_optimizer(**options)
+        self._side = torch.cuda.Stream(self.device)
+
+    def _set_rate(self, rate: float) -> None:
+        self._rate.fill_(rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate
+
+    def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
+        piece = pieces[0]
+        key = piece.ids.shape, self.head, repr(self.head_options)
+        if key not in self._graphs and self._seen[key] < WARM_UP:
+            self._seen[key] += 1
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._side):
+                found = super()._run(pieces, timer)
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+            return found
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(piece)
+        held = self._graphs[key]
+        held.piece.ids.copy_(piece.ids)
+        held.piece.targets.copy_(piece.targets)
+        held.graph.replay()
+        timer.mark("graph")
+        return held.loss, held.norm
+
+    def _capture(self, piece: Piece) -> _Graph:
+        held, graph = Piece(piece.ids.clone(), piece.targets.clone()), torch.cuda.CUDAGraph()
+        trace, self.trace = self.trace, NoTrace()
+        try:
+            with torch.cuda.graph(graph):
+                loss, norm = super()._run([held], _Untimed())
+        finally:
+            self.trace = trace
+            self._zero_grad()
+        return _Graph(graph, held, loss, norm)
+
+    def forget_shapes(self) -> None:
+        self._graphs.clear()
+        self._seen.clear()
+
+
+class _Untimed:
+    """Stands in for a `PhaseTimer`: a graph has no events of its own."""
+
+    def mark(self, phase: str) -> None: ...

@@ -1,0 +1,59 @@
+"""Models, batches and comparisons that the tests of the training loop share."""
+
+from typing import Any
+
+import torch
+
+from t1lib.models import build_model
+from t1lib.optimizers import OptimizerSpec, Schedule
+from t1lib.train.loop import Trainer
+
+SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vocab_size": 97}
+SHAPES = {
+    "qwen3": ("tiny", {**SMALL, "head_dim": 8}),
+    "qwen3-untied": ("tiny", {**SMALL, "head_dim": 8, "tie_word_embeddings": False}),
+    "llama": ("llama-3.2-1b", {**SMALL, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "gemma2": ("gemma-2-2b", {**SMALL, "head_dim": 8, "num_attention_heads": 4, "sliding_window": 4}),
+}
+OPTIMIZERS = {
+    "sgd": OptimizerSpec("sgd", lr=0.1),
+    "momentum": OptimizerSpec("sgd", lr=0.1, momentum=0.9),
+    "adamw": OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1),
+}
+EVERYTHING = {"micro_batch": 2, "max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10, least=0.1)}
+
+
+def model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **more: Any):
+    preset, changes = SHAPES[kind]
+    return build_model(preset, dtype=dtype, **(changes | more))
+
+
+def ragged(count: int = 5) -> list[dict]:
+    """Batches of five rows, each row with a different number of ignored tokens."""
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(97, (5, 9), generator=generator)
+        labels = ids.clone()
+        for row in range(5):
+            labels[row, : row * 2] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def run(trainer: Trainer, data: list[dict] | None = None) -> tuple[list[tuple[float, float]], dict]:
+    """Losses and gradient norms, and the state at the end."""
+    records = [trainer.step(batch) for batch in data or ragged()]
+    state = trainer.state_dict()
+    trainer.close()
+    return [(record.loss, record.grad_norm) for record in records], state
+
+
+def assert_same(state: dict, other: dict) -> None:
+    assert state.keys() == other.keys()
+    for name, weight in state["model"].items():
+        assert torch.equal(weight, other["model"][name]), name
+    for name, slots in state["optimizer"].items():
+        assert slots.keys() == other["optimizer"][name].keys()
+        for key, value in slots.items():
+            assert torch.equal(value, other["optimizer"][name][key]), (name, key)

@@ -1,0 +1,279 @@
+"""One loop for all modes: the same bits on a CPU in float32, whatever lies where; and what a step promises."""
+
+import math
+
+import pytest
+import torch
+from loop_cases import EVERYTHING, OPTIMIZERS, assert_same, model, ragged, run
+from torch import nn
+
+from t1lib.errors import T1Error
+from t1lib.heads import linear_cross_entropy, next_token_targets
+from t1lib.optimizers import OptimizerSpec, Schedule
+from t1lib.plan.cost import Choice
+from t1lib.timing import NoTrace, Trace
+from t1lib.train import MODES, make_trainer, slide
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ADAMW = OPTIMIZERS["adamw"]
+ON_CPU = [mode for mode in MODES if mode != "gpu-graph"]
+OTHERS = [mode for mode in ON_CPU if mode != "gpu"]
+CLIPPED = {"max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10, least=0.1)}
+
+
+@pytest.mark.parametrize("options", [{}, CLIPPED], ids=["plain", "clipped"])
+@pytest.mark.parametrize("kind, optimizer", [("qwen3", "adamw"), ("qwen3-untied", "momentum"), ("gemma2", "sgd")])
+@pytest.mark.parametrize("mode", OTHERS)
+def test_same_bits_as_gpu(mode, kind, optimizer, options):
+    found, expected = (run(make_trainer(model(kind), m, optimizer=OPTIMIZERS[optimizer], **options))
+                       for m in (mode, "gpu"))  # fmt: skip
+    assert found[0] == expected[0] and len(set(found[0])) == len(found[0])
+    assert_same(found[1], expected[1])
+
+
+@pytest.mark.parametrize("mode", OTHERS)
+def test_same_bits_in_float64_and_with_masters(mode):
+    for dtype, spec in ((torch.float64, ADAMW), (torch.bfloat16, OptimizerSpec("adamw", lr=1e-2, master_weights=True))):
+        found, expected = (run(make_trainer(model(dtype=dtype), m, optimizer=spec)) for m in (mode, "gpu"))
+        assert found[0] == expected[0]
+        assert_same(found[1], expected[1])
+
+
+def test_a_plain_loop_gives_the_same_bits():
+    """Written with PyTorch, transformers and a head alone."""
+    plain, data = model(), ragged()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=ADAMW.lr, weight_decay=ADAMW.weight_decay)
+    expected = []
+    for step, batch in enumerate(data):
+        hidden = plain.model(input_ids=batch["input_ids"]).last_hidden_state
+        loss = linear_cross_entropy(hidden, plain.lm_head.weight, next_token_targets(batch["labels"]), head="full")
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = ADAMW.lr * CLIPPED["schedule"](step)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append((loss.item(), norm.item()))
+    found, state = run(make_trainer(model(), "gpu", optimizer=ADAMW, head="full", **CLIPPED), data)
+    assert found == expected
+    assert all(torch.equal(p, state["model"][n]) for n, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("head", ["full", "fused"])
+@pytest.mark.parametrize("mode", ON_CPU)
+def test_micro_batches_add_up_to_the_batch(mode, head):
+    """The mean is over all tokens that count, however many of them a micro-batch has."""
+    spec = OptimizerSpec("sgd", lr=0.1)
+    whole, parts = (make_trainer(model(), mode, optimizer=spec, head=head, micro_batch=rows) for rows in (None, 2))
+    for batch in ragged(3):
+        one, other = whole.step(batch), parts.step(batch)
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+        assert parts.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-5)
+    weights, others = whole.state_dict()["model"], parts.state_dict()["model"]
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    whole.close()
+    parts.close()
+
+
+def test_slide_never_makes_more_logits_than_a_micro_batch_has(monkeypatch):
+    rows, plain = [], slide.Trainer._head_loss
+
+    def noted(self, hidden, targets, reduction):
+        rows.append(len(hidden))
+        return plain(self, hidden, targets, reduction)
+
+    monkeypatch.setattr(slide.Trainer, "_head_loss", noted)
+    trainer = make_trainer(model(), "slide", head="full", micro_batch=2)
+    trainer.step(ragged(1)[0])
+    assert rows == [2, 2, 1]
+    trainer.close()
+
+
+@pytest.mark.parametrize("choice", [Choice(outer="host", inputs="host"), Choice(slots=1, resident=2, keep=2),
+                                    Choice(slots=3, host_share=0.5, outer="host")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, CLIPPED, {"update_in_backward": False}], ids=["plain", "clipped", "together"])
+def test_what_slide_keeps_where_changes_no_bit(choice, options):
+    found = run(make_trainer(model(), "slide", optimizer=ADAMW, choice=choice, **options))
+    options = {k: v for k, v in options.items() if k != "update_in_backward"}
+    expected = run(make_trainer(model(), "gpu", optimizer=ADAMW, **options))
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+
+
+def test_the_batch_that_is_announced_may_be_another_one():
+    trainers = [make_trainer(model(), "slide", optimizer=ADAMW, choice=Choice(outer="host")) for _ in range(2)]
+    data = ragged(4)
+    for batch, upcoming in zip(data, [data[1], data[3], None, None], strict=True):
+        assert trainers[0].step(batch, upcoming).loss == trainers[1].step(batch).loss
+
+
+def test_a_budget_chooses_what_is_kept_where():
+    options = {"optimizer": ADAMW, "head": "full"}
+    trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), **options)
+    assert trainer.chosen != Choice()
+    found, expected = run(trainer), run(make_trainer(model(), "gpu", **options))
+    assert found[0] == expected[0]
+
+
+@pytest.mark.parametrize("first, second", [("gpu", "slide"), ("slide", "gpu"), ("slide", "slide"), ("ckpt", "fsdp")])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_a_run_goes_on_in_another_mode(first, second, optimizer):
+    data, spec = ragged(6), OPTIMIZERS[optimizer]
+    losses, state = run(make_trainer(model(), "gpu", optimizer=spec, **CLIPPED), data)
+    begun, saved = run(make_trainer(model(), first, optimizer=spec, **CLIPPED), data[:3])
+    resumed = make_trainer(model(seed=4), second, optimizer=spec, **CLIPPED)
+    resumed.step(data[5])  # leaves state that must be overwritten
+    resumed.load_state_dict(saved)
+    rest, final = run(resumed, data[3:])
+    assert begun + rest == losses
+    assert_same(state, final)
+
+
+@pytest.mark.parametrize("layout", [{}, {"split_master": True}], ids=["whole", "split"])
+@pytest.mark.parametrize("first, second", [("gpu", "slide"), ("slide", "gpu"), ("slide", "fsdp")])
+def test_masters_go_with_the_state_in_either_layout(first, second, layout):
+    spec, data = {"name": "adamw", "lr": 1e-2, "master_weights": True}, ragged(4)
+    one = make_trainer(model(dtype=torch.bfloat16), first, optimizer=OptimizerSpec(**spec))
+    _, saved = run(one, data[:2])
+    other = make_trainer(model(dtype=torch.bfloat16, seed=4), second, optimizer=OptimizerSpec(**spec, **layout))
+    other.load_state_dict(saved)
+    assert_same(saved, other.state_dict())
+    assert saved["optimizer"]["model.norm.weight"]["master"].dtype == torch.float32
+    other.close()
+
+
+def spoiled(trainer) -> torch.Tensor:
+    """Spoil a weight, so that gradients are no numbers; returns what it was."""
+    kept = trainer.parts.norm.weight.detach().clone()
+    with torch.no_grad():
+        trainer.parts.norm.weight.fill_(math.inf)
+    return kept
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+def test_a_gradient_that_is_no_number(mode, options):
+    trainer, batch = make_trainer(model(), mode, optimizer=ADAMW, **options), ragged(1)[0]
+    trainer.step(batch)
+    before, kept = trainer.state_dict(), spoiled(trainer)
+    if "nonfinite" in options:
+        assert trainer.step(batch).skipped and (trainer.steps, trainer.skipped) == (2, 1)
+    else:
+        done = "updates had begun" if mode == "slide" and not options else "nothing was updated"
+        with pytest.raises(T1Error, match=f"step 2: a gradient is not finite .*{done}"):
+            trainer.step(batch)
+        assert trainer.steps == 1
+    if "slide" not in mode or options:
+        with torch.no_grad():
+            trainer.parts.norm.weight.copy_(kept)
+        after = trainer.state_dict() | {"step": 1, "skipped": 0}
+        assert_same(before, after)
+        assert math.isfinite(trainer.step(batch).loss)
+    trainer.close()
+
+
+@pytest.mark.parametrize("mode", ON_CPU)
+def test_evaluation_changes_nothing(mode):
+    trainer, batch = make_trainer(model(), mode, optimizer=ADAMW), ragged(1)[0]
+    trainer.step(batch)
+    before, loss = trainer.state_dict(), trainer.evaluate(batch)
+    assert_same(before, trainer.state_dict())
+    assert trainer.step(batch).loss == pytest.approx(loss, rel=1e-6)
+    trainer.close()
+
+
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+def test_evaluation_drops_nothing_out(mode):
+    trainer = make_trainer(model(attention_dropout=0.5), mode, optimizer=ADAMW)
+    plain, batch = make_trainer(model(), "gpu", optimizer=ADAMW), ragged(1)[0]
+    assert trainer.evaluate(batch) == trainer.evaluate(batch) == plain.evaluate(batch)
+    assert trainer.step(batch).loss != plain.step(batch).loss  # training does
+    trainer.close()
+
+
+def test_all_modes_drop_the_same_out():
+    found = []
+    for mode in ("gpu", "ckpt", "slide"):
+        torch.manual_seed(3)
+        found.append(run(make_trainer(model(attention_dropout=0.5), mode, optimizer=ADAMW)))
+    assert found[0][0] == found[1][0] == found[2][0]
+
+
+@pytest.mark.parametrize("mode", OTHERS)
+@pytest.mark.parametrize("which", ["layers", "head", "some layers"])
+def test_frozen_parts(mode, which):
+    def frozen():
+        one = model("qwen3-untied")
+        for name, param in one.named_parameters():
+            param.requires_grad_({"layers": "layers" in name, "head": "lm_head" in name,
+                                  "some layers": "layers.2." in name or "layers.4." in name}[which])  # fmt: skip
+        return one
+
+    found, expected = (run(make_trainer(frozen(), m, optimizer=ADAMW, train="marked")) for m in (mode, "gpu"))
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+    moved = {n for n, p in model("qwen3-untied").named_parameters() if not torch.equal(p, found[1]["model"][n])}
+    assert moved == {n for n, p in frozen().named_parameters() if p.requires_grad}
+
+
+def test_the_reports_own_setting_leaves_embedding_and_head_on_the_host():
+    options = {"loss": "mean_square", "train": "layers", "optimizer": "sgd"}
+    trainer = make_trainer(model("qwen3-untied"), "slide", **options)
+    unused = {trainer.parts.embed.weight.data_ptr(), trainer.parts.head.weight.data_ptr()}
+    assert not unused & {tensor.data_ptr() for tensor in trainer.device_tensors()}
+    found, expected = run(trainer), run(make_trainer(model("qwen3-untied"), "gpu", **options))
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
+
+
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide", "fsdp"])
+def test_a_traced_step_shows_every_layer(mode):
+    trainer, batch = make_trainer(model(), mode, optimizer=ADAMW), ragged(1)[0]
+    plain = make_trainer(model(), mode, optimizer=ADAMW)
+    trainer.step(batch)
+    trainer.trace = Trace(trainer.device)
+    record, trace = trainer.step(batch), trainer.trace
+    trainer.trace = NoTrace()
+    trainer.drain()
+    assert list(record.phases) == ["forward", "head_forward", "head_backward", "backward", "optimizer"]
+    layers = {}
+    for span in trace.spans():
+        assert span.end >= span.start
+        layers.setdefault((span.lane, span.phase), []).append(span.layer)
+    every, updates = list(range(5)), ("update", "device update") if mode == "slide" else ("compute", "update")
+    assert layers["compute", "forward"] == every and layers["compute", "backward"] == every[::-1]
+    assert layers["compute", "head"] == [-1] and set(layers[updates]) >= set(every)
+    assert layers.get(("compute", "recompute"), every[::-1]) == every[::-1]
+    assert (("compute", "recompute") in layers) == (mode != "gpu")
+    plain.step(batch)
+    assert plain.step(batch).loss == record.loss
+    assert_same(plain.state_dict(), trainer.state_dict())
+    trainer.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+def test_a_closed_trainer_gives_the_model_back(mode):
+    one, batch = model(), ragged(1)[0]
+    plain = model()
+    trainer = make_trainer(one, mode, optimizer=ADAMW, compile_layers=False)
+    loss = trainer.evaluate(batch)
+    trainer.close()
+    trainer.close()
+    assert not [n for n, m in one.named_modules() if "forward" in m.__dict__]
+    assert torch.equal(one(batch["input_ids"]).logits, plain(batch["input_ids"]).logits)
+    with pytest.raises(T1Error, match="the trainer was closed"):
+        trainer.step(batch)
+    assert make_trainer(one, "slide").evaluate(batch) == loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ckpt", "slide", "fsdp"])
+def test_compiled_layers(mode):
+    spec = {"optimizer": OptimizerSpec("sgd", lr=0.1), **EVERYTHING}
+    compiled = make_trainer(model(), mode, compile_layers=True, **spec)
+    plain = make_trainer(model(), "gpu", **spec)
+    for batch in ragged(3):
+        assert compiled.step(batch).loss == pytest.approx(plain.step(batch).loss, rel=1e-5)
+    compiled.close()
