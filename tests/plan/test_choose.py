@@ -197,14 +197,16 @@ def test_a_budget_too_small_says_the_least_that_works():
         choose_plan(WORK, (least - 1) * 2**20)
 
 
+@pytest.mark.parametrize("tokens", [64, 1024])
 @pytest.mark.parametrize("preset", ["tiny", "gemma-2-2b"])
-def test_activations_are_those_that_the_layer_saves(preset):
+def test_activations_are_those_that_the_layer_saves(preset, tokens):
+    """Gemma's attention keeps its matrix, and its norms keep sums of their weights."""
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97, "head_dim": 16}
     model = build_model(preset, dtype=torch.float32, **small)
     parts = split(model)
-    hidden, arguments = layer_arguments(parts, torch.randn(1, 64, 64, requires_grad=True))
-    real = saved_by(lambda: parts.layers[0](hidden, **arguments[0]), parts.layers[0].parameters()) / 64
-    assert saved_bytes(model.config, torch.float32, 64) == pytest.approx(real, rel=0.1)
+    hidden, arguments = layer_arguments(parts, torch.randn(1, tokens, 64, requires_grad=True))
+    real = saved_by(lambda: parts.layers[0](hidden, **arguments[0]), parts.layers[0].parameters()) / tokens
+    assert saved_bytes(model.config, torch.float32, tokens) == pytest.approx(real, rel=0.1)
 
 
 def test_slide_takes_the_choice_and_changes_no_bits():
