@@ -1,16 +1,23 @@
 """The command line: `python -m t1lib run | list | report | check | plan | train`."""
 
+import sys
+
+from t1lib import signals
+
+if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
+    signals.watch()  # before the slow imports, which take seconds
+
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from t1lib import claims, driver, params, paths, training
+from t1lib import claims, driver, params, paths
 from t1lib.errors import T1Error, UnavailableError, choose, require
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile
-from t1lib.plan import command
+from t1lib.plan import command as planning
+from t1lib.text import command as training
 
 EXIT_BAD_INPUT = 2
 
@@ -95,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
     report.set_defaults(command=_report)
     claims.add_parser(commands)
-    command.add_parser(commands)
+    planning.add_parser(commands)
     training.add_parser(commands)
     return parser
 

@@ -1,5 +1,6 @@
 """Files that are written completely or not at all, and one kind of error if the disk refuses."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from t1lib.errors import T1Error
+from t1lib.errors import T1Error, require
 
 
 @contextmanager
@@ -62,6 +63,45 @@ def write_json(path: Path, content: Any) -> None:
         partial_path.write_text(text, encoding="utf-8", newline="\n")
 
 
+def write_signed(path: Path, content: dict[str, Any], writers: str = "") -> None:
+    """Write `content` with its checksum, for `read_signed`. `writers` as in `whole`."""
+    with whole(path, writers) as partial_path:
+        partial_path.write_bytes(signed(content))
+
+
+def signed(content: dict[str, Any]) -> bytes:
+    """`content` as JSON, with its SHA-256 as one more field."""
+    content = json.loads(json.dumps(content))  # as it will be read
+    return (json.dumps(content | {"sha256": _digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def read_signed(path: Path) -> dict[str, Any]:
+    """What `signed` was given. Raises `T1Error` for a file that cannot be read, or is not as it was written."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        whole = content.pop("sha256") == _digest(content)
+    except OSError as error:
+        raise T1Error(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        whole = False
+    require(whole, f"{path} is damaged: its checksum is not that of its content")
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def sync(folder: Path) -> None:
+    """Bring the names in `folder` to the disk, as `os.fsync` does with a file's content. Windows has no such call."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a folder, if it exists and can be removed."""
     shutil.rmtree(path, ignore_errors=True)
@@ -73,22 +113,36 @@ def remove(path: Path) -> None:
 def locked(path: Path, otherwise: str) -> Iterator[None]:
     """Hold the lock file `path` until the block or this process ends. Raises `T1Error(otherwise)` if another process
     holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout:
         raise T1Error(otherwise) from None
+    except OSError as error:
+        raise T1Error(f"cannot write {path}: {error.strerror or error}") from None
     try:
         yield
     finally:
         lock.release()
 
 
-def cache_folder() -> Path:
-    """Where tokenizers and a machine's rates are kept: `T1_CACHE`, else ~/.cache/t1kit.
+@contextmanager
+def held(folder: Path, kept: str, otherwise: str) -> Iterator[None]:
+    """Hold `folder`, made if it is missing, by its lock file `.lock`; raises as `locked`. What this creates is removed
+    in the end unless the folder then holds the file `kept`."""
+    made = [path for path in (folder / ".lock", folder, *folder.parents) if not path.exists()]
+    with locked(folder / ".lock", otherwise):
+        try:
+            yield
+        finally:
+            for path in made if not (folder / kept).exists() else ():
+                with suppress(OSError):
+                    path.rmdir() if path.is_dir() else path.unlink()
 
-    `XDG_CACHE_HOME` replaces ~/.cache if it is set.
-    """
+
+def cache_folder() -> Path:
+    """Where tokenizers and rates of machines are kept: `T1_CACHE`, else t1kit in `XDG_CACHE_HOME` or ~/.cache."""
     named = os.environ.get("T1_CACHE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t1kit"

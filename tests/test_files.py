@@ -3,7 +3,7 @@
 import pytest
 
 from t1lib.errors import T1Error
-from t1lib.files import locked, whole, write_json, writing
+from t1lib.files import held, locked, read_signed, signed, whole, write_json, write_signed, writing
 
 
 def names(folder):
@@ -60,3 +60,33 @@ def test_a_lock_is_one_processs(tmp_path):
         pass
     with locked(path, "free again"):
         pass
+
+
+def test_a_folder_that_was_held_for_nothing_is_gone_again(tmp_path):
+    folder = tmp_path / "deep" / "run"
+    with pytest.raises(KeyError), held(folder, "kept", ""):
+        with pytest.raises(T1Error, match="taken"), held(folder, "kept", "taken"):
+            pass
+        assert names(folder) == [".lock"]
+        raise KeyError("a start that fails")
+    assert names(tmp_path) == []
+    with held(folder, "kept", ""):
+        (folder / "kept").touch()
+    assert names(folder) == [".lock", "kept"]
+    (tmp_path / "file").touch()
+    with pytest.raises(T1Error, match=r"^cannot write .*file/\.lock: "), held(tmp_path / "file", "kept", ""):
+        pass
+
+
+def test_a_file_with_its_checksum_is_as_it_was_written_or_refused(tmp_path):
+    path, content = tmp_path / "a.json", {"ü": [1, 2.5, None], "deep": {10: "x", 9: "y"}}
+    write_signed(path, content)
+    assert read_signed(path) == {"ü": [1, 2.5, None], "deep": {"10": "x", "9": "y"}}
+    text = signed(content).decode()
+    for spoilt in (text.replace("2.5", "2.75"), text[:-3], "", "[]", "null", "{}", "[" * 100_000, '{"sha256": 1}'):
+        path.write_text(spoilt, encoding="utf-8")
+        with pytest.raises(T1Error, match=r"a\.json is damaged"):
+            read_signed(path)
+    path.unlink()
+    with pytest.raises(T1Error, match=r"cannot read .*a\.json: No such file"):
+        read_signed(path)

@@ -15,10 +15,10 @@ import pytest
 
 from t1lib import params
 from t1lib.measure import manifest
+from t1lib.measure.language import from_params
 from t1lib.measure.records import COLUMNS
 from t1lib.report import FIGURES, TABLES
 from t1lib.report.t1m1 import ROUNDING
-from t1lib.train.language import from_params
 
 pytest_plugins = ["smoke_run"]
 

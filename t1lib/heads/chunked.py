@@ -15,16 +15,9 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import choose, require
+from t1lib.heads import options
 from t1lib.heads.full import ALIGN
-from t1lib.heads.options import (
-    HeadStats,
-    Options,
-    check_chunks,
-    need_workspace,
-    on_flat_operands,
-    refuse_create_graph,
-    spent,
-)
+from t1lib.heads.options import HeadStats, Options
 from t1lib.heads.scale import scale_, scale_rows
 
 DEFAULT_CHUNKS = 8  # by sequence
@@ -38,7 +31,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @torch.compiler.disable  # which gets products into slices of reused memory wrong (2.13, backend aot_eager)
-@on_flat_operands
+@options.on_flat_operands
 def chunked(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, *, by: str = "sequence", chunks: int | None = None
 ) -> tuple[Tensor, HeadStats]:
@@ -46,9 +39,8 @@ def chunked(
 
     by="sequence" (default; what T1M3's text describes): the tokens in `chunks` chunks (default 8), three products; the
     backward only scales the gradients in place, and a second one is refused. Under "none" it recomputes the logits:
-    four products. dW accumulates in the weight's own dtype, two chunks per product. In 16 bits that rounds once per
-    product: at 8 chunks 2,000 steps of training show no trace of it, at 64 the weight's norm is 0.02 % low after 100
-    steps (docs/drift.md). In float16 with a loss scaler, gradients below 6e-8 are lost: use by="vocabulary".
+    four products. dW accumulates in the weight's own dtype, two chunks per product; in 16 bits that rounds once per
+    product (docs/drift.md). In float16 with a loss scaler, gradients below 6e-8 are lost: use by="vocabulary".
 
     by="vocabulary" (what T1M3's code does): the columns of the logits in `chunks` chunks (default: of 8192 columns),
     four products. dE accumulates in an N × D float32 buffer, each slice of dW is written once.
@@ -59,17 +51,16 @@ def chunked(
     the forward computed the gradients, and for create_graph=True.
     """
     choose("by", by, ("sequence", "vocabulary"))
-    check_chunks(chunks, opts.settings)
+    options.check_chunks(chunks, opts.settings)
     require(opts.settings.filter_eps is None, "head 'chunked' has no filter_eps; heads that take it: full, fused")
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (e, w, b))
     workspace, length = opts.settings.workspace, len(opts.target) if by == "sequence" else opts.vocab
     size = DEFAULT_COLUMNS if by == "vocabulary" and chunks is None else -(-length // (chunks or DEFAULT_CHUNKS))
     if workspace is not None:
         fixed, unit = _costs(e, opts, by, needs)
-        need_workspace(workspace, fixed + unit, f"chunked by {by}")
+        options.need_workspace(workspace, fixed + unit, f"chunked by {by}")
         size = (workspace - fixed) // unit
-    function = _BySequence if by == "sequence" else _ByVocabulary
-    loss, *stats = function.apply(e, w, b, opts, max(1, min(length, size)), needs)
+    loss, *stats = _Chunked.apply(e, w, b, opts, by, max(1, min(length, size)), needs)
     return loss, opts.stats(*stats)
 
 
@@ -97,24 +88,23 @@ class Block:
     """
 
     def __init__(self, rows: int, columns: int, like: Tensor, opts: Options, gradients: bool, held: int = 1) -> None:
-        entries, self.opts = rows * _aligned(columns), opts
-        self._raw = like.new_empty(held * entries)
-        self._work = self._raw if like.dtype == opts.dtype else like.new_empty(entries, dtype=opts.dtype)
+        width, self.opts = -(-columns // ALIGN) * ALIGN, opts
+        self._raw = like.new_empty(held * rows, width)
+        self._work = self._raw if like.dtype == opts.dtype else like.new_empty(rows, width, dtype=opts.dtype)
         sloped = gradients and opts.settings.softcap is not None
-        self._slope = like.new_empty(entries, dtype=opts.dtype) if sloped else None
+        self._slope = like.new_empty(rows, width, dtype=opts.dtype) if sloped else None
 
     def fill(self, e: Tensor, w: Tensor, b: Tensor | None, first: int = 0) -> None:
-        """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at its row `first`.
+        """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at row `first` of its memory.
 
         On CUDA a 16-bit product writes its float32 sums directly, with no rounding and no widening pass. Elsewhere it
         is rounded to the operands' dtype, as in `F.linear`, and then widened.
         """
         rows, columns, softcap = len(e), len(w), self.opts.settings.softcap
-        width = _aligned(columns)
-        self.raw = self._raw[first * width : (first + rows) * width].view(rows, width)
-        self.work = self.raw if self._work is self._raw else self._work[: rows * width].view(rows, width)
-        self.slope = None if self._slope is None else self._slope[: rows * width].view(rows, width)[:, :columns]
+        self.raw = self._raw[first : first + rows]
+        self.work = self.raw if self._work is self._raw else self._work[:rows]
         self.z, raw = self.work[:, :columns], self.raw[:, :columns]
+        self.slope = None if self._slope is None else self._slope[:rows, :columns]
         wide = e.is_cuda and self.work is not self.raw
         for part in _parts(columns):
             if wide:
@@ -132,8 +122,7 @@ class Block:
             if self.slope is not None:
                 torch.mul(self.z, self.z, out=self.slope).neg_().add_(1.0)
             self.z.mul_(softcap)
-        if columns < width:
-            self.work[:, columns:] = -math.inf
+        self.work[:, columns:] = -math.inf
 
     def pull(self, class_weight: Tensor | None) -> Tensor:
         """Σ_v c_v z_v of each row under label smoothing, else 0, (rows, 1)."""
@@ -152,9 +141,9 @@ class Block:
         """
         smooth, z_loss = self.opts.settings.label_smoothing, self.opts.settings.z_loss
         r, a, target, even = factors
-        x = self.work.scatter_add_(1, index, -hit)  # p − one-hot, in float32: no cancellation as p_y → 1
+        x, columns = self.work.scatter_add_(1, index, -hit), self.z.shape[1]  # p − one-hot: no cancellation as p_y → 1
         if not (smooth or z_loss or self.slope is not None):  # then A is B
-            return scale_rows(x, a, self.raw)[:, : self.z.shape[1]]  # scale and rounding in one pass
+            return scale_rows(x, a, self.raw)[:, :columns]  # scale and rounding in one pass
         a = a + 2.0 * z_loss * lse * r if z_loss else a
         x.mul_(a).scatter_add_(1, index, (a - target) * hit)
         if smooth and weight is None:
@@ -163,16 +152,11 @@ class Block:
             self.z.addr_(even[:, 0], weight, alpha=-1)
         if self.slope is not None:
             self.z.mul_(self.slope)
-        return (x if x is self.raw else self.raw.copy_(x))[:, : self.z.shape[1]]
+        return (x if x is self.raw else self.raw.copy_(x))[:, :columns]
 
-    def gradients(self, rows: int) -> Tensor:
-        """The first `rows` rows of gradients in `raw`."""
-        width = self.raw.shape[1]
-        return self._raw[: rows * width].view(rows, width)[:, : self.z.shape[1]]
-
-
-def _aligned(columns: int) -> int:
-    return -(-columns // ALIGN) * ALIGN
+    def held(self, rows: int) -> Tensor:
+        """The first `rows` rows of gradients, of as many blocks."""
+        return self._raw[:rows, : self.z.shape[1]]
 
 
 def _parts(columns: int) -> list[slice]:
@@ -183,11 +167,18 @@ def _parts(columns: int) -> list[slice]:
 
 def _input_gradient(dz: Tensor, w: Tensor, out: Tensor) -> None:
     """out ← dz w, rounded to out's dtype once, but for the few terms of the rest of `_parts`."""
-    first, *rest = (_wide_product(dz[:, p], w[p], out.dtype) if p.start else p for p in reversed(_parts(len(w))))
+    main, *rest = _parts(len(w))
     if rest:
-        torch.addmm(first, dz[:, rest[0]], w[rest[0]], out=out)
+        torch.addmm(dz[:, rest[0]] @ w[rest[0]], dz[:, main], w[main], out=out)
     else:
         torch.mm(dz, w, out=out)
+
+
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in `dtype`, without rounding to 16 bits in between."""
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
 class Rows(NamedTuple):
@@ -204,14 +195,6 @@ class Rows(NamedTuple):
     @property
     def lse(self) -> Tensor:
         return self.top + self.total.log()
-
-    def outputs(self, ctx, opts: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the autograd functions return: the loss, and lse, logprob and correct, which are not differentiable."""
-        logprob = (self.at_target - self.top) - self.total.log()
-        lse, logprob, pull, correct = (x[:, 0] for x in (self.lse, logprob, self.pull, self.at_target >= self.top))
-        ctx.mark_non_differentiable(lse, logprob, correct)
-        ctx.set_materialize_grads(False)
-        return opts.reduce(opts.losses(lse, logprob, pull)), lse, logprob, correct
 
 
 def _local(target: Tensor, columns: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -245,14 +228,7 @@ def _softmax(block: Block, index: Tensor, hit: Tensor) -> Rows:
     return Rows(*(x[:, None] for x in (highest, whole, at_target.sum(0), pull.sum(0))))
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`, without rounding to 16 bits in between."""
-    if a.dtype == dtype:
-        return a @ b
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
-
-
-def _sequence_loop(
+def _by_sequence(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, needs: Needs, upstream: Tensor | float | None
 ) -> tuple[Rows, Gradients]:
     """Loop over chunks of `size` tokens: the statistics, and the gradients in `needs`, for this upstream gradient."""
@@ -282,36 +258,37 @@ def _sequence_loop(
             db.add_(dz.sum(0, dtype=wide))
         if dw is not None and (part.stop == tokens or first + size == held * size):
             since = slice(start - first, part.stop)
-            found_dz = block.gradients(since.stop - since.start)
+            dz = block.held(since.stop - since.start)
             for p in _parts(opts.vocab):  # beta=0 ignores the uninitialised dw
-                dw[p].addmm_(found_dz[:, p].t(), e[since], beta=0 if since.start == 0 else 1)
+                dw[p].addmm_(dz[:, p].t(), e[since], beta=0 if since.start == 0 else 1)
     for work in sums:
         work.wait()
     de = None if de is None else opts.own(de).to(e.dtype)
     return Rows(*map(torch.cat, zip(*found, strict=True))), (de, dw, None if db is None else db.to(b.dtype))
 
 
-def _ranges(e: Tensor, w: Tensor, b: Tensor | None, size: int, block: Block) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Ranges of `size` columns, their logits in the block, and what `_local` says of the targets."""
+def _ranges(
+    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, gradients: bool
+) -> Iterator[tuple[Block, slice, Tensor | None, Tensor, Tensor]]:
+    """Ranges of `size` columns: a block of their logits, the columns, their class weights, and what `_local` says."""
+    block, weight = Block(len(e), size, e, opts, gradients), opts.class_weight
     for start in range(0, len(w), size):
         columns = slice(start, min(start + size, len(w)))
         block.fill(e, w[columns], None if b is None else b[columns])
-        yield columns, *_local(block.opts.target, columns, block.opts.dtype)
+        yield block, columns, None if weight is None else weight[columns], *_local(opts.target, columns, opts.dtype)
 
 
 def _vocabulary_forward(e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int) -> Rows:
     """Loop over chunks of `size` columns: an online log-sum-exp, the target's logit and the smoothing term."""
-    block, classes = Block(len(e), size, e, opts, gradients=False), opts.class_weight
     top = e.new_full((len(e), 1), -math.inf, dtype=opts.dtype)
     total, at_target, pull = (torch.zeros_like(top) for _ in range(3))
-    for columns, index, hit in _ranges(e, w, b, size, block):
+    for block, _, weight, index, hit in _ranges(e, w, b, opts, size, gradients=False):
         z = block.z
         at_target = torch.where(hit > 0, z.gather(1, index), at_target)
-        pull += block.pull(None if classes is None else classes[columns])
+        pull += block.pull(weight)
         higher = torch.maximum(top, z.amax(-1, keepdim=True))
         floor = higher.clamp(min=torch.finfo(z.dtype).min)  # finite, as −inf − (−inf) would be nan
-        rescaled = total * torch.exp(top - floor)
-        total = rescaled + z.sub_(floor).exp_().sum(-1, keepdim=True)
+        total = total * torch.exp(top - floor) + z.sub_(floor).exp_().sum(-1, keepdim=True)
         top = higher
     return Rows(top, total, at_target, pull)
 
@@ -320,15 +297,14 @@ def _vocabulary_backward(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, needs: Needs, upstream: Tensor, rows: Rows
 ) -> Gradients:
     """Gradients from recomputed logits, a chunk of `size` columns at a time."""
-    block, classes = Block(len(e), size, e, opts, gradients=True), opts.class_weight
     factors = tuple(x[:, None] for x in opts.factors(upstream))
     de = e.new_zeros(e.shape, dtype=opts.dtype) if needs[0] else None
     dw = w.new_empty(w.shape) if needs[1] else None
     db = b.new_empty(b.shape) if needs[2] else None
     log_total = rows.total.log()
-    for columns, index, hit in _ranges(e, w, b, size, block):
+    for block, columns, weight, index, hit in _ranges(e, w, b, opts, size, gradients=True):
         block.work.sub_(rows.top).sub_(log_total).exp_()
-        dz = block.gradient(index, hit, factors, rows.lse, None if classes is None else classes[columns])
+        dz = block.gradient(index, hit, factors, rows.lse, weight)
         if de is not None:  # rounding the product to 16 bits would lose what the float32 sum keeps
             de.add_(_wide_product(dz, w[columns], de.dtype))
         if dw is not None:
@@ -338,40 +314,38 @@ def _vocabulary_backward(
     return None if de is None else de.to(e.dtype), dw, db
 
 
-class _BySequence(torch.autograd.Function):
+class _Chunked(torch.autograd.Function):
+    """(loss, lse, logprob, correct). By sequence and with a known upstream gradient the forward makes the gradients."""
+
     @staticmethod
-    def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, needs: Needs):
-        ctx.early = opts.settings.reduction != "none" and any(needs)
-        ctx.call = opts, size, needs
+    def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, by: str, size: int, needs: Needs):
+        ctx.early = by == "sequence" and opts.settings.reduction != "none" and any(needs)
+        ctx.call = opts, by, size, needs
         if not ctx.early:  # the options' tensors come along only so that a change is noticed
             ctx.save_for_backward(e, w, b, opts.target, opts.class_weight, opts.token_weight)
-        rows, ctx.found = _sequence_loop(e, w, b, opts, size, needs if ctx.early else (False,) * 3, 1.0)
-        return rows.outputs(ctx, opts)
+        if by == "sequence":
+            rows, ctx.found = _by_sequence(e, w, b, opts, size, needs if ctx.early else (False,) * 3, 1.0)
+        else:
+            rows = ctx.found = _vocabulary_forward(e, w, b, opts, size)
+        logprob = (rows.at_target - rows.top) - rows.total.log()
+        correct = rows.at_target >= rows.top
+        lse, logprob, pull, correct = (x[:, 0] for x in (rows.lse, logprob, rows.pull, correct))
+        ctx.mark_non_differentiable(lse, logprob, correct)
+        ctx.set_materialize_grads(False)
+        return opts.reduce(opts.losses(lse, logprob, pull)), lse, logprob, correct
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None, *_):
-        refuse_create_graph("chunked", ctx.call[0].settings.shards is not None)
+        opts, by, *call = ctx.call
+        options.refuse_create_graph("chunked", opts.settings.shards is not None)
         if upstream is None:
-            return (None,) * 6
-        if not ctx.early:
-            return *_sequence_loop(*ctx.saved_tensors[:3], *ctx.call, upstream)[1], None, None, None
-        found, ctx.found = ctx.found, None
-        if found is None:
-            raise spent("chunked", 'by="vocabulary" or reduction="none"')
-        return *(None if g is None else scale_(g, upstream) for g in found), None, None, None
-
-
-class _ByVocabulary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, needs: Needs):
-        ctx.call = opts, size, needs
-        ctx.save_for_backward(e, w, b, opts.target, opts.class_weight, opts.token_weight)
-        ctx.rows = _vocabulary_forward(e, w, b, opts, size)
-        return ctx.rows.outputs(ctx, opts)
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor | None, *_):
-        refuse_create_graph("chunked")
-        if upstream is None:
-            return (None,) * 6
-        return *_vocabulary_backward(*ctx.saved_tensors[:3], *ctx.call, upstream, ctx.rows), None, None, None
+            return (None,) * 7
+        if by == "vocabulary":
+            gradients = _vocabulary_backward(*ctx.saved_tensors[:3], opts, *call, upstream, ctx.found)
+        elif not ctx.early:
+            _, gradients = _by_sequence(*ctx.saved_tensors[:3], opts, *call, upstream)
+        elif ctx.found is None:
+            raise options.spent("chunked", 'by="vocabulary" or reduction="none"')
+        else:
+            gradients, ctx.found = [None if g is None else scale_(g, upstream) for g in ctx.found], None
+        return *gradients, *(None,) * 4

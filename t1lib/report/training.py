@@ -7,11 +7,22 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from t1lib.errors import require
+from t1lib.files import whole
 from t1lib.report.style import VARIANTS, style, subplots
 
 
+def plot_metrics(metrics: Path, path: Path) -> Path:
+    """Draw a run's metrics.csv to `path`. Raises `T1Error` if it has no row, or the figure cannot be written."""
+    frame = pd.read_csv(metrics)
+    require(len(frame) > 0, f"{metrics} has no step to plot")
+    with whole(path) as partial:
+        draw_metrics(frame, partial)
+    return path
+
+
 def draw_metrics(frame: pd.DataFrame, path: Path) -> None:
-    """Write to `path` a figure of loss, tokens/s and memory over steps, from the metrics of `t1lib.train.run`."""
+    """Write to `path` a figure of loss, tokens/s and memory over steps, from the metrics of `t1lib.text.run`."""
     with style():
         figure, (losses, rate) = subplots(2.4, 2)
         _losses(losses, frame)

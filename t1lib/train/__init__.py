@@ -10,7 +10,9 @@ from t1lib.train.fsdp import FsdpTrainer
 from t1lib.train.models import PRESETS, build_model, sizes, split
 from t1lib.train.resident import CkptTrainer, GpuTrainer
 from t1lib.train.slide import SlideTrainer
+from t1lib.train.optimizer import StreamOptimizer
 from t1lib.train.spec import OPTIMIZERS, OptimizerSpec, Schedule
+from t1lib.train.stream import stream
 from t1lib.train.trainer import StepRecord, Trainer
 
 MODES: dict[str, type[Trainer]] = {
@@ -49,9 +51,11 @@ __all__ = [
     "Schedule",
     "SlideTrainer",
     "StepRecord",
+    "StreamOptimizer",
     "Trainer",
     "build_model",
     "make_trainer",
     "sizes",
     "split",
+    "stream",
 ]

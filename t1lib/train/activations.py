@@ -1,89 +1,201 @@
-"""What mode `slide` saves of a layer between forward and backward: only its input, or all that its gradients need."""
+"""What is kept of a layer between forward and backward: its input, on the device or the host, or its whole graph."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_map
 
-from t1lib.train.store import HostStore
+from t1lib.memory import pinned_zeros
+from t1lib.plan.cost import LEAVING
+from t1lib.train.lanes import Lane, Mark, NoTrace
+
+
+@dataclass
+class Piece:
+    """Some rows of a batch on their way through a layer: hidden states (b, …), and the layer's other arguments."""
+
+    hidden: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
+    """Cut a batch into pieces of at most `rows` rows. Tensors of two or more dimensions that have a row each are cut
+    along with it; all else goes to every piece."""
+    count = len(piece.hidden)
+    if rows is None or rows >= count:
+        return [piece]
+
+    def cut(at: slice, value: Any) -> Any:
+        own = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
+        return value[at] if own else value
+
+    found = []
+    for start in range(0, count, rows):
+        at = slice(start, start + rows)
+        args, kwargs = tree_map(lambda value, at=at: cut(at, value), (piece.args, piece.kwargs))
+        found.append(Piece(piece.hidden[at], args, kwargs))
+    return found
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    return [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
+
+
+@dataclass
+class Autocast:
+    """The autocast state of a forward, for the recomputation. Its cache of narrowed weights is off: it would keep those
+    of all layers, and those of an earlier content of their slot."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Autocast":
+        kind = device.type
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def again(self) -> AbstractContextManager:
+        if not self.enabled and not torch.is_autocast_enabled(self.kind):
+            return nullcontext()
+        return torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@dataclass
+class Randomness:
+    """The state of the random number generators before a layer ran, if it drew from them."""
+
+    states: list[Tensor]
+    device: torch.device
+    used: bool = False
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Randomness":
+        return cls(_random_states(device), device)
+
+    def note_use(self) -> None:
+        after = _random_states(self.device)
+        self.used = not all(torch.equal(a, b) for a, b in zip(self.states, after, strict=True))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same numbers once more, and go on afterwards as if they had not been drawn."""
+        if not self.used:
+            yield
+            return
+        now = _random_states(self.device)
+        _set_random_states(self.states, self.device)
+        try:
+            yield
+        finally:
+            _set_random_states(now, self.device)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _set_random_states(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
 
 
 @dataclass
 class Saved:
-    """What is saved of one layer and micro-batch: its input, and its output with the autograd graph if that is kept.
+    """What a layer's forward leaves for its backward, by micro-batch.
 
-    `input` is None while it waits on the host.
+    graphs   inputs and outputs with the autograd graph between them, if the layer's activations are kept
+    input    where the input waits, if it waits on the host
     """
 
-    input: Tensor | None
-    output: Tensor | None = None
+    autocast: Autocast
+    random: list[Randomness] = field(default_factory=list)
+    graphs: list[tuple[Tensor, Tensor]] | None = None
+    input: "OnHost | None" = None
 
 
-class Activations:
-    """Holds what is saved of each layer and micro-batch.
+class Inputs:
+    """Offloads layers' inputs to pinned host buffers, and brings them back. Buffers are used again.
 
-    kept     how many layers, the last ones, keep their autograd graph and so need no recomputation
-    store    where the inputs of the other layers wait on the host; None: they stay on the device
+    The device memory is allocated and freed on the compute lane, which waits for the copies. Otherwise the host, which
+    runs far ahead of the device, would find none of that memory free yet, and allocate as much again.
     """
 
-    def __init__(self, layers: int, kept: int, store: HostStore | None) -> None:
-        self._first_kept, self._store = layers - kept, store
-        self._saved: dict[int, list[Saved]] = {}
+    def __init__(self, device: torch.device, inward: Lane, outward: Lane, trace: Callable[[], NoTrace]) -> None:
+        self.device, self.compute, self.inward, self.outward = device, Lane(device, False), inward, outward
+        self.trace = trace
+        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._leaving: list[OnHost] = []  # still on the device, while their copies may run
 
-    def begin(self) -> None:
-        """Call before a forward: discard what an aborted step left behind."""
-        self._saved.clear()
-
-    def run(
-        self, index: int, hidden: list[Tensor], wanted: bool, compute: Callable[[int, Tensor], Tensor],
-        buffer: Callable[[], Tensor | None],
-    ) -> list[Tensor]:  # fmt: skip
-        """Run the layer on the micro-batches `hidden`, save what its backward needs, and return the outputs.
-
-        wanted         whether gradients of the layer's inputs are needed
-        compute(k, x)  runs the layer on micro-batch k
-        buffer()       returns the buffer that holds the layer's weights at that moment; None if they never move
-        """
-        if self._store is not None:
-            self._store.arrived(index)  # wait for copies of an aborted step
-        if index >= self._first_kept:
-            inputs = [x.detach().requires_grad_(wanted or x.requires_grad) for x in hidden]
-            with torch.enable_grad(), _rebinding(buffer):
-                outputs = [compute(k, x) for k, x in enumerate(inputs)]
-            self._saved[index] = [Saved(x, y) for x, y in zip(inputs, outputs, strict=True)]
-            return [y.detach() for y in outputs]
-        self._saved[index] = [Saved(x) for x in hidden]
-        with torch.no_grad():
-            outputs = [compute(k, x) for k, x in enumerate(hidden)]
-        if self._store is not None and index > 0:
-            for k, saved in enumerate(self._saved[index]):
-                self._store.put((index, k), saved.input)
-                saved.input = None
-        return outputs
-
-    def prefetch(self, index: int) -> None:
-        """Start copying the layer's inputs back to the device, where they wait on the host."""
-        for k, saved in enumerate(self._saved.get(index, ())):
-            if saved.input is None:
-                saved.input = self._store.bring((index, k))
-
-    def take(self, index: int) -> list[Saved]:
-        """Return what was saved of the layer, and forget it; start bringing back the inputs of the layer below."""
-        self.prefetch(index)
-        self.prefetch(index - 1)
-        saved = self._saved.pop(index)
-        if self._store is not None:
-            self._store.arrived(index)
-        return saved
+    def put(self, tensor: Tensor, layer: int) -> "OnHost":
+        """Queue the copy to the host. The `LEAVING` latest stay on the device for now."""
+        spare = self.free.get((tensor.shape, tensor.dtype))
+        buffer = spare.pop() if spare else None
+        if buffer is None:
+            buffer = pinned_zeros(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
+        self.outward.after(self.compute.mark())
+        with self.outward.active(), self.trace().span("out", "inputs", layer, self.outward.stream):
+            buffer.copy_(tensor, non_blocking=True)
+        found = OnHost(self, buffer, tensor.detach(), self.outward.mark(), layer)
+        found.before = self._leaving[-1] if self._leaving else None
+        self._leaving.append(found)
+        for old in self._leaving[:-LEAVING]:
+            old.let_go()
+        self._leaving = self._leaving[-LEAVING:]
+        return found
 
 
-def _rebinding(buffer: Callable[[], Tensor | None]) -> AbstractContextManager:
+class OnHost:
+    """A tensor that waits on the host. before: the one that was put there before it, which is wanted after it"""
+
+    def __init__(self, inputs: Inputs, buffer: Tensor, tensor: Tensor, left: Mark, layer: int) -> None:
+        self._inputs, self._buffer, self._tensor, self._left, self._layer = inputs, buffer, tensor, left, layer
+        self._back: Mark = None
+        self.before: OnHost | None = None
+
+    def let_go(self) -> None:
+        """Free the device's copy once it has left."""
+        if self._left is not None or self._tensor is not None:
+            self._inputs.compute.after(self._left)
+            self._left = self._tensor = None
+
+    def prefetch(self) -> None:
+        """Start bringing it back."""
+        if self._tensor is None and self._buffer is not None:
+            lane = self._inputs.inward
+            self._tensor = torch.empty_like(self._buffer, device=self._inputs.device)
+            lane.after(self._inputs.compute.mark())
+            with lane.active(), self._inputs.trace().span("in", "inputs", self._layer, lane.stream):
+                self._tensor.copy_(self._buffer, non_blocking=True)
+            self._back = lane.mark()
+
+    def take(self) -> Tensor | None:
+        """The tensor on the device, and start bringing back the one before it; None if it was taken already."""
+        self.prefetch()
+        if self.before is not None:
+            self.before.prefetch()
+        found, buffer, self._tensor, self._buffer = self._tensor, self._buffer, None, None
+        if buffer is not None:
+            self._inputs.compute.after(self._left, self._back)
+            self._inputs.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+        self.before = self._left = None
+        return found
+
+
+def kept_graph(buffer: Callable[[], Tensor] | None) -> AbstractContextManager:
     """Make autograd save views of the layer's weights as positions in their buffer, and rebuild them in the backward:
-    by then the weights are in another buffer, or in the same one again after those of other layers."""
-    if buffer() is None:
+    by then the weights are in another buffer, or in the same one again after those of other layers.
+
+    buffer   returns the buffer that holds the weights at that moment; None: they never move
+    """
+    if buffer is None:
         return nullcontext()
     start = buffer().untyped_storage().data_ptr()
 

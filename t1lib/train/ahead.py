@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error
-from t1lib.measure.memory import pinned_zeros
-from t1lib.train.pipeline import Pipeline
-from t1lib.train.streams import Mark, UpdateWorker
-
-ROWS = 2048  # rows that are gathered and sent at a time
-GATHERED = 8  # buffers of `ROWS` rows that can be filled before any is sent
+from t1lib.memory import pinned_zeros
+from t1lib.plan.cost import GATHERED, ROWS
+from t1lib.train.lanes import Mark, UpdateThread, wait_for
+from t1lib.train.schedule import Schedule
 
 
 def in_parts(rows: Tensor) -> tuple[Tensor, ...]:
@@ -31,9 +29,9 @@ class RowsAhead:
     settled   blocks until the state on the host includes the last update
     """
 
-    def __init__(self, state: dict[str, Tensor], pipeline: Pipeline, settled: Callable[[], None]) -> None:
-        self.gathered = [_Gathered(state, pipeline) for _ in range(GATHERED)]  # used in turn
-        self._turn, self._settled, self._worker = 0, settled, UpdateWorker(pipeline.device)
+    def __init__(self, state: dict[str, Tensor], schedule: Schedule, settled: Callable[[], None]) -> None:
+        self.gathered = [_Gathered(state, schedule) for _ in range(GATHERED)]  # used in turn
+        self._turn, self._settled, self._worker = 0, settled, UpdateThread(schedule.device)
         self._known: list[tuple[Tensor, Tensor, Tensor]] = []  # announced micro-batches: ids, rows, places
         self._found = 0  # how many of these were looked up
 
@@ -85,18 +83,17 @@ def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 class _Gathered:
     """Pinned buffers for `ROWS` rows on their way to the device. `count`: how many rows they hold."""
 
-    def __init__(self, state: dict[str, Tensor], pipeline: Pipeline) -> None:
-        self._state = {k: v for k, v in state.items() if k != "step"}
+    def __init__(self, state: dict[str, Tensor], schedule: Schedule) -> None:
+        self._state = state
         size = {k: (min(ROWS, len(v)), v.shape[1]) for k, v in self._state.items()}
-        empty = {k: pinned_zeros(n * width, self._state[k].dtype, pipeline.device) for k, (n, width) in size.items()}
+        empty = {k: pinned_zeros(n * width, self._state[k].dtype, schedule.device) for k, (n, width) in size.items()}
         self.buffers = {k: buffer.view(size[k]) for k, buffer in empty.items()}
-        self._device, self._compute = pipeline.device, pipeline.compute
+        self._device, self._compute = schedule.device, schedule.compute
         self._left: Mark = None  # when the previous rows have left
         self._rows, self.count = torch.empty(min(n for n, _ in size.values()), dtype=torch.int64), 0
 
     def fill(self, rows: Tensor) -> None:
-        if self._left is not None:
-            self._left.synchronize()
+        wait_for(self._left)
         for key, buffer in self.buffers.items():
             torch.index_select(self._state[key], 0, rows, out=buffer[: len(rows)])
         self._rows[: len(rows)], self.count = rows, len(rows)

@@ -10,15 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LEAST, MOST, WORK = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
 SMALL = 2**20  # bytes; see `_Input.take`
 LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
-
-
-def launch_bound(layer: nn.Module) -> int:
-    """Tokens up to which launching this layer eagerly takes the host longer than running it, or moving its state, takes
-    an H200; measured for layers of 15.7 and 50 million parameters (docs/log.md)."""
-    return min(max(WORK // sum(p.numel() for p in layer.parameters()), LEAST), MOST)
 
 
 class LayerGraphs:

@@ -1,62 +1,273 @@
-"""How a trainer makes the model run its layers through the trainer, and which parameters it trains."""
+"""Layers on the host: flat pinned buffers, the parameters that are views of them, and gradients that wait there."""
 
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor, nn
 
-from t1lib.errors import require
-from t1lib.measure.timing import NoTrace, Trace
-from t1lib.train.models import Parts
+from t1lib.errors import T1Error, require
+from t1lib.memory import pinned_zeros
+from t1lib.train.lanes import Mark, wait_for
+from t1lib.train.travel import Span
+
+ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat buffer, which suits the device's loads
 
 
-class Layered:
-    """The part of a trainer between the model's own forward and its layers."""
+class Streamed(nn.Parameter):
+    """A parameter of a streamed layer while the layer does not compute. It is a view of host memory, which updates and
+    copies may still be about to fill: whatever looks at values or gradient waits for them first."""
 
-    _hooks_backward = True  # spans of the layers' backward are traced by hooks on their outputs
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func not in SHAPES:
+            for param in _streamed_in((*args, *(kwargs or {}).values())):
+                home = param.__dict__.get("_home")
+                if home is not None and func == GET_GRADIENT:
+                    return home.gradient(param)
+                if home is not None and func == SET_GRADIENT:
+                    return home.set_gradient(param, args[1])
+                if home is not None:
+                    home.visit()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
-    model: PreTrainedModel
-    parts: Parts
-    train: str
-    loss: str
-    trace: Trace | NoTrace
-    _in_backward: bool
-    _layer_forward: Any  # takes a layer's class; returns its forward, compiled or not
 
-    def _run_layer(self, index: int, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Run decoder layer `index`; by default, as the model itself would."""
-        return self._compute(index, hidden, kwargs)
+GET_GRADIENT, SET_GRADIENT = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+SHAPES = {  # what says nothing about values
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "device", "dtype", "requires_grad", "is_cuda", "ndim")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("layout", "is_leaf", "grad_fn", "is_meta", "is_sparse")),
+    *(getattr(torch.Tensor, name) for name in ("numel", "size", "dim", "stride", "element_size", "is_contiguous")),
+    *(getattr(torch.Tensor, name) for name in ("is_floating_point", "is_complex", "__hash__", "nelement")),
+}
 
-    def _mark_trainable(self) -> None:
-        if self.train == "marked":
-            require(any(p.requires_grad for p in self.model.parameters()), "no parameter of the model is marked")
+
+def _streamed_in(values: Iterable[Any]) -> Iterator[Streamed]:
+    for value in values:
+        if isinstance(value, Streamed):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _streamed_in(value)
+
+
+class Layout:
+    """Where each parameter of a layer lies in one flat buffer, by name and in the order of `params`."""
+
+    def __init__(self, params: dict[str, Tensor]) -> None:
+        self.shapes = {n: p.shape for n, p in params.items()}
+        self.dtype = next((p.dtype for p in params.values()), torch.float32)
+        self.offsets, self.numel = {}, 0
+        for name, shape in self.shapes.items():
+            self.offsets[name] = self.numel
+            self.numel += -(-shape.numel() // ALIGN) * ALIGN
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters as views into a flat buffer of `numel` elements."""
+        return {n: flat[self.offsets[n] : self.offsets[n] + s.numel()].view(s) for n, s in self.shapes.items()}
+
+    def span(self, name: str) -> slice:
+        return slice(self.offsets[name], self.offsets[name] + self.shapes[name].numel())
+
+
+def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
+    """Names of the parameters that stream, alike in all layers. Where a layer has trained and frozen parameters, those
+    that have fewer bytes, such as adapters, stay on the device in every layer.
+
+    Raises `T1Error` for layers that differ in names, shapes or dtype of what streams.
+    """
+    few: set[str] = set()
+    for layer in layers:
+        params = dict(layer.named_parameters())
+        trained = {n for n, p in params.items() if p.requires_grad}
+        size = {True: sum(params[n].nbytes for n in trained)}
+        size[False] = sum(p.nbytes for p in params.values()) - size[True]
+        if all(size.values()):
+            less = min(size, key=size.__getitem__)
+            few |= {n for n in params if (n in trained) == less}
+    first = {n: p for n, p in layers[0].named_parameters() if n not in few}
+    for index, layer in enumerate(layers):
+        own = {n: p for n, p in layer.named_parameters() if n not in few}
+        odd = [n for n in {**first, **own} if n not in first or n not in own or own[n].shape != first[n].shape]
+        odd += [n for n, p in own.items() if p.dtype != next(iter(first.values())).dtype]
+        if odd:
+            raise T1Error(f"layer {index} differs from layer 0 at {odd[0]!r}: stream takes layers that are alike")
+    return list(first)
+
+
+def _reached(layer: "weakref.ref[HostLayer]", name: str, _: Tensor) -> None:
+    held = layer()
+    if held is not None:
+        held.reached.add(name)
+
+
+class HostLayer:
+    """One streamed layer: its module, and its parameters in a flat host buffer.
+
+    trained   whether its parameters are trained (all of those that stream, or none)
+    grads     gradients that were copied to the host, flat; None until there are any
+    left      mark at which the host's weights and state are up to date
+    update    queues the update that waits for its turn; None: there is none
+    """
+
+    def __init__(
+        self, module: nn.Module, index: int, layout: Layout, device: torch.device, groups: dict[int, int]
+    ) -> None:
+        self.module, self.index, self.layout, self._device = module, index, layout, device
+        own = dict(module.named_parameters())
+        self.params = {n: own[n] for n in layout.shapes}
+        self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
+        self.trained = any(p.requires_grad for p in self.params.values())
+        self.flat = pinned_zeros(layout.numel, layout.dtype, device)
+        self.views = layout.views(self.flat)
+        for name, param in self.params.items():
+            self.views[name].copy_(param.data)
+            param.data = self.views[name]
+        self.state: dict[str, Tensor] = {}  # the optimizer's, flat, by key; laid out like the weights
+        self.counts = dict.fromkeys(self.params, 0)  # updates so far
+        self.grads: Tensor | None = None
+        self.grad_views: dict[str, Tensor] = {}
+        self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
+        self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
+        self.norms: list[Tensor] | None = None  # of `grads`, by parameter; None: not known
+        self.touched = False  # somebody may have written to the host's weights
+        self.left: Mark = None
+        self.arrived: Mark = None  # when `grads` are complete
+        self.update: Any = None
+        self.settle: Any = None  # finishes a pending update of this layer; set by the schedule
+        self.keeps_gradients = True  # False: updates are made in the backward, and leave none
+        self.reached: set[str] = set()  # parameters that this backward gave a gradient
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(_reached, weakref.ref(self), name))
+            for name, param in self.params.items() if param.requires_grad
+        ]  # fmt: skip
+        self.hide()
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.trained and len(self.absent) < len(self.params)
+
+    def spans(self) -> list[Span]:
+        """What the next update covers, which it counts: parameters that have a gradient, by group; on a CPU each alone,
+        as PyTorch would update it."""
+        found: list[Span] = []
+        for name, group in self.groups.items():
+            if name in self.absent:
+                continue
+            self.counts[name] += 1
+            at, count = self.layout.span(name), self.counts[name]
+            if found and found[-1][1:] == (group, count) and self._device.type == "cuda":
+                at = slice(found.pop().at.start, at.stop)
+            found.append(Span(at, group, count))
+        return found
+
+    # -- what she sees -----------------------------------------------------------------------------------------------
+
+    def hide(self) -> None:
+        """From here on, whoever looks at the parameters waits for what is still under way."""
+        for param in self.params.values():
+            param.__class__ = Streamed
+            param._home = self
+
+    def show(self) -> None:
+        """Make them ordinary parameters again."""
+        for hook in self._hooks:
+            hook.remove()
+        for param in self.params.values():
+            param.__class__ = nn.Parameter
+            del param._home
+
+    def visit(self) -> None:
+        """Somebody looks at the weights: finish the update, wait for copies, and note that they may be changed."""
+        if self.settle is not None:
+            self.settle(self)
+        wait_for(self.left)
+        self.touched = True
+
+    def gradient(self, param: nn.Parameter) -> Tensor | None:
+        """`p.grad`: complete, on the host."""
+        name = self._name_of(param)
+        require(self.keeps_gradients, f"p.grad of {name!r}: with update_in_backward=True no gradients are kept")
+        if name in self.absent:
+            return None
+        self.see_gradients()
+        return self.grad_views[name]
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return next(n for n, p in self.params.items() if p is param)
+
+    def see_gradients(self) -> None:
+        """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
+        reads them, and multiplies them by `scale`, before we do."""
+        if self.settle is not None:
+            self.settle(self)
+        wait_for(self.arrived)
+        if self.scale is not None:
+            torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))
+        self.arrived = self.scale = self.norms = None
+
+    def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
+        name = self._name_of(param)
+        if value is None:
+            self.absent.add(name)
             return
-        in_layers = {id(p) for p in self.parts.layers.parameters()}
-        for param in self.model.parameters():
-            param.requires_grad_(self.train == "all" or id(param) in in_layers)
+        self.settle(self)
+        self.room_for_gradients()
+        self.see_gradients()
+        self.grad_views[name].copy_(value)
+        self.absent.discard(name)
 
-    def _intercept(self) -> None:
-        """Make the model's own forward call `_run_layer` for each layer; masks, rotations and scalings stay its own."""
-        for index, layer in enumerate(self.parts.layers):
-            layer.forward = partial(self._run_layer, index)
-        if self.loss == "mean_square":
-            self.parts.norm.forward = lambda hidden: hidden
+    def forget_gradients(self) -> None:
+        """All gradients are None from here on. Memory that somebody still holds is left to them."""
+        self.absent, self.norms, self.scale = set(self.params), None, None
+        own = 2 + len(self.grad_views)  # references to the memory: the buffer, its views, and the one that is asked
+        if self.grads is not None and torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > own:
+            self.settle(self)
+            self.grads, self.grad_views = None, {}
 
-    def _compute(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The layer's own computation, traced as forward, or as recomputation if it runs within the backward."""
-        again = self._in_backward
-        with self.trace.span("compute", "recompute" if again else "forward", index):
-            out = self._call_layer(index, hidden, kwargs)
-        if self._hooks_backward and not isinstance(self.trace, NoTrace) and not again and out.requires_grad:
-            out.register_hook(partial(self._trace_backward, index))
-        return out
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients, as soon as somebody looks at them or the update reads them."""
+        self.scale = factor if self.scale is None else self.scale * factor
+        self.norms = None
 
-    def _call_layer(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        layer = self.parts.layers[index]
-        return self._layer_forward(type(layer))(layer, hidden, **kwargs)
+    def room_for_gradients(self) -> Tensor:
+        """The host buffer for gradients, made when it is first needed."""
+        if self.grads is None:
+            self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
+            self.grad_views = self.layout.views(self.grads)
+        return self.grads
 
-    def _trace_backward(self, index: int, _: Tensor) -> None:
-        # Called when the gradient of this layer's output is ready: the layer above is done, this one begins.
-        self.trace.end("compute", "backward", index + 1)
-        self.trace.begin("compute", "backward", index)
+    # -- on the device -----------------------------------------------------------------------------------------------
+
+    def bind(self, views: dict[str, Tensor]) -> None:
+        """Point the parameters at the device's buffer."""
+        for name, param in self.params.items():
+            param.__class__ = nn.Parameter
+            param.data = views[name]
+
+    def unbind(self) -> None:
+        for name, param in self.params.items():
+            param.data, param.grad = self.views[name], None
+            param.__class__ = Streamed
+
+    def give_back(self) -> None:
+        """Make the module's parameters ordinary ones on the host, gradients included. Updates must be finished."""
+        if self.has_gradients and self.keeps_gradients:
+            self.see_gradients()
+        self.show()
+        for name, param in self.params.items():
+            param.data = self.views[name].clone()
+            gone = name in self.absent or not self.keeps_gradients
+            param.grad = None if gone else self.grad_views[name].clone()
+
+    def take_over(self) -> None:
+        """Take over tensors that were assigned to `p.data`."""
+        for name, param in self.params.items():
+            with torch._C.DisableTorchFunctionSubclass():
+                given = param.data
+            if given.data_ptr() != self.views[name].data_ptr():
+                require(given.shape == self.views[name].shape, f"p.data of {name!r} was given another shape")
+                self.views[name].copy_(given)
+                with torch._C.DisableTorchFunctionSubclass():
+                    param.data = self.views[name]

@@ -1,236 +1,327 @@
-"""Embedding, norm and head of mode `slide` with their optimizer state on the host. Weights and gradients are on the
-device, except that those of embedding and head may be on the host instead.
+"""Embedding and head with their optimizer state on the host: it travels to the device during the next forward.
 
-Their gradients are complete only when the backward pass ends, and the next step starts with the embedding, so it would
-have to wait for the whole update. But it needs only a few rows of the embedding. These rows are updated ahead of time,
-on a copy of their state; the full update runs on the worker's thread while the layers are computed, and finishes before
-norm and head are.
+Their gradients are complete only when the backward ends, and the next step begins with the embedding, so it would have
+to wait for the whole update. But it needs only a few rows: the host gathers the state of these rows (during the
+previous step, if the batch is known by then) and sends it, and a copy of the rows is updated ahead of all.
+
+Nothing reads the weights between the head's backward and that update. During the layers' backward, when memory is
+tightest, their device memory is released: the update rebuilds them from their masters, or from a copy on the host.
 """
 
-import math
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple
+from functools import wraps
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from t1lib.errors import require
-from t1lib.measure.memory import pinned_zeros
-from t1lib.measure.timing import NoTrace, Trace
-from t1lib.train.narrow import wide
-from t1lib.train.optim import Updater, norms_of
-from t1lib.train.pipeline import Pipeline
-from t1lib.train.rows import HostRows
-from t1lib.train.spec import OptimizerSpec
-from t1lib.train.streams import Mark, send
+from t1lib.memory import SMALL, pin, pinned_zeros
+from t1lib.train.ahead import RowsAhead, in_parts
+from t1lib.train.lanes import Mark, wait_for
+from t1lib.train.layers import Streamed
+from t1lib.train.narrow import Scratch
+from t1lib.train.schedule import Schedule
+from t1lib.train.travel import PIECE, Span, Traveller, Update
+from t1lib.train.update import Precision, Rule, new_state, update
 
 
-class LookedUp(NamedTuple):
-    """The distinct embedding rows (R) that were looked up, on the host, and their values (R, D), which receive the
-    gradient."""
+def _unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method use the parameters without counting as somebody who looks at them."""
 
-    rows: Tensor
-    values: Tensor
+    @wraps(method)
+    def run(*args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return method(*args)
+
+    return run
 
 
-class Outer:
-    """Updates `params` on the host, where their optimizer state is.
+class OuterParam:
+    """One parameter whose state is on the host.
 
-    embed      the model's embedding; its weight may be frozen, and may be shared with the head
-    streamed   names of the parameters (of embedding and head) whose weights and gradients are held on the host only
-    pipeline   provides the lanes and the worker
+    state     by key, in pinned memory; count: updates so far
+    weights   the host's copy, flat, if the state has no whole master; else None
+    left      mark at which the host's state is up to date
     """
 
     def __init__(
-        self, params: dict[str, nn.Parameter], embed: nn.Embedding, spec: OptimizerSpec, pipeline: Pipeline,
-        trace: Callable[[], Trace | NoTrace], streamed: set[str],
-    ) -> None:  # fmt: skip
-        self._know(params, embed, pipeline, trace)
-        self._there = {n: p for n, p in params.items() if n not in streamed}
-        device = pipeline.device
-        self.weights = {n: _pinned_like(p, device) for n, p in params.items()}
-        self.grads = {n: _pinned_like(p, device) for n, p in params.items()}
-        for name in streamed:
-            self.weights[name].copy_(params[name].data)
-            params[name].data = self.weights[name]
-        self.refresh()
-        self.updater = Updater(self.weights, spec)
-        self.rows = HostRows(self.grads[self._name], pipeline) if self._name in streamed else None
-        dtype = wide(next(iter(self.weights.values())).dtype)
-        self._numbers = pinned_zeros(2, dtype, device)  # norm of all gradients, and their scale
-        self._arrived: Mark = None
-        self._ready: threading.Event | None = None
+        self, param: nn.Parameter, group: int, number: int, rule: Rule, precision: Precision, size: int
+    ) -> None:
+        self.param, self.group, device = param, group, param.device
+        state = new_state(param.detach().cpu(), rule, precision)
+        self.state = {k: _pinned(v.view(-1), device).view(v.shape) for k, v in state.items()}
+        self.flat, self.count = {k: v.view(-1) for k, v in self.state.items()}, 0
+        copy = None if "master" in self.flat else param.data.view(-1).to("cpu", copy=True)
+        self.weights = None if copy is None else _pinned(copy, device)
+        self.traveller = Traveller(self.flat, self.weights, number, size)
+        self.grad: Tensor | None = None
+        self.left: Mark = None
+        self.version = param._version  # changes if somebody else writes to the weights
 
-    def _know(
-        self, params: dict[str, nn.Parameter], embed: nn.Embedding, pipeline: Pipeline,
-        trace: Callable[[], Trace | NoTrace],
+    def wait(self) -> None:
+        """Wait until the state on the host is up to date."""
+        wait_for(self.left)
+
+
+class Outer:
+    """Updates matrices outside the layers through the schedule's `travel`.
+
+    params    with their groups' numbers; on the device, of the layers' dtype
+    embed     the model's embedding, or None if its weight is not among them
+    """
+
+    def __init__(
+        self, params: list[tuple[nn.Parameter, int]], embed: nn.Embedding | None, schedule: Schedule,
+        rules: list[Rule], precision: Precision,
     ) -> None:  # fmt: skip
-        self.params, self.embed, self._pipeline, self._trace = params, embed, pipeline, trace
-        self._name = next((n for n, p in params.items() if p is embed.weight), None)
-        self.rows: HostRows | None = None
-        self._norms: dict[str, list[Tensor]] = {}  # norms of the pieces of each streamed gradient
-        self._factor = 1.0
-        self._pending = False  # gradients were sent, but their update is not submitted yet
+        size, last = schedule.travel.size, len(schedule.layers)
+        self.held = [OuterParam(p, g, last + k, rules[g], precision, size) for k, (p, g) in enumerate(params)]
+        self.by_param = {h.param: h for h in self.held}
+        self._schedule, self._embed = schedule, embed
+        self._forward = None if embed is None else embed.forward
+        self._rules = rules
+        self._anchor = torch.zeros((), device=schedule.device, requires_grad=True)
+        self._pending = False  # the update has not begun
+        self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
+        self._known: Mark = None  # marks when gradients are complete and rows have been read
         self._filled: Mark = None  # marks when the updated weights are on the device
+        self._away = False  # whether the weights' device memory is released
+        self._scratch = Scratch()
+        self._pieces = sum(len(h.traveller.pieces) for h in self.held)
+        self._passed: Mark = None  # marks when the previous layer was computed
+        self._rows: RowsAhead | None = None
+        if embed is not None:
+            own = self.by_param[embed.weight]
+            state = dict(own.state) | ({} if own.weights is None else {"weight": own.weights.view(embed.weight.shape)})
+            self._rows = RowsAhead(state, schedule, own.wait)
+            embed.forward = self.look_up
 
-    # -- the embedding ---------------------------------------------------------------------------------------------
+    # -- the embedding -----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Call before the look-ups of a step."""
-        if self.rows is not None:
-            self.rows.begin()
-
-    def look_up(self, ids: Tensor) -> tuple[Tensor, LookedUp]:
-        """Embed `ids`; returns the embeddings and the rows that were looked up."""
-        rows, places = self._rows_of(ids)
-        device, weight = self._pipeline.device, self.embed.weight
-        if self._pending and self._name is not None:
-            values = self._ahead(rows).to(device, non_blocking=True)
-        else:
+    def look_up(self, ids: Tensor) -> Tensor:
+        """In place of the embedding's forward."""
+        embed = self._embed
+        if embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
             self.ready()
-            values = weight.detach()[rows.to(weight.device)].to(device)
-        values.requires_grad_(weight.requires_grad and torch.is_grad_enabled())
-        if self.rows is not None:
-            self.rows.ask(rows)
-        padding, self.embed.padding_idx = self.embed.padding_idx, None
-        try:  # the module's own forward, on these rows only
-            self.embed.padding_idx = _place_of(padding, rows)
-            embedded = functional_call(self.embed, {"weight": values}, (send(places, device),))
-        finally:
-            self.embed.padding_idx = padding
-        return embedded, LookedUp(rows, values)
-
-    def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The distinct rows that `ids` refer to, and the position of each of `ids` among them; both on the host."""
-        return torch.unique(ids.cpu(), return_inverse=True)
-
-    def _ahead(self, rows: Tensor) -> Tensor:
-        """The embedding's rows as the pending update will leave them."""
-        norm, scale = self._read()
-        if not math.isfinite(norm):
-            return self.weights[self._name][rows]
-        return self.updater.peek(self._name, rows, self.grads[self._name], self._factor, scale)
-
-    def add_gradient(self, looked_up: LookedUp) -> None:
-        """Add the gradient of the looked-up rows to the embedding's gradient."""
-        grad = looked_up.values.grad
-        if self.rows is not None:
-            self.rows.add(looked_up.rows, grad)
-            return
-        weight = self.embed.weight
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, send(looked_up.rows, weight.device), grad)
-
-    # -- the update ------------------------------------------------------------------------------------------------
-
-    def add_norms(self, name: str, norms: list[Tensor]) -> None:
-        """Record the norms of a streamed gradient's pieces, which are on their way to the host."""
-        self._norms[name] = norms
-
-    def norms(self) -> dict[str, Tensor]:
-        """Norms of all gradients of this step, by parameter name."""
-        if self.rows is not None:
-            self._norms.setdefault(self._name, []).append(self.rows.norm())
-        streamed = {n: torch.linalg.vector_norm(torch.stack(found)) for n, found in self._norms.items()}
-        self._norms = {}
-        return streamed | norms_of({n: p.grad for n, p in self._there.items() if p.grad is not None})
-
-    def send(self, norm: Tensor, scale: Tensor | float, factor: float) -> None:
-        """Queue the copy of the gradients to the host. The update comes later: after the next look-ups (`passed`) or
-        in `ready`."""
-        lane = self._pipeline.outward
-        both = torch.stack([norm, scale if isinstance(scale, Tensor) else norm.new_full((), scale)])
-        lane.after(self._pipeline.compute.mark())
-        with lane.active(), self._trace().span("out", "gradients", -1, lane.stream):
-            for name, grad in self._taken():
-                self.grads[name].copy_(lane.uses(grad), non_blocking=True)
-            if self.rows is not None:
-                self.rows.send()
-            self._numbers.copy_(lane.uses(both), non_blocking=True)
-        self._arrived, self._factor, self._pending = lane.mark(), factor, True
-
-    def _taken(self) -> Iterator[tuple[str, Tensor]]:
-        """Detach the gradients on the device from their parameters and yield them by name."""
-        for name, param in self._there.items():
-            require(param.grad is not None, f"{name!r} is to be trained and got no gradient")
-            grad, param.grad = param.grad, None
-            yield name, grad
-
-    def _read(self) -> tuple[float, float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        if self.rows is not None:
-            self.rows.arrived()
-        return float(self._numbers[0]), float(self._numbers[1])
-
-    def passed(self, index: int) -> None:
-        """Called when the forward is queued up to this layer: the device is busy while the host submits the update."""
-        if index == 0:
-            self._submit()
-
-    def _submit(self) -> None:
-        """Submit the pending update, to run after those of the layers; the weights are then copied to the device."""
+            return self._forward(ids)
+        rows, places = self._rows.looked_up(ids)
+        there, own = rows.to(ids.device), self.by_param[embed.weight]
         if not self._pending:
-            return
-        self._pending, self._ready = False, threading.Event()
-        worker, last = self._pipeline.worker, len(self._pipeline.layers)
-        worker.submit(last, partial(self._update, self._trace()))
-        worker.then(last, self._copy_in, self._ready)
+            self.ready()
+        with torch.no_grad():
+            values = self._ahead(own, rows, there) if self._pending else embed.weight.index_select(0, there)
+        if torch.is_grad_enabled() and embed.weight.requires_grad:
+            again = None if self.gradient(embed.weight) is None else embed.weight
+            values = _Rows.apply(self._anchor, values, own, there, again)
+        padding, weight = embed.padding_idx, embed._parameters["weight"]
+        try:  # the module's own forward, on these rows only
+            embed.padding_idx, embed._parameters["weight"] = _place_of(padding, rows), values
+            return self._forward(places.to(ids.device))
+        finally:
+            embed.padding_idx, embed._parameters["weight"] = padding, weight
 
-    def _update(self, trace: Trace | NoTrace) -> None:
-        norm, scale = self._read()
-        if math.isfinite(norm):
-            with trace.host_span("update", "update", -1):
-                self.updater.step(self.grads, self._factor, scale)
-        if self.rows is not None:
-            self.rows.clear()
-
-    def _copy_in(self) -> None:
-        lane = self._pipeline.inward
-        with lane.active():
-            for name, param in self._there.items():
-                param.data.copy_(self.weights[name], non_blocking=True)
-        self._filled = lane.mark()
-        self._ready.set()
-
-    def leave(self) -> None:
-        """Called after the head's backward: nothing reads the weights from here until the update."""
+    @_unwatched
+    def _ahead(self, own: OuterParam, rows: Tensor, there: Tensor) -> Tensor:
+        """The embedding's rows as the pending update will leave them."""
+        self._make_room()
+        own.wait()
+        rule, found = self._rules[own.group], []
+        for few, which in zip(in_parts(rows), in_parts(there), strict=True):
+            state = {key: value.view(-1) for key, value in self._rows.send(few).items()}
+            grad = own.grad.index_select(0, which).view(-1)
+            values = state.pop("weight") if "weight" in state else torch.empty_like(grad)  # made of the master
+            update([values], [grad], [state], rule, own.count, scratch=self._scratch)
+            found.append(values.view(len(few), -1))
+        self._known = self._schedule.compute.mark()
+        return torch.cat(found)
 
     def announce(self, ids: Callable[[], list[Tensor]]) -> None:
-        """Called with a function that gives the ids of the next step's micro-batches, if its batch fits the model."""
+        """Gather the rows of the next step's batches, ids(), while the device is busy."""
+        if self._rows is not None:
+            self._rows.announce(ids)
 
-    def settle(self, lost: bool) -> None:
-        """Called once the host knows whether the step's gradients are finite; here `_read` finds that out itself."""
+    # -- the update --------------------------------------------------------------------------------------------------
 
+    @_unwatched
+    def begin(self, rules: list[Rule]) -> None:
+        """Take the gradients. The update comes later: after the next look-up (`passed`), or in `ready`."""
+        if self._pending or not self._away:
+            self.ready()
+        for held in self.held:
+            held.grad = self.gradient(held.param)
+            if held.grad is not None:
+                held.count += 1
+        self._rules, self._pending = rules, any(h.grad is not None for h in self.held)
+        self._known = self._schedule.compute.mark()
+        if self._pending:
+            self._hide()
+        elif self._away:
+            self._restore()
+
+    @_unwatched
+    def passed(self, index: int, layers: int) -> None:
+        """Call when layer `index` is queued. Unless the layers' own state travels in the forward, a share of the update
+        is queued, to overlap with this layer and leave the link free for weights in between."""
+        if self._pending and self._schedule.in_backward:
+            self._begin_update()
+        if not self._schedule.in_backward:
+            return
+        self._schedule.travel.lanes[0].after(self._passed)
+        others = max(layers - 1, 1)
+        share = min(index + 1, others) * self._pieces // others - min(index, others) * self._pieces // others
+        for _ in islice(self._underway, share):
+            pass
+        self._passed = self._schedule.compute.mark()
+
+    @_unwatched
+    def leave(self) -> None:
+        """Call when the head's backward is done: release the weights' device memory."""
+        if not self._pending and not self._away:
+            if any(held.version != held.param._version for held in self.held):
+                self.refresh()
+            for held in self.held:
+                if _is_spare(held.param):
+                    held.param.untyped_storage().resize_(0)
+            self._away = True
+            self._hide()
+
+    @_unwatched
     def ready(self) -> None:
         """Make the device's further work see the updated weights."""
-        self._submit()
-        if self._ready is not None:
-            self._ready.wait()
-            self._pipeline.worker.check()
-            self._pipeline.compute.after(self._filled)
-            self._ready = None
+        self._begin_update()
+        for _ in self._underway:
+            pass
+        self._schedule.compute.after(self._filled)
+        for held in self.held:
+            held.grad = None  # freed only now: the memory is reused in compute order
+            _plain(held.param)
+        if self._away:
+            self._restore()
 
-    def drain(self) -> None:
-        """Wait for the update."""
-        self.ready()
+    def _begin_update(self) -> None:
+        if self._pending:
+            self._make_room()
+            if self._rows is not None:
+                self._rows.forget()
+            self._pending, self._underway = False, self._update_by_piece()
 
-    def close(self) -> None:
-        """Release what is held; call `drain` first."""
+    def _update_by_piece(self) -> Iterator[None]:
+        travel = self._schedule.travel
+        for held in self.held:
+            if held.grad is None:
+                self._refill(held)
+                continue
+            span = Span(slice(0, held.param.numel()), held.group, held.count)
+            given = Update(held.grad.view(-1), [span], self._rules, 1.0, (self._known,))
+            weight = held.param.data.view(-1)
+            for marks in travel.by_piece(held.traveller, given, held.left, weight, False, together=1):
+                self._filled, held.left = marks.updated, marks.left
+                yield
+
+    def _make_room(self) -> None:
+        """Allocate the weights' device memory again, with undefined content."""
+        if self._away:
+            for held in self.held:
+                storage = held.param.untyped_storage()
+                if storage.nbytes() == 0:
+                    storage.resize_(held.param.numel() * held.param.element_size())
+            self._away, self._known = False, self._schedule.compute.mark()
+
+    def _restore(self) -> None:
+        """Bring the weights back from the host, when no update is going to rebuild them."""
+        self._make_room()
+        for held in self.held:
+            self._refill(held)
 
     @torch.no_grad()
+    def _refill(self, held: OuterParam) -> None:
+        held.wait()
+        exact = held.flat["master"] if held.weights is None else held.weights
+        for few, values in zip(held.param.data.view(-1).split(PIECE), exact.split(PIECE), strict=True):
+            few.copy_(values)
+
+    def _hide(self) -> None:
+        """Whoever looks at the weights from here on makes them complete first."""
+        for held in self.held:
+            held.param.__class__, held.param._home = Streamed, self
+
+    def visit(self) -> None:
+        self.ready()
+
+    @_unwatched
+    def gradient(self, param: nn.Parameter) -> Tensor | None:
+        return param.grad
+
+    @_unwatched
+    def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
+        param.grad = value
+
+    @_unwatched
+    def drain(self) -> None:
+        self.ready()
+        for held in self.held:
+            held.wait()
+
+    @_unwatched
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights from the device to the host."""
-        for name, param in self._there.items():
-            self.weights[name].copy_(param)
+        """The weights on the device may have been changed: the host's copies follow."""
+        if self._rows is not None:
+            self._rows.forget()
+        for held in self.held:
+            held.wait()
+            held.version, now = held.param._version, held.param.data.view(-1).cpu()
+            if held.weights is not None:
+                held.weights.copy_(now)
+            else:
+                master = held.flat["master"]
+                torch.where(master.to(now.dtype) == now, master, now.float(), out=master)
+
+    def close(self) -> None:
+        self.drain()
+        if self._embed is not None:
+            self._embed.__dict__.pop("forward", None)
+            self._rows.close()
 
 
-def _pinned_like(param: nn.Parameter, device: torch.device) -> Tensor:
-    return pinned_zeros(param.numel(), param.dtype, device).view(param.shape)
+class _Rows(torch.autograd.Function):
+    """Rows of the embedding's weight. Their gradient is added to the weight's in place; where that has one from an
+    earlier backward, autograd first sums what this one gives (`again` is the weight), as it does without streaming."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, values: Tensor, own: OuterParam, rows: Tensor, again: Tensor | None
+    ) -> Tensor:
+        ctx.param, ctx.rows, ctx.again = own.param, rows, again is not None
+        return values.view_as(values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    @_unwatched
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        param, found = ctx.param, None if ctx.again else ctx.param.grad
+        if found is None:
+            found = torch.zeros(param.shape, dtype=param.dtype, device=grad.device)
+        found.index_add_(0, ctx.rows, grad)
+        if not ctx.again:
+            param.grad = found
+        return None, None, None, None, found if ctx.again else None
+
+
+def _plain(param: nn.Parameter) -> None:
+    param.__class__ = nn.Parameter
+
+
+def _is_spare(param: nn.Parameter) -> bool:
+    """Whether the parameter has a storage of its own, which can be released."""
+    storage = param.untyped_storage()
+    return storage.resizable() and storage.nbytes() == param.numel() * param.element_size()
+
+
+def _pinned(flat: Tensor, device: torch.device) -> Tensor:
+    """The host tensor in pinned memory: pinned in place, or copied if it is small (`pinned_zeros`)."""
+    return pinned_zeros(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)
 
 
 def _place_of(value: int | None, rows: Tensor) -> int | None:

@@ -21,11 +21,11 @@ from t1lib.measure.timing import NoTrace, Trace
 from t1lib.train.ahead import RowsAhead, in_parts
 from t1lib.train.narrow import Scratch
 from t1lib.train.optim import Updater
-from t1lib.train.outer import Outer
+from t1lib.train.outer_old import Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.spec import OptimizerSpec
 from t1lib.train.streams import Mark, send
-from t1lib.train.travel import PIECE, Traveller, update_once
+from t1lib.train.travel_old import PIECE, Traveller, update_once
 
 
 class TravellingOuter(Outer):

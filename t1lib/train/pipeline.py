@@ -22,7 +22,7 @@ from t1lib.train.outward import Outward
 from t1lib.train.ranks import Ranks
 from t1lib.train.spec import OptimizerSpec
 from t1lib.train.streams import Mark
-from t1lib.train.travel import Travel
+from t1lib.train.travel_old import Travel
 
 
 class Pipeline(Outward):

@@ -67,11 +67,19 @@ def _plain(module: nn.Module) -> bool:
 
 @contextmanager
 def _unread(product: nn.Module) -> Iterator[None]:
-    product.forward = lambda x: _Unread.apply(x, product.weight)
+    product.forward = lambda x: _Unread.apply(_narrowed(x), _narrowed(product.weight))
     try:
         yield
     finally:
         del product.forward
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    """As autocast gives a tensor to a matrix product."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class _Unread(torch.autograd.Function):

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from t1lib.errors import choose, is_number, is_whole, require
 from t1lib.heads import DEFAULT_HEAD
 from t1lib.measure.memory import GIB, host_available, pinned_zeros, trim_heap
-from t1lib.train.activations import Activations
+from t1lib.train.activations_old import Activations
 from t1lib.train.ahead import GATHERED, ROWS
-from t1lib.train.graphs import LayerGraphs, can_capture, launch_bound
+from t1lib.train.graphs import LayerGraphs, can_capture
 from t1lib.train.models import split
 from t1lib.train.optim import Updater
-from t1lib.train.outer import Outer
+from t1lib.train.outer_old import Outer
 from t1lib.train.outer_travel import TravellingOuter
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.placement import (

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from t1lib.measure.timing import PhaseTimer
-from t1lib.train.activations import Activations, Saved
+from t1lib.train.activations_old import Activations, Saved
 from t1lib.train.batch import Piece
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.models import layer_arguments
-from t1lib.train.outer import LookedUp, Outer
+from t1lib.train.outer_old import LookedUp, Outer
 from t1lib.train.pipeline import Pipeline
 from t1lib.train.recompute import Recomputation
 from t1lib.train.several import Several

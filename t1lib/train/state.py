@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from t1lib.errors import require
+from t1lib.errors import require, shown
 from t1lib.train.models import Parts
 from t1lib.train.optim import Updater
 from t1lib.train.ranks import ALONE
@@ -74,7 +74,7 @@ class Stateful:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model."""
-        lacking = sorted({"step", "skipped", "model", "optimizer"} - state.keys())
+        lacking = sorted({"step", "skipped", "model", "optimizer"} - set(state))
         require(not lacking, f"the state lacks {', '.join(lacking)}; allowed: what `state_dict` returned")
         self.check_state(state["model"], state["optimizer"])
         for part in self.state_parts():
@@ -83,22 +83,10 @@ class Stateful:
 
     def check_state(self, model: dict[str, Tensor], optimizer: dict[str, dict[str, Any]]) -> None:
         """Raise `T1Error` unless weights and optimizer state, by parameter name, fit this trainer."""
-        own = dict(self.model.named_parameters())
-        foreign = sorted(model.keys() - own.keys())
-        require(not foreign, f"the checkpoint has {foreign[:1]}, the model has not: it is of another model")
-        for name, param in own.items():
-            saved = model.get(name)
-            require(saved is not None, f"the checkpoint has no parameter {name!r}: it is of another model")
-            require(
-                saved.shape == param.shape,
-                f"checkpoint's {name!r} has shape {tuple(saved.shape)}, the model's {tuple(param.shape)}",
-            )
+        params = dict(self.model.named_parameters())
+        check_tensors(model, optimizer, params)
         for prefix, updater in self._named_updaters():
             updater.check_state(optimizer, prefix)
-        for name in self._owners():
-            for key, value in optimizer[name].items():
-                found, shape = tuple(value.shape), () if key == "step" else tuple(own[name].shape)
-                require(found == shape, f"the checkpoint's {key} of {name!r} has shape {found}, allowed: {shape}")
 
     @torch.no_grad()
     def load_part(self, part: str, state: dict[str, Any]) -> None:
@@ -109,3 +97,27 @@ class Stateful:
             if name in owners:
                 updater, own = owners[name]
                 updater.load(own, {k: self._part(v) for k, v in state["optimizer"][name].items()})
+
+
+def check_tensors(model: Any, optimizer: Any, params: dict[str, Tensor]) -> None:
+    """Raise `T1Error` unless the saved weights are those of `params`, and optimizer state has the shapes of its
+    parameter (or one number, for `step`). Floats of any width fit one another, other types only themselves."""
+    by_name = isinstance(model, dict) and isinstance(optimizer, dict)
+    whole = by_name and all(isinstance(own, dict) for own in optimizer.values())
+    require(whole, "the state is not weights by name, and tensors of the optimizer by parameter and name")
+    foreign = sorted(map(str, model.keys() - params.keys()))
+    require(not foreign, f"the checkpoint has {foreign[:1]}, the model has not: it is of another model")
+    for name, param in params.items():
+        require(name in model, f"the checkpoint has no parameter {name!r}: it is of another model")
+        _check_tensor(repr(name), model[name], param.shape, param.dtype)
+        for key, value in optimizer.get(name, {}).items():
+            _check_tensor(f"{key} of {name!r}", value, () if key == "step" else param.shape, torch.float32)
+
+
+def _check_tensor(what: str, saved: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    require(isinstance(saved, Tensor), f"the checkpoint's {what} is {shown(saved)}; allowed: a tensor")
+    found = tuple(saved.shape)
+    require(found == tuple(shape), f"checkpoint's {what} has shape {found}, allowed: {tuple(shape)}, the model's")
+    fits = saved.dtype == dtype or (saved.is_floating_point() and dtype.is_floating_point)
+    wider = ", or another float" if dtype.is_floating_point else ""
+    require(fits, f"the checkpoint's {what} is of {saved.dtype}, allowed: {dtype}{wider}")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from t1lib.errors import T1Error, choose, is_number, is_whole, require
 from t1lib.heads import DEFAULT_HEAD, HEADS
 from t1lib.measure.timing import NoTrace, PhaseTimer, Trace
-from t1lib.train.layers import Layered
+from t1lib.train.layered import Layered
 from t1lib.train.losses import Losses
 from t1lib.train.models import split
 from t1lib.train.optim import Updater, norms_of

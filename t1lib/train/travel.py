@@ -5,248 +5,178 @@ launching kernels; the link is idle for most of a step, and the update itself ta
 piece of a layer's state comes in while another is updated and a third leaves, all while layers compute.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from t1lib.measure.timing import NoTrace, Trace
-from t1lib.train.host_layers import HostLayers
+from t1lib.plan.cost import PIECE, slots_for
+from t1lib.train.lanes import Lane, Mark, NoTrace
 from t1lib.train.narrow import Scratch
-from t1lib.train.optim import Updater
-from t1lib.train.spec import OptimizerSpec
-from t1lib.train.streams import Lane, Mark
+from t1lib.train.update import Rule, update
 
-PIECE = 5 << 19  # elements of a piece: enough to keep the link busy, few compared to a layer
-SLOTS = 5  # least number of pieces on the device: coming in, being updated, leaving; with spares while weights come in
-ROOM = 80  # bytes per element of a piece in all slots together; with more slots, pieces come in further ahead
 TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often
 
 
-Marks = tuple[Mark, Mark, Mark]
+class Marks(NamedTuple):
+    """When gradients have been read, weights are updated, and the state is back on the host."""
+
+    read: Mark
+    updated: Mark
+    left: Mark
 
 
-def slots_for(nbytes: int) -> int:
-    """The number of slots for pieces of `nbytes` bytes per element."""
-    return max(SLOTS, ROOM // nbytes)
+class Span(NamedTuple):
+    """Elements of a flat buffer that are updated by the rule of one parameter group; count: updates so far, including
+    the coming one."""
 
-
-def update_once(
-    weight: Tensor, grad: Tensor, state: dict[str, Tensor], spec: OptimizerSpec, scratch: Scratch, step: Tensor | None,
-    count: int, factor: float, scale: Tensor | float, lost: Tensor | None,
-) -> None:  # fmt: skip
-    """Update a tensor and its optimizer state. `count` is the number of updates so far; `step`, on the device, includes
-    this one (None: the optimizer does not use it). The other arguments are those of `Updater.step`."""
-    state = state if step is None else state | {"step": step}
-    Updater({"": weight}, spec, scratch, {"": state}, count).apply({"": grad}, factor, scale, lost)
+    at: slice
+    group: int
+    count: int
 
 
 @dataclass(frozen=True)
 class Traveller:
-    """What one update covers, such as a layer: its optimizer state by key, and its weights, as flat host tensors of
-    equal length.
+    """What one update covers, such as a layer: its optimizer state by key, and its weights, flat on the host.
 
     weights      None: they are on the device only
-    counted      an updater's states, whose step counts advance with each update
-    grads_come   whether its gradients are on the host, too
+    number       the layer's, for the trace
     size         elements per piece, for which a slot has room
     """
 
     state: dict[str, Tensor]
     weights: Tensor | None
-    counted: Collection[dict[str, Tensor]]
-    grads_come: bool
+    number: int
     size: int
-
-    @property
-    def count(self) -> int:
-        """Number of updates so far."""
-        return int(next(iter(self.counted)).get("step", 0))
-
-    def step_on(self, device: torch.device) -> Tensor | None:
-        """The count including the next update, () on the device; None if the optimizer does not use it."""
-        counts = "step" in next(iter(self.counted))
-        return torch.full((), self.count + 1.0, device=device) if counts else None
 
     @cached_property
     def pieces(self) -> list["Piece"]:
+        """The buffers cut into pieces of at most `size` elements."""
         held = self.state | ({} if self.weights is None else {"weight": self.weights})
         numel = len(next(iter(held.values())))
-        spans = [slice(at, min(at + self.size, numel)) for at in range(0, numel, self.size)]
-        return [Piece(span, {key: flat[span] for key, flat in held.items()}) for span in spans]
+        cuts = [slice(start, min(start + self.size, numel)) for start in range(0, numel, self.size)]
+        return [Piece(at, {key: flat[at] for key, flat in held.items()}) for at in cuts]
 
 
 class Piece(NamedTuple):
-    """A range of a traveller's elements, and the host tensors that hold them, by key: state, and maybe "weight"."""
+    """A range of a traveller's elements, and the host tensors that hold them, by key."""
 
-    span: slice
+    at: slice
     held: dict[str, Tensor]
 
 
-class Underway(NamedTuple):
-    """A piece in its device slot (and that slot's number), and the mark at which it has come in, or is updated."""
+class Update(NamedTuple):
+    """An update to be made: gradients (flat; on the host they come in with the state), what of them to apply, by which
+    groups' rules, the gradients' factor, and marks to wait for before gradients and factor are read."""
 
-    piece: Piece
-    number: int
-    slot: dict[str, Tensor]
-    mark: Mark
-
-
-def _weights(piece: Piece, slot: dict[str, Tensor], onto: Tensor | None, there: bool) -> tuple[Tensor, Tensor | None]:
-    """The weights to update, and where to copy them afterwards (None: nowhere). If they are `there`, those in `onto`
-    are updated, and copied to the slot if the host keeps them, too. Otherwise those in the slot are updated, and copied
-    to `onto`, if given."""
-    if there:
-        return onto[piece.span], slot["weight"] if "weight" in piece.held else None
-    return slot["weight"], None if onto is None else onto[piece.span]
-
-
-def _layer(host: HostLayers, index: int, grads_come: bool, size: int) -> Traveller:
-    """The traveller that is this rank's part of a layer."""
-    state = {key: flat[host.part] for key, flat in host.flat_state(index).items()}
-    return Traveller(state, host.host_flat[index][host.part], host.updaters[index].state.values(), grads_come, size)
+    grads: Tensor
+    spans: list[Span]
+    rules: list[Rule]
+    scale: Tensor | float
+    known: Sequence[Mark]
 
 
 class Travel:
-    """Updates on the device this rank's part of each of the `layers` of `host`, and whatever else is added. All
-    parameters of these layers must be trained.
+    """Lanes and device slots through which state travels.
 
-    host_grads   whether gradients wait on the host, and come in with the state
-    trace        returns the trace that records spans of work
-
-    Attributes:
-    lanes        in, update, out
-    size         elements per piece, for which a slot has room
+    kinds    dtypes of what a piece holds, by key: state, "weight", and "grad" if gradients wait on the host
+    numel    elements of the largest layer
     """
 
     def __init__(
-        self, host: HostLayers, layers: Collection[int], host_grads: bool, trace: Callable[[], Trace | NoTrace]
+        self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, trace: Callable[[], NoTrace]
     ) -> None:
-        self.spec, self._trace, self._device = host.spec, trace, host.device
-        self.size = size = max(1, min(PIECE, host.own_layout.numel))
-        self._travellers = {index: _layer(host, index, host_grads, size) for index in layers}
-        self.lanes = Lane(host.device, True), Lane(host.device, True, urgent=True), Lane(host.device, True)
-        kinds = {"weight": host.layout.dtype}
-        for traveller in list(self._travellers.values())[:1]:
-            kinds |= {key: flat.dtype for key, flat in traveller.state.items()}
-        kinds |= {"grad": host.layout.dtype} if host_grads else {}
-        count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if self._travellers else 0
+        self.size, self._trace = max(1, min(PIECE, numel)), trace
+        self.lanes = Lane(device, True), Lane(device, True, urgent=True), Lane(device, True)  # in, update, out
+        count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
         self._slots = [
-            {key: torch.zeros(size, dtype=dtype, device=host.device) for key, dtype in kinds.items()}
+            {key: torch.zeros(self.size, dtype=dtype, device=device) for key, dtype in kinds.items()}
             for _ in range(count)
         ]
         self._freed: list[Mark] = [None] * count  # marks at which a slot's content has left
-        self._turn = 0
-        self._updated: list[int] = []  # travellers whose update has not been counted yet
-        self._beside = 0  # bytes of weights that travel with what was added
-        self._scratch = Scratch()
+        self._turn, self._scratch = 0, Scratch()
 
-    def add(self, index: int, traveller: Traveller) -> None:
-        """Register another traveller under the number `index`."""
-        self._travellers[index] = traveller
-        self._beside += 0 if traveller.weights is None else traveller.weights.nbytes
-
-    def update(self, index: int, *arguments: Any) -> Marks:
-        """Queue an update with all its pieces and return its `marks`. The arguments are those of `by_piece`."""
-        for _ in self.by_piece(index, *arguments):
-            pass
-        return self.marks(index)
-
-    def marks(self, index: int) -> Marks:
-        """Marks for the pieces of an update queued so far: gradients read, weights updated, state back on the host."""
-        inward, lane, outward = self.lanes
-        updated = lane.mark()
-        return inward.mark() if self._travellers[index].grads_come else updated, updated, outward.mark()
-
-    def by_piece(
-        self, index: int, grads: Tensor, marks: Collection[Mark], factor: float, scale: Tensor | float,
-        lost: Tensor | None, left: Mark, onto: Tensor | None, there: bool = False, together: int = TOGETHER,
-    ) -> Iterator[None]:  # fmt: skip
-        """Queue an update, `together` pieces at a time.
-
-        grads      flat, as long as the traveller's state; on the device, or on the host (`host_grads`)
-        marks      to wait for before gradients and other inputs are read
-        factor     of the learning rate; scale: of the gradients
-        lost       () float32 on the device: if it is not 0, nothing changes
-        left       mark at which the state of the previous update is back on the host
-        onto       flat, on the device: receives the new weights, too, or alone if the host has none
-        there      whether `onto` holds the weights already, so that they need not come in
-        """
-        inward, lane, _ = self.lanes
-        traveller = self._travellers[index]
-        there = there or traveller.weights is None
-        absent = {"weight"} if there or "master" in traveller.state else set()
-        self._updated.append(index)
-        if lost is not None and not lost.is_cuda and lost:
-            return
-        lost, scale = (lane.uses(x) if isinstance(x, Tensor) else x for x in (lost, scale))
-        for mark in (left, *(marks if traveller.grads_come else ())):
-            inward.after(mark)
-        for mark in marks:
-            lane.after(mark)
-        count = traveller.count
-        with lane.active():
-            step = traveller.step_on(self._device)
-        for at in range(0, len(traveller.pieces), together):
-            come = self._bring(index, traveller.pieces[at : at + together], grads, absent)
-            found = []
-            with lane.active():
-                for piece, number, slot, arrived in come:
-                    lane.after(arrived)
-                    with self._trace().span("update", "device update", index, lane.stream):
-                        weight, copy = _weights(piece, slot, onto, there)
-                        grad = slot["grad"] if traveller.grads_come else grads[piece.span]
-                        state = {key: slot[key] for key in traveller.state}
-                        update_once(weight, grad, state, self.spec, self._scratch, step, count, factor, scale, lost)
-                        if copy is not None:
-                            copy.copy_(weight)
-                    found.append(Underway(piece, number, slot, lane.mark()))
-            self._return(index, found)
-            yield
-
-    def settle(self, lost: bool) -> None:
-        """Count the updates since the last call, unless the step was lost."""
-        states = (state for index in self._updated for state in self._travellers[index].counted)
-        steps = [] if lost else [state["step"] for state in states if "step" in state]
-        if steps:
-            torch._foreach_add_(steps, 1)
-        self._updated = []
-
-    def _bring(self, index: int, pieces: list[Piece], grads: Tensor, absent: Collection[str]) -> list[Underway]:
-        """Queue the copies of the pieces into the next slots, except for the keys in `absent`."""
-        inward, traveller, found = self.lanes[0], self._travellers[index], []
-        with inward.active():
-            for piece in pieces:
-                number, self._turn = self._turn, (self._turn + 1) % len(self._slots)
-                slot, size = self._slots[number], piece.span.stop - piece.span.start
-                if size < self.size:
-                    slot = {key: buffer[:size] for key, buffer in slot.items()}
-                come = {key: flat for key, flat in piece.held.items() if key not in absent}
-                come |= {"grad": grads[piece.span]} if traveller.grads_come else {}
-                inward.after(self._freed[number])
-                with self._trace().span("in", "state", index, inward.stream):
-                    torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
-                found.append(Underway(piece, number, slot, inward.mark()))
+    def update(self, traveller: Traveller, given: Update, left: Mark, onto: Tensor | None, there: bool) -> Marks:
+        """Queue an update with all its pieces. Arguments as of `by_piece`."""
+        for marks in self.by_piece(traveller, given, left, onto, there):
+            found = marks
         return found
 
-    def _return(self, index: int, updated: list[Underway]) -> None:
-        """Queue the copies of the updated pieces back to the host, which free the slots."""
-        outward = self.lanes[2]
-        with outward.active():
-            for piece, number, slot, mark in updated:
-                outward.after(mark)
-                with self._trace().span("out", "state", index, outward.stream):
-                    left = list(piece.held.values())
-                    torch._foreach_copy_(left, [slot[key] for key in piece.held], non_blocking=True)
-                self._freed[number] = outward.mark()
+    def by_piece(
+        self, traveller: Traveller, given: Update, left: Mark, onto: Tensor | None, there: bool,
+        together: int = TOGETHER,
+    ) -> Iterator[Marks]:  # fmt: skip
+        """Queue an update, `together` pieces at a time.
 
-    def bytes_a_step(self) -> int:
-        """Bytes that cross the link each way per step: optimizer state, and weights of what was added."""
-        state = sum(flat.nbytes for traveller in self._travellers.values() for flat in traveller.state.values())
-        return state + self._beside
+        left     mark at which the state of the previous update is back on the host
+        onto     flat, on the device: receives the new weights, too, or alone if the host has none
+        there    whether `onto` holds the weights already, so that they need not come in
+        """
+        inward, lane, outward = self.lanes
+        come_too = not given.grads.is_cuda and "grad" in self._slots[0]
+        there = there or traveller.weights is None
+        absent = {"weight"} if there or "master" in traveller.state else set()
+        inward.after(left, *(given.known if come_too else ()))
+        lane.after(*given.known)
+        if isinstance(given.scale, Tensor):
+            lane.uses(given.scale)
+        pieces = traveller.pieces
+        for at in range(0, len(pieces), together):
+            underway = []
+            with inward.active():
+                for piece in pieces[at : at + together]:
+                    underway.append((piece, *self._bring(traveller, piece, given.grads if come_too else None, absent)))
+            with lane.active():
+                for number, (piece, slot, turn, arrived) in enumerate(underway):
+                    lane.after(arrived)
+                    with self._trace().span("update", "device update", traveller.number, lane.stream):
+                        grad = slot["grad"] if come_too else given.grads[piece.at]
+                        self._update(piece, slot, grad, given, None if onto is None else onto[piece.at], there)
+                    underway[number] = piece, slot, turn, lane.mark()
+            updated = lane.mark()
+            with outward.active():
+                for piece, slot, turn, mark in underway:
+                    outward.after(mark)
+                    with self._trace().span("out", "state", traveller.number, outward.stream):
+                        home = list(piece.held.values())
+                        torch._foreach_copy_(home, [slot[key] for key in piece.held], non_blocking=True)
+                    self._freed[turn] = outward.mark()
+            yield Marks(inward.mark() if come_too else updated, updated, outward.mark())
+
+    def _bring(
+        self, traveller: Traveller, piece: Piece, grads: Tensor | None, absent: set[str]
+    ) -> tuple[dict[str, Tensor], int, Mark]:
+        """Queue the copy of a piece into the next slot: that slot, its number, and the mark when it has come in."""
+        inward, turn = self.lanes[0], self._turn
+        self._turn = (turn + 1) % len(self._slots)
+        size = piece.at.stop - piece.at.start
+        slot = {key: buffer[:size] for key, buffer in self._slots[turn].items()}
+        come = {key: flat for key, flat in piece.held.items() if key not in absent}
+        come |= {} if grads is None else {"grad": grads[piece.at]}
+        inward.after(self._freed[turn])
+        with self._trace().span("in", "state", traveller.number, inward.stream):
+            torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
+        return slot, turn, inward.mark()
+
+    def _update(
+        self, piece: Piece, slot: dict[str, Tensor], grad: Tensor, given: Update, onto: Tensor | None, there: bool
+    ) -> None:
+        """Update the weights, in their place in `onto` if they are there, and copy them where else they belong."""
+        weight = onto if there else slot["weight"]
+        state = {key: slot[key] for key in piece.held if key != "weight"}
+        start, stop = piece.at.start, piece.at.stop
+        for whole, group, count in given.spans:
+            at = slice(max(whole.start, start) - start, min(whole.stop, stop) - start)
+            if at.start < at.stop:
+                parts = {key: flat[at] for key, flat in state.items()}
+                update([weight[at]], [grad[at]], [parts], given.rules[group], count, given.scale, self._scratch)
+        if there and "weight" in piece.held:
+            slot["weight"].copy_(weight)
+        elif not there and onto is not None:
+            onto.copy_(weight)
 
     def device_tensors(self) -> list[Tensor]:
         return [buffer for slot in self._slots for buffer in slot.values()]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
-from t1lib.train.language import LanguageSession
+from t1lib.text.session import LanguageSession
 
 SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--limit", "300KB", "--vocabulary", "300",
          "--seq", "16", "--batch", "5", "--device", "cpu", "--head", "chunked", "--schedule", "constant"]  # fmt: skip
@@ -26,11 +26,9 @@ SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--li
 
 def commands(size: int, folder: Path) -> Cases:
     if size == 3:
-        more = "the command goes on with one more process"
-        return {more: partial(goes_on, folder / "run"), f"{more}, slide": partial(goes_on, folder / "slide")}
+        return {"the command goes on with one more process": partial(goes_on, folder / "run")}
     return {
-        "the command trains as one process does": partial(trains, folder / "run", "fsdp"),
-        "the command trains in mode slide": partial(trains, folder / "slide", "slide"),
+        "the command trains as one process does": partial(trains, folder / "run"),
         "the command, an interrupt of one process": partial(interrupted, folder / "interrupted"),
         "the command, other modes": partial(other_mode, folder),
         "the command, too few rows": partial(too_few_rows, folder),
@@ -56,8 +54,8 @@ def losses(folder: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-def trains(folder: Path, mode: str) -> None:
-    own = ["--mode", mode, "--steps", "4", "--eval-rows", "3", "--export", "--out", str(folder)]
+def trains(folder: Path) -> None:
+    own = ["--mode", "fsdp", "--steps", "4", "--eval-rows", "3", "--export", "--out", str(folder)]
     code, out, err = call(*SMALL, *own)
     assert code == 0, err
     first = os.environ["RANK"] == "0"
@@ -94,7 +92,7 @@ def in_step(number: int, happens: Callable[[], None]) -> Callable:
 
 
 def other_mode(folder: Path) -> None:
-    message = "mode ckpt trains in one process, and there are 2; take --mode fsdp or slide, or start one"
+    message = "mode ckpt trains in one process, and there are 2; take --mode fsdp, or start one"
     _one_message(folder, ["--mode", "ckpt"], message)
 
 

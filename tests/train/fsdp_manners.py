@@ -111,18 +111,18 @@ def full_disk(folder: Path) -> None:
     many, plain, written = trainer(), checkpoint._write, []
     parts, size, rank = list(many.state_parts()), dist.get_world_size(), dist.get_rank()
 
-    def notes(path: Path, write: Any) -> None:
+    def notes(path: Path, write: Any) -> str:
         written.append(path.name)
-        plain(path, write)
+        return plain(path, write)
 
     with patch.object(checkpoint, "_write", notes):
         save_checkpoint(many, folder)
     assert written == [f"{part}.pt" for part in parts[rank::size]] + [META] * (rank == 0)
 
-    def full(path: Path, write: Any) -> None:
+    def full(path: Path, write: Any) -> str:
         if path.name == f"{parts[1]}.pt":
             raise OSError(28, "No space left on device")
-        plain(path, write)
+        return plain(path, write)
 
     many.step(even(1)[0])
     with patch.object(checkpoint, "_write", full):

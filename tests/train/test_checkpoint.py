@@ -1,42 +1,138 @@
-"""Checkpoints on disk: complete or absent, whenever a run is killed; refused for another model; resumed in any mode."""
+"""Checkpoints on disk: complete or absent, whenever a run is killed; refused when damaged or of another model."""
 
+import hashlib
 import multiprocessing
 import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from test_parity import assert_same, batches, model
+from full_disk import largest_file
 
 from t1lib.errors import T1Error
-from t1lib.train import OptimizerSpec, checkpoint, make_trainer
+from t1lib.files import read_signed, write_signed
+from t1lib.train import OptimizerSpec, build_model, checkpoint, make_trainer
 from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
 
-SPEC = OptimizerSpec("adamw", lr=1e-2)
 MODULE = "transformers.models.qwen3.modeling_qwen3"
+SHAPE = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=97, num_attention_heads=2)
+
+
+def a_trainer(mode="gpu", dtype=torch.float32, layers=2):
+    model = build_model("tiny", dtype=dtype, **SHAPE | {"num_hidden_layers": layers})
+    spec = OptimizerSpec("adamw", lr=1e-2, master_weights=dtype != torch.float32)
+    return make_trainer(model, mode, optimizer=spec, max_grad_norm=1.0, device="cpu", head="full")
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(97, (2, 11), generator=generator)} for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A trainer after one step. Tests may train it further and load into it."""
+    trainer = a_trainer()
+    trainer.step(batches(1)[0])
+    return trainer
+
+
+def flat(state) -> dict[str, torch.Tensor]:
+    return state["model"] | {f"{n} {k}": v for n, own in state["optimizer"].items() for k, v in own.items()}
+
+
+def assert_same(state, other) -> None:
+    one, two = flat(state), flat(other)
+    assert one.keys() == two.keys() and state["step"] == other["step"]
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_mode_goes_on_from_any_others(tmp_path, dtype):
+    data, whole = batches(4), a_trainer(dtype=dtype)
+    losses = [whole.step(batch).loss for batch in data]
+    for first, second in (("gpu", "ckpt"), ("ckpt", "gpu")):
+        trainer = a_trainer(first, dtype)
+        begun = [trainer.step(batch).loss for batch in data[:2]]
+        save_checkpoint(trainer, tmp_path / first)
+        other = a_trainer(second, dtype)
+        assert load_checkpoint(other, tmp_path / first) == 2
+        assert begun + [other.step(batch).loss for batch in data[2:]] == losses
+        assert_same(whole.state_dict(), other.state_dict())
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """What ends a process within a test: from then on, nothing that would change the disk works."""
+
+
+def _counted(made, call, plain, *arguments, **options):
+    made.append(1)
+    if len(made) > call:
+        raise Killed
+    return plain(*arguments, **options)
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Let no file grow beyond `size` bytes, as on a full disk."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def killed_at(call: int) -> Iterator[Callable[[], bool]]:
+    """Kill at this call, counted from 0, of those that change the disk or bring it up to date; says whether it was."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("replace", "unlink", "rmdir", "mkdir", "fsync"):
+            patch.setattr(os, name, partial(_counted, made, call, getattr(os, name)))
+        yield lambda: len(made) > call
+
+
+@pytest.mark.parametrize("before", [[1, 2], [2, 1]], ids=str)
+def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, before):
+    """Steps are saved in this order, and then step 2 or 1 again with other content: what loads is the last save, or
+    what was there before."""
+    point, killed = 0, lambda: True
+    while killed():
+        folder = tmp_path / str(point)
+        for trained.steps in before:
+            save_checkpoint(trained, folder, keep=3)
+        trained.skipped += 1
+        with killed_at(point) as killed, suppress(Killed):
+            save_checkpoint(trained, folder, keep=1)
+        new = trained.skipped
+        assert load_checkpoint(trained, folder) == before[-1]
+        assert trained.skipped in ((new - 1, new) if killed() else (new,))
+        save_checkpoint(trained, folder)
+        assert [name for name in names(folder) if not name.startswith("abandoned")] == [f"step-{before[-1]:08d}"]
+        point += 1
+    assert point > 10
+
+
+def test_killed_while_it_goes_on_there_is_a_complete_checkpoint(tmp_path, trained):
+    """The next step is saved, and the one before is removed."""
+    point, killed = 0, lambda: True
+    while killed():
+        trained.steps = 1
+        save_checkpoint(trained, tmp_path / str(point))
+        trained.steps = 2
+        with killed_at(point) as killed, suppress(Killed):
+            save_checkpoint(trained, tmp_path / str(point))
+        assert load_checkpoint(trained, tmp_path / str(point)) in ((1, 2) if killed() else (2,))
+        point += 1
 
 
 def _run(folder: Path, steps: int, threads: int) -> None:
     """The body of a process: continue from the last checkpoint, up to `steps` steps."""
     torch.set_num_threads(threads)  # their number decides the order of summation
-    trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
+    trainer = a_trainer("ckpt")
     if list(folder.glob("step-*")):
         load_checkpoint(trainer, folder)
     for batch in batches(steps)[trainer.steps :]:
@@ -47,29 +143,14 @@ def _run(folder: Path, steps: int, threads: int) -> None:
     trainer.close()
 
 
-def test_any_mode_goes_on_from_any_others(tmp_path):
-    data = batches(4)
-    whole = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
-    losses = [whole.step(batch).loss for batch in data]
-    for first, second in (("gpu", "slide"), ("slide", "gpu"), ("slide", "slide")):
-        folder = tmp_path / f"{first}-{second}"
-        trainer = make_trainer(model("qwen3"), first, optimizer=SPEC)
-        begun = [trainer.step(batch).loss for batch in data[:2]]
-        save_checkpoint(trainer, folder)
-        other = make_trainer(model("qwen3"), second, optimizer=SPEC)
-        assert load_checkpoint(other, folder) == 2
-        assert begun + [other.step(batch).loss for batch in data[2:]] == losses
-        assert_same(whole.state_dict(), other.state_dict())
-
-
+@pytest.mark.slow
 def test_killed_at_any_time_and_resumed(tmp_path):
     """A run that is killed at random times, again and again, has the losses of one that is not."""
-    kills, folder = int(os.environ.get("T1_KILLS", "6")), tmp_path / "run"
+    kills, folder = int(os.environ.get("T1_KILLS", "20")), tmp_path / "run"
     steps = 10 * kills  # a process makes a few before it is killed
     folder.mkdir()
-    trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC, max_grad_norm=1.0)
-    records = [trainer.step(batch) for batch in batches(steps)]
-    expected = {record.step: record.loss for record in records}
+    trainer = a_trainer("gpu")
+    expected = {record.step: record.loss for record in map(trainer.step, batches(steps))}
     chance, killed = random.Random(0), 0
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["torch", "t1lib.train", MODULE])  # imported once, not at every start
@@ -97,138 +178,184 @@ def _losses(folder) -> list[tuple[int, float]]:
     return [(int(step), float(loss)) for step, loss in (line.split() for line in lines if line.count(" ") == 1)]
 
 
-def test_a_disk_that_fills_leaves_the_checkpoint_before(tmp_path, monkeypatch):
-    trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC)
-    first, second = batches(2)
-    trainer.step(first)
-    save_checkpoint(trainer, tmp_path)
-    state = trainer.state_dict()
-    trainer.step(second)
-    plain, written = torch.save, []
-
-    def full(content, file):
-        written.append(1)
-        if len(written) == 3:
-            raise OSError(28, "No space left on device")
-        plain(content, file)
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(T1Error, match="step-00000002: No space left on device"):
-        save_checkpoint(trainer, tmp_path)
-    monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-    load_checkpoint(trainer, tmp_path)
-    assert_same(state, trainer.state_dict())
-
-
-@pytest.mark.parametrize("size", [10, 1000, 20_000])
-def test_a_file_that_cannot_grow_is_one_error(tmp_path, size):
-    """PyTorch's writer raises its own error on top of the system's."""
-    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
-    trainer.step(batches(1)[0])
-    with largest_file(size), pytest.raises(T1Error, match=r"^cannot write .*step-00000001: File too large$"):
-        save_checkpoint(trainer, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch):
-    trainer, plain, written = make_trainer(model("qwen3"), "gpu", optimizer=SPEC), torch.save, []
-
-    def interrupted(content, file):
-        plain(content, file)
-        written.append(1)
-        if len(written) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(trainer, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch):
-    """Half a checkpoint of another step; and one whose removal had begun."""
-    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
+def test_what_killed_processes_left_is_removed(tmp_path, trained):
     (tmp_path / ".step-00000099.partial").mkdir()
     (tmp_path / ".step-00000099.partial" / "rest.pt").write_bytes(b"half")
-    save_checkpoint(trainer, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
-    plain = shutil.rmtree
+    path = save_checkpoint(trained, tmp_path)
+    path.rename(tmp_path / f".{path.name}.old")  # killed before the new one had its name
+    assert load_checkpoint(trained, tmp_path) == trained.steps
+    trained.steps += 1
+    save_checkpoint(trained, tmp_path)
+    assert names(tmp_path) == [f"step-{trained.steps:08d}"]
 
-    def killed(path, **options):
-        if (path / META).is_file():
-            (path / META).unlink()
-            raise KeyboardInterrupt
-        plain(path, **options)
 
-    monkeypatch.setattr(shutil, "rmtree", killed)
-    first, second = batches(2)
-    trainer.step(first)
-    with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(trainer, tmp_path)
+# -- a disk that is full, and interrupts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
+def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatch, trained, error):
+    save_checkpoint(trained, tmp_path)
+    state, before = trained.state_dict(), names(tmp_path)
+    plain, written = torch.save, []
+
+    def fails(content, file):
+        written.append(1)
+        if len(written) == 3:
+            raise error
+        plain(content, file)
+
+    monkeypatch.setattr(torch, "save", fails)
+    trained.step(batches(2)[1])
+    message = f"step-{trained.steps:08d}: No space left on device" if isinstance(error, OSError) else None
+    with pytest.raises(T1Error if message else KeyboardInterrupt, match=message):
+        save_checkpoint(trained, tmp_path)
     monkeypatch.undo()
-    assert load_checkpoint(trainer, tmp_path) == 1
-    trainer.step(second)
-    save_checkpoint(trainer, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+    assert names(tmp_path) == before
+    load_checkpoint(trained, tmp_path)
+    assert_same(state, trained.state_dict())
+
+
+@pytest.mark.parametrize("size", [10, 1000, 5000])
+def test_a_file_that_cannot_grow_is_one_error(tmp_path, trained, size):
+    """PyTorch's writer raises its own error on top of the system's."""
+    with largest_file(size), pytest.raises(T1Error, match=r"^cannot write .*step-\d+: File too large$"):
+        save_checkpoint(trained, tmp_path)
+    assert names(tmp_path) == []
+
+
+# -- which one is the last ---------------------------------------------------------------------------------------------
+
+
+def test_how_many_are_kept(tmp_path, trained):
+    for trained.steps in range(1, 5):
+        save_checkpoint(trained, tmp_path, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert load_checkpoint(trained, tmp_path) == 4
+
+
+def test_going_on_from_an_earlier_step_the_later_ones_are_not_the_last(tmp_path, trained):
+    for trained.steps in range(1, 5):
+        save_checkpoint(trained, tmp_path, keep=4)
+    assert load_checkpoint(trained, tmp_path / "step-00000002") == 2
+    trained.step(batches(1)[0])
+    save_checkpoint(trained, tmp_path)
+    assert load_checkpoint(trained, tmp_path) == 3
+    assert names(tmp_path) == ["abandoned-00000004", "step-00000003"]
+    assert load_checkpoint(trained, tmp_path / "abandoned-00000004") == 4  # nothing that was kept is lost
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path, trained):
+    path = save_checkpoint(trained, tmp_path)
+    before, chance = flat(trained.state_dict()), random.Random(0)
+    for name in (META, "rest.pt", "layer-0000.pt", "layer-0001.pt"):
+        content = (path / name).read_bytes()
+        for _ in range(15):
+            place, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
+            (path / name).write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+            with pytest.raises(T1Error, match=str(path / name)):
+                load_checkpoint(trained, tmp_path)
+        (path / name).write_bytes(content)
+    assert load_checkpoint(trained, tmp_path) == trained.steps
+    assert all(torch.equal(before[name], tensor) for name, tensor in flat(trained.state_dict()).items())
 
 
 @pytest.mark.parametrize("name", [META, "rest.pt"])
-@pytest.mark.parametrize("content", ["", "{", "{}", "[1]", "\0\1"])
-def test_a_broken_file_is_named(tmp_path, name, content):
-    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
-    path = save_checkpoint(trainer, tmp_path) / name
-    path.write_text(content)
-    with pytest.raises(T1Error, match=f"checkpoint file {path}"):
+@pytest.mark.parametrize("content", ["", "{", "{}", "[1]", "[" * 100_000, "\0\1", None])
+def test_a_broken_file_is_named(tmp_path, trained, name, content):
+    path = save_checkpoint(trained, tmp_path) / name
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(T1Error, match=f"no checkpoint in {tmp_path}" if content is name is META else str(tmp_path)):
+        load_checkpoint(trained, tmp_path)
+
+
+def resigned(folder: Path, name: str, content: object) -> None:
+    """Replace a file of a checkpoint, and its checksum: damage by a program, not by a disk."""
+    torch.save(content, folder / name)
+    facts = read_signed(folder / META)
+    facts["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    write_signed(folder / META, facts)
+
+
+def _integers(part):
+    part["model"] = {name: tensor.long() for name, tensor in part["model"].items()}
+    return part
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: [part["model"], part["optimizer"]],
+        lambda part: {"model": part["model"]},
+        lambda part: {"optimizer": part["optimizer"]},
+        lambda part: part | {"optimizer": list(part["optimizer"])},
+        lambda part: part | {"optimizer": {name: [1] for name in part["optimizer"]}},
+        lambda part: part | {"optimizer": {name: {} for name in part["optimizer"]}},
+        lambda part: part | {"model": dict.fromkeys(part["model"], 1.0)},
+        lambda part: part | {"model": {1: torch.zeros(1)} | part["model"]},
+        lambda part: torch.zeros(3),
+        _integers,
+    ],
+)
+def test_a_part_of_another_kind_is_refused_before_anything_changes(tmp_path, trained, change):
+    path, before = save_checkpoint(trained, tmp_path), trained.state_dict()
+    resigned(path, "rest.pt", change(torch.load(path / "rest.pt", weights_only=True)))
+    trained.skipped = 5
+    with pytest.raises(T1Error):
+        load_checkpoint(trained, tmp_path)
+    assert_same(before, trained.state_dict())
+    trained.skipped = 0
+
+
+def test_a_checkpoint_under_another_step_is_refused(tmp_path, trained):
+    trained.steps = 5
+    path = save_checkpoint(trained, tmp_path)
+    moved = path.rename(tmp_path / "step-00000009")
+    for folder in (tmp_path, moved):
+        with pytest.raises(T1Error, match="is of step 5; allowed: the step of its folder"):
+            load_checkpoint(trained, folder)
+    assert load_checkpoint(trained, moved.rename(tmp_path / "best")) == 5
+
+
+def test_integer_weights_are_not_truncated(tmp_path):
+    """Of a model that has some, such as a quantised one: floats do not fit them, only what was saved does."""
+    trainer = a_trainer()
+    trainer.model.model.register_parameter("scales", torch.nn.Parameter(torch.arange(3), requires_grad=False))
+    path = save_checkpoint(trainer, tmp_path)
+    trainer.model.model.scales.zero_()
+    load_checkpoint(trainer, tmp_path)
+    assert trainer.model.model.scales.tolist() == [0, 1, 2]
+    part = torch.load(path / "rest.pt", weights_only=True)
+    part["model"]["model.scales"] = torch.tensor([0.5, 1.5, 2.5])
+    resigned(path, "rest.pt", part)
+    with pytest.raises(T1Error, match=r"scales' is of torch\.float32, allowed: torch\.int64"):
         load_checkpoint(trainer, tmp_path)
+    assert trainer.model.model.scales.tolist() == [0, 1, 2]
 
 
-def test_the_same_step_again_interrupted_keeps_one(tmp_path, monkeypatch):
-    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
-    save_checkpoint(trainer, tmp_path)
-    plain = checkpoint.remove
-
-    def interrupted(path):
-        if ".old." in path.name and path.exists():
-            raise KeyboardInterrupt
-        plain(path)
-
-    monkeypatch.setattr(checkpoint, "remove", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(trainer, tmp_path)
-    monkeypatch.undo()
-    assert load_checkpoint(trainer, tmp_path) == 0
-    save_checkpoint(trainer, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
-
-
-def test_how_many_are_kept(tmp_path):
-    trainer = make_trainer(model("qwen3"), "gpu", optimizer=SPEC)
-    for batch in batches(4):
-        trainer.step(batch)
-        save_checkpoint(trainer, tmp_path, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
-
-
-def test_going_on_from_an_earlier_step_removes_nothing_of_later_ones(tmp_path):
-    trainer, seen = make_trainer(model("qwen3"), "gpu", optimizer=SPEC), batches(4)
-    for batch in seen:
-        trainer.step(batch)
-        save_checkpoint(trainer, tmp_path, keep=4)
-    load_checkpoint(trainer, tmp_path / "step-00000001")
-    trainer.step(seen[0])
-    assert save_checkpoint(trainer, tmp_path).is_dir()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (2, 3, 4)]
-
-
-def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
-    trainer = make_trainer(model("qwen3"), "slide", optimizer=SPEC)
-    trainer.step(batches(1)[0])
-    save_checkpoint(trainer, tmp_path)
-    other = make_trainer(model("llama"), "slide", optimizer=SPEC)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, trained):
+    save_checkpoint(trained, tmp_path)
+    other = a_trainer(layers=3)
     before = other.state_dict()
     with pytest.raises(T1Error, match="it is of another model"):
         load_checkpoint(other, tmp_path)
     assert_same(before, other.state_dict())
     with pytest.raises(T1Error, match="no checkpoint in"):
         load_checkpoint(other, tmp_path / "empty")
+
+
+def test_the_names_of_a_checkpoint_reach_the_disk(tmp_path, trained, monkeypatch):
+    """The new folder is synced before it has its name, and the folder around it before anything is removed."""
+    save_checkpoint(trained, tmp_path)
+    events = []
+    plain = {"sync": checkpoint.sync, "remove": checkpoint.remove}
+    monkeypatch.setattr(checkpoint, "sync", lambda path: (events.append(("sync", path.name)), plain["sync"](path)))
+    monkeypatch.setattr(checkpoint, "remove", lambda path: (events.append(("gone", path.name)), plain["remove"](path)))
+    trained.steps += 1
+    name = save_checkpoint(trained, tmp_path).name
+    order = [event for event in events if event[0] == "sync" or "gone" in event[1]]
+    assert order[-3:-1] == [("sync", f".{name}.partial"), ("sync", tmp_path.name)]
+    assert order[-1] == ("gone", f".step-{trained.steps - 1:08d}.gone.partial")
+    shutil.rmtree(tmp_path)

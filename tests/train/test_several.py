@@ -31,11 +31,10 @@ def test_on_every_process(outcomes, size, name):
         assert not found[name], f"rank {rank}: {found[name]}"
 
 
-@pytest.mark.parametrize("name", ["run", "slide"])
-def test_a_run_in_two_processes_then_three_then_one(outcomes, tmp_path, name):
+def test_a_run_in_two_processes_then_three_then_one(outcomes, tmp_path):
     """It has the losses of a run in mode gpu that was never stopped."""
     outcomes.of(3)
-    run = outcomes.folder / name
+    run = outcomes.folder / "run"
     assert main(["train", "--resume", "--out", str(run), "--steps", "8", "--eval-every", "0"]) == 0
     assert main([*SMALL, "--steps", "8", "--eval-every", "0", "--out", str(tmp_path / "gpu")]) == 0
     assert losses(run) == pytest.approx(losses(tmp_path / "gpu"), rel=1e-5)

@@ -6,10 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from t1lib import texts
-from t1lib.errors import T1Error, UnavailableError
-from t1lib.texts import LIBRARY, read_texts
-from t1lib.train.run import SETTINGS
+from t1lib.errors import T1Error
+from t1lib.text import texts
+from t1lib.text.texts import LIBRARY, read_texts
 
 LIMIT = "400KB"
 
@@ -82,8 +81,9 @@ def test_what_is_no_text_is_refused(tmp_path, name, content, message):
 
 
 def test_what_is_not_there_or_leaves_nothing_is_refused(tmp_path):
-    with pytest.raises(T1Error, match=r"no corpus at .*nowhere; allowed: a file, a folder, or 'stdlib'"):
-        read_texts(tmp_path / "nowhere")
+    for source in (tmp_path / "nowhere", "", "x" * 300, "a\0b"):
+        with pytest.raises(T1Error, match=r"no corpus at '.*; allowed: a file, a folder, or 'stdlib'"):
+            read_texts(source)
     with pytest.raises(T1Error, match="corpus is empty"):
         read_texts(tmp_path)
 
@@ -104,7 +104,7 @@ def test_parquet_needs_its_library(tmp_path):
         import pyarrow  # noqa: F401
     except ImportError:
         (tmp_path / "a.parquet").write_bytes(b"PAR1")
-        with pytest.raises(UnavailableError, match="needs pyarrow"):
+        with pytest.raises(T1Error, match="pyarrow"):
             read_texts(tmp_path)
         return
     import pandas as pd
@@ -125,8 +125,7 @@ def test_folders_with_a_run_are_left_out(tmp_path):
     (tmp_path / "run.json").write_text('{"kind": "of another program"}')
     run = tmp_path / "runs" / "one"
     (run / "model").mkdir(parents=True)
-    assert texts._RUN == SETTINGS
-    (run / SETTINGS).write_text('{"t1lib": "1", "corpus": "", "settings": {}}')
+    (run / texts.RUN).write_text('{"t1lib": "1", "corpus": "", "settings": {}}')
     (run / "metrics.csv").write_text("step,loss")
     (run / "model" / "config.json").write_text("{}")
     assert sorted(read_texts(tmp_path)) == ["a.txt", "run.json"]

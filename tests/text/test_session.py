@@ -1,20 +1,22 @@
 """A small language model on real text: it learns, and its hidden states are those that enter the head."""
 
+import argparse
 from dataclasses import replace
 
 import pytest
 import torch
 
-from t1lib.corpus import Rows, byte_pairs
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.head_cases import Shape
 from t1lib.measure.head_data import operands
-from t1lib.texts import read_texts
-from t1lib.train.language import LanguageSession
+from t1lib.measure.language import LanguageSession
+from t1lib.text.corpus import byte_pairs
+from t1lib.text.texts import read_texts
 
+TEXT = argparse.__file__  # 100 kB
 SETTINGS = dict(
-    model="tiny", mode="gpu", changes={"num_hidden_layers": 1}, vocabulary=300, seq=16, batch=4, limit="300KB",
+    model="tiny", mode="gpu", changes={"num_hidden_layers": 1}, vocabulary=300, seq=16, batch=4, data=TEXT,
     optimizer={"name": "adamw", "lr": 3e-3}, dtype="float32", device="cpu", head="chunked",
 )  # fmt: skip
 
@@ -29,7 +31,7 @@ def test_it_learns_and_says_what_from(session, tmp_path):
     losses = [record.loss for record in session.train(20)]
     assert len(losses) == 20 and losses[-1] < losses[0]
     about = session.about()
-    assert len(about["sha256"]) == 64 and about["vocabulary"] == 300 and about["bytes"] <= 300_000
+    assert len(about["sha256"]) == 64 and about["vocabulary"] == 300 and about["files"] == 1
     assert session.evaluate(16) < before
     found = session.held_out(50, str(tmp_path / "states.pt"))
     assert found["tokens"] == 50 and 0 < found["loss"] < losses[0]
@@ -40,7 +42,7 @@ def test_it_learns_and_says_what_from(session, tmp_path):
 
 def test_its_loss_on_hidden_states_is_the_models_own(session, monkeypatch):
     e, w, y = session.hidden_states(10**9)
-    rows = session.corpus.held_out.ids
+    rows = session.corpus.held_out
     assert len(e) == len(y) == rows.shape[0] * (rows.shape[1] - 1) and int(y.min()) >= 0
     model = session.trainer.model
     with torch.no_grad():
@@ -50,8 +52,7 @@ def test_its_loss_on_hidden_states_is_the_models_own(session, monkeypatch):
     count = 4 * (rows.shape[1] - 1)
     torch.testing.assert_close(linear_cross_entropy(e[:count], w, y[:count], head="full"), wanted)
     assert session.evaluate(6) == pytest.approx(spread_loss, rel=1e-5)
-    few = Rows(spread, torch.ones_like(spread, dtype=torch.bool))
-    monkeypatch.setattr(session, "corpus", replace(session.corpus, held_out=few))
+    monkeypatch.setattr(session, "corpus", replace(session.corpus, held_out=spread))
     assert session.evaluate(100) == pytest.approx(spread_loss, rel=1e-5)
 
 
@@ -59,7 +60,7 @@ def test_the_same_seed_gives_the_same_losses():
     def losses(**other):
         return [record.loss for record in LanguageSession(**SETTINGS | other).train(3)]
 
-    assert losses() == losses() == losses(mode="slide")
+    assert losses() == losses() == losses(mode="ckpt")
     assert losses(data_seed=1) != losses() != losses(seed=1, data_seed=0)
 
 
@@ -76,10 +77,10 @@ def test_a_model_without_tokenizer_is_refused(tmp_path):
 def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
     session.trainer.model.config.save_pretrained(tmp_path)
     session.trainer.model.save_pretrained(tmp_path)
-    byte_pairs(read_texts(limit="300KB"), 290).save(str(tmp_path / "tokenizer.json"))
+    byte_pairs(read_texts(TEXT), 290).save(str(tmp_path / "tokenizer.json"))
     settings = {k: v for k, v in SETTINGS.items() if k not in ("changes", "vocabulary")}
     own = LanguageSession(**settings | {"model": str(tmp_path)})
     assert own.about()["vocabulary"] == 290 and own.step().loss > 0
-    byte_pairs(read_texts(limit="300KB"), 310).save(str(tmp_path / "tokenizer.json"))
+    byte_pairs(read_texts(TEXT), 310).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(T1Error, match="the tokenizer has 310 tokens, the model's vocabulary 300"):
         LanguageSession(**settings | {"model": str(tmp_path)})

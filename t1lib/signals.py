@@ -1,0 +1,71 @@
+"""Ctrl-C and SIGTERM end the command at once, except while it trains: then the first ends it after the step."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXIT_INTERRUPTED = 130
+PASSED_ON = 1.0  # seconds in which a launcher, whose processes were sent a signal too, passes it on to them
+AT_ONCE = "interrupted at once; --resume goes on from the last checkpoint, if there is one"
+
+_asked: list[float] = []  # when a signal came, while training
+_training = _watched = False
+_message = "interrupted while starting; nothing was trained"
+
+
+def watch() -> None:
+    """From now on signals end this process, by a thread: calls into libraries may keep the main one from hearing them
+    for minutes, or swallow what it raises. Call it in the main thread, before slow imports."""
+    global _watched
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_listen, args=(heard, told), daemon=True).start()
+    _watched = True
+
+
+def _listen(heard: socket.socket, told: socket.socket) -> None:
+    while number := heard.recv(1):
+        if number[0] in SIGNALS:
+            _hear(_exit)
+
+
+def _exit() -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{_message}\n".encode())
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _hear(end: Callable[[], NoReturn]) -> None:
+    now = time.monotonic()
+    if not _training or (_asked and now - _asked[0] > PASSED_ON):
+        end()
+    _asked.append(now)
+
+
+@contextmanager
+def noted() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether the training within this context is asked to stop. A second signal ends it at
+    once: with `KeyboardInterrupt`, if this process does not `watch`."""
+    global _training, _message
+    before = {} if _watched else {n: signal.signal(n, lambda *_: _hear(_interrupt)) for n in SIGNALS}
+    _training, _message = True, AT_ONCE
+    try:
+        yield lambda: bool(_asked)
+    finally:
+        _training = False
+        _asked.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Real text for language models, and the command `python -m t1lib train`."""

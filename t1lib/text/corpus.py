@@ -1,0 +1,144 @@
+"""A corpus for small language models: texts, byte-level BPE, rows of tokens, and batches of them.
+
+    corpus = load_corpus(vocabulary=65536, seq=512)      # the running Python's own standard library: no download
+    batch = corpus.batch(step, size=16, seed=0)    # {"input_ids": (16, 512)}
+
+The 11.5 MB of Python 3.12 support about 79,000 tokens, because an identifier counts as one word, together with the
+character before it; GPT-2's splitting, which cuts at every underscore, reaches only 44,000.
+"""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from t1lib.errors import T1Error, require
+from t1lib.files import cache_folder, read_signed, write_signed
+from t1lib.text.texts import LIBRARY, corpus_hash, read_texts, sha256
+
+END = "<|endoftext|>"  # after each text; id 0
+ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of tokenizers trained elsewhere
+SMALLEST, LARGEST = 257, 2**20  # tokens: the 256 bytes and END; and what the trainer may reserve memory for
+# Bounded, because training time grows with the square of a word's length; the library's longest run has 95 characters.
+WORDS = r"[^\r\n\w]?\w{1,256}|[^\s\w]{1,256}[\r\n]{0,256}|\s{0,256}[\r\n]{1,256}|\s{1,256}(?!\S)|\s{1,256}"
+_RECIPE = "4"  # part of the cache's key; to be raised with every change to the recipe
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids int64 (rows, seq), to train on and held out; `sha256` covers the texts, whose files and bytes are
+    counted. Held-out rows are the last ones, so that at most one text has rows in both."""
+
+    train: Tensor
+    held_out: Tensor
+    sha256: str
+    files: int
+    bytes: int
+    tokenizer: Tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.get_vocab_size()
+
+    def batch(self, step: int, size: int, seed: int) -> dict[str, Tensor]:
+        """The batch of step `step`, counted from 0: `size` rows, in an order drawn from `seed` anew for each epoch.
+
+        It depends on the arguments alone, so that a run can resume at any step. Rows beyond the last whole batch of an
+        epoch are left out. Raises `T1Error` for more rows than there are.
+        """
+        rows, seq = self.train.shape
+        require(1 <= size <= rows, f"batch {size}; the corpus has {rows} rows of {seq} tokens to train on")
+        epoch, place = divmod(step, rows // size)
+        return {"input_ids": self.train[_order(rows, seed * 1_000_003 + epoch)[place * size : (place + 1) * size]]}
+
+
+@lru_cache(maxsize=2)
+def _order(rows: int, seed: int) -> Tensor:
+    """The order of rows in an epoch; cached, because every step asks for its own batch and for the next one's."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+
+
+def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of exactly `vocabulary` tokens, trained on the texts or taken from `cache_folder()`. A
+    pair of tokens is merged only if it occurs twice: raises `T1Error` for more tokens than the texts support."""
+    allowed = f"{SMALLEST} (256 bytes and {END}) to {LARGEST}"
+    require(SMALLEST <= vocabulary <= LARGEST, f"vocabulary {vocabulary}; allowed: {allowed}")
+    kept = cache_folder() / f"bpe-{vocabulary}-{sha256(_RECIPE, WORDS, corpus_hash(texts))[:32]}.json"
+    with suppress(Exception):  # missing, damaged, or of another version of the library, which raises a bare Exception
+        return Tokenizer.from_str(read_signed(kept)["tokenizer"])
+    tokenizer = _train(texts, vocabulary)
+    reached = tokenizer.get_vocab_size()
+    if reached < vocabulary:
+        allowed = f"its texts reach {reached} tokens; allowed: {SMALLEST} to {reached}, or take more text"
+        raise T1Error(f"vocabulary {vocabulary} is more than this corpus supports: {allowed}")
+    # The processes of a run may train the same tokenizer at once. A cache that cannot be written is no error.
+    with suppress(T1Error):
+        write_signed(kept, {"tokenizer": tokenizer.to_str()}, f".{os.getpid()}")
+    return tokenizer
+
+
+def _train(texts: dict[str, str], vocabulary: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, min_frequency=2, special_tokens=[END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator((texts[name] for name in sorted(texts)), trainer)
+    return tokenizer
+
+
+def load_corpus(
+    vocabulary: int | None, seq: int, *, source: str | Path = LIBRARY, limit: int | str | None = None,
+    held_out: float = 0.05, seed: int = 0, tokenizer: str | Path | None = None,
+) -> Corpus:  # fmt: skip
+    """Texts in an order drawn from `seed`, joined with an end token after each and cut into rows of `seq` tokens.
+
+    source, limit   as in `t1lib.text.texts.read_texts`
+    held_out        share of the rows; one row at least
+    tokenizer       a tokenizer.json; without it a tokenizer of `vocabulary` tokens is trained, on all texts
+
+    Raises `T1Error` for an empty corpus, one that has less than two rows, and a vocabulary that it does not support.
+    """
+    require(seq >= 2, f"seq {seq}; allowed: 2 or more")
+    require(0 < held_out < 1, f"held_out {held_out}; allowed: a share between 0 and 1")
+    texts = read_texts(source, limit)
+    trained = byte_pairs(texts, vocabulary) if tokenizer is None else _read_tokenizer(Path(tokenizer))
+    order, end = sorted(texts, key=lambda name: sha256(str(seed), name)), [_end_of(trained)]
+    encoded = trained.encode_batch([texts[name] for name in order], add_special_tokens=False)
+    ids = torch.cat([torch.tensor(text.ids + end) for text in encoded])
+    require(len(ids) >= 2 * seq, f"the corpus has {len(ids)} tokens, less than two rows of {seq}; take more bytes")
+    rows = ids[: len(ids) // seq * seq].reshape(-1, seq)
+    first = min(round((1 - held_out) * len(rows)), len(rows) - 1) or 1
+    size = sum(len(text.encode()) for text in texts.values())
+    return Corpus(rows[:first], rows[first:], corpus_hash(texts), len(texts), size, trained)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception
+        raise T1Error(f"cannot read tokenizer {path}: {str(error)[:100]}") from None
+    _end_of(tokenizer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokenizer, with its end token, in the format that Hugging Face's `AutoTokenizer` reads."""
+    end = tokenizer.id_to_token(_end_of(tokenizer))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
+
+
+def _end_of(tokenizer: Tokenizer) -> int:
+    end = next((tokenizer.token_to_id(end) for end in ENDS if tokenizer.token_to_id(end) is not None), None)
+    require(end is not None, f"the tokenizer has no end token; known: {', '.join(ENDS)}")
+    return end

@@ -1,0 +1,144 @@
+"""Texts by name: the running Python's own standard library, or the user's files and folders."""
+
+import hashlib
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from t1lib.errors import T1Error, require, shown
+from t1lib.heads import parse_bytes
+
+LIBRARY = "stdlib"
+RUN, METRICS = "run.json", "metrics.csv"  # in the folder of a training run (`t1lib.text.run`)
+FIELDS = ("text", "content")  # fields of a dataset's record; the first that is present is the text
+# Of the library, left out: tests, which many distributions lack. Of its files, those with the build machine's paths.
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_UNREAD = {".arrow", ".bz2", ".gz", ".xz", ".zst"}  # datasets, but not read; files beside them are hardly the text
+_READ = "UTF-8 text, or a dataset's .jsonl or .parquet shards"
+
+
+def sha256(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode(errors="surrogateescape") + b"\0")  # file names need not be UTF-8
+    return digest.hexdigest()
+
+
+def corpus_hash(texts: dict[str, str]) -> str:
+    """Hash of names and texts, regardless of their order."""
+    return sha256(*(part for name in sorted(texts) for part in (name, texts[name])))
+
+
+def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
+    """Name → text of `source`: "stdlib", a file of UTF-8 text or a shard (`.jsonl`, or `.parquet` if pyarrow is there)
+    with one text per record, in the field "text" or "content"; or a folder with everything below it.
+
+    In a folder, files that are not text, hidden files, and folders with a training run are left out; linked folders are
+    read, each folder once. `limit` (bytes, or "2MB") keeps whole texts up to that size, in the order of their names'
+    hashes, which does not depend on the machine.
+
+    Raises `T1Error` for a source that does not exist, a file that is not text, a shard that is broken, compressed or of
+    another kind (even as one file of a folder), a folder that itself holds a run, and if nothing is left.
+    """
+    if source == LIBRARY:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [p for p in _files(root, _SKIPPED) if p.suffix == ".py" and not p.match("_sysconfigdata*")]
+        return _within(_below(root, files), limit, "the standard library's sources")
+    path, there = Path(source), False
+    with suppress(OSError, ValueError):  # a name that is too long, or holds a NUL
+        there = str(source) != "" and path.exists()
+    require(there, f"no corpus at {shown(str(source))}; allowed: a file, a folder, or {LIBRARY!r}")
+    if path.is_file():
+        found = _records(path, path.name)
+        require(found is not None, f"{path} is not UTF-8 text, nor a .jsonl or .parquet shard of a dataset")
+        return _within(found, limit, str(path))
+    require(not _holds_run(path), f"{path} holds a run, whose files change; move them, or its texts, to another folder")
+    return _within(_below(path, _files(path)), limit, f"text in {path}")
+
+
+def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str) -> dict[str, str]:
+    left, kept, sizes = 2**62 if limit is None else parse_bytes(limit), {}, []
+    for name, text in sorted(texts, key=lambda entry: sha256(entry[0])):
+        if not text.strip():
+            continue
+        sizes.append(len(text.encode()))
+        if sizes[-1] <= left:
+            left -= sizes[-1]
+            kept[name] = text
+    require(bool(sizes), f"the corpus is empty: {what} holds no text")
+    require(bool(kept), f"{what} holds no text within limit {limit}; allowed: {min(sizes)}, its smallest text, or more")
+    return kept
+
+
+def _below(root: Path, files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    for path in files:
+        yield from _records(path, path.relative_to(root).as_posix()) or ()
+
+
+def _files(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
+    """All files below `root`, except hidden ones, those of a training run, and in folders whose names are skipped.
+    A link to a folder is followed unless that folder has been read already or lies above `root`."""
+    seen = set(map(str, root.resolve().parents))
+    for place, folders, names in os.walk(root, followlinks=True):
+        folder, real = Path(place), os.path.realpath(place)
+        if real in seen or _holds_run(folder):
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+        yield from (folder / name for name in names if not name.startswith(".") and (folder / name).is_file())
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / RUN).is_file() and (folder / METRICS).is_file()
+
+
+def _records(path: Path, name: str) -> list[tuple[str, str]] | None:
+    """(name, text) of each text in a file; None if the file is not text."""
+    kind = path.suffix.lower()
+    require(kind not in _UNREAD, f"{path}: {kind} is not read; allowed: {_READ}; unpack it or take it out")
+    if kind not in (".jsonl", ".parquet"):
+        text = _text(path)
+        return None if text is None else [(name, text)]
+    rows = _parquet(path) if kind == ".parquet" else _json_lines(path)
+    return [(f"{name}#{number}", _field(row, f"{path}, record {number}")) for number, row in enumerate(rows)]
+
+
+def _text(path: Path) -> str | None:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if "\0" in text else text
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    text = _text(path)
+    require(text is not None, f"{path} is not UTF-8 text")
+    for number, line in enumerate(text.split("\n"), 1):  # other line endings may occur inside a record
+        try:
+            yield from [json.loads(line)] if line.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise T1Error(f"{path}, line {number}: not JSON ({error})") from None
+
+
+def _parquet(path: Path) -> list[Any]:
+    import pandas as pd
+
+    try:
+        return pd.read_parquet(path).to_dict("records")
+    except Exception as error:  # pyarrow is missing, or raises errors of its own
+        raise T1Error(f"cannot read {path}: {' '.join(str(error).split())[:150]}") from None
+
+
+def _field(row: Any, where: str) -> str:
+    held = row if isinstance(row, dict) else {}
+    text = next((held[field] for field in FIELDS if isinstance(held.get(field), str)), None)
+    require(text is not None, f"{where}: no text; allowed: an object with a string in {' or '.join(map(repr, FIELDS))}")
+    require(not re.search("[\ud800-\udfff]", text), f"{where}: the text is not Unicode: it has half a surrogate pair")
+    return text

@@ -1,0 +1,102 @@
+"""AdamW for 16-bit parameters with a master, in one pass on a GPU: every value of the state is read and written once.
+
+PyTorch's fused AdamW takes tensors of one dtype. With it, gradients would have to be widened and weights rounded, split
+masters joined and split again, 16-bit moments widened and rounded, each in a pass of its own.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from t1lib.heads.scale import triton
+
+BLOCK = 1024
+
+if triton is not None:
+    import triton.language as tl
+
+    @triton.jit
+    def _chance(wide, noise):
+        """Round float32 to bfloat16's bits stochastically: P(up) is the relative distance from the lower neighbour."""
+        return ((wide.to(tl.int32, bitcast=True) + noise) >> 16).to(tl.int16)
+
+    @triton.jit
+    def _widened(bits):
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+    @triton.jit(do_not_specialize=["count"])
+    def adamw_kernel(
+        weight, grad, first, second, master, low, scale, numel, count, times, rate, corrected_rate, correction, decay,
+        beta1, rest1, beta2, rest2, eps, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < numel
+        g = tl.load(grad + at, inside, 0).to(tl.float32) * times
+        if scale is not None:
+            g *= tl.load(scale).to(tl.float32)
+        m, v = tl.load(first + at, inside, 0), tl.load(second + at, inside, 0)
+        if NARROW:
+            m, v = _widened(m), _widened(v)
+        if low is None:
+            p = tl.load(master + at, inside, 0)
+        else:
+            rest = tl.load(low + at, inside, 0).to(tl.int32)
+            p = ((tl.load(weight + at, inside, 0).to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
+        m = m * beta1 + g * rest1
+        v = v * beta2 + g * g * rest2
+        spread = tl.div_rn(tl.sqrt_rn(v), correction) + eps
+        p = p * (1.0 - rate * decay) - tl.div_rn(corrected_rate * m, spread)
+        if NARROW:
+            noise = tl.randint(count, at)
+            tl.store(first + at, _chance(m, noise & 0xFFFF), inside)
+            tl.store(second + at, _chance(v, (noise >> 16) & 0xFFFF), inside)
+        else:
+            tl.store(first + at, m, inside)
+            tl.store(second + at, v, inside)
+        if low is None:
+            tl.store(master + at, p, inside)
+            tl.store(weight + at, p.to(weight.dtype.element_ty), inside)
+        else:  # ties round away from zero, so that the remainder fits 16 bits
+            bits = p.to(tl.int32, bitcast=True)
+            tl.store(low + at, bits.to(tl.int16), inside)
+            tl.store(weight + at, ((bits + 32768) >> 16).to(tl.int16), inside)
+
+
+def has_kernel(weight: Tensor) -> bool:
+    """Whether the kernel can run on this parameter: it is on a GPU, and Triton is installed."""
+    return triton is not None and weight.is_cuda
+
+
+@torch.no_grad()
+def adamw_(
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], rule: dict[str, Any], count: int,
+    scale: Tensor | float = 1.0,
+) -> None:  # fmt: skip
+    """Update a 16-bit `weight` (N) and its `state` in place. All tensors are contiguous and on one device.
+
+    grad    (N), 16 or 32 bits
+    state   "exp_avg" and "exp_avg_sq", float32, or bfloat16 with stochastic rounding (seeded by the count, so that a
+            run can be repeated); and the master: "master" float32, or "low" int16 (`t1lib.train.narrow.join`)
+    rule    a group of `torch.optim.AdamW`: lr, betas, eps, weight_decay, maximize
+    count   updates so far, including this one
+    scale   factor of the gradient: a number, or a tensor () on the device
+
+    Weight decay is decoupled from the gradient, and bias is corrected (Loshchilov and Hutter, arXiv:1711.05101).
+    """
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    narrow = first.dtype == torch.bfloat16
+    if narrow:
+        first, second = first.view(torch.int16), second.view(torch.int16)
+    low = state.get("low")
+    weight = weight if low is None else weight.view(torch.int16)
+    by, times = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
+    beta1, beta2 = rule["betas"]
+    correction1, correction2 = 1 - beta1**count, 1 - beta2**count
+    with torch.cuda.device_of(weight):
+        adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
+            weight, grad, first, second, state.get("master"), low, by, weight.numel(), count,
+            -times if rule["maximize"] else times, rule["lr"], rule["lr"] / correction1, math.sqrt(correction2),
+            rule["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, rule["eps"], narrow, BLOCK,
+        )  # fmt: skip

@@ -1,0 +1,150 @@
+"""`StreamTrainer`: `transformers.Trainer` over a model whose layers stream.
+
+It is Trainer's own loop. What differs is that nothing but `stream` moves the model, that clipping goes through the
+streamed optimizer, and that options that would wrap the model or recompute its layers a second time are refused.
+"""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from t1lib.errors import T1Error, require, shown
+from t1lib.train.optimizer import StreamOptimizer
+from t1lib.train.stream import stream as stream_model
+
+OPTIONS = [name for name in inspect.signature(stream_model).parameters if name not in ("model", "optimizer", "device")]
+REFUSED = {  # arguments of TrainingArguments, and why; some versions lack some of them
+    "activation_checkpointing": "stream recomputes layers itself",
+    "gradient_checkpointing": "stream recomputes layers itself",
+    "deepspeed": "one GPU streams its model itself",
+    "fsdp": "one GPU streams its model itself",
+    "parallelism_config": "one GPU streams its model itself",
+    "torch_compile": "streamed layers are not compiled",
+    "auto_find_batch_size": "set micro_batch, or gpu_memory, instead",
+    "fp16": "bf16=True needs no scaling of the loss",
+    "fp16_full_eval": "it converts the model, which streams",
+    "bf16_full_eval": "it converts the model, which streams",
+}
+
+
+class StreamTrainer(Trainer):
+    """`transformers.Trainer`, with the model's layers on the host: arguments, loop, files and results are Trainer's.
+
+        trainer = StreamTrainer(
+            model=model,  # on the CPU
+            args=TrainingArguments("out", per_device_train_batch_size=32, bf16=True),
+            train_dataset=dataset,
+            stream={"gpu_memory": "15GiB", "micro_batch": 4},
+        )
+        trainer.train(resume_from_checkpoint=True)
+
+    stream   options of `t1lib.train.stream`, which says what they mean; the device is that of `args`
+
+    Every backward sends the weights across the link again. So for a large batch do not set
+    `gradient_accumulation_steps=k`, which makes k of them, but a k times larger `per_device_train_batch_size` and
+    `micro_batch`: the layers' memory is that of `micro_batch` rows, and the weights cross once per pass. The output
+    layer sees the whole batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory.
+    `gpu_memory` is planned for the first batch: where rows differ in length, or an evaluation comes first, add
+    `plan_for=(rows, tokens per row)` of the largest.
+
+    Weights in bfloat16 have float32 masters, unless `stream` says otherwise; `bf16=True` is autocast over the weights
+    as they are. Checkpoints hold all of the optimizer's state, and training goes on from them with the same losses, as
+    it would have without the break. Several GPUs are left alone: one is used. After training the model still streams;
+    `close()` makes it an ordinary one.
+
+    Raises `T1Error` for arguments that would wrap, convert or compile the model, or recompute its layers (`REFUSED`),
+    for several processes, and as `stream` does, which is called when training or evaluation begins.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, args: TrainingArguments | None = None, *others: Any,
+        stream: dict[str, Any] | None = None, **named: Any,
+    ) -> None:  # fmt: skip
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        _check(model, args, stream or {})
+        self.stream_options = dict(stream or {})
+        args._n_gpu = min(args.n_gpu, 1)  # Trainer would spread a batch over all GPUs that it sees
+        super().__init__(model, args, *others, **named)
+
+    @property
+    def streamed(self) -> StreamOptimizer | None:
+        """The streamed model's optimizer, within what accelerate wraps it in; None until training begins."""
+        found = getattr(self.optimizer, "optimizer", self.optimizer)
+        return found if isinstance(found, StreamOptimizer) else None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **named: Any) -> Any:
+        """As Trainer's. True goes on from the last complete checkpoint: a save that was killed leaves one that is not.
+        Raises `T1Error` if there is none."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_complete(Path(self.args.output_dir))
+        return super().train(resume_from_checkpoint, *others, **named)
+
+    def close(self) -> None:
+        """Give the model back as an ordinary one, its layers on the CPU. Further training starts a new optimizer."""
+        if self.streamed is not None:
+            self.streamed.close()
+            self.accelerator.free_memory()
+            self.optimizer = self.lr_scheduler = self.callback_handler.optimizer = None
+
+    # -- what Trainer calls --------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.device_placement = False  # of model and optimizer state; Trainer moves the batches itself
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Do nothing: `stream` does it, by layers."""
+
+    def _wrap_model(self, model: nn.Module, *others: Any, **named: Any) -> nn.Module:
+        """Trainer calls this once there is an optimizer, and before an evaluation. Streams the model."""
+        if self.streamed is None:
+            optimizer = self.optimizer or self.create_optimizer()
+            _, self.optimizer = stream_model(self.model, optimizer, device=self.args.device, **self.stream_options)
+            optimizer._opt_called = True  # or a schedule that she made for it would warn that it never steps
+        return super()._wrap_model(model, *others, **named)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.streamed.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        """The norm to report: before clipping, if there is any."""
+        return self.streamed.grad_norm() if grad_norm is None else grad_norm
+
+
+def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None:
+    """Raise `T1Error` for what cannot work, before anything is changed."""
+    require(isinstance(options, dict), f"stream={shown(options)}; allowed: a dict of options, {', '.join(OPTIONS)}")
+    for name in options:
+        if name not in OPTIONS:
+            raise T1Error(f"stream={{{shown(name)}: …}}; allowed: {', '.join(OPTIONS)}")
+    for name, why in REFUSED.items():
+        value = getattr(args, name, None)
+        require(not value, f"StreamTrainer with {name}={shown(value)}: {why}. Leave it out")
+    require(args.world_size == 1, f"StreamTrainer in {args.world_size} processes; allowed: 1")
+    if options.get("update_in_backward"):
+        for name, allowed in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
+            value = getattr(args, name)
+            require(value == allowed, f"update_in_backward=True with {name}={shown(value)}; allowed: {allowed}")
+    model = model if isinstance(model, nn.Module) else nn.Module()
+    require("_t1_engine" not in vars(model), "the model is streamed already; StreamTrainer takes one that is not")
+    again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    require(not again, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
+
+
+def _last_complete(folder: Path) -> str:
+    """The checkpoint of the highest step among those whose state, the file that Trainer writes last, can be read."""
+    found = {}
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_text())
+            found[int(path.name.rpartition("-")[2])] = path
+        except (OSError, ValueError):
+            continue
+    require(bool(found), f"no complete checkpoint in output_dir={shown(str(folder))}")
+    return str(found[max(found)])

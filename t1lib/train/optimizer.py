@@ -1,0 +1,245 @@
+"""The optimizer of a streamed model: a `torch.optim.Optimizer` whose updates may still run while the model goes on."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from t1lib.errors import T1Error, is_number, require, shown
+from t1lib.train.update import (
+    Precision,
+    Rule,
+    check_state,
+    new_state,
+    norms_of,
+    rule_of,
+    shown_state,
+    take_state,
+    update,
+)
+
+if TYPE_CHECKING:
+    from t1lib.train.engine import Engine
+
+KINDS = (torch.optim.AdamW, torch.optim.SGD)
+REFUSED = ("amsgrad", "capturable", "differentiable")
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise `T1Error` unless it is a `torch.optim.AdamW` or `SGD` over this model's parameters."""
+    kind = type(optimizer).__name__
+    require(type(optimizer) in KINDS, f"optimizer of class {kind}; allowed: torch.optim.AdamW, torch.optim.SGD")
+    names = {id(p): n for n, p in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for option in REFUSED:
+            require(not group.get(option), f"group {number} of the optimizer has {option}=True; allowed: False")
+        foreign = [p for p in group["params"] if id(p) not in names]
+        require(
+            not foreign,
+            f"group {number} of the optimizer has a parameter of shape {tuple(foreign[0].shape) if foreign else ()} "
+            "that is none of the model's: make the optimizer of model.parameters()",
+        )
+        plain = isinstance(group.get("betas", (0.0,))[0], float | int)
+        require(plain, "betas that are tensors; allowed: numbers")
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The number of each parameter's group, by the parameter's id."""
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def rules_of(groups: list[dict[str, Any]], device: torch.device) -> list[Rule]:
+    """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is kept;
+    beside a GPU, the fused one moves the least memory."""
+    rules = [rule_of(group) for group in groups]
+    for rule in rules if device.type == "cuda" else ():
+        rule["foreach"], rule["fused"] = False, True
+    return rules
+
+
+class ResidentUpdates:
+    """Updates parameters whose state is on their own device, by the rules of their groups."""
+
+    def __init__(self, precision: Precision, state: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        self.precision, self.state = precision, state
+        self.counts: dict[nn.Parameter, int] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+
+    def state_of(self, param: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
+        """The parameter's state; its master follows values that were written to it since the last update."""
+        state = self.state.get(param)
+        if param not in self.counts:
+            state, self.counts[param] = new_state(param, rule, self.precision), 0
+            self._versions[param] = param._version
+            if state:
+                self.state[param] = state
+        elif state and "master" in state and self._versions.get(param, param._version) != param._version:
+            master = state["master"]
+            torch.where(master.to(param.dtype) == param.data, master, param.data.float(), out=master)
+        return state or {}
+
+    def step(self, groups: list[dict[str, Any]], rules: list[Rule], own: Callable[[nn.Parameter], bool]) -> None:
+        """Update every parameter for which own(parameter) holds and that has a gradient."""
+        for group, rule in zip(groups, rules, strict=True):
+            alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
+            for param in group["params"]:
+                if own(param) and param.grad is not None:
+                    self.state_of(param, rule)
+                    self.counts[param] += 1
+                    alike[self.counts[param], param.dtype, param.device].append(param)
+            for (count, *_), params in alike.items():
+                weights, grads = [p.data for p in params], [p.grad for p in params]
+                update(weights, grads, [self.state.get(p, {}) for p in params], rule, count)
+                self._versions |= {p: p._version for p in params}
+
+
+class StreamOptimizer(torch.optim.Optimizer):
+    """AdamW or SGD over a streamed model: what `t1lib.train.stream` returns.
+
+    `step`, `zero_grad`, `param_groups`, `state_dict` and `load_state_dict` as in `torch.optim`; learning-rate schedules
+    and a checkpoint's state fit both. `clip_grad_norm_` is exact and does not wait, `torch.nn.utils.clip_grad_norm_`
+    gives the same numbers, but waits for the gradients. `drain()` waits for updates; `close()` gives the model back.
+    """
+
+    def __init__(self, engine: "Engine", optimizer: torch.optim.Optimizer) -> None:
+        self._engine = engine
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        # State that waits until the engine has placed everything; None from then on.
+        self._before: dict[nn.Parameter, dict[str, Any]] | None = {p: dict(s) for p, s in optimizer.state.items()}
+
+    def rules(self) -> list[Rule]:
+        return rules_of(self.param_groups, self._engine.device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Begin an update of all parameters that have a gradient. Those of streamed layers end in the next forward."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for layer in self._engine.host:
+            if set_to_none:
+                layer.forget_gradients()
+            elif layer.has_gradients:
+                layer.see_gradients()
+                layer.settle(layer)
+                layer.grads.zero_()
+        for param in self._engine.others():
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad = torch.zeros_like(param.grad)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their Euclidean norm, taken together, is at most `max_norm`; returns the norm, ()
+        on the device, which the host does not wait for. As `torch.nn.utils.clip_grad_norm_`, but summed in float32."""
+        fits = is_number(max_norm) and max_norm >= 0
+        require(fits, f"max_norm={shown(max_norm)}; allowed: a number, 0 or more")
+        require(not self._engine.in_backward, "clip_grad_norm_ with update_in_backward=True, which updates before it")
+        total = self.grad_norm()
+        coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for layer in self._engine.host:
+            if layer.has_gradients:
+                layer.scale_gradients(coefficient)
+        grads = [p.grad for p in self._engine.others() if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, coefficient)
+        return total
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The Euclidean norm of all gradients, (), in the order and with the sums of `clip_grad_norm_`."""
+        engine, exact = self._engine, self._engine.device.type == "cpu"
+        norms: dict[int, Tensor] = {}
+        for layer in engine.host:
+            if layer.trained and (layer.norms is not None or layer.has_gradients):
+                if layer.norms is None:
+                    layer.see_gradients()
+                    layer.norms = norms_of(list(layer.grad_views.values()), exact)
+                norms |= {id(p): norm for p, norm in zip(layer.params.values(), layer.norms, strict=True)}
+        others = [p for p in engine.others() if p.grad is not None]
+        for dtype in {p.grad.dtype for p in others}:
+            alike = [p for p in others if p.grad.dtype == dtype]
+            found = norms_of([p.grad for p in alike], exact)
+            norms |= {id(p): norm for p, norm in zip(alike, found, strict=True)}
+        ordered = [norms[id(p)].to(engine.device) for p in engine.model.parameters() if id(p) in norms]
+        if not ordered:
+            return torch.zeros((), device=engine.device)
+        return torch.linalg.vector_norm(torch.stack(ordered))
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `torch.optim`, after all updates have ended. Tensors are the optimizer's own, not copies; 16-bit
+        parameters that have a float32 master show it under "master"."""
+        self._engine.drain()
+        own = self.state
+        try:
+            weight, count = self._engine.weight_of, self._engine.count_of
+            shown = {p: shown_state(weight(p), state, count(p)) for p, state in own.items() if count(p)}
+            self.state = shown if self._before is None else self._before
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state, of this class or of the plain optimizer. Raises `T1Error`, before any change, for
+        groups or state that do not fit."""
+        try:
+            groups, states = state_dict["param_groups"], dict(state_dict["state"])
+            sizes = [len(group["params"]) for group in groups]
+            numbers = [number for group in groups for number in group["params"]]
+            saved = [states.pop(number, {}) for number in numbers]
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise T1Error("the state is no optimizer's; allowed: what `state_dict` returned") from None
+        own = [len(group["params"]) for group in self.param_groups]
+        require(sizes == own, f"the state has groups of {sizes} parameters; allowed: {own}")
+        require(not states, f"the state has parameter {next(iter(states), 0)!r}, which is in none of its groups")
+        params = [p for group in self.param_groups for p in group["params"]]
+        found = dict(zip(params, saved, strict=True))
+        if self._before is None:
+            self.check(found)
+        for mine, given in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in given.items() if k != "params"})
+        if self._before is not None:  # nothing has its place yet
+            self._before = found
+        else:
+            self.take_over(found)
+
+    def check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Raise `T1Error` unless these states, by parameter, fit."""
+        engine, rules, groups = self._engine, self.rules(), groups_of(self)
+        names = {p: n for n, p in engine.model.named_parameters()}
+        for param, saved in found.items():
+            state = engine.state_of(param, rules[groups[id(param)]])
+            check_state(engine.weight_of(param), state, saved, repr(names[param]))
+
+    @torch.no_grad()
+    def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
+        engine, rules, groups = self._engine, self.rules(), groups_of(self)
+        engine.drain()
+        for param, saved in found.items():
+            state = engine.state_of(param, rules[groups[id(param)]])
+            engine.set_count(param, take_state(engine.weight_of(param), state, saved))
+        engine.changed()
+
+    def drain(self) -> None:
+        """Wait until all updates have ended, and new weights are on the host."""
+        self._engine.drain()
+
+    def close(self) -> None:
+        """Give the model back: an ordinary one, with all parameters on the CPU or the device where they lie now."""
+        self._engine.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        require(not hasattr(self, "_before"), "a group added to a streamed model's optimizer; add it before `stream`")
+        super().add_param_group(param_group)

@@ -1,0 +1,110 @@
+"""What is decided before anything moves: whether a model can be streamed, and what a budget keeps where."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from t1lib.errors import choose, is_number, is_whole, require, shown
+from t1lib.heads import parse_bytes
+from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
+from t1lib.memory import GIB, host_available
+from t1lib.optimizers import OptimizerSpec, spec_for
+from t1lib.plan.choose import choose_plan
+from t1lib.plan.cost import Choice
+from t1lib.plan.rates import this_machine
+from t1lib.plan.work import saved_by, with_head, work_of
+from t1lib.train.activations import Piece, split_rows
+from t1lib.train.layers import Layout
+from t1lib.train.update import Precision, Rule
+
+if TYPE_CHECKING:
+    from t1lib.train.engine import Engine
+
+def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[str]) -> None:
+    """Raise `T1Error` if a parameter that streams is used elsewhere, too: streaming would untie the two."""
+    seen: dict[int, str] = {}
+    for index, layer in enumerate(stack):
+        for name, param in layer.named_parameters():
+            if name in streamed:
+                where = f"{name!r} of layer {index}"
+                require(id(param) not in seen, f"{where} is also {seen.get(id(param))}: stream would untie them")
+                seen[id(param)] = where
+    inside = {id(m) for layer in stack for m in layer.modules()}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False) if id(module) not in inside else ():
+            where = f"{prefix}.{name}".strip(".")
+            require(id(param) not in seen, f"{where!r} is also {seen.get(id(param))}: stream would untie them")
+
+
+def require_host_memory(
+    layout: Layout, stack: Sequence[nn.Module], precision: Precision, rules: list[Rule], in_backward: bool
+) -> None:
+    """Raise `T1Error` unless the host can hold the layers with their state."""
+    like = torch.empty(0, dtype=layout.dtype)
+    kinds = {k: d for rule in rules for k, d in precision.kinds(like, rule).items()}
+    each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * (not in_backward)
+    trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in stack)
+    # Weights move layer by layer, so that only one layer's are held twice.
+    need, free = layout.numel * (layout.dtype.itemsize + trained * each), host_available()
+    require(need <= free, f"the host has {free / GIB:.1f} GiB to give; streaming needs {need / GIB:.1f} GiB more")
+
+
+def check_choice(choice: Any, layers: int) -> None:
+    """Raise `T1Error` unless it is a `Choice` for a stack of so many layers."""
+    require(isinstance(choice, Choice), f"choice={shown(choice)}; allowed: a t1lib.train.Choice")
+    for name in ("resident", "keep", "slots", "grad_slots"):
+        value, least, most = getattr(choice, name), *((0, layers) if name in ("resident", "keep") else (1, None))
+        limit = "or more" if most is None else f"to {most}, the model's layers"
+        require(is_whole(value, least, most), f"choice of {name}={shown(value)}; allowed: {least} {limit}")
+    share = choice.host_share
+    fits = is_number(share) and 0 <= share <= 1
+    require(fits, f"choice of host_share={shown(share)}; allowed: a number from 0 to 1")
+    for name in ("inputs", "outer"):
+        choose(f"choice of {name}", getattr(choice, name), ("device", "host"))
+
+
+def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choice:
+    """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: the first batch, on its way
+    into the first layer; None: not known yet"""
+    budget = engine.wish[0]
+    inner = engine.model.get_base_model() if hasattr(engine.model, "get_base_model") else engine.model
+    groups = engine.optimizer.param_groups
+    spec = OptimizerSpec(
+        "adamw" if "betas" in groups[0] else "sgd", momentum=max(g.get("momentum", 0.0) for g in groups),
+        master_weights=engine.precision.masters is not None, split_master=engine.precision.masters == "split",
+        moments=engine.precision.moments,
+    )  # fmt: skip
+    trained = [p for g in groups for p in g["params"] if p.requires_grad]
+    patches = [m._t1_head["options"] for m in engine.model.modules() if hasattr(m, "_t1_head")]
+    head = patches[0].get("head", "fused") if patches else "full"
+    workspace = parse_bytes((patches[0] if patches else {}).get("workspace") or DEFAULT_WORKSPACE)
+    drawn_from = [engine.device] if engine.device.type == "cuda" else []
+    with torch.random.fork_rng(drawn_from):  # a layer is run to see what it saves; a dropout must draw as before
+        work = work_of(
+            inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=engine.micro_batch, workspace=workspace,
+            together=not engine.in_backward, layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
+            **_measured(engine, piece, inner),
+        )  # fmt: skip
+    if work.vocabulary:  # the head computes the whole batch at a time
+        whole = with_head(replace(work, micro_tokens=work.tokens), head)
+        work = replace(whole, micro_tokens=work.micro_tokens)
+    held = len(engine.stack) * engine.layout.numel * engine.layout.dtype.itemsize  # is on the host already
+    return choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held)
+
+
+def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module) -> dict[str, int]:
+    """Width of a layer's input, and bytes per token that a layer saves, of a model that is no decoder of
+    transformers: found by running one layer on one row."""
+    if hasattr(inner, "config"):
+        return {}
+    require(piece is not None, "plan_for is for models of transformers; leave it out: the first batch decides")
+    held, row = engine.host[0], split_rows(piece, 1)[0]
+    held.bind({n: view.to(engine.device) for n, view in held.views.items()})
+    try:
+        saved = saved_by(lambda: engine._call(0, row.hidden.detach(), row), held.params.values())
+    finally:
+        held.unbind()
+    return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}

@@ -1,0 +1,104 @@
+"""`stream(model, optimizer)`: a model's layers live on the host, and come to the device one at a time.
+
+Each layer becomes one autograd function. Its forward takes the whole batch and keeps only its input; its backward
+recomputes the layer, `micro_batch` rows at a time, so that weights cross the link once per pass however many rows there
+are. Everything else of the model, and her loop, loss and schedule, stay as they are. The schedule of copies and updates
+is in `t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
+"""
+
+import torch
+from torch import nn
+
+from t1lib.errors import T1Error, is_whole, require, shown
+from t1lib.heads import parse_bytes
+from t1lib.plan.cost import Choice
+from t1lib.train.engine import Engine
+from t1lib.train.optimizer import StreamOptimizer, check_optimizer
+from t1lib.train.placing import check_choice
+from t1lib.train.update import Precision
+
+
+def stream(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, gpu_memory: str | int | None = None,
+    micro_batch: int | None = None, layers: nn.ModuleList | None = None, device: torch.device | str | None = None,
+    master_weights: str | None = "whole", moments: str = "float32", update_in_backward: bool = False,
+    plan_for: tuple[int, int] | None = None, choice: Choice | None = None, overlap: bool = True,
+) -> tuple[nn.Module, StreamOptimizer]:  # fmt: skip
+    """Stream a model's layers through the device, under any training loop. Returns the model and the optimizer to use.
+
+        model, optimizer = stream(model, torch.optim.AdamW(model.parameters(), lr=1e-4), gpu_memory="15GiB")
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
+    optimizer          `torch.optim.AdamW` or `SGD`, with any groups; state that it has is taken over
+    gpu_memory         what may be reserved on the device, in bytes or as "15GiB". What is kept there is planned for the
+                       first batch that is trained on, or for `plan_for`: (rows, tokens per row). None: as little as
+                       possible, except embedding, norm and head with their state
+    micro_batch        rows that a layer computes at a time (default: the whole batch)
+    layers             the stack of layers, for a model that is no decoder of transformers; each is called with a tensor
+                       (B, …) first and returns one of the same shape
+    device             default: a GPU if there is one
+    master_weights     for 16-bit parameters: "whole" keeps a float32 master of each beside it, "split" only the bits
+                       that bfloat16 lacks; None keeps all state in the parameter's own dtype, as plain PyTorch would
+    moments            "float32", or "bfloat16" with stochastic rounding
+    update_in_backward update each layer as soon as its gradients are complete; for one backward per step, unclipped
+    choice             what is kept where, instead of a plan
+    overlap            False: copies and updates do not run beside the computation (to measure what that is worth)
+
+    Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
+    under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
+    a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
+
+    Raises `T1Error` for a model already streamed, layers that differ, an optimizer of another class, a budget too small
+    and a host without enough memory, before anything is changed.
+    """
+    require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
+    require("_t1_engine" not in model.__dict__, "the model is streamed already; call `close()` of its optimizer first")
+    whole = micro_batch is None or is_whole(micro_batch, 1)
+    require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
+    check_optimizer(optimizer, model)
+    budget = None if gpu_memory is None else parse_bytes(gpu_memory)
+    enough = budget is None or budget >= 2**20
+    require(enough, f"gpu_memory={shown(gpu_memory)} is {budget} bytes; allowed: 1MiB or more, such as '16GiB'")
+    pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
+    require(plan_for is None or pair, f"plan_for={shown(plan_for)}; allowed: (rows, tokens per row), each 1 or more")
+    stack = stack_of(model) if layers is None else layers
+    own = isinstance(stack, nn.ModuleList) and any(m is stack for m in model.modules())
+    require(own and len(stack) > 0, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's")
+    again = any(getattr(layer, "gradient_checkpointing", False) for layer in stack)
+    require(not again, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
+    if choice is not None:
+        check_choice(choice, len(stack))
+        require(budget is None, "gpu_memory and choice: give one of them")
+    engine = Engine(
+        model, optimizer, stack, usable(device), Precision(master_weights, moments), micro_batch, update_in_backward,
+        overlap, (budget, plan_for, choice),
+    )  # fmt: skip
+    return model, engine.optimizer
+
+
+def usable(device: torch.device | str | None) -> torch.device:
+    """The device asked for; by default a GPU if there is one. Raises `T1Error` for a GPU if there is none."""
+    there = torch.cuda.is_available()
+    try:
+        found = torch.device(("cuda" if there else "cpu") if device is None else device)
+    except (RuntimeError, TypeError):
+        raise T1Error(f"device {shown(device)}; allowed: 'cpu', 'cuda', 'cuda:1', …") from None
+    require(found.type in ("cpu", "cuda"), f"device {str(found)!r}; allowed: 'cpu', 'cuda', 'cuda:1', …")
+    require(found.type != "cuda" or there, f"device {str(found)!r}; allowed here: 'cpu', as there is no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
+
+
+def stack_of(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a Hugging Face model, wherever adapters wrap it: its largest `nn.ModuleList`."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = getattr(inner, "base_model", inner)
+    found = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    known = bool(found) and hasattr(inner, "config")
+    require(known, f"no stack of layers found in a {type(inner).__name__}; give it as layers=")
+    return max(found, key=lambda m: sum(p.numel() for p in m.parameters()))

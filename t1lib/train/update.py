@@ -1,0 +1,217 @@
+"""One optimizer update of named or flat tensors, by the rule of a parameter group of `torch.optim`.
+
+A 16-bit parameter may have a float32 master, of which it is the rounded copy, and moments in 16 bits. Such tensors are
+updated in pieces: each is widened, updated and rounded while it is in the processor's caches. On a GPU a single kernel
+does this for AdamW (`t1lib.train.adamw`). All else is PyTorch's own update.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from t1lib.errors import choose, require
+from t1lib.train.adamw import adamw_, has_kernel
+from t1lib.train.narrow import Scratch, join, split
+
+DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
+PIECE = 1 << 17  # values that each core of the host updates at a time: their float32 state stays in its caches
+MASTERS = ("whole", "split")
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+State = dict[str, Tensor]
+Rule = dict[str, Any]  # a parameter group without its parameters
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the optimizer state of 16-bit parameters is kept; that of others has their dtype.
+
+    masters   "whole": a float32 master of each parameter, moments in float32 (but see `moments`); "split": of the
+              master, only those 16 bits that the bfloat16 parameter lacks; None: state in the parameter's dtype
+    moments   "float32", or "bfloat16" for AdamW's moments beside a master, with stochastic rounding (rounding to
+              nearest would lose changes of a thousandth, which 8 bits cannot represent)
+    """
+
+    masters: str | None = "whole"
+    moments: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.masters is not None:
+            choose("master_weights", self.masters, MASTERS)
+        choose("moments", self.moments, MOMENTS)
+        require(self.moments == "float32" or self.masters is not None, "moments='bfloat16' is for master_weights")
+
+    def wide(self, param: Tensor) -> bool:
+        """Whether the parameter has a master."""
+        return self.masters is not None and param.dtype.itemsize == 2
+
+    def kinds(self, param: Tensor, rule: Rule) -> dict[str, torch.dtype]:
+        """Keys and dtypes of the parameter's state, apart from "step"."""
+        wide = self.wide(param)
+        moments = MOMENTS[self.moments] if wide and "betas" in rule else torch.float32 if wide else param.dtype
+        found = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments) if "betas" in rule else {}
+        found |= {"momentum_buffer": moments} if rule.get("momentum") else {}
+        require(
+            not wide or self.masters == "whole" or param.dtype == torch.bfloat16,
+            f"master_weights='split' with a parameter of {param.dtype}; allowed: torch.bfloat16",
+        )
+        master = {"low": torch.int16} if self.masters == "split" else {"master": torch.float32}
+        return found | (master if wide else {})
+
+
+def rule_of(group: dict[str, Any]) -> Rule:
+    """The hyperparameters of a group as they are now."""
+    rule = {k: v for k, v in group.items() if k != "params"}
+    rule["lr"] = float(rule["lr"])
+    return rule
+
+
+def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
+    """Fresh state of a parameter, on its device. (How many updates it has seen is counted apart.)"""
+    state = {}
+    for key, dtype in precision.kinds(param, rule).items():
+        state[key] = param.detach().float() if key == "master" else torch.zeros_like(param, dtype=dtype)
+    return state
+
+
+@torch.no_grad()
+def update(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], rule: Rule, count: int,
+    scale: Tensor | float = 1.0, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """Update tensors and their states in place; gradients may be overwritten.
+
+    count   updates of these tensors so far, including this one
+    scale   factor of the gradients
+    """
+    wide = [i for i, state in enumerate(states) if state.keys() & {"master", "low"}]
+    plain = [i for i in range(len(weights)) if i not in set(wide)]
+    if plain:
+        given = [grads[i] for i in plain]
+        if isinstance(scale, Tensor) or scale != 1.0:
+            # A Python number would be rounded to the gradients' dtype.
+            torch._foreach_mul_(given, scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64))
+        _torchs([weights[i] for i in plain], given, [states[i] for i in plain], rule, count)
+    for i in wide:
+        _wide(weights[i].view(-1), grads[i].view(-1), states[i], rule, count, scale, scratch or Scratch())
+
+
+def _torchs(weights: list[Tensor], grads: list[Tensor], states: list[State], rule: Rule, count: int) -> None:
+    """PyTorch's update. Its own choice of implementation is kept on a CPU that computes, so that results are the same
+    bits; elsewhere the fused one is taken, which moves the least memory."""
+    common = {k: rule[k] for k in ("lr", "weight_decay", "maximize")}
+    common |= {k: rule[k] for k in ("foreach", "fused")}
+    if "betas" in rule:
+        steps = [torch.full((), count - 1.0, device=w.device if rule["fused"] else "cpu") for w in weights]
+        adamw(
+            weights, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], steps,
+            amsgrad=False, beta1=rule["betas"][0], beta2=rule["betas"][1], eps=rule["eps"], **common,
+        )  # fmt: skip
+        return
+    # On the CPU, PyTorch's fused SGD (2.11, 2.13) leaves 16-bit tensors of 32 or more elements unchanged.
+    if any(w.dtype.itemsize == 2 and w.device.type == "cpu" for w in weights):
+        common["fused"] = False
+    first = count == 1  # then PyTorch makes the buffer of the gradient, without dampening
+    buffers = [None if first else s.get("momentum_buffer") for s in states]
+    sgd(
+        weights, grads, buffers, momentum=rule["momentum"], dampening=rule["dampening"], nesterov=rule["nesterov"],
+        **common,
+    )  # fmt: skip
+    for state, buffer in zip(states, buffers, strict=True):
+        if first and buffer is not None:
+            state["momentum_buffer"].copy_(buffer)
+
+
+def _wide(
+    weight: Tensor, grad: Tensor, state: State, rule: Rule, count: int, scale: Tensor | float, scratch: Scratch
+) -> None:
+    """Update a flat 16-bit tensor that has a master: with one kernel, or piece by piece."""
+    flat = {k: v.view(-1) for k, v in state.items()}
+    if "betas" in rule and has_kernel(weight):
+        adamw_(weight, grad, flat, rule, count, scale)
+        return
+    size = PIECE * torch.get_num_threads() if weight.device.type == "cpu" else DEVICE_PIECE
+    for start in range(0, weight.numel(), size):
+        piece = slice(start, start + size)
+        part = {k: v[piece] for k, v in flat.items()}
+        g = scratch.widen("grad", grad[piece])
+        if isinstance(scale, Tensor) or scale != 1.0:
+            g.mul_(scale)
+        low, master = part.pop("low", None), part.pop("master", None)
+        master = master if low is None else scratch.join(weight[piece], low)
+        wide = {k: v if v.dtype == torch.float32 else scratch.widen(k, v) for k, v in part.items()}
+        _torchs([master], [g], [wide], rule, count)
+        for key, value in part.items():
+            if value is not wide[key]:
+                scratch.round_by_chance(wide[key], value, count)
+        if low is None:
+            weight[piece].copy_(master)
+        else:
+            split(master, weight[piece], low)
+
+
+def norms_of(grads: Sequence[Tensor], exact: bool) -> list[Tensor]:
+    """Euclidean norms in float32 (float64 for float64), on the gradients' device. exact: as PyTorch computes them"""
+    wide = [torch.promote_types(g.dtype, torch.float32) for g in grads]
+    if not exact and grads and grads[0].device.type == "cpu":
+        return [_host_norm(g, dtype) for g, dtype in zip(grads, wide, strict=True)]
+    return list(torch._foreach_norm(list(grads), 2, dtype=wide[0])) if grads else []
+
+
+def _host_norm(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Euclidean norm on all cores: PyTorch's own uses one, and sums the squares sequentially."""
+    wide = (piece.to(dtype) for piece in grad.reshape(-1).split(PIECE * torch.get_num_threads()))
+    return torch.stack([torch.dot(piece, piece) for piece in wide]).sum().sqrt()
+
+
+def shown_state(weight: Tensor, state: State, count: int) -> State:
+    """A parameter's state as `state_dict` shows it: as `torch.optim` does, and independent of how masters are kept."""
+    found = {k: v for k, v in state.items() if k != "low"}
+    if "low" in state:
+        found["master"] = join(weight.detach().to(state["low"].device), state["low"])
+    return {"step": torch.tensor(float(count)), **found} if "exp_avg" in state else found
+
+
+def check_state(weight: Tensor, state: State, saved: State, name: str) -> None:
+    """Raise `T1Error` unless `saved`, as `shown_state` or PyTorch's optimizers give it, fits into `state`."""
+    saved = {k: v for k, v in saved.items() if v is not None}
+    foreign = saved.keys() - state.keys() - {"master", "step"}
+    require(not foreign, f"the state of {name} has {', '.join(sorted(foreign))}: it is another optimizer's")
+    needed = (state.keys() | ({"step"} if "exp_avg" in state else set())) - {"low", "master"}
+    lacking = needed - saved.keys() if saved else set()
+    require(not lacking, f"the state of {name} lacks {', '.join(sorted(lacking))}")
+    for key in (state.keys() | {"master"}) & saved.keys():
+        shape = tuple(getattr(saved[key], "shape", ()))
+        require(shape == tuple(weight.shape), f"{key} of {name} has shape {shape}; allowed: {tuple(weight.shape)}")
+
+
+@torch.no_grad()
+def take_state(weight: Tensor, state: State, saved: State) -> int:
+    """Copy a saved state, which must have passed `check_state`, into `state`; returns how many updates it has seen.
+
+    A weight follows the master that comes with it. A master that is missing is made of the weight, and what else is
+    missing starts anew, as when training begins, or goes on from a plain optimizer's state.
+    """
+    saved = {k: v for k, v in saved.items() if v is not None}
+    if "master" in saved and state.keys() & {"master", "low"}:
+        master = saved["master"].to(torch.float32, copy=True)
+        high, low = torch.empty(weight.shape, dtype=weight.dtype), torch.empty(weight.shape, dtype=torch.int16)
+        if "low" in state:
+            split(master.cpu(), high, low)
+            state["low"].copy_(low)
+        else:
+            state["master"].copy_(master)
+            high = master
+        weight.copy_(high)
+    elif "low" in state:
+        state["low"].zero_()
+    elif "master" in state:
+        state["master"].copy_(weight)
+    for key in state.keys() - {"master", "low"}:
+        state[key].zero_() if key not in saved else state[key].copy_(saved[key])
+    return int(saved.get("step", 1 if "momentum_buffer" in saved else 0))

@@ -1,0 +1,141 @@
+"""The corpus reader: what it reads, what it refuses, and that the same seed gives the same rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from t1lib.errors import T1Error
+from t1lib.text import corpus
+from t1lib.text.texts import read_texts
+
+SOURCE = Path(json.__file__).parent  # a few modules, 40 kB
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("T1_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_vocabulary_beyond_the_corpus_says_what_it_reaches():
+    texts = {"a.py": "alpha beta alpha beta\n"}
+    with pytest.raises(T1Error, match=r"vocabulary 9000 .* reach (\d+) tokens") as found:
+        corpus.byte_pairs(texts, 9000)
+    reached = int(str(found.value).split("reach ")[1].split()[0])
+    assert corpus.byte_pairs(texts, reached).get_vocab_size() == reached
+    with pytest.raises(T1Error, match="vocabulary 256; allowed: 257"):
+        corpus.byte_pairs(texts, 256)
+    with pytest.raises(T1Error, match="vocabulary 999999999; allowed: 257"):  # the library would abort the process
+        corpus.byte_pairs(texts, 999_999_999)
+
+
+def test_text_comes_back_from_its_tokens():
+    texts = read_texts(SOURCE)
+    tokenizer = corpus.byte_pairs(texts, 512)
+    sample = "def f(self, x_1):\n\treturn 'ä€😀'  # 12\r\n"
+    pieces = tokenizer.encode(sample).tokens
+    assert len(pieces) < len(sample.encode())
+    alphabet = {c: b for b, c in _byte_alphabet().items()}
+    assert bytes(alphabet[c] for piece in pieces for c in piece).decode() == sample
+
+
+def _byte_alphabet():
+    """The printable characters with which GPT-2 represents the 256 bytes."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [b for b in range(256) if b not in kept]
+    return {b: chr(b) for b in kept} | {b: chr(256 + i) for i, b in enumerate(rest)}
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_seed_another_order():
+    one, two = (corpus.load_corpus(600, 32, source=SOURCE) for _ in range(2))  # the second from the cache
+    assert torch.equal(one.train, two.train) and torch.equal(one.held_out, two.held_out)
+    assert one.sha256 == two.sha256 and one.files == two.files
+    other = corpus.load_corpus(600, 32, source=SOURCE, seed=1)
+    assert other.sha256 == one.sha256
+    assert not torch.equal(other.held_out, one.held_out)
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.05, 0.5, 0.9999])
+def test_rows_are_the_texts_in_order_and_the_last_are_held_out(share):
+    found = corpus.load_corpus(600, 32, source=SOURCE, held_out=share)
+    ids = torch.cat([found.train, found.held_out])
+    assert ids.dtype == torch.int64 and ids.shape[1] == 32 and int(ids.min()) >= 0 and int(ids.max()) < 600
+    texts = read_texts(SOURCE)
+    decoded = found.tokenizer.decode(ids.flatten().tolist(), skip_special_tokens=False).split(corpus.END)
+    assert all(text in texts.values() for text in decoded[:-1]) and len(decoded) == len(texts)
+    assert len(found.held_out) == min(max(round(share * len(ids)), 1), len(ids) - 1)
+
+
+def test_a_damaged_cache_is_made_again(cache, monkeypatch):
+    first = corpus.load_corpus(600, 32, source=SOURCE)
+    (kept,) = cache.glob("bpe-600-*.json")
+    whole, content = kept.read_bytes(), first.tokenizer.to_str()
+    trained, train = [], corpus._train
+    monkeypatch.setattr(corpus, "_train", lambda *arguments: trained.append(1) or train(*arguments))
+    assert corpus.load_corpus(600, 32, source=SOURCE).tokenizer.to_str() == content and not trained
+    token = next(t for t in first.tokenizer.get_vocab() if len(t) > 6)
+    flipped = whole.replace(token.encode(), token[:-1].encode() + bytes([token.encode()[-1] ^ 1]), 1)
+    for damage in (b"{", b"", whole[:-100], flipped):
+        kept.write_bytes(damage)
+        assert corpus.load_corpus(600, 32, source=SOURCE).tokenizer.to_str() == content
+        assert trained.pop() and kept.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("T1_CACHE", str(tmp_path / "file" / "cache"))
+    assert len(corpus.load_corpus(600, 32, source=SOURCE).train)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq": 1}, "seq 1"),
+        ({"held_out": 0.0}, "held_out 0.0"),
+        ({"held_out": 1.5}, "held_out 1.5"),
+        ({"seq": 10**7}, "less than two rows"),
+        ({"limit": "12 parsecs"}, "bad size"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(T1Error, match=message):
+        corpus.load_corpus(**{"vocabulary": 600, "seq": 32, "source": SOURCE} | arguments)
+
+
+def test_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_row_once():
+    found = corpus.load_corpus(600, 32, source=SOURCE)
+    rows = len(found.train)
+    size = rows // 3
+
+    def batch(step, seed=5):
+        return found.batch(step, size, seed)["input_ids"]
+
+    epoch = [batch(step) for step in range(3)]
+    assert torch.equal(batch(1), epoch[1])
+    assert len(torch.unique(torch.cat(epoch), dim=0)) == len(torch.unique(found.train, dim=0)) or rows % 3
+    assert not torch.equal(batch(3), epoch[0])
+    assert not torch.equal(batch(0, seed=6), epoch[0])
+    with pytest.raises(T1Error, match=rf"batch {rows + 1}; the corpus has {rows} rows"):
+        found.batch(0, rows + 1, 0)
+
+
+def test_a_tokenizer_of_the_users_own(tmp_path):
+    texts = read_texts(SOURCE)
+    corpus.byte_pairs(texts, 700).save(str(tmp_path / "tokenizer.json"))
+    own = corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "tokenizer.json")
+    assert own.vocabulary == 700
+    assert torch.equal(own.train, corpus.load_corpus(700, 32, source=SOURCE).train)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(T1Error, match="cannot read tokenizer"):
+        corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "broken.json")
+
+
+def test_long_runs_of_one_kind_come_back_from_their_tokens():
+    runs = [kind * 700 for kind in ("x", "7", " ", "=", "\n", "\r\n", "ä", " \n", "\u3000")]
+    text = "a".join(runs) + "".join(runs)
+    tokenizer = corpus.byte_pairs({"a": text}, 300)
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert max(end - begin for _, (begin, end) in words) <= 513  # 256 characters, then up to 256 of line breaks

@@ -1,0 +1,534 @@
+"""The training command: what it leaves on disk, how it resumes, how it stops, and what it refuses."""
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from full_disk import largest_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from t1lib import signals
+from t1lib.__main__ import main
+from t1lib.errors import T1Error
+from t1lib.files import locked, read_signed, write_signed
+from t1lib.text import run, session
+from t1lib.text.corpus import load_corpus
+from t1lib.text.run import TrainRun
+from t1lib.text.session import LanguageSession
+from t1lib.train import checkpoint
+
+TEXT = Path(argparse.__file__)  # 100 kB
+SHAPE = ["--change", "num_hidden_layers", "1", "--change", "hidden_size", "16", "--change", "intermediate_size", "32"]
+SMALL = ["train", "--model", "tiny", *SHAPE, "--data", str(TEXT), "--vocabulary", "300", "--seq", "16", "--batch", "4",
+         "--device", "cpu", "--head", "chunked", "--eval-rows", "8"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    """Plots take longer than these runs; one test draws one."""
+    monkeypatch.setattr("t1lib.report.training.draw_metrics", lambda frame, path: path.write_text("a plot"))
+
+
+def train(folder, *more):
+    return main([*SMALL, "--out", str(folder), *more])
+
+
+def metrics(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(folder):
+    return [float(row["loss"]) for row in metrics(folder)]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A run of two steps, to be copied."""
+    folder = tmp_path_factory.mktemp("run") / "a"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("t1lib.report.training.draw_metrics", lambda frame, path: path.write_text("a plot"))
+        assert train(folder, "--steps", "2", "--schedule", "constant") == 0
+    return folder
+
+
+@pytest.fixture
+def a_run(two_steps, tmp_path):
+    return Path(shutil.copytree(two_steps, tmp_path / "a"))
+
+
+def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch):
+    monkeypatch.undo()
+    assert train(tmp_path / "a", "--steps", "12", "--eval-every", "5", "--report-every", "4", "--lr", "1e-2") == 0
+    rows = metrics(tmp_path / "a")
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    held_out = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
+    assert list(held_out) == [5, 10, 12] and held_out[12] < held_out[5]
+    assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
+    assert float(rows[0]["lr"]) > float(rows[-1]["lr"]) > 0
+    assert (tmp_path / "a" / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert names(tmp_path / "a" / "checkpoints") == ["step-00000012"]
+    out = capsys.readouterr().out
+    assert "step  4/12  loss" in out and "tokens/s" in out and "held out" in out and "parameters" in out
+
+
+def test_16_bit_weights_have_float32_masters_and_the_first_lines_say_so(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "1", "--dtype", "bfloat16") == 0
+    assert "bfloat16 with float32 masters, moments in float32" in capsys.readouterr().out.split("step")[0]
+    (path,) = (tmp_path / "a" / "checkpoints").iterdir()
+    part = torch.load(path / "rest.pt", weights_only=True)
+    assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
+
+
+# -- resumed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["as it was begun", "with its folder alone"])
+def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, a_run, given):
+    often = ["--schedule", "constant", "--steps", "5"]
+    assert train(tmp_path / "whole", *often) == 0
+    with (a_run / "metrics.csv").open("a") as file:
+        file.write("3" + ",1.0" * 8 + ",\n")  # a step after the checkpoint, logged before a power failure
+    again = [*SMALL, *often] if given else ["train", "--steps", "5"]
+    assert main([*again, "--out", str(a_run), "--resume"]) == 0
+    assert losses(a_run) == losses(tmp_path / "whole")
+
+
+def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, capsys):
+    assert train(tmp_path / "a", "--steps", "4", "--warmup", "1") == 0
+    before = content(tmp_path / "a")
+    assert train(tmp_path / "a", "--resume") == 0
+    assert "is at step 4 of 4: nothing to train" in capsys.readouterr().out
+    for more, message in {
+        ("--steps", "2"): "is at step 4; allowed: --steps 4 or more",
+        ("--steps", "60", "--warmup", "5"): "schedule is {'name': 'cosine', 'warmup': 5}; the run in",
+        ("--steps", "1"): "allowed: total beyond warmup",
+        ("--batch", "8"): "batch is 8; the run in",
+        ("--data", str(Path(csv.__file__))): "data is ",
+    }.items():
+        assert train(tmp_path / "a", "--resume", *more) == 2
+        assert message in capsys.readouterr().err
+    assert {path: before[path] for path in before if path.name != "metrics.png"}.items() <= content(
+        tmp_path / "a"
+    ).items()
+    assert train(tmp_path / "a", "--steps", "8", "--resume") == 0
+    settings = json.loads((tmp_path / "a" / "run.json").read_text())["settings"]
+    assert settings["steps"] == 8 and settings["schedule"] == {"name": "cosine", "warmup": 1, "total": 8}
+
+
+def test_what_is_the_runs_own_is_not_given_again(a_run, capsys):
+    for more in (["--lr", "1", "--batch", "16"], ["--batch", "16"], ["--warmup", "1"]):  # even if it is the default
+        assert main(["train", "--out", str(a_run), "--resume", *more]) == 2
+        assert f"leave out {', '.join(sorted(more[::2]))}" in capsys.readouterr().err
+    assert main(["train", "--resume"]) == 2 and "needs --out" in capsys.readouterr().err
+    assert main(["train", "--out", str(a_run)]) == 2 and "--model is missing" in capsys.readouterr().err
+
+
+def test_a_run_is_not_overwritten(a_run, capsys):
+    before = content(a_run)
+    assert train(a_run, "--steps", "2") == 2
+    assert "holds a run; --resume goes on with it" in capsys.readouterr().err
+    assert content(a_run) == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(a_run):
+    before = losses(a_run)
+    shutil.rmtree(a_run / "checkpoints")
+    assert train(a_run, "--steps", "2", "--schedule", "constant", "--resume") == 0
+    assert losses(a_run) == before
+
+
+def test_killed_in_its_first_checkpoint_before_any_row_it_begins_anew(a_run):
+    (a_run / "metrics.csv").unlink()
+    (a_run / "checkpoints" / "step-00000002").rename(a_run / "checkpoints" / ".step-00000002.partial")
+    assert train(a_run, "--steps", "1") == 0
+    assert names(a_run / "checkpoints") == ["step-00000001"]
+
+
+def test_it_goes_on_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    shutil.copy(TEXT, tmp_path / "own" / "a.txt")
+    monkeypatch.chdir(tmp_path)
+    assert train("a", "--steps", "1", "--data", "own", "--export") == 0
+    more = ["--data", "own", "--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked", "--out", "b"]
+    assert main(["train", "--model", "a/model", *more, "--steps", "1"]) == 0
+    monkeypatch.chdir(tmp_path / "own")
+    assert main(["train", "--resume", "--out", "../b", "--steps", "2"]) == 0
+
+
+# -- one process in a folder -------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_is_refused_for_another_process_changes_nothing(a_run, capsys):
+    before, settings = content(a_run), read_signed(a_run / "run.json")["settings"]
+    settings["steps"] = 50
+    with locked(a_run / ".lock", ""):
+        assert train(a_run, "--steps", "40", "--schedule", "constant", "--resume") == 2
+        assert "another process trains in" in capsys.readouterr().err
+        with pytest.raises(T1Error, match="another process trains in"):
+            TrainRun(a_run, settings, resume=True)
+        assert content(a_run) == before
+    assert train(a_run, "--steps", "3", "--schedule", "constant", "--resume") == 0
+
+
+def test_nothing_is_written_before_the_folder_is_held(a_run, monkeypatch):
+    """Not even if the other process begins only after the settings were read."""
+    before, settings = content(a_run), read_signed(a_run / "run.json")["settings"]
+    held = TrainRun(a_run, settings, resume=True)
+    assert content(a_run) == before
+    with pytest.raises(T1Error, match="another process"):
+        TrainRun(a_run, settings, resume=True)
+    held.close()
+    TrainRun(a_run, settings, resume=True).close()
+
+
+def test_a_start_that_failed_does_not_take_its_folder(tmp_path, capsys):
+    assert train(tmp_path / "deep" / "a", "--steps", "1", "--workspace", "1", "--head", "fused") == 2
+    assert "too small" in capsys.readouterr().err
+    assert train(tmp_path / "deep" / "a", "--steps", "1") == 0
+
+
+# -- interrupted -------------------------------------------------------------------------------------------------------
+
+
+def start(folder, *more):
+    command = [sys.executable, "-m", "t1lib", *SMALL, "--out", str(folder), "--steps", "100000"]
+    command += ["--checkpoint-every", "0", "--eval-every", "0", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+
+
+def ended(process, number):
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in out, out
+    return out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_keeps_what_it_has(tmp_path, number):
+    """In the middle: a checkpoint of the last step, all metrics, one line, exit code 130."""
+    process, deadline = start(tmp_path / "a"), time.monotonic() + 120
+    while time.monotonic() < deadline and not ((tmp_path / "a" / "metrics.csv").is_file() and metrics(tmp_path / "a")):
+        time.sleep(0.05)
+    out = ended(process, number)
+    done = len(metrics(tmp_path / "a"))
+    assert out.count(f"interrupted after step {done}; --resume goes on\n") == out.count("\ninterrupted") == 1
+    assert names(tmp_path / "a" / "checkpoints") == [f"step-{done:08d}"]
+
+
+STARTS = """
+import sys, time
+sys.argv = {argv!r}
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            print("now", flush=True)
+            {what}
+sys.meta_path.insert(0, Slow())
+import runpy
+runpy.run_module("t1lib", run_name="__main__")
+"""
+WAITS = {
+    "waits": "time.sleep(60)",
+    "swallows": "\n            try: time.sleep(60)\n            except BaseException: time.sleep(60)",
+    "works outside of Python": "import threading, torch; a = torch.ones(4096, 4096); [a @ a for _ in range(600)]",
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "module, what", [("t1lib.claims", "waits"), ("torch", "swallows"), ("t1lib.text.run", "works outside of Python")]
+)
+def test_interrupted_while_starting_it_ends_with_one_line(tmp_path, number, module, what):
+    """At the first slow import, in a library that catches everything, and while the model would be built."""
+    script = STARTS.format(argv=["t1lib", *SMALL, "--out", str(tmp_path / "a")], module=module, what=WAITS[what])
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", script], **options)
+    assert process.stdout.readline() == "now\n"
+    began = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted while starting; nothing was trained\n")
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+def test_interrupted_at_any_time_it_ends_with_one_line(tmp_path):
+    """Early signals are not lost: 26 of them, over the first seconds."""
+    for number in range(26):
+        process = start(tmp_path / str(number))
+        time.sleep(0.15 + 0.25 * number)
+        out = ended(process, (signal.SIGINT, signal.SIGTERM)[number % 2])
+        assert f"\n{out}".count("\ninterrupted") == 1, out
+
+
+def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monkeypatch, capsys):
+    step = LanguageSession.step
+
+    def swallows(self):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException:
+            pytest.fail("a step was interrupted")
+        return step(self)
+
+    monkeypatch.setattr(LanguageSession, "step", swallows)
+    assert train(tmp_path / "a", "--steps", "5") == 130
+    assert capsys.readouterr().err == "interrupted after step 1; --resume goes on\n"
+    assert names(tmp_path / "a" / "checkpoints") == ["step-00000001"]
+
+
+@pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
+def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(
+    tmp_path, monkeypatch, times, passed_on, code
+):
+    monkeypatch.setattr(signals, "PASSED_ON", passed_on)
+    write, sent = checkpoint._write, []
+
+    def interrupted(path, content):
+        if "00000003" in str(path) and len(sent) < times:
+            sent.append(path)
+            os.kill(os.getpid(), signal.SIGINT)
+        return write(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write", interrupted)
+    assert train(tmp_path / "a", "--steps", "3", "--checkpoint-every", "2") == code
+    assert len(sent) == times
+    assert names(tmp_path / "a" / "checkpoints") == ["step-00000003" if code == 0 else "step-00000002"]
+
+
+# -- a disk that is full -----------------------------------------------------------------------------------------------
+
+
+def test_a_disk_too_full_for_a_checkpoint_is_no_dead_end(tmp_path, capsys):
+    with largest_file(4000):
+        assert train(tmp_path / "a", "--steps", "4", "--checkpoint-every", "2") == 2
+    assert "step-00000002: File too large" in capsys.readouterr().err
+    assert names(tmp_path / "a" / "checkpoints") == []
+    assert train(tmp_path / "a", "--steps", "4", "--checkpoint-every", "2") == 2
+    assert "holds a run; --resume goes on with it" in capsys.readouterr().err
+    assert train(tmp_path / "a", "--steps", "4", "--resume") == 0
+    assert [int(row["step"]) for row in metrics(tmp_path / "a")] == [1, 2, 3, 4]
+
+
+def test_metrics_that_cannot_be_written_cost_no_step(tmp_path, monkeypatch, capsys):
+    """The step's checkpoint is written, and the run resumes from it, without the row that was cut short."""
+    step, save = LanguageSession.step, run.save_checkpoint
+    with largest_file(2**30), monkeypatch.context() as patch:  # restores the limit at the end, whatever happens
+        room = largest_file(350)  # within the third row: the header and two rows are about 300 bytes
+
+        def full_in_the_third(self):
+            record = step(self)
+            if record.step == 3:
+                room.__enter__()
+            return record
+
+        def with_room(*arguments):
+            room.__exit__(None, None, None)
+            return save(*arguments)
+
+        patch.setattr(LanguageSession, "step", full_in_the_third)
+        patch.setattr(run, "save_checkpoint", with_room)
+        assert train(tmp_path / "a", "--steps", "6", "--schedule", "constant", "--eval-every", "0") == 2
+    assert f"error: cannot write {tmp_path / 'a' / 'metrics.csv'}: File too large\n" == capsys.readouterr().err
+    assert names(tmp_path / "a" / "checkpoints") == ["step-00000003"]
+    assert (tmp_path / "a" / "metrics.csv").stat().st_size == 350
+    assert train(tmp_path / "a", "--steps", "6", "--schedule", "constant", "--eval-every", "0", "--resume") == 0
+    assert {4, 5, 6} <= {int(row["step"]) for row in metrics(tmp_path / "a")}
+
+
+@pytest.mark.parametrize("damage", [b",,\n", b",,", b"2,1.0,2", b"\0\0\0", b"\xff\xfe\n", b"2,x" + b",1" * 8 + b"\n"])
+def test_damaged_rows_are_dropped(a_run, damage):
+    before = (a_run / "metrics.csv").read_bytes()
+    (a_run / "metrics.csv").write_bytes(before + damage)
+    assert main(["train", "--resume", "--out", str(a_run)]) == 0
+    assert (a_run / "metrics.csv").read_bytes() == before
+
+
+def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, monkeypatch, capsys):
+    before = content(a_run)
+    monkeypatch.setattr("t1lib.report.training.draw_metrics", lambda frame, path: path.write_bytes(bytes(9999)))
+    for name, size, more in (("metrics.png", 8000, []), ("model", 8000, ["--export"]), ("run.json", 500, [])):
+        with largest_file(size):
+            assert main(["train", "--resume", "--out", str(a_run), *more]) == 2
+        err = capsys.readouterr().err
+        assert f"error: cannot write {a_run / name}: " in err and "File too large" in err and "Traceback" not in err
+        assert content(a_run) == before
+    (a_run / "metrics.csv").unlink()
+    assert main(["train", "--resume", "--out", str(a_run)]) == 2
+    assert "metrics.csv has no step to plot" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_cannot_be_written_leaves_no_model(a_run, monkeypatch, capsys):
+    """Its library raises a bare Exception."""
+    plain = session.save_tokenizer
+
+    def blocked(tokenizer, folder):
+        (folder / "tokenizer.json").mkdir()
+        plain(tokenizer, folder)
+
+    monkeypatch.setattr(session, "save_tokenizer", blocked)
+    assert main(["train", "--resume", "--out", str(a_run), "--export"]) == 2
+    assert f"error: cannot write {a_run / 'model'}: Is a directory" in capsys.readouterr().err
+    assert not list(a_run.glob("*model*"))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_row_longer_than_the_models_positions_is_refused_before_anything_is_built(tmp_path, monkeypatch, capsys):
+    for name in ("build_model", "load_corpus"):
+        monkeypatch.setattr(session, name, lambda *_, **__: pytest.fail("built"))
+    assert train(tmp_path / "a", "--seq", "4096") == 2
+    assert "seq 4096; the model has 2048 positions" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def spoilt(text: str) -> list[str]:
+    settings = json.loads(text)
+    lr = settings["settings"]["optimizer"]["lr"]
+    others = [{}, [], None, settings | {"settings": []}, {k: v for k, v in settings.items() if k != "sha256"}]
+    flipped = text.replace(repr(lr), repr(lr * 2))
+    return ["", "{", "[" * 100_000, "\0", text[: len(text) // 2], flipped, *map(json.dumps, others)]
+
+
+def test_a_spoilt_run_json_is_one_error(a_run, capsys):
+    before = (a_run / "run.json").read_text()
+    for text in spoilt(before):
+        (a_run / "run.json").write_text(text)
+        for again in (["train"], [*SMALL, "--schedule", "constant", "--steps", "2"]):
+            assert main([*again, "--resume", "--out", str(a_run)]) == 2
+            err = capsys.readouterr().err
+            assert str(a_run / "run.json") in err and err.count("\n") == 1
+    (a_run / "run.json").write_bytes(b"\xff" + before.encode())
+    assert main(["train", "--resume", "--out", str(a_run)]) == 2
+    (a_run / "run.json").unlink()
+    assert main(["train", "--resume", "--out", str(a_run)]) == 2
+    assert "holds no run to go on with" in capsys.readouterr().err
+    assert train(a_run, "--steps", "2") == 2
+
+
+def test_a_broken_checkpoint_is_named(a_run, capsys):
+    path = a_run / "checkpoints" / "step-00000002" / "checkpoint.json"
+    path.write_text("{")
+    assert main(["train", "--resume", "--out", str(a_run)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_settings_that_no_machine_here_can_have_are_refused(a_run, capsys):
+    found = read_signed(a_run / "run.json")
+    found["settings"]["device"] = "cuda:99"
+    write_signed(a_run / "run.json", found)
+    assert main(["train", "--resume", "--out", str(a_run)]) == 2
+    assert "cuda:99" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path, capsys):
+    (tmp_path / "a").write_text("")
+    for arguments in (SMALL, [*SMALL, "--resume"], ["train", "--resume"]):
+        assert main([*arguments, "--out", str(tmp_path / "a")]) == 2
+        assert str(tmp_path / "a") in capsys.readouterr().err
+    assert (tmp_path / "a").read_text() == ""
+
+
+LONG = "x" * 256
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--steps", "0"], "--steps 0; allowed: 1 or more"),
+        (["--steps", "9" * 400], "--steps 999"),
+        (["--seq", "9" * 400], "--seq 999"),
+        (["--eval-rows", "-1"], "--eval-rows -1; allowed: 0 or more"),
+        (["--eval-rows", "0"], "--eval-rows 0; allowed: 1 or more, or --eval-every 0"),
+        (["--device", "tpu"], "--device 'tpu'; allowed here: "),
+        (["--device", ""], "--device ''; allowed: leave it out"),
+        (["--data", ""], "--data ''; allowed: leave it out"),
+        (["--out", ""], "--out ''; allowed: leave it out"),
+        (["--model", ""], "--model ''; allowed: leave it out"),
+        (["--gpu-memory", ""], "--gpu-memory ''; allowed: leave it out"),
+        (["--out", "a\udcff"], "--out 'a\\udcff' holds characters"),
+        (["--data", LONG], "--data 'xxx"),
+        (["--out", LONG], "--out 'xxx"),
+        (["--model", LONG], "--model 'xxx"),
+        (["--change", "num_hidden_layers", "{[]: 1}"], "num_hidden_layers='{[]: 1}'; allowed: 1 or more"),
+        (["--change", "hidden_act", "{1, 2}"], "unknown hidden_act '{1, 2}'"),
+        (["--change", "num_hidden_layers", "x"], "num_hidden_layers='x'; allowed: 1 or more"),
+        (["--vocabulary", "0"], "--vocabulary 0; allowed: 1 or more"),
+        (["--vocabulary", "999999999"], "vocabulary 999999999; allowed: 257"),
+        (["--vocabulary", "100000"], "is more than this corpus supports"),
+        (["--weight-decay", "-1"], "weight_decay -1.0; allowed: a finite number, 0 or more"),
+        (["--lr", "nan"], "lr nan; allowed: a finite number, 0 or more"),
+        (["--max-grad-norm", "nan"], "max_grad_norm=nan; allowed: more than 0"),
+        (["--warmup", "3", "--steps", "3"], "allowed: total beyond warmup"),
+        (["--mode", "slid"], "unknown mode 'slid'"),
+        (["--head", "best"], "unknown head 'best'"),
+        (["--optimizer", "adam"], "unknown optimizer 'adam'"),
+        (["--dtype", "float16"], "unknown dtype 'float16'"),
+        (["--moments", "bfloat16"], "--moments and --split-master are for adamw and bfloat16"),
+        (["--data", "/nowhere"], "no corpus at '/nowhere'"),
+        (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
+        (["--gpu-memory", "9" * 400 + "GiB", "--mode", "slide"], "bad size '999"),
+        (["--no-offload"], "--no-offload is of mode fsdp, the mode is gpu"),
+        (["--model", "qwen3-06b"], "unknown model 'qwen3-06b'"),
+        (["--batch", "100000"], "batch 100000; the corpus has"),
+        (["--resume"], "holds no run to go on with"),
+        (["--micro-batch", "0"], "--micro-batch 0; allowed: 1 or more"),
+        (["--seed", "99999999999999"], "--seed 99999999999999; allowed: less than 2^32"),
+        (["--workspace", "much"], "bad size 'much'"),
+        (["--limit", "9" * 400 + "GiB"], "bad size '999"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_error_and_nothing_is_left(tmp_path, monkeypatch, capsys, more, message):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, "--out", "a/b", *more]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") <= 2 and len(err) < 400 and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_in_the_folder_of_its_data_is_refused(tmp_path, capsys):
+    shutil.copy(TEXT, tmp_path / "a.txt")
+    for out in (tmp_path, f"{tmp_path}/../{tmp_path.name}"):
+        assert main([*SMALL, "--out", str(out), "--steps", "1", "--data", str(tmp_path)]) == 2
+        assert "is the folder of --data" in capsys.readouterr().err
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_a_changed_vocabulary_sizes_the_tokenizer(tmp_path):
+    own = [argument for argument in SMALL if argument not in ("--vocabulary", "300")]
+    assert main([*own, "--out", str(tmp_path / "a"), "--steps", "1", "--change", "vocab_size", "300"]) == 0
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["gpu", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_what_it_exports_is_the_model_that_was_trained(tmp_path, mode):
+    assert train(tmp_path / "a", "--steps", "4", "--mode", mode, "--export") == 0
+    exported = tmp_path / "a" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.decode(tokenizer("def f(x):\n    return x")["input_ids"]) == "def f(x):\n    return x"
+    held_out = load_corpus(None, 16, source=TEXT, tokenizer=exported / "tokenizer.json").held_out
+    rows = held_out[[place * len(held_out) // 8 for place in range(8)]]
+    loss = model(input_ids=rows, labels=rows).loss.item()
+    assert loss == pytest.approx(float(metrics(tmp_path / "a")[-1]["held_out_loss"]), rel=1e-5)

@@ -1,0 +1,326 @@
+"""Optimizers, loops and comparisons of the tests of `stream`. The references are loops in plain PyTorch."""
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from stream_models import Block, Blocks, data
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+from t1lib.errors import T1Error
+from t1lib.train import stream
+
+MOST = 0.05  # norm to which gradients are clipped: less than all that occur here
+
+
+def adamw(model: nn.Module, **changes: Any) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, **({"lr": 1e-2, "weight_decay": 0.1} | changes))
+
+
+def sgd(model: nn.Module, **changes: Any) -> torch.optim.SGD:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, **({"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01} | changes))
+
+
+def grouped(model: nn.Module, make: Callable[..., Any] = torch.optim.AdamW) -> torch.optim.Optimizer:
+    """No decay for norms, another rate for the embedding and for each layer, other betas or momentum for one."""
+    groups: dict[tuple, list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        layer = [int(part) for part in name.split(".") if part.isdigit()]
+        rate = 0.003 if "embed" in name else 0.01 * 0.8 ** (layer[0] if layer else 0)
+        groups.setdefault((rate, 0.0 if "norm" in name else 0.1, layer == [1]), []).append(param)
+    own = {"betas": (0.8, 0.95)} if make is torch.optim.AdamW else {"momentum": 0.8}
+    each = [{"params": p, "lr": r, "weight_decay": d} | (own if o else {}) for (r, d, o), p in groups.items()]
+    return make(each, **({} if make is torch.optim.AdamW else {"momentum": 0.9}))
+
+
+def model_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss
+
+
+def own_clip(model: nn.Module, optimizer: Any) -> Tensor:
+    """By the optimizer, where it can; else the same by PyTorch's function."""
+    own = getattr(optimizer, "clip_grad_norm_", partial(clip_grad_norm_, list(model.parameters())))
+    return _binding(own(MOST))
+
+
+def torch_clip(model: nn.Module, optimizer: Any) -> Tensor:
+    return _binding(clip_grad_norm_(model.parameters(), MOST))
+
+
+def _binding(norm: Tensor) -> Tensor:
+    assert norm > MOST, "nothing was clipped"
+    return norm
+
+
+CLIPS = {None: None, "optimizer": own_clip, "torch": torch_clip}
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    batches: list[dict[str, Tensor]] | None = None,
+    *,
+    clip: Callable[..., Tensor] | None = None,
+    schedule: Callable[..., Any] | None = None,
+    accumulate: int = 1,
+    loss: Callable[..., Tensor] = model_loss,
+    between: Callable[..., float] | None = None,
+    zero: bool = True,
+) -> list[float]:
+    """The loop of a user of plain PyTorch. Returns losses, norms and what `between` gives, as they come."""
+    events: list[float] = []
+    batches = data() if batches is None else batches
+    rates = schedule(optimizer) if schedule else None
+    for start in range(0, len(batches), accumulate):
+        for batch in batches[start : start + accumulate]:
+            value = loss(model, batch)
+            (value / accumulate).backward()
+            events.append(value.item())
+        if clip is not None:
+            events.append(clip(model, optimizer).item())
+        optimizer.step()
+        if rates is not None:
+            rates.step()
+        optimizer.zero_grad(set_to_none=zero)
+        if between is not None:
+            events.append(between(model))
+    return events
+
+
+def loop(**options: Any):
+    return partial(train, **options)
+
+
+def two_forwards(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A pair of rows against the other pair."""
+    first, second = ({key: value[at : at + 2] for key, value in batch.items()} for at in (0, 2))
+    return model_loss(model, first) + nn.functional.softplus(model_loss(model, second))
+
+
+def evaluated(model: nn.Module) -> float:
+    """Loss of another batch, without gradients, in evaluation mode, where dropout draws no numbers."""
+    model.eval()
+    with torch.no_grad():
+        device = str(next(model.parameters()).device)
+        found = sum(model_loss(model, batch).item() for batch in data(2, rows=3, device=device))
+    model.train()
+    return found
+
+
+@contextmanager
+def streaming(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A streamed model and its optimizer, closed in the end."""
+    if isinstance(model, Blocks):
+        options = {"layers": model.blocks, **options}
+    streamed, own = stream(model, optimizer, **options)
+    try:
+        yield streamed, own
+    finally:
+        own.close()
+
+
+def compare(
+    build: Callable[[], nn.Module],
+    optimizer: Callable[..., Any] = adamw,
+    loop: Callable[..., list[float]] = train,
+    reference: Callable[[nn.Module], object] = lambda model: None,
+    usual: Callable[..., Any] | None = None,
+    **options: Any,
+) -> None:
+    """Assert that a streamed model trains as a plain one: the same bits of losses, weights, state and random numbers.
+
+    `reference` may change the plain model, and `usual` make another optimizer for it, as far as `options` (of `stream`)
+    change what is computed.
+    """
+    plain = build()
+    other = (usual or optimizer)(plain)
+    reference(plain)
+    torch.manual_seed(7)
+    expected, drawn = loop(plain, other), torch.get_rng_state()
+    assert len(set(expected)) > 1
+    model = build()
+    with streaming(model, optimizer(model), **options) as (streamed, own):
+        torch.manual_seed(7)
+        assert loop(streamed, own) == expected
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert_same_weights(streamed, plain)
+        assert_same_state(own, other)
+    assert_same_weights(model, plain)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_weights(model: nn.Module | dict[str, Tensor], other: nn.Module | dict[str, Tensor]) -> None:
+    first, second = (m.state_dict() if isinstance(m, nn.Module) else m for m in (model, other))
+    assert first.keys() == second.keys()
+    unequal = [name for name, value in second.items() if not torch.equal(first[name].cpu(), value.cpu())]
+    assert not unequal, unequal
+
+
+def assert_same_state(optimizer: Any, other: Any) -> None:
+    """The same groups, and per parameter the same tensors; SGD may count its steps, too."""
+    first, second = optimizer.state_dict(), other.state_dict()
+    for key in ("params", "lr"):
+        assert [g[key] for g in first["param_groups"]] == [g[key] for g in second["param_groups"]]
+    for index in first["state"].keys() | second["state"].keys():
+        found, expected = (
+            {k: v for k, v in each["state"].get(index, {}).items() if v is not None} for each in (first, second)
+        )
+        assert found.keys() - {"step"} == expected.keys() - {"step"}, index
+        for key, value in expected.items():
+            assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), (index, key)
+
+
+class Masters:
+    """The reference for 16-bit parameters: a plain optimizer that updates float32 copies, which are then rounded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.param_groups = [self._widened(group) for group in optimizer.param_groups]
+        self.inner = type(optimizer)(self.param_groups)
+
+    def _widened(self, group: dict[str, Any]) -> dict[str, Any]:
+        wide = [p.detach().float().requires_grad_() for p in group["params"]]
+        self.pairs += zip(group["params"], wide, strict=True)
+        return {**group, "params": wide}
+
+    def step(self) -> None:
+        for param, master in self.pairs:
+            if master.grad is None and param.grad is not None:
+                master.grad = param.grad.float()
+        self.inner.step()
+        for param, master in self.pairs:
+            param.data.copy_(master.data)
+            master.grad = None
+
+    def clip_grad_norm_(self, most: float) -> Tensor:
+        for param, master in self.pairs:
+            master.grad = None if param.grad is None else param.grad.float()
+        return clip_grad_norm_([master for _, master in self.pairs], most)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param, _ in self.pairs:
+            param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `stream`'s: with the masters."""
+        found = self.inner.state_dict()
+        order = [p for group in self.inner.param_groups for p in group["params"]]
+        for index, slots in found["state"].items():
+            slots["master"] = order[index].detach()
+        return found
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, run: Callable, pieces: list[dict], rows: int, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.run, ctx.pieces, ctx.rows, ctx.params, ctx.random, outputs = run, pieces, rows, params, [], []
+        for piece, arguments in zip(hidden.split(rows), pieces, strict=True):
+            ctx.random.append(torch.get_rng_state())
+            outputs.append(run(piece, **arguments))
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        (hidden,) = ctx.saved_tensors
+        sums: list[Tensor] = []
+        back: list[Tensor] = []
+        for at, (piece, part) in enumerate(zip(hidden.split(ctx.rows), grad.split(ctx.rows), strict=True)):
+            piece = piece.detach().requires_grad_()
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                torch.set_rng_state(ctx.random[at])
+                out = ctx.run(piece, **ctx.pieces[at])
+            first, *grads = torch.autograd.grad(out, [piece, *ctx.params], part)
+            back.append(first)
+            sums = grads if at == 0 else [a + b for a, b in zip(sums, grads, strict=True)]
+        return (torch.cat(back), None, None, None, *sums)
+
+
+def in_pieces(layers: nn.ModuleList, rows: int) -> None:
+    """Make each layer run `rows` rows of the batch at a time; its gradients are summed in the order of the rows."""
+    for layer in layers:
+        layer.forward = partial(_in_pieces, layer, layer.forward, rows)
+
+
+def _in_pieces(layer: nn.Module, run: Callable, rows: int, hidden: Tensor, mask: Any = None, **kwargs: Any) -> Tensor:
+    kwargs |= {"mask" if isinstance(layer, Block) else "attention_mask": mask} if mask is not None else {}
+    kwargs |= {"past_key_values": None} if "past_key_values" in kwargs else {}
+    whole = len(hidden)
+
+    def cut(value: Any, start: int) -> Any:
+        per_row = isinstance(value, Tensor) and value.dim() > 1 and len(value) == whole > 1
+        return value[start : start + rows] if per_row else value
+
+    pieces = [{k: cut(v, start) for k, v in kwargs.items()} for start in range(0, whole, rows)]
+    return _Pieces.apply(hidden, run, pieces, rows, *[p for p in layer.parameters() if p.requires_grad])
+
+
+def recomputed(layers: nn.ModuleList) -> None:
+    """Run each layer under PyTorch's own recomputation, which replays the random numbers."""
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(run: Callable, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    kwargs |= {"past_key_values": None} if "past_key_values" in kwargs else {}
+    return checkpoint(run, hidden, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+
+def refused(call: Callable[[], object], *parts: str) -> str:
+    """Assert that `call` raises one `T1Error` of at most two lines and under 300 characters which holds `parts`."""
+    with pytest.raises(T1Error) as caught:
+        call()
+    message = str(caught.value)
+    assert 0 < len(message) < 300 and message.count("\n") <= 1, message
+    missing = [part for part in parts if part not in message]
+    assert not missing, (missing, message)
+    return message
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` in what hangs."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def held_bytes() -> int:
+    """Bytes of the storages of all tensors that Python can reach."""
+    gc.collect()
+    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether `condition` comes true within `seconds`: threads end a little after their owner."""
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()
+
+
+def threads() -> set[threading.Thread]:
+    return set(threading.enumerate())

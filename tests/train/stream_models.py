@@ -1,0 +1,158 @@
+"""Small models for the tests of `stream`, and their batches."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+from t1lib.train import build_model
+
+LAYERS = 4
+ROWS, LENGTH, VOCABULARY = 4, 7, 61
+STEPS = 10
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": LAYERS}
+SHAPE |= {"vocab_size": VOCABULARY, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class Block(nn.Module):
+    """A layer that is not from transformers: its mask comes by position, its scale by name; it may drop out or fail."""
+
+    def __init__(self, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.up = nn.Linear(hidden, 2 * hidden)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("gain", torch.full((), 0.9))
+        self.fault = Fault()
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        hidden = _Failing.apply(hidden, self.fault)
+        q, k, v = self.qkv(self.norm(hidden)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale * q.shape[-1] ** -0.5)
+        hidden = hidden + self.dropout(mixed.transpose(1, 2).flatten(2)) * self.gain
+        return hidden + self.down(self.dropout(nn.functional.gelu(self.up(hidden))))
+
+
+class Blocks(nn.Module):
+    """A language model of such layers, called as those of transformers are."""
+
+    def __init__(self, dropout: float = 0.0, layers: int = LAYERS, hidden: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        length = input_ids.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril()
+        if attention_mask is not None:
+            mask = mask & attention_mask[:, None, None, :].bool() | torch.eye(length, device=mask.device).bool()
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden, mask, scale=0.8)
+        logits = self.head(self.norm(hidden))
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        return SimpleNamespace(logits=logits, loss=cross_entropy(logits, labels))
+
+
+class Fault:
+    """What a layer raises once: when it is called for the time `call` from now, or in the next backward through it."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.calls = self.call = 0
+
+    def arm(self, error: BaseException | None, call: int = 1) -> None:
+        """`call` 0 stands for the backward."""
+        self.error, self.calls, self.call = error, 0, call
+
+    def check(self, here: bool) -> None:
+        if here and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, fault: Fault) -> Tensor:
+        ctx.fault = fault
+        fault.calls += 1
+        fault.check(fault.calls == fault.call)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.fault.check(ctx.fault.call == 0)
+        return grad, None
+
+
+def qwen3(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    return build_model("tiny", dtype=dtype, **(SHAPE | changes))
+
+
+def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, **changes)).to(dtype).train()
+
+
+def gemma3(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """Two kinds of attention and of positions, so that the layers' arguments differ; tied."""
+    torch.manual_seed(4)
+    kinds = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    own = {"layer_types": kinds, "sliding_window": 3, "query_pre_attn_scalar": 8, "pad_token_id": None}
+    own |= {"bos_token_id": 1, "eos_token_id": 2}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, **own, **changes)).to(dtype).train()
+
+
+def blocks(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    torch.manual_seed(5)
+    return Blocks(**changes).to(dtype)
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3, "llama": llama, "gemma3": gemma3, "blocks": blocks}
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    return model.blocks if isinstance(model, Blocks) else model.base_model.get_submodule("layers")
+
+
+def adapted(dtype: torch.dtype = torch.float32, dropout: float = 0.05, base: Callable[..., Any] = qwen3) -> nn.Module:
+    """A model with adapters that are not zero, as after some training."""
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj", "down_proj"]
+    torch.manual_seed(8)
+    config = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=dropout, target_modules=targets)
+    model = peft.get_peft_model(base(dtype), config)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.02)
+    return model.train()
+
+
+def adapters_of(model: nn.Module) -> nn.ModuleList:
+    return layers_of(model.get_base_model())
+
+
+def data(count: int = STEPS, *, padded: bool = False, device: str = "cpu", rows: int = ROWS) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
+        batch = {"input_ids": ids, "labels": ids}
+        if padded:
+            mask = torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (rows, 1), generator=generator)
+            batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+        found.append({name: value.to(device) for name, value in batch.items()})
+    return found
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())

@@ -1,0 +1,217 @@
+"""What the tests of `stream` on a CPU cannot see: lanes, copies and budgets of a GPU. References are plain PyTorch."""
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from stream_cases import (
+    CLIPS,
+    Masters,
+    adamw,
+    evaluated,
+    grouped,
+    held_bytes,
+    in_pieces,
+    loop,
+    model_loss,
+    own_clip,
+    recomputed,
+    sgd,
+    streaming,
+    train,
+    two_forwards,
+    wait_for,
+    weights,
+)
+from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from t1lib.errors import T1Error
+from t1lib.plan.cost import Choice
+from t1lib.train import build_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("one_thread"),
+]
+DEVICE = "cuda"
+BATCHES = data(device=DEVICE if torch.cuda.is_available() else "cpu")
+GIB = 2**30
+OPTIMIZERS = {"adamw": partial(adamw, lr=1e-3), "sgd": sgd, "grouped": partial(grouped, make=torch.optim.SGD)}
+PLACES = {
+    "streamed": Choice(),
+    "two places": Choice(slots=3, resident=1, keep=2, host_share=0.5),
+    "all on the host": Choice(slots=3, inputs="host", outer="host"),
+    "updated by the CPU": Choice(outer="host", host_share=1.0),
+    "resident": Choice(resident=4),
+    "kept": Choice(keep=4, grad_slots=3),
+}
+
+
+def agrees(
+    build: Callable[[], nn.Module], optimizer: Callable[..., Any] = sgd, each: Callable[..., list[float]] | None = None,
+    reference: Callable[[nn.Module], object] = lambda model: None, usual: Callable[..., Any] | None = None,
+    rel: float = 1e-5, **options: Any,
+) -> None:  # fmt: skip
+    """Assert that a model streamed from the host has the losses and norms of a plain one on the device."""
+    each = each or loop(batches=BATCHES)
+    plain = build().to(DEVICE)
+    other = (usual or optimizer)(plain)
+    reference(plain)
+    torch.manual_seed(7)
+    expected = each(plain, other)
+    assert max(expected) > min(expected) * (1 + 10 * rel)
+    model = build()
+    with streaming(model, optimizer(model), device=DEVICE, **options) as (streamed, own):
+        torch.manual_seed(7)
+        assert each(streamed, own) == pytest.approx(expected, rel=rel)
+        assert evaluated(streamed) == pytest.approx(evaluated(plain), rel=rel)
+        near(streamed.state_dict(), plain.state_dict(), 100 * rel)
+
+
+def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rel: float) -> None:
+    far = {n: float((found[n].cpu() - w.cpu()).float().norm() / w.float().norm().cpu()) for n, w in expected.items()}
+    assert not {name: distance for name, distance in far.items() if distance > rel}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_any_decoder(kind, optimizer):
+    agrees(MODELS[kind], OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("place", PLACES)
+def test_placements(place, clip):
+    rates = partial(LambdaLR, lr_lambda=lambda step: 0.8**step)
+    each = loop(batches=data(8, padded=True, device=DEVICE), clip=CLIPS[clip], schedule=rates, between=evaluated)
+    agrees(llama, OPTIMIZERS["grouped"], each, choice=PLACES[place])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_updates_in_the_backward(place):
+    agrees(qwen3, choice=PLACES[place], update_in_backward=True)
+
+
+def test_nothing_overlaps():
+    agrees(qwen3, each=loop(batches=BATCHES, clip=own_clip), overlap=False)
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_accumulation(clip):
+    agrees(qwen3, each=loop(batches=data(20, device=DEVICE), accumulate=4, clip=CLIPS[clip]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_micro_batches(kind, rows):
+    each = loop(batches=data(padded=True, device=DEVICE))
+    agrees(MODELS[kind], sgd, each, lambda model: in_pieces(layers_of(model), rows), micro_batch=rows)
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.5])
+def test_adapters_with_dropout(dropout):
+    """The GPU's own random numbers are replayed."""
+    build = partial(adapted, dropout=dropout)
+    agrees(build, sgd, reference=lambda model: recomputed(adapters_of(model)))
+
+
+def test_dropout():
+    build = partial(blocks, dropout=0.3)
+    agrees(build, sgd, loop(batches=BATCHES, loss=two_forwards), lambda model: recomputed(layers_of(model)))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", [{}, {"master_weights": "split"}, {"moments": "bfloat16"}], ids=str)
+def test_bfloat16_with_masters(layout, place):
+    """The reference rounds in other places, so that weights may be apart by a bit here and there."""
+    build, make = partial(llama, torch.bfloat16), partial(adamw, lr=1e-3)
+    each = loop(batches=BATCHES[:5], clip=own_clip)
+    agrees(build, make, each, usual=lambda model: Masters(make(model)), rel=1e-2, choice=PLACES[place], **layout)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_and_weights_are_complete_when_seen(place):
+    """With copies so large that they are still under way when the host goes on."""
+    wide = partial(blocks, hidden=512, layers=4)
+    plain, model = wide().to(DEVICE), wide()
+    usual = sgd(plain, lr=1e-2)
+    with streaming(model, sgd(model, lr=1e-2), device=DEVICE, choice=PLACES[place]) as (streamed, own):
+        for batch in BATCHES[:3]:
+            for one, optimizer in ((plain, usual), (streamed, own)):
+                optimizer.zero_grad()
+                model_loss(one, batch).backward()
+            grads = ({n: p.grad for n, p in one.named_parameters()} for one in (streamed, plain))
+            near(*grads, rel=1e-3)
+            usual.step()
+            own.step()
+            near(streamed.state_dict(), plain.state_dict(), 1e-4)
+
+
+def test_an_aborted_step():
+    plain, model = blocks().to(DEVICE), blocks()
+    expected = train(plain, sgd(plain), BATCHES)
+    with streaming(model, sgd(model), device=DEVICE) as (streamed, own):
+        found = train(streamed, own, BATCHES[:4])
+        before = weights(streamed)
+        for call in (0, 1, 2, 0, 1, 2):
+            streamed.blocks[call].fault.arm(KeyboardInterrupt(), call)
+            with pytest.raises(KeyboardInterrupt):
+                model_loss(streamed, BATCHES[5]).backward()
+            own.zero_grad()
+        near(streamed.state_dict(), before, 0.0)
+        assert found + train(streamed, own, BATCHES[4:]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_moving_the_model_to_the_device_moves_no_layers():
+    """As `transformers.Trainer` does: refused, or without effect on what is streamed."""
+    model = build_model("tiny", num_hidden_layers=24, hidden_size=256, intermediate_size=1024)
+    size = sum(p.nbytes for p in layers_of(model).parameters())
+    with streaming(model, adamw(model), device=DEVICE) as (streamed, own):
+        first = train(streamed, own, BATCHES[:1])
+        before = torch.cuda.memory_allocated()
+        with suppress(T1Error):
+            streamed.to(DEVICE)
+        assert torch.cuda.memory_allocated() - before < size / 4
+        assert train(streamed, own, BATCHES[:1]) < first
+
+
+@pytest.mark.parametrize("clip", [None, own_clip], ids=["plain", "clipped"])
+@pytest.mark.parametrize("budget", ["3GiB", "5GiB", "9GiB", "20GiB"])
+def test_a_budget_is_kept(budget, clip):
+    """Reserved memory, over some steps: the planner's promise. A larger budget is not left unused."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    other = torch.cuda.memory_reserved()
+    model = build_model("qwen3-0.6b", dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.config.vocab_size, (4, 512), generator=generator).to(DEVICE)
+    batches = [{"input_ids": ids, "labels": ids}] * 4
+    with streaming(model, adamw(model, lr=1e-4), gpu_memory=budget, device=DEVICE) as (streamed, own):
+        losses = train(streamed, own, batches, clip=clip)
+    assert losses[-2 if clip else -1] < losses[0]
+    assert torch.cuda.max_memory_reserved() - other <= float(budget.removesuffix("GiB")) * GIB
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_is_dropped_is_gone(closed):
+    def leave() -> None:
+        model = blocks()
+        streamed, own = streaming(model, adamw(model), device=DEVICE).__enter__()
+        train(streamed, own, BATCHES)
+        if closed:
+            own.close()
+
+    leave()
+    gc.collect()
+    on_device, on_host = torch.cuda.memory_allocated(), held_bytes()
+    leave()
+    assert wait_for(lambda: held_bytes() <= on_host)
+    assert torch.cuda.memory_allocated() <= on_device

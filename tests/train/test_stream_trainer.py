@@ -1,0 +1,380 @@
+"""`StreamTrainer` gives what `transformers.Trainer` gives, with the same arguments: losses, norms, weights, files."""
+
+import json
+import multiprocessing
+import random
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from t1lib.errors import T1Error
+from t1lib.heads.huggingface import patch_head
+from t1lib.train.huggingface import StreamTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+STEPS = 12
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 61}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
+
+
+def make_model(dtype: torch.dtype = torch.float32, adapters: bool = False) -> nn.Module:
+    """A small model that draws random numbers in its forward, the same at each call."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
+    if not adapters:
+        return model
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["q_proj", "v_proj"]))
+
+
+@cache
+def rows() -> list[dict[str, Tensor]]:
+    """40 rows of 9 tokens, some of which are padding: at 4 rows per step an epoch ends within a run."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for tokens in torch.randint(0, SHAPE["vocab_size"], (40, 9), generator=generator):
+        length = int(torch.randint(4, 10, (), generator=generator))
+        mask = (torch.arange(9) < length).long()
+        found.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask > 0, -100)})
+    return found
+
+
+def arguments(folder: Path, **given: Any) -> TrainingArguments:
+    plain = {"per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1}
+    quiet = {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+    return TrainingArguments(str(folder), **{**plain, **quiet, **given})
+
+
+def trainer(kind: type, folder: Path, model: nn.Module, stream: Any = None, parts: Any = None, **given: Any) -> Trainer:
+    own = {"stream": stream} if kind is StreamTrainer else {}
+    data = {"train_dataset": rows(), "eval_dataset": rows()[:8]}
+    return kind(model=model, args=arguments(folder, **given), **data, **own, **(parts or {}))
+
+
+def history(found: Trainer, norms: bool = True) -> list[dict[str, float]]:
+    """What was logged at each step and evaluation, without times."""
+    kept = ["step", "loss", "learning_rate", "eval_loss"] + ["grad_norm"] * norms
+    entries = [{k: v for k, v in entry.items() if k in kept} for entry in found.state.log_history]
+    entries = [entry for entry in entries if len(entry) > 1]  # not the summary at the end
+    assert sum("loss" in entry for entry in entries) == found.state.global_step
+    return entries
+
+
+def assert_same(plain: Trainer, streamed: Trainer, norms: bool = True) -> None:
+    """The same bits. norms: of gradients, too"""
+    assert history(streamed, norms) == history(plain, norms)
+    weights = streamed.model.state_dict()
+    for name, weight in plain.model.state_dict().items():
+        assert torch.equal(weights[name], weight), name
+
+
+def train_both(folder: Path, stream: Any = None, parts: Any = None, prepare: Any = None, **given: Any) -> list[Trainer]:
+    """A run with Trainer, and one with StreamTrainer. prepare: is called with each trainer before it trains"""
+    built = {key: given.pop(key) for key in ("dtype", "adapters") if key in given}
+    found = []
+    for kind in (Trainer, StreamTrainer):
+        model = make_model(**built)
+        found.append(trainer(kind, folder, model, stream, parts and parts(model), **given))
+        if prepare:
+            prepare(found[-1])
+        found[-1].train()
+    return found
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    loss = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+def own_optimizer(model: nn.Module) -> dict[str, Any]:
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    others = [p for p in model.parameters() if p.dim() > 1]
+    optimizer = torch.optim.SGD([{"params": others}, {"params": norms, "lr": 0.02}], lr=0.1, momentum=0.9)
+    return {"optimizers": (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))}
+
+
+def patch_before(model: nn.Module) -> None:
+    patch_head(model, head="full")
+
+
+def patch_after(found: Trainer) -> None:
+    patch_head(found.model, head="full")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "default arguments": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "autocast": {"bf16": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "cosine schedule with warmup": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
+    "evaluation between steps": {"eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True},
+    "unclipped": {"max_grad_norm": 0.0},
+    "updates in the backward": {"max_grad_norm": 0.0, "stream": {"update_in_backward": True}},
+    "adapters with dropout": {"adapters": True},
+    "adapters, autocast": {"adapters": True, "bf16": True},
+    "a loss of her own": {"parts": lambda model: {"compute_loss_func": own_loss}},
+    "an optimizer of her own": {"parts": own_optimizer},
+    "another head, before": {"parts": patch_before},
+    "another head, after": {"prepare": patch_after},
+    "another head, after, autocast": {"prepare": patch_after, "bf16": True},
+    "evaluation first": {"prepare": lambda found: found.evaluate()},
+    "a budget": {"stream": {"gpu_memory": "1GiB"}},
+    "a budget, accumulation": {"stream": {"gpu_memory": "1GiB"}, "gradient_accumulation_steps": 2},
+}
+
+
+SLOW = ["adapters, autocast", "another head, before", "another head, after", "unclipped", "a budget, accumulation"]
+
+
+def fast_first(names: Any, slow: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+
+
+@pytest.mark.parametrize("name", fast_first(CASES, SLOW))
+def test_same_bits_as_trainer(name, tmp_path):
+    assert_same(*train_both(tmp_path, **CASES[name]))
+
+
+def test_weights_in_16_bits(tmp_path):
+    """Without masters, as Trainer. Norms are summed in float32, where Trainer sums in bfloat16."""
+    given = {"dtype": torch.bfloat16, "max_grad_norm": 0.0}
+    plain, streamed = train_both(tmp_path, stream={"master_weights": None}, **given)
+    assert_same(plain, streamed, norms=False)
+    for one, other in zip(history(plain), history(streamed), strict=True):
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
+
+
+def test_micro_batches(tmp_path):
+    """Gradients are summed over rows in another order. (Without dropout, which draws by micro-batch.)"""
+
+    def still(found: Trainer) -> None:
+        found.model.config.attention_dropout = 0.0
+        for layer in found.model.model.layers:
+            layer.self_attn.attention_dropout = 0.0
+
+    plain, streamed = train_both(tmp_path, stream={"micro_batch": 1}, prepare=still, optim="sgd")
+    for one, other in zip(history(plain), history(streamed), strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+class Interrupt(TrainerCallback):
+    """Raises when a step ends, or within an accumulation."""
+
+    def __init__(self, step: int, event: str = "on_step_end") -> None:
+        self.step = step
+        setattr(self, event, self.check)
+
+    def check(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise InterruptedError
+
+
+def interrupted(found: Trainer, *where: Any) -> Trainer:
+    callback = Interrupt(*where)
+    found.add_callback(callback)
+    with pytest.raises(InterruptedError):
+        found.train()
+    found.remove_callback(callback)
+    return found
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 3}
+RESUMED: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "adapters": {"adapters": True},
+    "masters": {"dtype": torch.bfloat16},
+    "a budget": {"stream": {"gpu_memory": "1GiB"}},
+    "split masters": {"dtype": torch.bfloat16, "stream": {"master_weights": "split", "moments": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("name", fast_first(RESUMED, ["adapters", "masters", "a budget"]))
+def test_resumed_run_is_the_unbroken_one(name, tmp_path):
+    given = dict(RESUMED[name])
+    built = {key: given.pop(key) for key in ("dtype", "adapters") if key in given}
+    unbroken = trainer(StreamTrainer, tmp_path / "whole", make_model(**built), **given)
+    unbroken.train()
+    interrupted(trainer(StreamTrainer, tmp_path, make_model(**built), **given, **SAVING), 8)
+    resumed = trainer(StreamTrainer, tmp_path, make_model(**built), **given, **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(unbroken, resumed)
+
+
+@pytest.mark.parametrize(
+    "event", fast_first(EVENTS := ["on_substep_end", "on_step_end", "on_pre_optimizer_step"], EVENTS[1:])
+)
+def test_the_same_trainer_goes_on_after_an_exception(event, tmp_path):
+    given = {"gradient_accumulation_steps": 2}
+    unbroken = trainer(Trainer, tmp_path / "whole", make_model(), **given)
+    unbroken.train()
+    streamed = interrupted(trainer(StreamTrainer, tmp_path, make_model(), **given, **SAVING), 8, event)
+    streamed.train(resume_from_checkpoint=True)
+    assert_same(unbroken, streamed)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_trainers(tmp_path):
+    """A run begun by Trainer goes on here, and the other way round."""
+    whole = trainer(Trainer, tmp_path / "whole", make_model())
+    whole.train()
+    for first, then in ((Trainer, StreamTrainer), (StreamTrainer, Trainer)):
+        folder = tmp_path / first.__name__
+        interrupted(trainer(first, folder, make_model(), **SAVING), 8)
+        resumed = trainer(then, folder, make_model(), **SAVING)
+        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+        assert_same(whole, resumed)
+
+
+def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
+    first = trainer(StreamTrainer, tmp_path, make_model(), **SAVING)
+    with pytest.raises(T1Error, match="no complete checkpoint"):
+        first.train(resume_from_checkpoint=True)
+    first.train()
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"epoch": ')
+    (tmp_path / "checkpoint-9" / "trainer_state.json").unlink()
+    resumed = trainer(StreamTrainer, tmp_path, make_model(), **SAVING)
+    before = Interrupt(6, "on_train_begin")
+    resumed.add_callback(before)
+    with pytest.raises(InterruptedError):
+        resumed.train(resume_from_checkpoint=True)
+    resumed.remove_callback(before)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(first, resumed)
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
+    given = {**SAVING, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    given |= {"learning_rate": 0.1, "metric_for_best_model": "eval_loss", "greater_is_better": True}  # the first one
+    plain, streamed = train_both(tmp_path, **given)
+    assert_same(plain, streamed)
+
+
+def test_saved_model_loads(tmp_path):
+    found = trainer(StreamTrainer, tmp_path, make_model())
+    found.train()
+    found.save_model(str(tmp_path / "saved"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    for name, weight in found.model.state_dict().items():
+        assert torch.equal(loaded[name], weight), name
+
+
+KILLED = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
+
+
+def train_on(folder: Path, done: Path) -> None:
+    """In a process of its own: begin, or go on from the last checkpoint, to the end."""
+    torch.set_num_threads(1)
+    found = trainer(StreamTrainer, folder, make_model(), save_strategy="steps", **KILLED)
+    try:
+        found.train(resume_from_checkpoint=True)
+    except T1Error:  # there is none yet
+        found.train()
+    done.write_text(json.dumps(history(found)))
+
+
+@pytest.mark.slow
+def test_killed_at_any_time(tmp_path):
+    """20 processes are killed, each at a random time, and the next one goes on: the same losses, to all digits."""
+    whole = trainer(StreamTrainer, tmp_path / "whole", make_model(), **KILLED)
+    whole.train()
+    context, draw, runs = multiprocessing.get_context("forkserver"), random.Random(0), 0
+    context.set_forkserver_preload([__name__])
+    for kill in range(21):
+        folder, done = tmp_path / str(runs), tmp_path / f"{runs}.json"
+        process = context.Process(target=train_on, args=(folder, done))
+        process.start()
+        process.join(draw.uniform(0.5, 3.0) if kill < 20 else None)
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        if process.exitcode == 0:  # the next one begins another run
+            assert json.loads(done.read_text()) == history(whole)
+            runs += 1
+    assert runs > 0
+
+
+# -- before and after --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_trains_again(tmp_path):
+    """A second call of `train` begins with the weights and the optimizer's state of the first."""
+    found = train_both(tmp_path)
+    for each in found:
+        torch.manual_seed(2)
+        each.train()
+    assert_same(*found)
+
+
+@pytest.mark.slow
+def test_close_gives_an_ordinary_model(tmp_path):
+    found = train_both(tmp_path)
+    found[1].close()
+    assert_same(*found)
+    again = [trainer(Trainer, tmp_path, each.model) for each in found]
+    for each in again:
+        torch.manual_seed(2)
+        each.train()
+    assert_same(*again)
+
+
+def test_nothing_but_stream_moves_model_and_state(tmp_path, monkeypatch):
+    moved, model = [], make_model()
+    monkeypatch.setattr(LlamaForCausalLM, "to", lambda self, *_: moved.append("model") or self)
+    monkeypatch.setattr("accelerate.optimizer.move_to_device", lambda state, _: moved.append("state") or state)
+    found = trainer(StreamTrainer, tmp_path, model)
+    found.train()
+    found.evaluate()
+    assert moved == []
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "activation_checkpointing|gradient_checkpointing": {"gradient_checkpointing": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "bf16_full_eval": {"bf16_full_eval": True},
+    "torch_compile": {"torch_compile": True},
+    "max_grad_norm": {"stream": {"update_in_backward": True}},
+    "gradient_accumulation_steps": {
+        "stream": {"update_in_backward": True}, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2
+    },
+    "micro_batches": {"stream": {"micro_batches": 1}},
+    "device": {"stream": {"device": "cpu"}},
+    "15GiB": {"stream": "15GiB"},
+    "Adafactor": {"optim": "adafactor"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path):
+    model = make_model()
+    with pytest.raises(T1Error, match=name) as raised:
+        trainer(StreamTrainer, tmp_path, model, **REFUSED[name]).train()
+    assert len(str(raised.value)) < 300
+    assert all(type(p) is nn.Parameter for p in model.parameters())  # nothing was changed
+    assert model(input_ids=rows()[0]["input_ids"][None]).logits.isfinite().all()
+
+
+def test_refused_models(tmp_path):
+    found = trainer(StreamTrainer, tmp_path, model := make_model())
+    found.train()
+    with pytest.raises(T1Error, match="streamed already"):
+        trainer(StreamTrainer, tmp_path, model)
+    other = make_model()
+    other.gradient_checkpointing_enable()
+    with pytest.raises(T1Error, match="checkpointing"):
+        trainer(StreamTrainer, tmp_path, other)
+    for name, value in (("deepspeed", {"zero_optimization": {}}), ("fsdp", "full_shard"), ("fp16", True)):
+        given = arguments(tmp_path)
+        setattr(given, name, value)  # not earlier, as TrainingArguments asks for what is not here
+        with pytest.raises(T1Error, match=name):
+            StreamTrainer(make_model(), given)
