@@ -95,14 +95,14 @@ def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int
     return sum(t.untyped_storage().nbytes() for t in found.values())
 
 
-_SAVED: dict[tuple, list[float]] = {}
+_SAVED: dict[tuple, tuple[float, float]] = {}
 
 
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
     """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens.
 
-    Found by running a layer on two short rows, once for each configuration: the bytes per token grow only if attention
-    keeps its matrix.
+    Found by running a layer on three short rows, once for each configuration: the bytes grow with the tokens, with
+    their square if attention keeps its matrix, and some, such as those made of weights, do not.
     """
     key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype
     if key not in _SAVED:
@@ -114,14 +114,16 @@ def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
             model = AutoModelForCausalLM.from_config(small, dtype=dtype)
         parts = split(model.to_empty(device="cpu"))  # with arbitrary weights
         layer, found = parts.layers[0], []
-        for tokens in (16, 32):
+        for tokens in (4, 8, 16):
             hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
             hidden, arguments = layer_arguments(parts, hidden)
             call = partial(type(layer).forward, layer, hidden, **arguments[0])
-            found.append(saved_by(call, layer.parameters()) / tokens)
-        _SAVED[key] = found
-    few, more = _SAVED[key]
-    return round(few + (more - few) / 16 * (seq - 16))
+            found.append(saved_by(call, layer.parameters()))
+        first, second = (found[1] - found[0]) / 4, (found[2] - found[1]) / 8
+        square = (second - first) / 12
+        _SAVED[key] = first - 12 * square, square
+    each, square = _SAVED[key]
+    return round(each + square * seq)
 
 
 def work_of(

@@ -133,7 +133,7 @@ def test_bad_settings_are_named(other, message):
         predict(replace(SETTING, **other), GIB, None, H200)
 
 
-@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
+@pytest.mark.parametrize("mode", ["gpu", "ckpt"])
 def test_on_a_cpu_tensors_held_between_steps_are_within_the_prediction(mode):
     spec = OptimizerSpec("adamw")
     setting = Setting("tiny", rows=2, seq=64, dtype="float32", optimizer=spec, cuda=False)
