@@ -170,7 +170,7 @@ def test_a_model_in_which_no_layers_are_found():
         untouched(model, lambda model=model: stream(model, adamw(model)))
 
 
-@pytest.mark.parametrize("model", [None, "qwen3-8b", blocks], ids=str)
+@pytest.mark.parametrize("model", [None, "qwen3-8b", blocks], ids=["none", "a name", "a function"])
 def test_what_is_no_model(model):
     refused(lambda: stream(model, adamw(blocks())))
 
