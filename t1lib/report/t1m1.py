@@ -17,6 +17,9 @@ MODES = ("gpu", "ckpt", "slide", "fsdp")
 OWN = (*MODES, "slide-device")  # variants in the report's own setting
 ABLATION = {
     "slide": "overlapped",
+    "no-in": "weights\nnot prefetched",  # these three are in the committed run alone
+    "no-out": "gradients\nnot overlapped",
+    "no-update": "update\nnot overlapped",
     "none": "no\noverlap",
     "device": "overlapped,\ndevice updates",
 }
