@@ -140,7 +140,7 @@ def test_narrow_state_is_what_is_predicted_and_measured(monkeypatch):
         for names in ((), ("tiny",))
     )
     assert narrow.settings("tiny", "slide")["optimizer"] == session["optimizer"] | frontier.NARROW
-    assert narrow.settings("tiny", "slide")["slots"] == 3 and "slots" not in narrow.settings("tiny", "gpu")
+    assert narrow.settings("tiny", "slide")["choice"].slots == 3 and "choice" not in narrow.settings("tiny", "gpu")
     hosts = [f.predict("tiny", "slide", "fused", 64, H200).host for f in (wide, narrow)]
     assert hosts[1] < hosts[0]
 

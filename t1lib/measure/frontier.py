@@ -63,7 +63,9 @@ class Frontier:
         if model in self.narrow:
             session = session | {"optimizer": session["optimizer"] | NARROW}
         if mode == "slide":  # without whole masters, a device update reads the weights in their slot
-            own["choice"] = replace(LEAN, slots=LEAN.slots + (model in self.narrow), host_share=self.host_share)
+            lean = replace(LEAN, slots=LEAN.slots + (model in self.narrow), host_share=self.host_share)
+            on_cpu = {"outer": "device", "host_share": 1.0}  # nothing travels to a device
+            own["choice"] = replace(lean, **on_cpu) if session["device"] == "cpu" else lean
         changes = {POSITIONS: max(self.lengths)}
         return session | dict(model=model, mode=mode, batch=1, seq=self.lengths[0], changes=changes) | own
 

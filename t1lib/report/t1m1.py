@@ -16,12 +16,9 @@ from t1lib.report.style import FLOOR, VARIANTS, bar_labels, plain_numbers, subpl
 MODES = ("gpu", "ckpt", "slide", "fsdp")
 OWN = (*MODES, "slide-device")  # variants in the report's own setting
 ABLATION = {
-    "slide": "all three\noverlaps",
-    "no-in": "weights\nnot prefetched",
-    "no-out": "gradients\nnot overlapped",
-    "no-update": "update\nnot overlapped",
+    "slide": "overlapped",
     "none": "no\noverlap",
-    "device": "all, device\nupdates",
+    "device": "overlapped,\ndevice updates",
 }
 LANES = {"in": "weights in", "compute": "compute", "out": "gradients out", "update": "CPU update"}
 

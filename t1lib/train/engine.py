@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -57,7 +56,6 @@ class Engine:
         self._homes: dict[int, tuple[HostLayer, str]] = {}  # by the id of a streamed parameter
         self.optimizer = StreamOptimizer(self, optimizer)
         self._inputs: Inputs | None = None  # where layers' inputs wait on the host
-        self._recomputation = Recomputation(whole=False)
         self._graphs = LayerGraphs(self.stack) if device.type == "cuda" else None
         self._graph_tokens = launch_bound(self.layout.numel)
         self._random: set[int] = set()  # layers that draw random numbers
@@ -91,6 +89,8 @@ class Engine:
                     module._buffers[name] = buffer.to(self.device)
         trim_heap()  # gives back the memory that the layers occupied before they moved
         self._forwards = [layer.forward for layer in self.stack]
+        replaced = any("forward" in vars(layer) for layer in self.stack)  # such as compiled: nothing can be left out
+        self._recomputation = Recomputation(whole=replaced)
         me = weakref.ref(self)  # the model must not keep its engine alive
         for index, layer in enumerate(self.stack):
             layer.forward = partial(_run, me, index)
@@ -124,7 +124,6 @@ class Engine:
                 self.optimizer.state[held.param] = held.state
         lanes = self.schedule.inward, self.schedule.outward
         self._inputs = Inputs(self.device, *lanes, lambda: self.trace) if choice.inputs == "host" else None
-        self._recomputation = Recomputation(whole=not all(isinstance(f, MethodType) for f in self._forwards))
         before, self.optimizer._before = self.optimizer._before, None
         self.optimizer.check(before)
         self.optimizer.take_over(before)

@@ -1,5 +1,6 @@
 """Mode `slide`: `t1lib.train.stream` under the loop of `t1lib.train.loop`."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,8 +85,7 @@ class SlideTrainer(Trainer):
             self.model, self.spec, rows=rows, seq=seq, micro_batch=self.micro_batch, workspace=workspace,
             together=not self.late, loss_head=self.loss == "cross_entropy", cuda=self.device.type == "cuda",
         )  # fmt: skip
-        tokens = work.micro_tokens if self.head in BY_ROWS else work.tokens  # that the head computes at a time
-        return replace(with_head(replace(work, micro_tokens=tokens), self.head), micro_tokens=work.micro_tokens)
+        return with_head(replace(work, head_tokens=work.micro_tokens) if self.head in BY_ROWS else work, self.head)
 
     @property
     def chosen(self) -> Choice:
@@ -116,7 +116,8 @@ class SlideTrainer(Trainer):
         return self.optimizer.clip_grad_norm_(self.max_grad_norm)
 
     def _update(self) -> None:
-        with self.trace.span("compute", "update", -1):
+        resident = any(p.grad is not None for p in self.engine.others())
+        with self.trace.span("compute", "update", -1) if resident else nullcontext():
             self.optimizer.step()
 
     def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:

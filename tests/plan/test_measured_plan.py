@@ -60,7 +60,7 @@ def test_points_of_frontier():
     records.extend(measured[~measured["metric"].str.startswith("predicted_")].to_dict("records"))
     asked = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["parameters"]
     session = {"dtype": asked["dtype"], "device": "cuda", "optimizer": {"name": "adamw", "master_weights": True}}
-    given = {name: asked[name] for name in ("models", "modes", "heads", "lengths", "workspace", "longest", "update")}
+    given = {name: asked[name] for name in ("models", "modes", "heads", "lengths", "workspace", "longest")}
     frontier = Frontier(**given, session=session, vram=0, host=0, steps=1, warmup=0, narrow=tuple(asked["narrow"]))
     for point in points(measured).query("status == 'ok'").to_dict("records"):
         p = frontier.predict(point["model"], point["mode"], point["head"], point["seq"], H200)
