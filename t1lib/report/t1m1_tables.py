@@ -7,7 +7,7 @@ import pandas as pd
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import PLACES, Numbers, statuses
 from t1lib.report import published
-from t1lib.report.select import layer_ms, median, pick
+from t1lib.report.select import layer_ms, median, pick, present
 from t1lib.report.t1m1 import ABLATION, MODES, OWN, ROUNDING, losses_apart
 from t1lib.report.tables import MISSING, Table, make_table, mean_std, median_iqr
 
@@ -141,7 +141,7 @@ def numbers(frame: pd.DataFrame, out: Numbers) -> None:
         out.set(f"t1m1.own.{mode}.traced_ms", median(frame, "traced_ms", "own", mode), "ms")
     for metric in ("h2d_gb_s", "d2h_gb_s", "both_in_gb_s", "both_out_gb_s"):
         out.set(f"t1m1.link.{metric}", median(frame, metric, "own", "slide"), "GB/s")
-    for name in ABLATION:
+    for name in present(frame, "wall_ms", "ablation", ABLATION):
         out.set(f"t1m1.ablation.{name}.wall_ms", median(frame, "wall_ms", "ablation", name), "ms")
         cost = median(frame, "wall_ms", "ablation", name) / median(frame, "wall_ms", "ablation", "slide")
         out.set(f"t1m1.ablation.{name}.ratio", cost, "", ".2f")
