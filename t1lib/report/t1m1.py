@@ -15,9 +15,9 @@ from t1lib.report.style import FLOOR, VARIANTS, bar_labels, plain_numbers, subpl
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")
 OWN = (*MODES, "slide-device")  # variants in the report's own setting
-ABLATION = {
+ABLATION = {  # the three in the middle are of runs before `stream`, which has one switch for all overlaps
     "slide": "overlapped",
-    "no-in": "weights\nnot prefetched",  # these three are in the committed run alone
+    "no-in": "weights\nnot prefetched",
     "no-out": "gradients\nnot overlapped",
     "no-update": "update\nnot overlapped",
     "none": "no\noverlap",

@@ -50,8 +50,8 @@ class StreamTrainer(Trainer):
     `gradient_accumulation_steps=k`, which makes k of them, but a k times larger `per_device_train_batch_size` and
     `micro_batch`: the layers' memory is that of `micro_batch` rows, and the weights cross once per pass. The output
     layer sees the whole batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory.
-    `gpu_memory` is planned for the first batch: where rows differ in length, or an evaluation comes first, add
-    `plan_for=(rows, tokens per row)` of the largest.
+    `gpu_memory` is planned for the first batch: where rows differ in length, add `plan_for=(rows, tokens per row)` of
+    the largest.
 
     Weights in bfloat16 have float32 masters, unless `stream` says otherwise; `bf16=True` is autocast over the weights
     as they are. Checkpoints hold all of the optimizer's state, and training goes on from them with the same losses, as
