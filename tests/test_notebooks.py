@@ -151,7 +151,7 @@ def test_all_modes_have_the_same_losses(smoke_outputs):
             found.pop(other, None)
         assert set(found) == two.get(at[0], whole | ({"slide-device"} if at[0] != "real" else set())), at
         low, high = min(map(float, found.values())), max(map(float, found.values()))
-        pieces = at[0] in ("clipped", "parity")  # micro-batches: the head sums the whole batch in slide, a piece in ckpt
+        pieces = at[0] in ("clipped", "parity")  # micro-batches: the head sums the whole batch in slide, not in ckpt
         assert high - low <= (1e-6 * low if pieces else 0.0), (at, found)
     ablation = [found for (phase, _), found in losses.items() if phase == "ablation"]
     assert ablation and all(len(found) == 3 and len(set(found.values())) == 1 for found in ablation)
