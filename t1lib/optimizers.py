@@ -18,7 +18,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 class OptimizerSpec:
     """An optimizer and its hyperparameters. Defaults are PyTorch's, except for lr and for weight decay, which is off.
 
-    master_weights  keep a float32 master of each 16-bit parameter, and moments in float32 (but see `moments`)
+    master_weights  keep a float32 master of each 16-bit parameter, and moments in float32 (but see `moments`); by
+                    default for adamw, whose updates of 16-bit parameters would mostly round to nothing
     split_master    store only those 16 bits of the master that the parameter lacks: saves 2 bytes per parameter (not
                     for layers that the host updates while a GPU updates others, see `spec_of`)
     moments         "float32", or "bfloat16" for AdamW's moments beside a master, with stochastic rounding (rounding
@@ -31,12 +32,14 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    master_weights: bool = False
+    master_weights: bool | None = None
     split_master: bool = False
     moments: str = "float32"
 
     def __post_init__(self) -> None:
         choose("optimizer", self.name, OPTIMIZERS)
+        if self.master_weights is None:
+            object.__setattr__(self, "master_weights", self.name == "adamw")
         choose("moments", self.moments, MOMENTS)
         for name in ("lr", "weight_decay", "momentum", "eps"):
             value = getattr(self, name)

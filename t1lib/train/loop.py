@@ -76,6 +76,7 @@ class Trainer(Stateful):
                      and count the step
     """
 
+    in_pieces = True  # whether a step has a forward for each micro-batch
     late = False  # whether updates begin before the host knows that all gradients are finite
 
     def __init__(
@@ -202,17 +203,13 @@ class Trainer(Stateful):
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
         ids, targets = self._checked(batch)
-        return [piece.to(self.device) for piece in pieces_of(ids, targets, self._rows, self._width)]
+        rows = self.micro_batch if self.in_pieces else None
+        return [piece.to(self.device) for piece in pieces_of(ids, targets, rows, self._width)]
 
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(input_ids, targets) of a batch, checked to fit the model."""
         require(not self.closed, "the trainer was closed: make another one")
         return check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
-
-    @property
-    def _rows(self) -> int | None:
-        """Rows per forward (None: all)."""
-        return self.micro_batch
 
     @property
     def _width(self) -> int | None:
@@ -265,8 +262,6 @@ class Trainer(Stateful):
         finally:
             for module in training:
                 module.training = True
-
-    # -- measuring, closing ----------------------------------------------------------------------------------------
 
     def device_tensors(self) -> list[Tensor]:
         """Tensors held on the device between steps."""

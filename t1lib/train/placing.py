@@ -23,6 +23,7 @@ from t1lib.train.update import Precision, Rule
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
 
+
 def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[str]) -> None:
     """Raise `T1Error` if a parameter that streams is used elsewhere, too: streaming would untie the two."""
     seen: dict[int, str] = {}

@@ -38,6 +38,8 @@ class SlideTrainer(Trainer):
     A whole batch crosses the link once, `micro_batch` rows being computed at a time within each layer.
     """
 
+    in_pieces = False
+
     def __init__(
         self, model: PreTrainedModel, mode: str = "slide", *, gpu_memory: str | int | None = None,
         plan_for: tuple[int, int] | None = None, choice: Choice | None = None, overlap: bool = True,
@@ -91,10 +93,6 @@ class SlideTrainer(Trainer):
     def chosen(self) -> Choice:
         """What is kept where."""
         return self.engine.choice
-
-    @property
-    def _rows(self) -> None:
-        return None
 
     def _hidden(self, ids: Tensor) -> Tensor:
         embed = self.parts.embed

@@ -68,7 +68,10 @@ def test_options_of_a_trainer(options, parts):
 @pytest.mark.parametrize(
     "call, parts",
     [
-        (lambda: OptimizerSpec("adamw", moments="bfloat16"), ["moments='bfloat16'", "master_weights=True"]),
+        (
+            lambda: OptimizerSpec("adamw", master_weights=False, moments="bfloat16"),
+            ["moments='bfloat16'", "master_weights=True"],
+        ),
         (lambda: OptimizerSpec("adamw", moments="fp8"), ["moments 'fp8'", "allowed: float32, bfloat16"]),
         (lambda: OptimizerSpec("sgd", master_weights=True, split_master=True), ["split_master", "name='adamw'"]),
         (lambda: OptimizerSpec("adamw", betas=(0.9,)), ["betas (0.9,)", "allowed: two"]),
@@ -199,7 +202,8 @@ def test_a_refused_checkpoint_changes_nothing(mode, spoil):
 @pytest.mark.parametrize("mode", ["gpu", "slide"])
 def test_a_checkpoint_without_master_weights_is_refused_by_a_trainer_with_them(mode):
     adamw = {"name": "adamw", "lr": 0.1}
-    plain = make_trainer(model(torch.bfloat16), mode, optimizer=OptimizerSpec(**adamw))
+    spec = OptimizerSpec(**adamw, master_weights=False)
+    plain = make_trainer(model(torch.bfloat16), mode, optimizer=spec)
     plain.step({"input_ids": ids()})
     trainer = make_trainer(model(torch.bfloat16), mode, optimizer=OptimizerSpec(**adamw, master_weights=True))
     before = trainer.state_dict()
