@@ -108,7 +108,7 @@ def _set_random_states(states: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-@dataclass
+@dataclass(eq=False)
 class Saved:
     """What a layer's forward leaves for its backward, by micro-batch.
 

@@ -59,6 +59,8 @@ class Engine:
         self._graphs = LayerGraphs(self.stack) if device.type == "cuda" else None
         self._graph_tokens = launch_bound(self.layout.numel)
         self._random: set[int] = set()  # layers that draw random numbers
+        # Forwards whose last layer has not run backward: a head's backward may still read its weight.
+        self._open: weakref.WeakSet[Saved] = weakref.WeakSet()
         self.resident = ResidentUpdates(precision, self.optimizer.state)
         budget, plan_for, choice = wish
         if choice is None and budget is None:
@@ -246,6 +248,8 @@ class Engine:
         finally:
             following = index + self.choice.slots
             self._release(index, following if save else following % len(self.stack))
+        if save and index == len(self.stack) - 1:
+            self._open.add(saved)
         if save and not keep and self._inputs is not None:
             saved.input = self._inputs.put(whole.hidden, index)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), saved
@@ -253,7 +257,8 @@ class Engine:
     def backward(self, index: int, whole: Piece, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own."""
         found: list[Tensor] = []
-        if self.outer is not None and index == len(self.stack) - 1:
+        self._open.discard(saved)
+        if self.outer is not None and index == len(self.stack) - 1 and not self._open:
             self.outer.leave()
         self._bind(index, again=True)
         try:

@@ -35,13 +35,18 @@ class LayerGraphs:
         """Return function(*inputs) for layer `index`.
 
         place    a key: what the function does, and where on the device everything lies that it uses beside its inputs
-        inputs   tensors, and dicts, tuples and lists with tensors; whatever else is in them must be hashable
+        inputs   tensors, and dicts, tuples and lists with tensors
 
-        What cannot be captured, because it waits for the device, runs eagerly, with a warning.
+        What cannot be captured, because it waits for the device, runs eagerly, with a warning. So do calls with other
+        inputs that are not hashable, without one.
         """
         tensors, rest = [], []
         _take_apart(inputs, tensors, rest)
         key = self._kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
+        try:
+            hash(key)
+        except TypeError:  # arguments that no graph can be told apart by, such as a mask object
+            return function(*inputs)
         if key in self._graphs:
             return self._graphs[key].replay(tensors)
         if self._refused or key not in self._seen or len(self._graphs) == LIMIT:

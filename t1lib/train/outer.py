@@ -8,6 +8,7 @@ Nothing reads the weights between the head's backward and that update. During th
 tightest, their device memory is released: the update rebuilds them from their masters, or from a copy on the host.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import islice
@@ -58,6 +59,7 @@ class OuterParam:
         self.grad: Tensor | None = None
         self.left: Mark = None
         self.version = param._version  # changes if somebody else writes to the weights
+        self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # look-ups that have not run backward
 
     def wait(self) -> None:
         """Wait until the state on the host is up to date."""
@@ -112,8 +114,8 @@ class Outer:
         with torch.no_grad():
             values = self._ahead(own, rows, there) if self._pending else embed.weight.index_select(0, there)
         if torch.is_grad_enabled() and embed.weight.requires_grad:
-            again = None if self.gradient(embed.weight) is None else embed.weight
-            values = _Rows.apply(self._anchor, values, own, there, again)
+            again = self.gradient(embed.weight) is not None or len(own.waiting) > 0
+            values = _Rows.apply(self._anchor, values, own, there, embed.weight if again else None)
         padding, weight = embed.padding_idx, embed._parameters["weight"]
         try:  # the module's own forward, on these rows only
             embed.padding_idx, embed._parameters["weight"] = _place_of(padding, rows), values
@@ -286,21 +288,23 @@ class Outer:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of the embedding's weight. Their gradient is added to the weight's in place; where that has one from an
-    earlier backward, autograd first sums what this one gives (`again` is the weight), as it does without streaming."""
+    """Rows of the embedding's weight. Their gradient is added to the weight's in place. After an earlier look-up or
+    backward, autograd sums what there is to add (`again` is the weight), in the order in which it always does."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, values: Tensor, own: OuterParam, rows: Tensor, again: Tensor | None
     ) -> Tensor:
-        ctx.param, ctx.rows, ctx.again = own.param, rows, again is not None
+        ctx.own, ctx.rows, ctx.again = own, rows, again is not None
+        own.waiting.add(ctx)
         return values.view_as(values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @_unwatched
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        param, found = ctx.param, None if ctx.again else ctx.param.grad
+        param, found = ctx.own.param, None if ctx.again else ctx.own.param.grad
+        ctx.own.waiting.discard(ctx)
         if found is None:
             found = torch.zeros(param.shape, dtype=param.dtype, device=grad.device)
         found.index_add_(0, ctx.rows, grad)

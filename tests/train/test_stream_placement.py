@@ -19,6 +19,7 @@ from stream_cases import (
     streaming,
     torch_clip,
     train,
+    two_forwards,
 )
 from stream_models import MODELS, data, llama, qwen3
 from torch.optim.lr_scheduler import LambdaLR
@@ -50,6 +51,12 @@ def test_placement_changes_no_bits(at, share):
     """However layers, activations, state and updates are spread: with clipping for every other one."""
     choice = Choice(**FEW[at], host_share=share)
     compare(qwen3, grouped, everything(own_clip if at % 2 else None), choice=choice)
+
+
+@pytest.mark.parametrize("inputs", ["device", "host"])
+def test_two_forwards_with_the_head_on_the_host(inputs):
+    """The first forward's output layer reads its weight when layers of the second have run their backward."""
+    compare(qwen3, adamw, loop(loss=two_forwards), choice=Choice(outer="host", inputs=inputs))
 
 
 @pytest.mark.slow
