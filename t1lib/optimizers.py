@@ -1,7 +1,7 @@
 """The specification of an optimizer, and the learning-rate schedule."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,12 +98,6 @@ def spec_for(spec: OptimizerSpec, params: Iterable[Tensor]) -> OptimizerSpec:
     return replace(spec, master_weights=False, split_master=False, moments="float32")
 
 
-def spec_of(spec: OptimizerSpec, layer: int, on_device: Collection[int]) -> OptimizerSpec:
-    """The spec of one layer, given the layers that are updated on a GPU. For layers that the host updates beside these,
-    masters are kept whole: joining and splitting them takes the host's cores three times as long as reading and writing
-    them. (Halfway between two 16-bit values, whole masters round to even, split ones round up.)"""
-    return replace(spec, split_master=False) if on_device and layer not in on_device else spec
-
 
 def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
     """Bytes of a parameter's optimizer state: moments, and the whole or split master."""
@@ -116,8 +110,3 @@ def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
 def has_master(param: Tensor, spec: OptimizerSpec) -> bool:
     """Whether a whole master is kept beside the parameter, from which the parameter can be restored."""
     return spec.master_weights and not spec.split_master and param.dtype != torch.float32
-
-
-def has_no_state(spec: OptimizerSpec) -> bool:
-    """Whether an update needs nothing but weights and gradients."""
-    return spec.name == "sgd" and not spec.momentum and not spec.master_weights

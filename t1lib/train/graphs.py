@@ -119,10 +119,6 @@ def _layout(tensor: Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def can_capture(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def capture(
     function: Callable[[], Tensor | None], other: "torch.cuda.CUDAGraph | None"
 ) -> tuple["torch.cuda.CUDAGraph", Tensor | None]:
