@@ -21,7 +21,7 @@ class OptimizerSpec:
     master_weights  keep a float32 master of each 16-bit parameter, and moments in float32 (but see `moments`); by
                     default for adamw, whose updates of 16-bit parameters would mostly round to nothing
     split_master    store only those 16 bits of the master that the parameter lacks: saves 2 bytes per parameter (not
-                    for layers that the host updates while a GPU updates others, see `spec_of`)
+                    for layers that the host updates while a GPU updates others)
     moments         "float32", or "bfloat16" for AdamW's moments beside a master, with stochastic rounding (rounding
                     to nearest would lose changes of a thousandth, which 8 bits cannot represent)
     """
@@ -96,7 +96,6 @@ def spec_for(spec: OptimizerSpec, params: Iterable[Tensor]) -> OptimizerSpec:
     if any(param.dtype.itemsize == 2 for param in params):
         return spec
     return replace(spec, master_weights=False, split_master=False, moments="float32")
-
 
 
 def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:

@@ -1,7 +1,7 @@
 """Head `fused` on a device: the loops over chunks of tokens. From `early`, the way of a training step:
 
-    order the tokens → logits of the targets → for each chunk: pack → exponentials and their sums → statistics
-    → scale → dE and dW in one launch → dE to its tokens, frequent targets' rows of dW → the targets' own terms
+order the tokens → logits of the targets → for each chunk: pack → exponentials and their sums → statistics
+→ scale → dE and dW in one launch → dE to its tokens, frequent targets' rows of dW → the targets' own terms
 """
 
 import torch
