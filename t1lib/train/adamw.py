@@ -33,9 +33,10 @@ if triton is not None:
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < numel
-        g = tl.load(grad + at, inside, 0).to(tl.float32) * times
-        if scale is not None:
-            g *= tl.load(scale).to(tl.float32)
+        g = tl.load(grad + at, inside, 0).to(tl.float32)
+        if scale is not None:  # rounded, as clipping in place rounds it
+            g = (g * tl.load(scale).to(tl.float32)).to(grad.dtype.element_ty).to(tl.float32)
+        g *= times
         m, v = tl.load(first + at, inside, 0), tl.load(second + at, inside, 0)
         if NARROW:
             m, v = _widened(m), _widened(v)

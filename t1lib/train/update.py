@@ -142,6 +142,7 @@ def _wide(
         g = scratch.widen("grad", grad[piece])
         if isinstance(scale, Tensor) or scale != 1.0:
             g.mul_(scale)
+            g.copy_(g.to(grad.dtype))  # rounded, as clipping in place rounds it
         low, master = part.pop("low", None), part.pop("master", None)
         master = master if low is None else scratch.join(weight[piece], low)
         wide = {k: v if v.dtype == torch.float32 else scratch.widen(k, v) for k, v in part.items()}

@@ -209,7 +209,10 @@ class Masters:
     def clip_grad_norm_(self, most: float) -> Tensor:
         for param, master in self.pairs:
             master.grad = None if param.grad is None else param.grad.float()
-        return clip_grad_norm_([master for _, master in self.pairs], most)
+        total = clip_grad_norm_([master for _, master in self.pairs], most)
+        for param, master in self.pairs:  # PyTorch clips 16-bit gradients in place
+            master.grad = None if master.grad is None else master.grad.to(param.dtype).float()
+        return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for param, _ in self.pairs:

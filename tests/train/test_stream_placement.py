@@ -114,6 +114,16 @@ def test_clipping_with_masters():
         assert_close_masters(own, reference, 0.05)
 
 
+@pytest.mark.parametrize("choice", [Choice(resident=2, keep=1), Choice(outer="host"), Choice(host_share=0.5)], ids=str)
+def test_placement_changes_no_bits_of_clipped_masters(choice):
+    losses = []
+    for each in (Choice(), choice):
+        model = llama(torch.bfloat16)
+        with streaming(model, adamw(model), choice=each) as (streamed, own):
+            losses.append(train(streamed, own, clip=own_clip))
+    assert losses[0] == losses[1]
+
+
 def assert_close_masters(optimizer: Any, reference: Masters, most: float) -> None:
     """Distances are measured against how far the masters have moved since they were 16-bit weights."""
     found, expected = (each.state_dict()["state"] for each in (optimizer, reference))
