@@ -1,5 +1,6 @@
 """What is kept of a layer between forward and backward: its input, on the device or the host, or its whole graph."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -145,7 +146,7 @@ class Inputs:
         with self.outward.active(), self.trace().span("out", "inputs", layer, self.outward.stream):
             buffer.copy_(tensor, non_blocking=True)
         found = OnHost(self, buffer, tensor.detach(), self.outward.mark(), layer)
-        found.before = self._leaving[-1] if self._leaving else None
+        found.before = weakref.ref(self._leaving[-1]) if self._leaving else None
         self._leaving.append(found)
         for old in self._leaving[:-LEAVING]:
             old.let_go()
@@ -159,7 +160,7 @@ class OnHost:
     def __init__(self, inputs: Inputs, buffer: Tensor, tensor: Tensor, left: Mark, layer: int) -> None:
         self._inputs, self._buffer, self._tensor, self._left, self._layer = inputs, buffer, tensor, left, layer
         self._back: Mark = None
-        self.before: OnHost | None = None
+        self.before: weakref.ref[OnHost] | None = None
 
     def let_go(self) -> None:
         """Free the device's copy once it has left."""
@@ -177,15 +178,26 @@ class OnHost:
                 self._tensor.copy_(self._buffer, non_blocking=True)
             self._back = lane.mark()
 
+    def __del__(self) -> None:
+        """Of a forward without a backward: nothing is used again while its copies may run."""
+        if self._buffer is not None:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Give the buffer back, once the copies have ended."""
+        buffer, self._buffer = self._buffer, None
+        self._inputs.compute.after(self._left, self._back)
+        self._inputs.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+
     def take(self) -> Tensor | None:
         """The tensor on the device, and start bringing back the one before it; None if it was taken already."""
         self.prefetch()
-        if self.before is not None:
-            self.before.prefetch()
-        found, buffer, self._tensor, self._buffer = self._tensor, self._buffer, None, None
-        if buffer is not None:
-            self._inputs.compute.after(self._left, self._back)
-            self._inputs.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+        before = None if self.before is None else self.before()
+        if before is not None:
+            before.prefetch()
+        found, self._tensor = self._tensor, None
+        if self._buffer is not None:
+            self.take_back()
         self.before = self._left = None
         return found
 

@@ -16,7 +16,7 @@ from t1lib.plan.work import launch_bound
 from t1lib.timing import NoTrace
 from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
 from t1lib.train.graphs import LayerGraphs
-from t1lib.train.lanes import uninterrupted
+from t1lib.train.lanes import UpdateThread, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
 from t1lib.train.outer import Outer
@@ -56,7 +56,8 @@ class Engine:
         self._homes: dict[int, tuple[HostLayer, str]] = {}  # by the id of a streamed parameter
         self.optimizer = StreamOptimizer(self, optimizer)
         self._inputs: Inputs | None = None  # where layers' inputs wait on the host
-        self._graphs = LayerGraphs(self.stack) if device.type == "cuda" else None
+        self._graphs: LayerGraphs | None = None
+        self._alike: set[int] = set()  # layers all of whose parameters stream
         self._graph_tokens = launch_bound(self.layout.numel)
         self._random: set[int] = set()  # layers that draw random numbers
         # Forwards whose last layer has not run backward: a head's backward may still read its weight.
@@ -126,6 +127,11 @@ class Engine:
                 self.optimizer.state[held.param] = held.state
         lanes = self.schedule.inward, self.schedule.outward
         self._inputs = Inputs(self.device, *lanes, lambda: self.trace) if choice.inputs == "host" else None
+        self._alike = {h.index for h in self.host if len(h.params) == sum(1 for _ in h.module.parameters())}
+        if self.device.type == "cuda":
+            self._graphs = LayerGraphs(self.stack)
+            for held in self.host:
+                held.kind = self._graphs.kinds[held.index]
         before, self.optimizer._before = self.optimizer._before, None
         self.optimizer.check(before)
         self.optimizer.take_over(before)
@@ -138,7 +144,7 @@ class Engine:
             in_backward=self.in_backward, precision=self.precision, rules=self.optimizer.rules, overlap=self.overlap,
             trace=lambda: self.trace, **others,
         )  # fmt: skip
-        weakref.finalize(self, made.thread.close)
+        weakref.finalize(self, _end, made.thread, self.device)
         return made
 
     def _travelling(self) -> list[tuple[nn.Parameter, int]]:
@@ -196,10 +202,9 @@ class Engine:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
         require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
         layer, grad = self.stack[index], torch.is_grad_enabled()
-        if grad and not self.placed:
-            self.place(planned(self, Piece(hidden, args, kwargs), *hidden.shape[:2]))
-        elif self.schedule is None:  # the batches that are trained on are not known yet
-            self.choice, self.schedule = Choice(), self._schedule(Choice(), trains=False)
+        if not self.placed and (grad or self.schedule is None):
+            with torch.inference_mode(False):  # buffers are for training, too
+                self._be_placed(grad, Piece(hidden, args, kwargs))
         trains = grad and any(p.requires_grad for p in layer.parameters())
         if not (trains or (grad and hidden.requires_grad)):
             with torch.no_grad():
@@ -210,6 +215,12 @@ class Engine:
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
         kwargs |= {name: None for name in CACHES if kwargs.get(name) is not None}
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
+
+    def _be_placed(self, trains: bool, piece: Piece) -> None:
+        if trains and not self.placed:
+            self.place(planned(self, piece, *piece.hidden.shape[:2]))
+        elif self.schedule is None:  # the batches that are trained on are not known yet
+            self.choice, self.schedule = Choice(), self._schedule(Choice(), trains=False)
 
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool) -> tuple[Tensor, Saved]:
         """Run the layer on a batch; returns the output and, with `save`, what the backward needs. wanted: whether the
@@ -231,7 +242,7 @@ class Engine:
                         saved.graphs.append((x, out))
                     elif self._has_graph(index, piece):
                         call = lambda x, a, kw: self._call(index, x, Piece(x, a, kw))  # noqa: E731
-                        place = schedule.place(index)
+                        place = schedule.place(index), self.stack[index].training
                         out = self._graphs.run(index, place, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
                         out = self._call(index, piece.hidden, piece)
@@ -256,7 +267,7 @@ class Engine:
 
     def backward(self, index: int, whole: Piece, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own."""
-        found: list[Tensor] = []
+        found, graphed = [], False
         self._open.discard(saved)
         if self.outer is not None and index == len(self.stack) - 1 and not self._open:
             self.outer.leave()
@@ -264,10 +275,12 @@ class Engine:
         try:
             for k, piece in enumerate(split_rows(whole, self.micro_batch)):
                 part = grad if len(grad) == len(piece.hidden) else grad[k * self.micro_batch :][: len(piece.hidden)]
-                if saved.graphs is None and not saved.random[k].used and self._has_graph(index, piece):
+                eager = saved.graphs is not None or saved.random[k].used or saved.autocast.enabled
+                if not eager and self._has_graph(index, piece):
+                    graphed = True
                     if k == 0:
                         self._want_gradients(index)
-                    place = *self.schedule.place(index, gradients=True), wanted
+                    place = self.schedule.place(index, gradients=True), self.stack[index].training, wanted
                     again = partial(self._again, index, wanted)
                     with self.trace.span("compute", "backward", index):
                         arguments = piece.hidden.detach(), part, piece.args, piece.kwargs
@@ -289,7 +302,7 @@ class Engine:
                 found.append(x.grad)
             with uninterrupted():
                 if index in self.schedule.layers:
-                    self.schedule.gradients_done(index)
+                    self.schedule.gradients_done(index, graphed)
                 self._release(index, index - self.choice.slots, again=True)
                 if index in self.schedule.layers:
                     self.schedule.send(index)
@@ -310,9 +323,13 @@ class Engine:
         return x.grad
 
     def _has_graph(self, index: int, piece: Piece) -> bool:
+        """Whether the layer may run as a CUDA graph: it is launch-bound, does the same every time, and all that it uses
+        comes in through the slots or as an argument."""
+        if self._graphs is None or index not in self._alike or index in self._random:
+            return False
         few = piece.hidden.shape[:-1].numel() <= self._graph_tokens
-        plain = not torch.is_autocast_enabled(self.device.type) and index not in self._random
-        return few and plain and self._graphs is not None and index in self.schedule.layers
+        odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled()
+        return few and not odd and all(piece.kwargs.get(name) is None for name in CACHES)
 
     def _want_gradients(self, index: int) -> None:
         if index not in self.schedule.layers:
@@ -410,6 +427,13 @@ class _Layer(torch.autograd.Function):
             hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
         piece = Piece(hidden.detach(), ctx.args, ctx.kwargs)
         return None, ctx.engine.backward(ctx.index, piece, saved, grad, ctx.needs_input_grad[1]), None, None, None, None
+
+
+def _end(thread: UpdateThread, device: torch.device) -> None:
+    """After the last reference to an engine: nothing may still be using the memory that goes with it."""
+    thread.close()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _run(me: "weakref.ref[Engine]", index: int, *args: Any, **kwargs: Any) -> Tensor:

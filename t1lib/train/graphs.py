@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device, tuple)  # tuples: keys, and types with lengths
+OWN = ("forward", "training", "layer_idx")  # attributes that each streamed layer has for itself
 SMALL = 2**20  # bytes; see `_Input.take`
 LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
 
@@ -24,7 +26,7 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         kinds: dict[Any, int] = {}
-        self._kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
+        self.kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
         self._graphs: dict[Any, _Graph] = {}
         self._inputs: dict[Any, _Input] = {}  # by layout, and by number among a call's inputs of this layout
         self._outputs: dict[Any, Tensor] = {}  # by layout
@@ -35,17 +37,15 @@ class LayerGraphs:
         """Return function(*inputs) for layer `index`.
 
         place    a key: what the function does, and where on the device everything lies that it uses beside its inputs
-        inputs   tensors, and dicts, tuples and lists with tensors
+        inputs   tensors, and dicts, tuples and lists of tensors, numbers, strings and dtypes; calls with other objects
+                 run eagerly
 
-        What cannot be captured, because it waits for the device, runs eagerly, with a warning. So do calls with other
-        inputs that are not hashable, without one.
+        What cannot be captured, because it waits for the device, runs eagerly, with a warning.
         """
         tensors, rest = [], []
         _take_apart(inputs, tensors, rest)
-        key = self._kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
-        try:
-            hash(key)
-        except TypeError:  # arguments that no graph can be told apart by, such as a mask object
+        key = self.kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
+        if not all(isinstance(value, SIMPLE) or value is Tensor for value in rest):  # such as a cache, or a mask object
             return function(*inputs)
         if key in self._graphs:
             return self._graphs[key].replay(tensors)
@@ -106,7 +106,8 @@ class _Graph:
             return outputs[_layout(made)].copy_(made.detach())
 
         self._places = places
-        self._graph, self._made = capture(call, None if other is None else other._graph)
+        with torch.cuda.device(places[0].tensor.device):
+            self._graph, self._made = capture(call, None if other is None else other._graph)
 
     def replay(self, tensors: list[Tensor]) -> Tensor | None:
         for place, given in zip(self._places, tensors, strict=True):
@@ -116,7 +117,7 @@ class _Graph:
 
 
 def _layout(tensor: Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def capture(
@@ -126,6 +127,7 @@ def capture(
 
     Other threads may go on using the device meanwhile. other: a graph whose memory pool is shared with the new one.
     """
+    device = torch.cuda.current_device()
     graph = torch.cuda.CUDAGraph()
     pool = None if other is None else other.pool()
     collecting = gc.isenabled()
@@ -134,7 +136,7 @@ def capture(
     try:
         with (
             torch.cuda.stream(torch.cuda.current_stream()),  # restores the stream, even if the capture fails
-            torch.cuda.graph(graph, pool=pool, stream=_capturing(), capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=_capturing(device), capture_error_mode="thread_local"),
         ):
             made = function()
     finally:
@@ -144,20 +146,26 @@ def capture(
 
 
 @cache
-def _capturing() -> "torch.cuda.Stream":
-    """One stream for all captures. Of high priority: PyTorch hands out the others round-robin, to lanes as well."""
-    return torch.cuda.Stream(priority=-1)
+def _capturing(device: int) -> "torch.cuda.Stream":
+    """One stream for all captures on a device. Of high priority: PyTorch hands out the others round-robin, also to
+    lanes."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _kind(layer: nn.Module, index: int) -> Any:
     """A key that is equal for layers that differ only in their weights. A layer with buffers is like no other."""
     if any(True for _ in layer.buffers()):
         return index
-    plain = (bool, int, float, str, type(None))
-    return tuple(
-        (name, type(m), tuple((k, v) for k, v in vars(m).items() if isinstance(v, plain) and k != "layer_idx"))
-        for name, m in layer.named_modules()
-    )
+    return tuple((name, type(m), tuple(_settings(m))) for name, m in layer.named_modules())
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What makes the module compute what it does, apart from its weights; objects by their identity."""
+    for name, value in vars(module).items():
+        if isinstance(value, SIMPLE[:5]) and name not in ("layer_idx", "training"):
+            yield name, value
+        elif name not in OWN and not name.startswith("_") and not isinstance(value, SIMPLE[:5]):
+            yield name, id(value)
 
 
 def _take_apart(value: Any, tensors: list[Tensor], rest: list[Any]) -> None:

@@ -126,6 +126,7 @@ class HostLayer:
             param.data = self.views[name]
         self.state: dict[str, Tensor] = {}  # the optimizer's, flat, by key; laid out like the weights
         self.counts = dict.fromkeys(self.params, 0)  # updates so far
+        self.kind = index  # equal for layers that may share CUDA graphs
         self.grads: Tensor | None = None
         self.grad_views: dict[str, Tensor] = {}
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
@@ -148,6 +149,11 @@ class HostLayer:
     def has_gradients(self) -> bool:
         return self.trained and len(self.absent) < len(self.params)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the next update covers every parameter."""
+        return not self.absent and len(self.groups) == len(self.params)
+
     def spans(self) -> list[Span]:
         """What the next update covers, which it counts: parameters that have a gradient, by group; on a CPU each alone,
         as PyTorch would update it."""
@@ -157,7 +163,8 @@ class HostLayer:
                 continue
             self.counts[name] += 1
             at, count = self.layout.span(name), self.counts[name]
-            if found and found[-1][1:] == (group, count) and self._device.type == "cuda":
+            near = found and found[-1][1:] == (group, count) and at.start - found[-1].at.stop < ALIGN
+            if near and self._device.type == "cuda":
                 at = slice(found.pop().at.start, at.stop)
             found.append(Span(at, group, count))
         return found
@@ -224,6 +231,7 @@ class HostLayer:
         own = 2 + len(self.grad_views)  # references to the memory: the buffer, its views, and the one that is asked
         if self.grads is not None and torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > own:
             self.settle(self)
+            wait_for(self.arrived)
             self.grads, self.grad_views = None, {}
 
     def scale_gradients(self, factor: Tensor) -> None:

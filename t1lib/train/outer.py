@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from t1lib.memory import SMALL, pin, pinned_zeros
 from t1lib.train.ahead import RowsAhead, in_parts
-from t1lib.train.lanes import Mark, wait_for
+from t1lib.train.lanes import Mark, uninterrupted, wait_for
 from t1lib.train.layers import Streamed
 from t1lib.train.narrow import Scratch
 from t1lib.train.schedule import Schedule
@@ -150,6 +150,8 @@ class Outer:
         """Take the gradients. The update comes later: after the next look-up (`passed`), or in `ready`."""
         if self._pending or not self._away:
             self.ready()
+        if self._rows is not None:
+            self._rows.begin()
         for held in self.held:
             held.grad = self.gradient(held.param)
             if held.grad is not None:
@@ -172,8 +174,9 @@ class Outer:
         self._schedule.travel.lanes[0].after(self._passed)
         others = max(layers - 1, 1)
         share = min(index + 1, others) * self._pieces // others - min(index, others) * self._pieces // others
-        for _ in islice(self._underway, share):
-            pass
+        with uninterrupted():
+            for _ in islice(self._underway, share):
+                pass
         self._passed = self._schedule.compute.mark()
 
     @_unwatched
@@ -191,9 +194,10 @@ class Outer:
     @_unwatched
     def ready(self) -> None:
         """Make the device's further work see the updated weights."""
-        self._begin_update()
-        for _ in self._underway:
-            pass
+        with uninterrupted():
+            self._begin_update()
+            for _ in self._underway:
+                pass
         self._schedule.compute.after(self._filled)
         for held in self.held:
             held.grad = None  # freed only now: the memory is reused in compute order
@@ -215,7 +219,7 @@ class Outer:
                 self._refill(held)
                 continue
             span = Span(slice(0, held.param.numel()), held.group, held.count)
-            given = Update(held.grad.view(-1), [span], self._rules, 1.0, (self._known,))
+            given = Update(held.grad.view(-1), [span], self._rules, 1.0, (self._known,), True)
             weight = held.param.data.view(-1)
             for marks in travel.by_piece(held.traveller, given, held.left, weight, False, together=1):
                 self._filled, held.left = marks.updated, marks.left

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from t1lib.memory import pinned_zeros
 from t1lib.timing import NoTrace
-from t1lib.train.lanes import Lane, Mark, UpdateThread, wait_for
+from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
 from t1lib.train.layers import HostLayer, Layout
 from t1lib.train.narrow import Scratch
 from t1lib.train.travel import Span, Travel, Traveller, Update
@@ -68,7 +68,7 @@ class Schedule:
         self.thread = UpdateThread(device)
         self._coming: dict[int, threading.Event] = {}
         self._following = -1  # layer to fetch into a slot once the update that reads it is queued
-        self._reached: set[str] = set()  # parameters that got a gradient in the last backward of a layer
+        self._reached: dict[int, set[str]] = {}  # parameters that got a gradient, by the kind of layer
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         kinds = self._make_state(trained, precision)
@@ -149,6 +149,7 @@ class Schedule:
     def _take_over_weights(self, layer: HostLayer) -> None:
         """Take over what may have been written to the host's weights: masters follow them, and no slot holds them."""
         self.finish(layer)
+        wait_for(layer.left)
         layer.take_over()
         layer.touched, slot = False, self.weights.of(layer.index)
         if self.weights.holds[slot] == layer.index:
@@ -207,14 +208,16 @@ class Schedule:
         for name, param in layer.params.items():
             param.grad = self.grads.views[slot][name]
 
-    def gradients_done(self, index: int) -> None:
+    def gradients_done(self, index: int, graphed: bool) -> None:
         """Call when the layer's gradients are complete, before `release`: their norms are computed, and updates that
-        need no state are made."""
+        need no state are made. graphed: a CUDA graph made them, and may have called no hooks"""
         layer = self.layers[index]
         if not layer.trained:
             return
         slot = self.grads.of(index)
-        self._reached = layer.reached = layer.reached or self._reached  # a graph that is replayed calls no hooks
+        if graphed and not layer.reached:  # then it reaches what it did when a layer of this kind ran eagerly
+            layer.reached = set(self._reached[layer.kind])
+        self._reached[layer.kind] = layer.reached
         layer.norms = norms_of(list(self.grads.views[slot].values()), exact=self.device.type == "cpu")
         if self.stateless and index in self.travellers:
             held, rules = self.weights.of(index), self._rules()
@@ -234,7 +237,7 @@ class Schedule:
         layer.absent -= layer.reached
         if self.in_backward and there and not self.stateless:
             known = (self.grads.filled[slot],)
-            layer.update = Update(self.grads.flat[slot], layer.spans(), self._rules(), 1.0, known)
+            layer.update = Update(self.grads.flat[slot], layer.spans(), self._rules(), 1.0, known, layer.whole)
             layer.absent = set(layer.params)
             self.grads.freed[slot] = self._begin_update(layer)
             if self._following in self.layers:
@@ -262,10 +265,12 @@ class Schedule:
         """Begin the layer's update, whose gradients wait on the host: the CPU starts when they have arrived; on the
         device it waits until the layer is fetched."""
         self.finish(layer)
+        if layer.touched:
+            self._take_over_weights(layer)
         slot, scale = self.weights.of(layer.index), 1.0 if layer.scale is None else layer.scale
         if layer.index in self.travellers:
             known = layer.arrived, self.compute.mark()
-            layer.update = Update(layer.grads, layer.spans(), rules, scale, known)
+            layer.update = Update(layer.grads, layer.spans(), rules, scale, known, layer.whole)
         else:
             if self.weights.holds[slot] == layer.index:
                 self.weights.holds[slot] = None  # stale from here on
@@ -305,6 +310,10 @@ class Schedule:
         """Queue the pending update on the device, onto the layer's slot if it holds this layer; returns the mark at
         which its gradients have been read. Queuing one takes the host a millisecond: to queue all at once would leave
         the device idle."""
+        with uninterrupted():
+            return self._queue_update(layer)
+
+    def _queue_update(self, layer: HostLayer) -> Mark:
         given, index = layer.update, layer.index
         held = self.weights.of(index)
         onto = self.weights.flat[held] if self.weights.holds[held] == index else None

@@ -78,6 +78,7 @@ class Update(NamedTuple):
     rules: list[Rule]
     scale: Tensor | float
     known: Sequence[Mark]
+    whole: bool  # whether the spans cover everything: then weights are rebuilt of their masters, and need not come in
 
 
 class Travel:
@@ -119,7 +120,7 @@ class Travel:
         inward, lane, outward = self.lanes
         come_too = not given.grads.is_cuda and "grad" in self._slots[0]
         there = there or traveller.weights is None
-        absent = {"weight"} if there or "master" in traveller.state else set()
+        absent = {"weight"} if there or ("master" in traveller.state and given.whole) else set()
         inward.after(left, *(given.known if come_too else ()))
         lane.after(*given.known)
         if isinstance(given.scale, Tensor):

@@ -1,0 +1,113 @@
+"""What loops on a CPU do not meet by themselves: found by reading."""
+
+import pytest
+import torch
+from stream_cases import adamw, compare, loop, streaming, train, weights
+from stream_models import adapted, blocks, data, llama
+from torch import nn
+
+from t1lib.plan.cost import Choice
+from t1lib.train.graphs import LayerGraphs
+from t1lib.train.layers import HostLayer, Layout
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def with_unused(dtype: torch.dtype) -> nn.Module:
+    model = blocks()
+    for block in model.blocks:
+        block.unused = nn.Linear(8, 8)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_without_a_gradient_are_left_alone(dtype):
+    model = with_unused(dtype)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if "unused" in n}
+    with streaming(model, adamw(model)) as (streamed, own):
+        train(streamed, own, data(3))
+        after = weights(streamed)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_an_update_covers_no_parameter_between_two_others():
+    module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(16, 16, bias=False))
+    params = dict(module.named_parameters())
+    held = HostLayer(module, 0, Layout(params), torch.device("cpu"), dict.fromkeys(map(id, params.values()), 0))
+    held._device, held.absent = torch.device("cuda"), {"1.weight"}
+    inside = held.layout.span("1.weight")
+    assert all(span.at.stop <= inside.start or span.at.start >= inside.stop for span in held.spans())
+    assert not held.whole
+    held.absent = set()
+    assert held.whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_written_between_backward_and_step(dtype):
+    """The update starts from them, as without streaming: also where a master stands behind them."""
+
+    def run(model, optimizer):
+        for batch in data(2):
+            model(**batch).loss.backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.abs().max().item() for name, value in weights(model).items()}
+
+    model, plain = blocks().to(dtype), blocks().to(dtype)
+    with streaming(model, adamw(model, lr=1e-3)) as (streamed, own):
+        found = run(streamed, own)
+    assert found == pytest.approx(run(plain, adamw(plain, lr=1e-3)), rel=1e-2)
+
+
+def test_a_first_forward_in_inference_mode():
+    model = llama()
+    with streaming(model, adamw(model), gpu_memory="1GiB") as (streamed, own):
+        batch = data(1)[0]
+        with torch.inference_mode():
+            first = streamed(**batch).loss.item()
+        with torch.no_grad():
+            assert streamed(**batch).loss.item() == first
+        train(streamed, own, data(2))
+
+
+def test_a_forward_without_a_backward_with_inputs_on_the_host():
+    def logged(model, batch):
+        model(**batch)  # for its logits alone; nothing runs backward
+        return model(**batch).loss
+
+    compare(llama, adamw, loop(loss=logged), choice=Choice(inputs="host"))
+
+
+def test_layers_with_adapters_run_without_graphs():
+    """A graph would read one layer's adapters for all."""
+    model = adapted(dropout=0.0)
+    with streaming(model, adamw(model)) as (streamed, own):
+        train(streamed, own, data(1))
+        assert not own._engine._alike
+
+
+class Windowed(nn.Module):
+    def __init__(self, window: tuple[int, int]) -> None:
+        super().__init__()
+        self.linear, self.window = nn.Linear(4, 4), window
+
+
+def test_layers_that_compute_otherwise_share_no_graph():
+    first, second = [int(n) for n in "64"], [int(n) for n in "32"]  # tuples that are not the same object
+    layers = [Windowed(tuple(first)), Windowed(tuple(second))]
+    assert len(set(LayerGraphs(layers).kinds)) == 2
+    config = object()
+    alike = [nn.Linear(4, 4) for _ in range(2)]
+    for layer in alike:
+        layer.config = config
+    assert len(set(LayerGraphs(alike).kinds)) == 1
+
+
+def test_calls_with_unknown_objects_are_not_captured():
+    graphs, calls = LayerGraphs([nn.Linear(4, 4)]), []
+    for _ in range(3):
+        graphs.run(0, "place", lambda x, cache: calls.append(cache) or x, torch.ones(2, 4), object())
+    assert len(calls) == 3 and not graphs._seen
