@@ -147,10 +147,10 @@ def test_narrow_state_is_what_is_predicted_and_measured(monkeypatch):
 
 def test_the_real_thing_measures_tiny_rows():
     records = Records()
-    few = Frontier(["tiny"], ["slide"], ["chunked"], [16, 32], SESSION, "4MiB", 2**30, 2**34, 60.0, 1, 0)
+    few = Frontier(["tiny"], ["slide"], ["chunked"], [16, 128], SESSION, "8MiB", 2**30, 2**34, 60.0, 1, 0)
     measure_frontier(records, few, H200)
     assert set(states(records).values()) == {"ok"}
     values = {(r["phase"], r["metric"]): r["value"] for r in records.rows}
-    assert 0 < values["seq/16", "allocated_gib"] < values["seq/32", "allocated_gib"]
-    ratio = values["seq/32", "predicted_allocated_gib"] / values["seq/32", "allocated_gib"]
+    assert 0 < values["seq/16", "allocated_gib"] < values["seq/128", "allocated_gib"]
+    ratio = values["seq/128", "predicted_allocated_gib"] / values["seq/128", "allocated_gib"]
     assert 0.5 < ratio < 2
