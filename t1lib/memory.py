@@ -1,6 +1,7 @@
 """Sizes in words, pinned host memory, and how much of the host's memory is free."""
 
 import ctypes
+import os
 import sys
 import warnings
 import weakref
@@ -19,6 +20,14 @@ _refused: dict[int, int] = {}
 def in_words(nbytes: float) -> str:
     """A size as text, such as "1.5 GiB" or "64 MiB"."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
+def grow_segments() -> None:
+    """Make PyTorch's CUDA allocator use expandable segments, which fragment less with blocks of many sizes. Call it
+    before the first allocation; a setting in the environment takes precedence. Linux only."""
+    said = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
+    if sys.platform == "linux" and not said:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

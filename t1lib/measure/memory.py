@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from t1lib.memory import (  # noqa: F401 (moved; the old trainers import them from here)
+from t1lib.memory import (  # noqa: F401 (with these, all about memory can be had from here)
     GIB,
     SMALL,
     _registered,
+    grow_segments,
     host_available,
     in_words,
     pin,
@@ -173,14 +174,6 @@ def mapped_bytes() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssFile:", "RssShmem:")))
-
-
-def grow_segments() -> None:
-    """Make PyTorch's CUDA allocator use expandable segments, which fragment less with blocks of many sizes. Call it
-    before the first allocation; a setting in the environment takes precedence. Linux only."""
-    said = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
-    if sys.platform == "linux" and not said:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pinned_bytes() -> int:

@@ -7,7 +7,7 @@ import torch
 
 from t1lib.errors import require
 from t1lib.files import whole
-from t1lib.measure.memory import grow_segments
+from t1lib.memory import grow_segments
 from t1lib.models import MORE, shape_only
 from t1lib.text.corpus import load_corpus, save_tokenizer
 from t1lib.text.texts import LIBRARY
