@@ -168,7 +168,8 @@ class Outer:
         """Call when layer `index` is queued. Unless the layers' own state travels in the forward, a share of the update
         is queued, to overlap with this layer and leave the link free for weights in between."""
         if self._pending and self._schedule.in_backward:
-            self._begin_update()
+            with uninterrupted():
+                self._begin_update()
         if not self._schedule.in_backward:
             return
         self._schedule.travel.lanes[0].after(self._passed)
@@ -185,11 +186,12 @@ class Outer:
         if not self._pending and not self._away:
             if any(held.version != held.param._version for held in self.held):
                 self.refresh()
-            for held in self.held:
-                if _is_spare(held.param):
-                    held.param.untyped_storage().resize_(0)
-            self._away = True
-            self._hide()
+            with uninterrupted():
+                self._away = True
+                self._hide()
+                for held in self.held:
+                    if _is_spare(held.param):
+                        held.param.untyped_storage().resize_(0)
 
     @_unwatched
     def ready(self) -> None:
@@ -198,12 +200,13 @@ class Outer:
             self._begin_update()
             for _ in self._underway:
                 pass
-        self._schedule.compute.after(self._filled)
-        for held in self.held:
-            held.grad = None  # freed only now: the memory is reused in compute order
-            _plain(held.param)
-        if self._away:
-            self._restore()
+            self._schedule.compute.after(self._filled)
+            for held in self.held:
+                held.grad = None  # freed only now: the memory is reused in compute order
+            if self._away:
+                self._restore()
+            for held in self.held:  # last: until then whoever looks at one comes here
+                _plain(held.param)
 
     def _begin_update(self) -> None:
         if self._pending:
