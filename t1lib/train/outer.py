@@ -322,6 +322,7 @@ class _Rows(torch.autograd.Function):
 
 def _plain(param: nn.Parameter) -> None:
     param.__class__ = nn.Parameter
+    param.__dict__.pop("_home", None)  # a model that is streamed no longer must not keep the buffers
 
 
 def _is_spare(param: nn.Parameter) -> bool:

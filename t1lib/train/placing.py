@@ -91,7 +91,8 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
         )  # fmt: skip
     if work.vocabulary:  # the head computes the whole batch at a time
         whole = with_head(replace(work, micro_tokens=work.tokens), head)
-        work = replace(whole, micro_tokens=work.micro_tokens)
+        given = 0 if patches else work.tokens * work.vocabulary * work.itemsize  # a model's own loss returns its logits
+        work = replace(whole, micro_tokens=work.micro_tokens, workspace=whole.workspace + given)
     held = len(engine.stack) * engine.layout.numel * engine.layout.dtype.itemsize  # is on the host already
     return choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held)
 
