@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
-from t1lib.models import layer_arguments, split
+from t1lib.models import Parts, layer_arguments, split
 from t1lib.optimizers import OptimizerSpec, has_master, state_bytes
 
 HEADS = {"full": 20.0, "chunked": 10.5, "fused": 1.5}  # bytes moved per logit, beside the products (by notebook cce)
@@ -99,11 +99,8 @@ _SAVED: dict[tuple, tuple[float, float]] = {}
 
 
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
-    """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens.
-
-    Found by running a layer on three short rows, once for each configuration: the bytes grow with the tokens, with
-    their square if attention keeps its matrix, and some, such as those made of weights, do not.
-    """
+    """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens: found by
+    running a layer, once for each configuration."""
     key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype
     if key not in _SAVED:
         small = copy.deepcopy(config)
@@ -112,18 +109,33 @@ def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
             small.layer_types = small.layer_types[:1]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(small, dtype=dtype)
-        parts = split(model.to_empty(device="cpu"))  # with arbitrary weights
-        layer, found = parts.layers[0], []
-        for tokens in (4, 8, 16):
-            hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
-            hidden, arguments = layer_arguments(parts, hidden)
-            call = partial(type(layer).forward, layer, hidden, **arguments[0])
-            found.append(saved_by(call, layer.parameters()))
-        first, second = (found[1] - found[0]) / 4, (found[2] - found[1]) / 8
-        square = (second - first) / 12
-        _SAVED[key] = first - 12 * square, square
+        _SAVED[key] = _saved_by_length(split(model.to_empty(device="cpu")), dtype)  # with arbitrary weights
     each, square = _SAVED[key]
     return round(each + square * seq)
+
+
+def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
+    """The same for a model whose layers have more than their configuration says, such as adapters."""
+    each, square = _saved_by_length(split(model), dtype)
+    return round(each + square * seq)
+
+
+def _saved_by_length(parts: Parts, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes per token that the first layer saves, and how many more per token of a row. The layer runs on three short
+    rows: bytes grow with the tokens, with their square if attention keeps its matrix, and some do not."""
+    layer, found = parts.layers[0], []
+    for tokens in (4, 8, 16):
+        hidden = torch.zeros(1, tokens, parts.base.config.hidden_size, dtype=dtype, device=_device_of(layer))
+        hidden, arguments = layer_arguments(parts, hidden.requires_grad_())
+        call = partial(type(layer).forward, layer, hidden, **arguments[0])
+        found.append(saved_by(call, layer.parameters()))
+    first, second = (found[1] - found[0]) / 4, (found[2] - found[1]) / 8
+    square = (second - first) / 12
+    return first - 12 * square, square
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def work_of(

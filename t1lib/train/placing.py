@@ -15,7 +15,7 @@ from t1lib.optimizers import OptimizerSpec, spec_for
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
-from t1lib.plan.work import saved_by, with_head, work_of
+from t1lib.plan.work import saved_by, saved_by_layer, with_head, work_of
 from t1lib.train.activations import Piece, split_rows
 from t1lib.train.layers import Layout
 from t1lib.train.update import Precision, Rule
@@ -87,7 +87,7 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
         work = work_of(
             inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=engine.micro_batch, workspace=workspace,
             together=not engine.in_backward, layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
-            **_measured(engine, piece, inner),
+            **_measured(engine, piece, inner, seq),
         )  # fmt: skip
     if work.vocabulary:  # the head computes the whole batch at a time
         whole = with_head(replace(work, micro_tokens=work.tokens), head)
@@ -97,16 +97,24 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
     return choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held)
 
 
-def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module) -> dict[str, int]:
-    """Width of a layer's input, and bytes per token that a layer saves, of a model that is no decoder of
-    transformers: found by running one layer on one row."""
-    if hasattr(inner, "config"):
+def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:
+    """Width of a layer's input, and bytes per token that a layer saves, where the model's configuration does not tell:
+    for a model that is none of transformers, found by running one layer on one row; for one with adapters, on short
+    rows."""
+    layer, held = engine.stack[0], next(iter(engine.host), None)
+    adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
+    if hasattr(inner, "config") and not adapted:
         return {}
-    require(piece is not None, "plan_for is for models of transformers; leave it out: the first batch decides")
-    held, row = engine.host[0], split_rows(piece, 1)[0]
-    held.bind({n: view.to(engine.device) for n, view in held.views.items()})
+    require(piece is not None or hasattr(inner, "config"),
+            "plan_for is for models of transformers; leave it out: the first batch decides")  # fmt: skip
+    if held is not None:
+        held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
+        if hasattr(inner, "config"):
+            return {"saved": saved_by_layer(inner, engine.layout.dtype, seq)}
+        row = split_rows(piece, 1)[0]
         saved = saved_by(lambda: engine._call(0, row.hidden.detach(), row), held.params.values())
     finally:
-        held.unbind()
+        if held is not None:
+            held.unbind()
     return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}

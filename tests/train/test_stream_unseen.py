@@ -1,12 +1,15 @@
 """What loops on a CPU do not meet by themselves: found by reading."""
 
+from functools import partial
+
 import pytest
 import torch
 from stream_cases import adamw, compare, loop, streaming, train, weights
-from stream_models import adapted, blocks, data, llama
+from stream_models import adapted, adapters_of, blocks, data, llama
 from torch import nn
 
 from t1lib.plan.cost import Choice
+from t1lib.train import placing
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.layers import HostLayer, Layout
 
@@ -111,3 +114,17 @@ def test_calls_with_unknown_objects_are_not_captured():
     for _ in range(3):
         graphs.run(0, "place", lambda x, cache: calls.append(cache) or x, torch.ones(2, 4), object())
     assert len(calls) == 3 and not graphs._seen
+
+
+@pytest.mark.parametrize("planned_for", [None, (2, 6)])
+def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
+    """In bfloat16, adapters save their inputs once more, in float32."""
+    seen = []
+    monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
+    for build in (llama, partial(adapted, base=llama)):
+        model = build(torch.bfloat16)
+        with streaming(model, adamw(model), gpu_memory="1GiB", plan_for=planned_for) as (streamed, own):
+            train(streamed, own, data(2))
+    plain, with_adapters = (work.saved for work in seen)
+    own = sum(m.lora_A["default"].in_features * 4 for m in adapters_of(model)[0].modules() if hasattr(m, "lora_A"))
+    assert plain + own <= with_adapters <= plain + 2.5 * own
