@@ -17,15 +17,19 @@ from t1lib.plan.work import Work
 # Of the streamed layers, updated by the CPU. Between a quarter and all of them, runs were up to a fifth slower than
 # predicted, as the CPU and the link share the host's memory (H200).
 SHARES = 0.0, 1 / 4, 1.0
+# Device buffers for layer weights: more than two give the link work while resident layers run, if updates wait for the
+# forward; otherwise a third would gain 1 %.
+SLOTS = 2, 4, 6
 
 
 def kinds(work: Work) -> Iterator[Choice]:
-    """All choices but for how many layers are resident or kept. A third slot would gain 1 %."""
+    """All choices but for how many layers are resident or kept."""
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
-    for outer, inputs, slots, share in product(outers, ("device", "host"), gradients, shares):
-        yield Choice(inputs=inputs, outer=outer, grad_slots=slots, host_share=share)
+    weights = SLOTS if work.together and work.state else SLOTS[:1]
+    for outer, inputs, slots, places, share in product(outers, ("device", "host"), weights, gradients, shares):
+        yield Choice(slots, inputs=inputs, outer=outer, grad_slots=places, host_share=share)
 
 
 def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:

@@ -50,9 +50,10 @@ def choice_of(mode: str, work: Work) -> Choice:
     }[mode]  # fmt: skip
 
 
-def updated_by_host(layer: int, share: float) -> bool:
-    """Whether the CPU updates this layer if it is streamed: every n-th for a share of 1/n, the last of each group."""
-    return int((layer + 1) * share + 1e-9) > int(layer * share + 1e-9)
+def updated_by_host(place: Any, share: float) -> Any:
+    """Whether the CPU updates a streamed layer, the `place`-th of them: every n-th for a share of 1/n, the last of each
+    group."""
+    return np.floor((place + 1) * share + 1e-9) > np.floor(place * share + 1e-9)
 
 
 def slots_for(nbytes: int) -> int:

@@ -21,6 +21,7 @@ UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memor
 ALONE = 1.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 CROWDED = 1.15  # time of a forward beside which the layers' state travels, relative to the link's own time (measured)
+HELD_UP = 0.1  # share of the host's updates' time by which a backward beside them is longer: launches need its cores
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
 
@@ -45,9 +46,9 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     # The first layer that streams in the next step waits for the link.
     waits = np.maximum(copies - backward - choice.resident * _layer_ms(work, machine)[0], 0)
     last = _device_update_ms(work, machine, trained, work.outer * (choice.outer == "device"))
-    step = forward + _head_ms(work, machine) + backward + waits + last
     host = streamed * choice.host_share * _host_update_ms(work, machine)
-    return step if work.together else np.maximum(step, host)
+    step = forward + _head_ms(work, machine) + backward + waits + last
+    return step if work.together else np.maximum(step + HELD_UP * host, host)
 
 
 def fsdp_ms(work: Work, machine: Machine) -> float:
@@ -108,16 +109,20 @@ def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.
 def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing: Any, others: Any) -> Any:
     """Time of a forward beside which the streamed layers are updated, each before it runs, all in the order of layers:
     state, gradients and, without whole masters, weights come in, state and weights go out, and the new weights are used
-    where they are; or the CPU updates a layer, and its weights come in. others: the link's time for all else"""
+    where they are; or the CPU updates a layer, and its weights come in. Either begins when the layer has a slot: with
+    few slots, the link has nothing to do while the resident layers run. others: the link's time for all else"""
     plain, one = work.layer * work.itemsize / machine.link * 1e3, computing / work.layers
     crowd = CROWDED if choice.host_share < 1 and work.state else 1.0
     travelling = crowd * (work.layer * work.state / machine.link * 1e3 + plain * (2 - work.masters))
-    done = link = host = np.zeros_like(one)
+    link = host = busy = np.zeros_like(one)
+    done = [link]  # when each layer has been computed, after the beginning
     for layer in range(work.layers):
-        streams, trained = layer >= choice.resident, layer >= work.frozen
-        by_host = trained and updated_by_host(layer, choice.host_share)
-        link = link + streams * (travelling if trained and not by_host else plain)
-        host = host + streams * by_host * _host_update_ms(work, machine)
-        ready = np.maximum(link, (host + plain) * by_host)
-        done = np.where(streams, np.maximum(done, ready), done) + one
-    return np.maximum(done, _longer(computing, link + others * crowd))
+        place, trained = layer - choice.resident, layer >= work.frozen
+        by_host = updated_by_host(place, choice.host_share) & trained
+        host = host + (place >= 0) * by_host * _host_update_ms(work, machine)
+        freed = done[max(layer - choice.slots + 1, 0)] * (place >= choice.slots)
+        begins = np.maximum(np.maximum(link, freed), host * by_host)
+        takes = np.where(by_host | (not trained), plain, travelling)
+        busy, link = busy + (place >= 0) * takes, np.where(place >= 0, begins + takes, link)
+        done.append(np.where(place >= 0, np.maximum(done[-1], link), done[-1]) + one)
+    return np.maximum(done[-1], _longer(computing, busy + others * crowd))

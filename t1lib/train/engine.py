@@ -140,7 +140,7 @@ class Engine:
         made = Schedule(
             {held.index: held for held in self.host}, self.layout, self.device, slots=choice.slots,
             grad_slots=choice.grad_slots,
-            on_host={held.index for held in self.host if updated_by_host(held.index, choice.host_share)},
+            on_host={h.index for k, h in enumerate(self.host) if updated_by_host(k, choice.host_share)},
             in_backward=self.in_backward, precision=self.precision, rules=self.optimizer.rules, overlap=self.overlap,
             trace=lambda: self.trace, **others,
         )  # fmt: skip
