@@ -127,6 +127,11 @@ def test_what_the_map_points_at_is_there(row):
     assert set(re.findall(r"`(\w+)`", row[2])) <= defined
 
 
+def test_the_folders_of_the_layout_exist():
+    rows = re.findall(r"^\| `([\w/]+/)` \|", TEXT["docs/method.md"], re.MULTILINE)
+    assert len(rows) >= 8 and all((ROOT / folder).is_dir() for folder in rows)
+
+
 def test_the_map_has_ten_lines():
     assert len(table("Where is")) == 10
 
