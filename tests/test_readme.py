@@ -112,8 +112,8 @@ def test_there_are_ten_headlines_and_a_figure():
 def test_what_is_said_of_others_stands_in_docs(row):
     """Each time, ratio and size of the table is found, with the same digits, on a page with the whole measurement."""
     measured = TEXT["docs/heads.md"] + TEXT["docs/streaming.md"] + TEXT[PAGE]
-    values = re.findall(r"(\d+\.?\d*) (?:×|ms|GiB|MiB)", row[1] + row[2])
-    assert values or "the same" in row[2]
+    values = re.findall(r"(\d+\.?\d*) (?:×|ms|GiB|MiB)", row[1])
+    assert len(values) >= 2
     for value in values:
         assert re.search(rf"(?<![\d.]){re.escape(value)}(?![\d.]*\d)", measured), value
 
