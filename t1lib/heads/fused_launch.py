@@ -175,22 +175,22 @@ class Chunk:
         group = max(1, CACHED // (t.m * self.hidden * o.w.element_size()))
         vectors = o.b, o.opts.local_class_weight, self.tokens.row, m["target"], m["flag"], m["sums"]
         sizes = vocab, first, vocab if z is None else z.shape[1], group, splits
-        flags = dict(
-            GRADIENT=gradient, STORE=z is not None, REDO=redo, BIAS=o.b is not None, SOFTCAP=o.capped,
-            EVEN_SHARE=bool(s.label_smoothing), WEIGHTED=o.opts.class_weight is not None, RAGGED=vocab % t.n != 0,
-            FILTER=s.filter_eps is not None,
+        flags = logits.Flags(
+            gradient, z is not None, redo, o.b is not None, o.capped, bool(s.label_smoothing),
+            o.opts.class_weight is not None, vocab % t.n != 0, s.filter_eps is not None,
         )  # fmt: skip
+        numbers = o.softcap, s.filter_eps or 0.0
         grid = (o.device.units if gradient else ceil(self.size, t.m) * splits,)
         if hopper is not None and o.tma_w and o.w.element_size() == 2:
             hopper.logits[grid](
                 _boxes(x, HALF, STEP), _boxes(o.w, t.n, STEP), _boxes(z, HALF, QUARTER), *vectors, *self.here, *sizes,
-                o.softcap, s.filter_eps or 0.0, N=t.n, S=STAGES, **flags, num_warps=4,
+                *numbers, FLAGS=flags, N=t.n, S=STAGES, num_warps=4,
             )  # fmt: skip
             return
         logits.logits[grid](
             self._tile(x, t.m, t.k), self._tile(o.w, t.n, t.k), self._tile(z, t.m, t.n), *vectors, *self.here, *sizes,
-            x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), o.softcap, s.filter_eps or 0.0,
-            M=t.m, N=t.n, K=t.k, **flags, TMA=o.tma, TMA_W=o.tma_w, PRECISION=o.precision,
+            *numbers, x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), FLAGS=flags,
+            M=t.m, N=t.n, K=t.k, TMA=o.tma, TMA_W=o.tma_w, PRECISION=o.precision,
             num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
 

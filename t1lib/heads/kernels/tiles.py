@@ -104,7 +104,7 @@ def tanh(x, SMALL: tl.constexpr):
 
 @triton.jit
 def finish_logits(acc, columns, bias, vocab, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """From a tile of products to logits in units of log 2; and 1 − tanh² of the softcap.
+    """From a tile of products to logits, divided by the softcap if there is one; and 1 − tanh² of the softcap.
 
     SOFTCAP: 0 without one, 1 with one, 2 with one from `PRECISE` on.
     """
@@ -112,9 +112,6 @@ def finish_logits(acc, columns, bias, vocab, softcap, BIAS: tl.constexpr, SOFTCA
         acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
     if SOFTCAP > 0:
         t = tanh(acc * (1.0 / softcap), SOFTCAP == 2)
-        slope = 1.0 - t * t
-        z2 = t * (softcap * LOG2E)
+        return t, 1.0 - t * t
     else:
-        slope = acc
-        z2 = acc * LOG2E
-    return z2, slope
+        return acc, acc
