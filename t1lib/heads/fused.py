@@ -15,15 +15,20 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import choose, require
-from t1lib.heads import fused_plan
+from t1lib.heads import fused_plan, options
 from t1lib.heads.chunked import chunked as chunked_head
 from t1lib.heads.full import full
-from t1lib.heads.options import HeadStats, Settings, Tensors, check_chunks, prepare, refuse_create_graph, spent
+from t1lib.heads.options import HeadStats, Settings, Tensors
 from t1lib.heads.scale import scale_, triton
 
 TIGHT = 1.0  # softcap, below which the logits that matter lie where tanh is flat
 DTYPES = {torch.bfloat16: ("bfloat16", 2), torch.float16: ("float16", 2), torch.float32: ("float32", 4)}
 INTERPRETER = threading.Lock()  # Triton's interpreter serves one thread at a time
+ARGUMENTS = (
+    "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "
+    "float[] numbers, SymInt[] sizes, str words, bool[] flags"
+)
+RESULTS = ", ".join(["Tensor"] * 8)
 
 
 def fused(
@@ -47,7 +52,7 @@ def fused(
     backward where the forward made the gradients: under "mean" and "sum", but for filter_eps, float16, a softcap with
     label smoothing or below 1, accumulate, and a workspace so small that recomputing the logits is faster.
     """
-    check_chunks(chunks, settings)
+    options.check_chunks(chunks, settings)
     if accumulate is not None:
         choose("accumulate", accumulate, ("float32",))
     if not kernels_run(tensors.input):
@@ -79,9 +84,7 @@ def kernels_run(input: Tensor) -> bool:
     return runs and triton is not None
 
 
-def _packed(
-    tensors: Tensors, s: Settings, chunks: int, exact_sum: bool
-) -> tuple[list[float], list[int], str, list[bool]]:
+def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool) -> tuple[list, list, str, list]:
     """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
     statistics, sequence.
 
@@ -137,11 +140,9 @@ def _copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
     return found
 
 
-def _unpacked(
-    tensors: Tensors, numbers: Sequence[float], sizes: Sequence[int], words: str, flags: Sequence[bool], check: bool
-) -> tuple[Any, fused_plan.Shape, fused_plan.Shape]:
-    """(operands for the kernels, their shape, the shape to plan for). All shards of the vocabulary must split the
-    tokens into the same chunks, so they plan for the largest shard."""
+def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> tuple[Any, fused_plan.Shape]:
+    """Operands for the kernels, and the shape to plan for: that of the largest shard of the vocabulary, because all
+    shards must split the tokens into the same chunks."""
     from t1lib.heads.fused_launch import Operands  # needs Triton
 
     (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, _, *rows) = numbers, sizes
@@ -156,42 +157,39 @@ def _unpacked(
         filter_eps or None, shards=shards,
     )  # fmt: skip
     with torch.autocast(tensors.input.device.type, enabled=False):  # the forward's state counts, also in the backward
-        e, w, b, opts = prepare(tensors, settings, same_dtype=dtype == "-", check=check)
+        e, w, b, opts = options.prepare(tensors, settings, same_dtype=dtype == "-", check=check)
     e, compute = e if shards is None else shards.tokens(e), e.dtype if dtype == "-" else getattr(torch, dtype)
-    shape = fused_plan.Shape(len(e), *w.shape, compute, *flags[:2], _copies(tensors, compute, w.shape[0]), len(rows))
     w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
     b = None if b is None else b.to(compute).contiguous()
-    largest = max(rows, default=shape.vocab)
-    planned = shape._replace(vocab=largest, copies=_copies(tensors, compute, largest))
-    return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape, planned
+    vocab = max(rows, default=len(w))
+    copies = _copies(tensors, compute, vocab)
+    shape = fused_plan.Shape(len(e), vocab, w.shape[1], compute, *flags[:2], copies, len(rows))
+    return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape
 
 
-@torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
-def forward_op(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
-    token_weight: Tensor | None, numbers: Sequence[float], sizes: Sequence[int], words: str, flags: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({RESULTS})")
+def forward_op(*call):
     """(loss, lse, logprob, correct, what the backward needs of them, dE, dW, dBias); gradients empty if not made."""
     from t1lib.heads import fused_run  # needs Triton
 
-    tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
+    tensors, (_, sizes, _, flags) = Tensors(*call[:6]), call[6:]
     *needs, early, exact_sum, return_stats, _ = flags
-    gradients, budget = (None, None, None), None if sizes[1] < 0 else sizes[1]
+    input, gradients = tensors.input, (None, None, None)
     # Triton launches on the current device
     with torch.cuda.device_of(input), nullcontext() if input.is_cuda else INTERPRETER:
-        o, shape, planned = _unpacked(tensors, numbers, sizes, words, flags, check=True)
-        chunks = 1 if exact_sum else sizes[2] or None
+        o, shape = _unpacked(tensors, *call[6:], check=True)
+        budget, chunks = o.opts.settings.workspace, 1 if exact_sum else sizes[2] or None
         if any(needs):  # where the backward computes, a workspace too small for it is refused here already
-            chosen = fused_plan.plan("early" if early else "late", planned, budget, o.device, chunks)
+            plan = fused_plan.plan("early" if early else "late", shape, budget, o.device, chunks)
         if early:
-            tokens, gradients = fused_run.early(o, shape, chosen, needs, linear_weight)
+            tokens, gradients = fused_run.early(o, shape, plan, needs, tensors.linear_weight)
         else:
-            tokens = fused_run.loss_only(o, shape, fused_plan.plan("loss", planned, budget, o.device))
+            tokens = fused_run.loss_only(o, shape, fused_plan.plan("loss", shape, budget, o.device))
         lse, logprob, correct, pull, saved = tokens.results()
         loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [input.new_empty(0) for _ in HeadStats._fields]
         if return_stats:
             stats = [x.clone() for x in o.opts.stats(lse, logprob, correct > 0)]  # operators return no views
-    return loss.clone() if loss.dim() else loss, *stats, saved, *_filled(gradients, tensors)
+    return loss.clone() if loss.dim() else loss, *stats, saved, *_filled(tensors, gradients)
 
 
 @forward_op.register_fake
@@ -200,57 +198,47 @@ def _(input, linear_weight, target, linear_bias, weight, token_weight, numbers, 
     tokens = target.numel() * (len(sizes[3:]) if group and flags[-1] else 1)
     rows = input.new_empty(target.shape, dtype=torch.float32)
     loss = torch.empty_like(rows) if reduction == "none" else input.new_empty((), dtype=torch.float32)
-    stats = torch.empty_like(rows), torch.empty_like(rows), input.new_empty(target.shape, dtype=torch.bool)
+    stats = [torch.empty_like(rows), torch.empty_like(rows), input.new_empty(target.shape, dtype=torch.bool)]
     if not flags[5]:
         stats = [input.new_empty(0) for _ in stats]
-    made = (flag and flags[3] for flag in flags[:3])
     saved = input.new_empty((2, tokens), dtype=torch.float32)
-    return loss, *stats, saved, *_empty(input, linear_weight, linear_bias, made)
+    return loss, *stats, saved, *_empty((input, linear_weight, linear_bias), [f and flags[3] for f in flags[:3]])
 
 
-@torch.library.custom_op("t1lib::linear_cross_entropy_backward", mutates_args=())
-def backward_op(
-    upstream: Tensor, lse: Tensor, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None,
-    weight: Tensor | None, token_weight: Tensor | None, numbers: Sequence[float], sizes: Sequence[int], words: str,
-    flags: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "t1lib::linear_cross_entropy_backward", mutates_args=(),
+    schema=f"(Tensor upstream, Tensor lse, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def backward_op(upstream, lse, *call):
     """(dE, dW, dBias) from recomputed logits and the saved log-sum-exp; empty where not needed."""
     from t1lib.heads import fused_run
 
-    tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
-    with torch.cuda.device_of(input), nullcontext() if input.is_cuda else INTERPRETER:
-        o, shape, planned = _unpacked(tensors, numbers, sizes, words, flags, check=False)
+    tensors, (_, sizes, _, flags) = Tensors(*call[:6]), call[6:]
+    with torch.cuda.device_of(lse), nullcontext() if lse.is_cuda else INTERPRETER:
+        o, shape = _unpacked(tensors, *call[6:], check=False)
         chunks = 1 if flags[4] else sizes[2] or None
-        chosen = fused_plan.plan("late", planned, o.opts.settings.workspace, o.device, chunks)
-        return _filled(fused_run.late(o, shape, chosen, flags[:3], lse, upstream, linear_weight), tensors)
+        plan = fused_plan.plan("late", shape, o.opts.settings.workspace, o.device, chunks)
+        return _filled(tensors, fused_run.late(o, shape, plan, flags[:3], lse, upstream, tensors.linear_weight))
 
 
 @backward_op.register_fake
 def _(upstream, lse, input, linear_weight, target, linear_bias, weight, token_weight, numbers, sizes, words, flags):
-    return _empty(input, linear_weight, linear_bias, flags)
+    return _empty((input, linear_weight, linear_bias), flags[:3])
 
 
-def _empty(input: Tensor, w: Tensor, b: Tensor | None, made: Sequence[bool]) -> tuple[Tensor, ...]:
-    operands = zip((input, w, b), made, strict=False)
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) if m else input.new_empty(0) for t, m in operands)
-
-
-def _filled(gradients: Sequence[Tensor | None], tensors: Tensors) -> tuple[Tensor, ...]:
+def _filled(tensors: Tensors, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Gradients as their operands are; None becomes an empty tensor, because operators return tensors only."""
-    operands, empty = (tensors.input, tensors.linear_weight, tensors.linear_bias), tensors.input.new_empty
-    both = zip(gradients, operands, strict=True)
-    return tuple(empty(0) if g is None else g.reshape(t.shape).to(t.dtype) for g, t in both)
+    both = zip((tensors.input, tensors.linear_weight, tensors.linear_bias), gradients, strict=True)
+    return tuple(tensors.input.new_empty(0) if g is None else g.reshape(t.shape).to(t.dtype) for t, g in both)
 
 
-@torch.library.custom_op("t1lib::scale_", mutates_args=("x",))
-def scale_op(x: Tensor, factor: Tensor) -> None:
-    """x ← x · factor, as in `scale_`."""
-    scale_(x, factor)
+def _empty(operands: Sequence[Tensor | None], made: Sequence[bool]) -> tuple[Tensor, ...]:
+    """As `_filled`, without values."""
+    return tuple(t.new_empty(t.shape) if m else operands[0].new_empty(0) for t, m in zip(operands, made, strict=True))
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.rest, (*needs, ctx.early, _, _, _) = inputs[6:], inputs[9]
-    ctx.spent = False
+    ctx.rest, (*needs, ctx.early, _, _, _), ctx.spent = inputs[6:], inputs[9], False
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     if ctx.early:
@@ -261,7 +249,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     _, _, words, flags = ctx.rest
-    refuse_create_graph("fused", grouped=not words.endswith(" "))
+    options.refuse_create_graph("fused", grouped=not words.endswith(" "))
     if upstream is None:
         return (None,) * 10
     if not ctx.early:
@@ -269,11 +257,11 @@ def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     elif type(upstream) is not Tensor:  # traced by the compiler, which reuses the memory itself, and would else copy
         made = [(g.float() * upstream).to(g.dtype) for g in ctx.saved_tensors]
     elif ctx.spent:
-        raise spent("fused", 'reduction="none"')
+        raise options.spent("fused", 'reduction="none"')
     else:
         ctx.spent, made = True, ctx.saved_tensors
         for g in filter(Tensor.numel, made):
-            scale_op(g, upstream)
+            scale_(g, upstream)
     de, dw, db = (g if needed else None for g, needed in zip(made, flags, strict=False))
     return de, dw, None, db, *(None,) * 6
 

@@ -96,7 +96,7 @@ class Frequent(NamedTuple):
 
     target, number  (H) int32: classes, of which only the first `number` () are used
     slot            (V + 1) int16: position of a class in `target`, −1 if it is not there; the last entry is unused
-    sums            (H, D) float32: their rows of dW
+    sums            (H, D) float32: their rows of dW, at first what label smoothing takes from them: −c ⊗ `even_sum`
     """
 
     target: Tensor
@@ -105,8 +105,10 @@ class Frequent(NamedTuple):
     sums: Tensor
 
     @classmethod
-    def find(cls, tokens: Tokens, segment_end: Tensor, vocab: int, sums: Tensor) -> "Frequent":
-        key, device = tokens.key, sums.device
+    def find(
+        cls, tokens: Tokens, segment_end: Tensor, opts: Options, sums: Tensor, even_sum: Tensor | None
+    ) -> "Frequent":
+        key, device, vocab, weight = tokens.key, sums.device, opts.vocab, opts.local_class_weight
         length = segment_end - torch.arange(len(key), dtype=torch.int32, device=device)
         length[1:].masked_fill_(key[1:] == key[:-1], 0)  # each run is counted at its first token
         most = length.masked_fill_(tokens.target < 0, 0).sort(descending=True, stable=True)  # half the time of `topk`
@@ -115,7 +117,12 @@ class Frequent(NamedTuple):
         slot = torch.full((vocab + 1,), -1, dtype=torch.int16, device=device)
         place = torch.arange(len(at), dtype=torch.int16, device=device)
         slot.scatter_(0, torch.where(repeated, target, vocab).long(), place)
-        return cls(target, repeated.sum(dtype=torch.int32), slot, sums.zero_())
+        if even_sum is None:
+            sums.zero_()
+        else:
+            per_class = -torch.ones(len(at), device=device) if weight is None else -weight[target.clamp(min=0)]
+            torch.outer(per_class, even_sum, out=sums)
+        return cls(target, repeated.sum(dtype=torch.int32), slot, sums)
 
 
 def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tensor]:
@@ -239,15 +246,14 @@ class Chunk:
             BLOCK=BLOCK, SCALED=scaled, EVEN_SHARE=even_vector is not None, PACKED=packed,
         )  # fmt: skip
 
-    def add_frequent(self, f: Frequent, even_sum: Tensor | None) -> None:
+    def add_frequent(self, f: Frequent) -> None:
         """Add the chunk's contribution to the frequent targets' rows of dW."""
         o, x, columns, (height, _), k = self.o, self.x, self.memory["columns"], f.sums.shape, self.o.tiles.k
         m, n = (64, 128) if o.e.is_cuda else (16, 32)
         products.frequent_rows[(ceil(height, m), ceil(self.hidden, n))](
-            self._tile(columns, k, m), self._tile(x, k, n), f.sums, f.target, f.number, even_sum,
-            o.opts.local_class_weight, *self.here, height, len(x), columns.stride(0), x.stride(0), f.sums.stride(0),
-            M=m, N=n, K=k, EVEN_SHARE=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
-            TMA=o.tma, PRECISION=o.precision, num_warps=4, num_stages=4,
+            self._tile(columns, k, m), self._tile(x, k, n), f.sums, f.number, *self.here,
+            height, len(x), columns.stride(0), x.stride(0), f.sums.stride(0),
+            M=m, N=n, K=k, TMA=o.tma, PRECISION=o.precision, num_warps=4, num_stages=4,
         )  # fmt: skip
 
     def add_targets(self, segment_end: Tensor, f: Frequent | None, dw: Tensor | None, db: Tensor | None) -> None:

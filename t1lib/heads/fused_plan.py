@@ -3,7 +3,7 @@
 A plan is found in about a millisecond and kept; numbers of tokens that fill as many row blocks share one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ TOKEN_BYTES = 192  # per token: order, sort keys and their copies, statistics an
 CLASS_BYTES = 2  # per class: its position among the frequent targets
 SLACK = 3 * 2**20  # by how much memory from CUDA's caching allocator may exceed the request
 FREQUENT = 1024  # the most targets whose rows of dW accumulate in float32 over the chunks
-SIZES, PARTS = 6, 12  # chunk sizes to try, from the largest that fits down; and numbers of partial sums of dE
+SIZES, PARTS = 5, 12  # numbers of chunks to try, from the least that fits up; and of partial sums of dE
 
 # The cost model, in steps: the time in which a multiprocessor multiplies m × n × k (measured on an H200, docs/log.md)
 EPILOGUE = 2.8  # of a tile
@@ -168,15 +168,12 @@ def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) 
 
 
 class Costs(NamedTuple):
-    """Times in steps, of chunks of `blocks` row blocks; and from them (cost, plan) of what may be tried.
+    """Plans that may be tried for a kind of pass (see `plan`), and their times in steps."""
 
-    graded: whether there are gradients; otherwise the loss alone is planned.
-    """
-
+    kind: str
     shape: Shape
     tiles: Tiles
     units: int
-    graded: bool = True
 
     def logits(self, blocks: int, columns: int, splits: int) -> float:
         waves = ceil(blocks * splits, self.units) * ceil(ceil(columns, self.tiles.n), splits)
@@ -193,47 +190,42 @@ class Costs(NamedTuple):
         idle = UNEVEN * (longest - count * unit / units) * (count > units)
         return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts) + idle
 
-    def heights(self, most: int, chunks: int | None) -> set[int]:
-        """Row blocks per chunk that are worth a try: few below `most`; or what gives about `chunks` chunks."""
-        blocks = ceil(self.shape.tokens, self.tiles.m)
-        if chunks is not None:
-            return {ceil(blocks, min(chunks, blocks))}
-        highest = min(most, blocks)
-        even = {ceil(blocks, ceil(blocks, highest) + i) for i in range(SIZES)}
-        return (even | {highest, highest - 1, highest - 2}) - {0, -1}
+    def cost(self, plan: Plan) -> float:
+        """Of all chunks, some of which have one row block more than the others, over all ranges of columns."""
+        shape, late, cost, width = self.shape, self.kind == "late", 0.0, plan.columns or self.shape.vocab
+        low, higher = divmod(ceil(shape.tokens, self.tiles.m), plan.chunks)
+        if late:  # counted as if all chunks were the longest
+            low, higher = plan.capacity // self.tiles.m, 0
+        whole, rest = divmod(shape.vocab, width)
+        for height, chunks in ((low + 1, higher), (low, plan.chunks - higher)):
+            for columns, ranges in ((width, whole), (rest, min(rest, 1))):
+                if chunks * ranges:
+                    tiles = ceil(columns, self.tiles.n)
+                    splits = tiles if late else splits_of(height, tiles, self.units)
+                    one = self.logits(height, columns, splits) + self.products(height, columns, plan.parts)
+                    cost += chunks * ranges * one
+        extra = REREAD * plan.capacity / self.tiles.m + ROUNDED * max(plan.chunks - 8, 0) * shape.dw
+        return cost * (1 + extra * late)
 
-    def early(self, heights: Iterable[int]) -> Iterator[tuple[float, Plan]]:
-        """Chunks of at most so many row blocks each, in turn."""
-        shape, blocks = self.shape, ceil(self.shape.tokens, self.tiles.m)
-        for height in sorted(heights):
-            count = ceil(blocks, height)
-            sizes = ceil(blocks, count), blocks // count
-            splits = [splits_of(b, ceil(shape.vocab, self.tiles.n), self.units) for b in sizes]
-            logits = [self.logits(b, shape.vocab, s) for b, s in zip(sizes, splits, strict=True)]
+    def plans(self, chunks: int, budget: int) -> Iterator[Plan]:
+        """Plans with so many chunks of tokens, the smallest first. Late ones: in ranges of columns as wide as fit or a
+        little narrower, even ones or some that make whole waves of tiles."""
+        shape, (m, n), vocab = self.shape, self.tiles[:2], self.shape.vocab
+        blocks = ceil(shape.tokens, m)
+        capacity = ceil(blocks, chunks) * m
+        if self.kind != "late":
+            splits = max(splits_of(b, ceil(vocab, n), self.units) for b in (ceil(blocks, chunks), blocks // chunks))
             for parts in range(1, PARTS + 1 if shape.de else 2):
-                long, short = (x + self.products(b, shape.vocab, parts) for x, b in zip(logits, sizes, strict=True))
-                cost = blocks % count * long + (count - blocks % count) * short
-                yield cost, Plan(sizes[0] * self.tiles.m, count, shape.vocab * self.graded, max(splits), parts)
-
-    def late(self, budget: int, chunks: int | None) -> Iterator[tuple[float, Plan]]:
-        """Chunks of every size (or about `chunks` alone), with ranges of columns as wide as fit or a little narrower:
-        in even ones, or in some that make whole waves of tiles."""
-        shape, step, blocks = self.shape, max(self.tiles.m, self.tiles.n), ceil(self.shape.tokens, self.tiles.m)
-        whole = ceil(shape.vocab, step)
-        for height in {ceil(blocks, c) for c in (range(1, blocks + 1) if chunks is None else [min(chunks, blocks)])}:
-            plan, tiles = Plan(height * self.tiles.m, ceil(blocks, height), step), height * (step // self.tiles.n)
-            room = (budget - bytes_needed(shape, plan, False)) // (plan.capacity * shape.compute.itemsize)
-            widest = min(1 + max(room, 0) // step, whole)
-            waves = (widest * tiles // self.units - i for i in range(3))
-            for steps in {ceil(whole, ceil(whole, widest)), widest, *(w * self.units // tiles for w in waves)}:
-                if steps > 0:
-                    count, rest = divmod(shape.vocab, steps * step)
-                    one, last = (
-                        self.logits(height, c, ceil(c, self.tiles.n)) + self.products(height, c, 1) if c else 0.0
-                        for c in (steps * step, rest)
-                    )
-                    more = REREAD * height + ROUNDED * max(plan.chunks - 8, 0) * shape.dw
-                    yield plan.chunks * (count * one + last) * (1 + more), plan._replace(columns=steps * step)
+                yield Plan(capacity, chunks, vocab if self.kind == "early" else 0, splits, parts)
+            return
+        step = max(m, n)
+        room = budget - bytes_needed(shape, Plan(capacity, chunks, step), False)
+        whole, tiles = ceil(vocab, step), capacity // m * (step // n)
+        widest = min(1 + max(room, 0) // (capacity * shape.compute.itemsize * step), whole)
+        waves = {(widest * tiles // self.units - i) * self.units // tiles for i in range(3)}
+        for steps in {ceil(whole, ceil(whole, widest)), widest, *waves}:
+            if steps > 0:
+                yield Plan(capacity, chunks, steps * step)
 
 
 def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None = None) -> Plan:
@@ -249,25 +241,24 @@ def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks:
 
 @lru_cache(maxsize=1024)
 def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None) -> Plan:
-    costs = Costs(shape, TILES[device.kind, shape.compute.itemsize], device.units, kind != "loss")
-    early = kind == "early"
+    costs = Costs(kind, shape, TILES[device.kind, shape.compute.itemsize], device.units)
     default = (LOSS_WORKSPACE if kind == "loss" else DEFAULT_WORKSPACE) + TOKEN_BYTES * shape.tokens + shape.copies
     budget = default if workspace is None else min(workspace, default) if kind == "loss" else workspace
-    if kind == "late":
-        plans = list(costs.late(budget, chunks))
-    else:
-        columns = shape.vocab * early
-        one, two = (bytes_needed(shape, Plan(b * costs.tiles.m, 1, columns), early) for b in (1, 2))
-        most = 1 + max(budget - one, 0) // (two - one)
-        plans = list(costs.early(costs.heights(most, chunks)))
-    if chunks is not None and workspace is None:
-        return min(plans)[1]
-    fits = [(cost, p) for cost, p in plans if bytes_needed(shape, p, early) <= budget]
-    if not fits and kind != "late" and chunks is None:  # where the sums over many ranges take what was left
-        plans = list(costs.early(range(1, min(most, ceil(shape.tokens, costs.tiles.m)) + 1)))
-        fits = [(cost, p) for cost, p in plans if bytes_needed(shape, p, early) <= budget]
-    if fits:
-        return min(fits)[1]
-    need, least = min((bytes_needed(shape, p, early), p) for _, p in plans)
+    blocks = ceil(shape.tokens, costs.tiles.m)
+    counts = sorted({ceil(blocks, h) for h in range(1, blocks + 1)}) if chunks is None else [min(chunks, blocks)]
+    fit, others, tried = [], [], 0
+    for count in counts:
+        for found in costs.plans(count, budget):
+            need = bytes_needed(shape, found, kind == "early")
+            if need > budget and (chunks is None or workspace is not None):
+                others.append((need, found))
+                break
+            fit.append((costs.cost(found), found))
+        tried += bool(fit) and kind != "late"
+        if tried == SIZES:
+            break
+    if fit:
+        return min(fit)[1]
+    need, least = min(others)
     need_workspace(workspace, need, "fused")
     return least

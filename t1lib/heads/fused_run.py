@@ -1,7 +1,6 @@
-"""Head `fused` on a device: the loops over chunks of tokens. From `early`, the way of a training step:
-
-order the tokens → logits of the targets → for each chunk: pack → exponentials and their sums → statistics
-→ scale → dE and dW in one launch → dE to its tokens, frequent targets' rows of dW → the targets' own terms
+"""Head `fused` on a device: the loops over chunks of tokens. A training step (`early`): order the tokens → logits of
+the targets → for each chunk: pack → exponentials and their sums → statistics → scale → dE and dW in one launch → dE to
+its tokens, frequent targets' rows of dW → after all chunks: the targets' own terms.
 """
 
 import torch
@@ -19,7 +18,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def targets(c: Chunk) -> None:
-    """Every token's target logit, and the offsets that follow from it; the shard that holds the target sends both."""
+    """Every token's target logit, and the offset that follows from it."""
     c.target_logits()
     if c.o.opts.settings.shards is not None:
         at, offset = c.tokens.fields["at"], c.tokens.fields["offset"]
@@ -50,7 +49,7 @@ def combine(c: Chunk) -> None:
     mine = torch.stack([here[name] for name in names], out=shares[:size].view(4, -1))
     shards = c.o.opts.settings.shards
     every = shares[size : size * (1 + shards.size)]
-    shards.gather_into(every, mine.view(-1))
+    shards.gather(mine.view(-1), every)
     offset, log_total, correct, pull = every.view(shards.size, 4, -1).unbind(1)
     common = offset.amax(0)
     # finite: a shard far below the others sums up to 0, and to −inf
@@ -122,17 +121,17 @@ def early(o: Operands, shape: Shape, plan: Plan, needs: Needs, w_like: Tensor) -
         statistics(c, start, size, c.z)
         if segment_end is None and (needs[1] or needs[2]):  # now that the device is busy
             segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
-            frequent = Frequent.find(tokens, segment_end, opts.vocab, c.memory["frequent"]) if needs[1] else None
+            if needs[1]:
+                frequent = Frequent.find(tokens, segment_end, opts, c.memory["frequent"], even_sum)
         c.scale_rows(frequent)
-        share = even_sum if start == 0 else None
         if needs[0] or needs[1]:
-            c.products(c.z, 0, dw, share)
+            c.products(c.z, 0, dw, even_sum if start == 0 else None)
         if db is not None:
             launch.sum_rows(db[None], c.z, tokens.number, start, size, tokens.fields["scale"][start:])
         if de is not None:
             de.add(True, even_vector)
         if frequent is not None:
-            c.add_frequent(frequent, share)
+            c.add_frequent(frequent)
     if segment_end is not None:
         c.add_targets(segment_end, frequent, dw, db)
     if db is not None and smooth:  # label smoothing's even share is the same for all tokens up to a factor

@@ -137,8 +137,8 @@ class Options:
         if self.settings.reduction == "mean":
             upstream = upstream / self.denominator
         elif self.settings.reduction == "none":
-            shards = self.settings.shards
-            upstream = upstream.flatten() if shards is None else shards.flat_tokens(upstream)
+            shards, upstream = self.settings.shards, upstream.flatten()
+            upstream = upstream if shards is None else shards.tokens(upstream)
         # mask last: if every token is ignored, upstream / denominator is infinite, but the gradient must be 0
         r = self.mask(upstream * torch.ones_like(self.target, dtype=self.dtype))
         weighted, smooth = r if self.target_weight is None else r * self.target_weight, self.settings.label_smoothing
@@ -254,25 +254,24 @@ def prepare(
     """
     input, w, target, b, weight, token_weight = tensors
     shards, vocab = settings.shards, w.shape[0] if w.dim() else 0
-    classes = vocab if shards is None else shards.vocab
-    flatten = torch.flatten if shards is None else shards.flat_tokens
+    first, classes, tokens = 0, vocab, torch.Tensor.contiguous  # kernels read targets with stride 1
+    if shards is not None:
+        first, classes, tokens = shards.first, sum(shards.rows), shards.tokens
     if check:
         _check_operands(input, w, b, same_dtype)
         _check_rest(tensors, classes)
-    flat = flatten(target).long().contiguous()  # kernels read it with stride 1
+    flat = tokens(target.flatten().long())
     valid = flat != settings.ignore_index
     if check:
         _check_range(flat, valid & ((flat < 0) | (flat >= classes)), classes, settings.ignore_index)
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     if token_weight is not None:
-        token_weight = flatten(token_weight).to(dtype).masked_fill(~valid, 0.0)
-    class_weight = local_weight = None if weight is None else weight.to(dtype).contiguous()
-    local = flat
-    if shards is not None:
-        local = flat - shards.first
-        local_weight = None if weight is None else class_weight[shards.first : shards.first + vocab]
+        token_weight = tokens(token_weight.flatten()).to(dtype).masked_fill(~valid, 0.0)
+    class_weight = None if weight is None else weight.to(dtype).contiguous()
+    local = None if weight is None else class_weight[first : first + vocab]
+    local_target = flat - first if first else flat
     opts = Options(
-        settings, flat, valid, class_weight, token_weight, target.shape, vocab, dtype, classes, local, local_weight
+        settings, flat, valid, class_weight, token_weight, target.shape, vocab, dtype, classes, local_target, local
     )
     return input.reshape(-1, input.shape[-1]), w, b, opts
 

@@ -7,16 +7,6 @@ import triton.language as tl
 from t1lib.heads.kernels import tiles
 
 
-@triton.jit
-def _even_share(even_sum, class_weight, classes, inside, d, hidden, WEIGHTED: tl.constexpr):
-    """(classes, d): c ⊗ even_sum, what label smoothing takes evenly from these rows of dW; c is 1 unless WEIGHTED."""
-    share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
-    per_class = tl.full(classes.shape, 1.0, tl.float32)
-    if WEIGHTED:
-        per_class *= tl.load(class_weight + classes, mask=inside, other=0.0)
-    return per_class[:, None] * share
-
-
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
     z, zt, w, x, de, dw, even_sum, class_weight, number, tokens, start, size, capacity, hidden,
@@ -30,7 +20,7 @@ def products(
 
     z (capacity, held): columns of w's rows from `first` on; zt is z in the transposed product's tiles.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
-    EVEN_SHARE: dw −= c ⊗ even_sum (label smoothing).
+    EVEN_SHARE: dw −= c ⊗ even_sum (label smoothing); c is 1 unless WEIGHTED.
     Programs with one unit of dE fewer take so many tiles of dW first that all end together.
     """
     pid = tl.program_id(0)
@@ -75,19 +65,22 @@ def products(
                 b = tiles.load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N, TMA)
                 acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
             if EVEN_SHARE:
-                r = first + v * M + tl.arange(0, M)
-                acc -= _even_share(even_sum, class_weight, r, r < vocab, n * N + tl.arange(0, N), hidden, WEIGHTED)
+                d = n * N + tl.arange(0, N)
+                share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
+                if WEIGHTED:
+                    r = first + v * M + tl.arange(0, M)
+                    share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
+                acc -= share
             tiles.store_tile(dw, first + v * M, n * N, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW, TMA_DW)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def frequent_rows(
-    columns, x, sums, frequent, frequent_number, even_sum, class_weight,
-    number, tokens, start, size, capacity, hidden, width, x_rows, columns_stride, x_stride, sums_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    EVEN_SHARE: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    columns, x, sums, frequent_number, number, tokens, start, size, capacity, hidden,
+    width, x_rows, columns_stride, x_stride, sums_stride,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums[h] += Σ_n columns[n, h] x[n], in float32. EVEN_SHARE: −= c ⊗ even_sum, as in `products`.
+    """sums[h] += Σ_n columns[n, h] x[n], in float32.
 
     Program (M frequent targets, N columns of dW). columns (capacity, width), zero rows up to a multiple of K; x: scaled
     hidden states, likewise.
@@ -106,11 +99,7 @@ def frequent_rows(
         b = tiles.load_tile(x, k, left, x_rows, hidden, x_stride, K, N, TMA)
         acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
     at = sums + h.to(tl.int64)[:, None] * sums_stride + d[None, :]
-    acc += tl.load(at, mask=inside, other=0.0)
-    if EVEN_SHARE:
-        y = tl.load(frequent + h, mask=h < count, other=0)
-        acc -= _even_share(even_sum, class_weight, y, h < count, d, hidden, WEIGHTED)
-    tl.store(at, acc, mask=inside)
+    tl.store(at, acc + tl.load(at, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
