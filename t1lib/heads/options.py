@@ -6,15 +6,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error, choose, is_whole, require, shown
-
-if TYPE_CHECKING:
-    from t1lib.heads.parallel import Shards
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 UNITS = {"B": 1, "": 1} | {f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
@@ -49,7 +46,7 @@ class Tensors(NamedTuple):
 class Settings(NamedTuple):
     """The other arguments of a call, checked. `workspace` in bytes.
 
-    shards   which process holds which rows of the weight (`t1lib.heads.parallel`); None: this one holds them all
+    shards   which process holds which rows of the weight, a `parallel.Shards`; None: this one holds them all
     """
 
     reduction: str = "mean"
@@ -60,7 +57,7 @@ class Settings(NamedTuple):
     workspace: int | None = None
     filter_eps: float | None = None
     return_stats: bool = False
-    shards: "Shards | None" = None
+    shards: Any = None
 
 
 @dataclass(frozen=True)
@@ -153,10 +150,7 @@ class Options:
         return HeadStats(*(self.own(x).reshape(self.shape).detach() for x in cleared))
 
 
-Compute = Callable[..., tuple[Tensor, HeadStats | None]]
-
-
-def on_flat_operands(compute: Compute) -> Compute:
+def on_flat_operands(compute: Callable) -> Callable:
     """Decorator: give `compute(e, w, b, opts, *, own options)`, which takes checked, flat, cast operands e (N, D),
     w (V, D), b (V) or None, the arguments of an entry of `HEADS`.
 
