@@ -164,7 +164,7 @@ def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> tu
     vocab = max(rows, default=len(w))
     copies = _copies(tensors, compute, vocab)
     shape = fused_plan.Shape(len(e), vocab, w.shape[1], compute, *flags[:2], copies, len(rows))
-    return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape
+    return Operands(e, w, b, opts, fused_plan.device_of(e.device)), shape
 
 
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({RESULTS})")

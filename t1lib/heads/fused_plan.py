@@ -137,14 +137,14 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
     """The buffers of a plan. `early`: of gradients in the forward, whose factors are applied after the exponentials."""
     rows, hidden, narrow, scaled = plan.capacity, shape.hidden, shape.compute, early and shape.dw
     found = {"x": Buffer((1 + scaled) * rows, hidden, narrow), "sums": Buffer(3 * plan.splits, rows)}
-    found |= {"target": Buffer(1, rows, torch.int32), "flag": Buffer(1, rows, torch.int32)}
+    found |= {"packed_target": Buffer(1, rows, torch.int32), "flag": Buffer(1, rows, torch.int32)}
     if plan.columns:
         found["z"] = Buffer(rows, plan.columns, narrow)
     if plan.columns and shape.de:
         found["de"] = Buffer(plan.parts * rows, hidden)
     if scaled:
         frequent = min(FREQUENT, shape.tokens)
-        found |= {"columns": Buffer(rows, frequent, narrow), "frequent": Buffer(frequent, hidden)}
+        found |= {"columns": Buffer(rows, frequent, narrow), "frequent_sums": Buffer(frequent, hidden)}
     if shape.ranks:  # what the shards of the vocabulary exchange: statistics, and rows of dE
         found |= {"shares": Buffer(4 * (1 + shape.ranks), rows), "rows": Buffer(rows * shape.de, hidden)}
     return found

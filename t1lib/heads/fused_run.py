@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.heads import fused_launch as launch
-from t1lib.heads.fused_launch import Chunk, Frequent, Operands, Tokens
+from t1lib.heads.fused_launch import Chunk, Operands, Tokens
 from t1lib.heads.fused_plan import Plan, Shape
 from t1lib.heads.kernels.logits import LEAD, NEVER
 from t1lib.heads.kernels.tiles import LN2, TOKEN
@@ -20,20 +20,19 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def targets(c: Chunk) -> None:
     """Every token's target logit, and the offset that follows from it."""
     c.target_logits()
-    if c.o.opts.settings.shards is not None:
+    if c.opts.settings.shards is not None:
         at, offset = c.tokens.fields["at"], c.tokens.fields["offset"]
-        dist.all_reduce(at, group=c.o.opts.settings.shards.group)
+        dist.all_reduce(at, group=c.opts.settings.shards.group)
         empty = torch.arange(len(at), device=at.device) >= c.tokens.number
         torch.floor(at, out=offset).add_(LEAD.value).masked_fill_(empty, NEVER.value)
 
 
-def statistics(c: Chunk, start: int, size: int, z: Tensor | None) -> None:
-    """Pack a chunk, compute its tokens' statistics, and write its exponentials to z if that is given."""
-    c.pack(start, size)
+def statistics(c: Chunk, z: Tensor | None) -> None:
+    """Compute a chunk's tokens' statistics, and write its exponentials to z if that is given."""
     for redo in (False, True):  # in the second launch, programs without an overflow end at once
         c.logits(z, redo=redo)
     c.finish_rows()
-    if c.o.opts.settings.shards is not None:
+    if c.opts.settings.shards is not None:
         combine(c)
 
 
@@ -47,7 +46,7 @@ def combine(c: Chunk) -> None:
     here = {name: field[c.start : c.start + c.size] for name, field in c.tokens.fields.items()}
     shares, size = c.memory["shares"].view(-1), 4 * c.size
     mine = torch.stack([here[name] for name in names], out=shares[:size].view(4, -1))
-    shards = c.o.opts.settings.shards
+    shards = c.opts.settings.shards
     every = shares[size : size * (1 + shards.size)]
     shards.gather(mine.view(-1), every)
     offset, log_total, correct, pull = every.view(shards.size, 4, -1).unbind(1)
@@ -69,21 +68,21 @@ class InputGradient:
     """
 
     def __init__(self, c: Chunk) -> None:
-        self.c, self.shards, self._pending = c, c.o.opts.settings.shards, None
-        like = c.o.opts.own(c.o.e)
+        self.c, self.shards, self._pending = c, c.opts.settings.shards, None
+        like = c.opts.own(c.o.e)
         spare = self.shards is not None  # a last row for those that are not of this process's tokens
         self._rows = torch.zeros(len(like) + spare, like.shape[1], dtype=like.dtype, device=like.device)
         self.out = self._rows[: len(like)]
 
-    def add(self, scaled: bool = False, even_vector: Tensor | None = None) -> None:
+    def add(self) -> None:
         """Write the rows of the chunk at hand: the sums of products in its memory, completed by `finish_input`."""
         c, shards = self.c, self.shards
         if shards is None:
-            c.finish_input(self.out, scaled, even_vector, packed=False)
+            c.finish_input(self.out)
             return
         self.finish()
         rows = c.memory["rows"][: c.size]
-        c.finish_input(rows, scaled, even_vector, packed=True)
+        c.finish_input(rows)
         place = c.tokens.order[c.start : c.start + c.size] - shards.rank * len(self.out) * shards.sequence
         place = torch.where((place >= 0) & (place < len(self.out)), place, len(self.out))
         self._pending = shards.start_sum(rows), rows, place
@@ -107,33 +106,33 @@ def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
 def early(o: Operands, shape: Shape, plan: Plan, needs: Needs, w_like: Tensor) -> tuple[Tokens, Gradients]:
     """Statistics, and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
     c = Chunk(o, shape, plan, by_target=needs[1] or needs[2], early=True)
-    tokens, opts, smooth = c.tokens, o.opts, o.opts.settings.label_smoothing
+    tokens, opts, smooth, segment_end = c.tokens, o.opts, o.opts.settings.label_smoothing, None
     factors = torch.stack(opts.factors(1.0))
     tokens.row[TOKEN.value : TOKEN.value + 4] = factors[:, tokens.order]
     targets(c)
-    even_vector = _sum_of_all(o.w, opts.local_class_weight) if smooth else None  # for dE: Σ_v c_v w_v
-    even_sum = _sum_of_all(o.e, factors[3]) if smooth else None
-    de = InputGradient(c) if needs[0] else None
-    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
-    db = torch.zeros(opts.vocab, device=o.e.device) if needs[2] else None
-    frequent = segment_end = None
-    for start, size in plan.bounds(len(tokens.order), o.tiles.m):
-        statistics(c, start, size, c.z)
+    even_sum = None
+    if smooth:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
+        c.known["even_vector"], even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, factors[3])
+    de, dw, db = _gradients(c, needs, w_like)
+    for _ in c.each():
+        statistics(c, c.memory["z"])
         if segment_end is None and (needs[1] or needs[2]):  # now that the device is busy
             segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
             if needs[1]:
-                frequent = Frequent.find(tokens, segment_end, opts, c.memory["frequent"], even_sum)
-        c.scale_rows(frequent)
+                sums = c.memory["frequent_sums"]
+                c.known |= launch.frequent_targets(tokens, segment_end, opts, sums, even_sum)
+        c.scale_rows()
         if needs[0] or needs[1]:
-            c.products(c.z, 0, dw, even_sum if start == 0 else None)
+            c.products(c.memory["z"], 0, dw, even_sum if c.start == 0 else None)
         if db is not None:
-            launch.sum_rows(db[None], c.z, tokens.number, start, size, tokens.fields["scale"][start:])
+            scale = tokens.fields["scale"][c.start :]
+            launch.sum_rows(db[None], c.memory["z"], tokens.number, c.start, c.size, scale)
         if de is not None:
-            de.add(True, even_vector)
-        if frequent is not None:
-            c.add_frequent(frequent)
+            de.add()
+        if dw is not None:
+            c.add_frequent()
     if segment_end is not None:
-        c.add_targets(segment_end, frequent, dw, db)
+        c.add_targets(segment_end, dw, db)
     if db is not None and smooth:  # label smoothing's even share is the same for all tokens up to a factor
         db -= factors[3].sum() * (1.0 if opts.class_weight is None else opts.local_class_weight)
     return tokens, (None if de is None else de.finish(), dw, db)
@@ -143,8 +142,8 @@ def loss_only(o: Operands, shape: Shape, plan: Plan) -> Tokens:
     """Statistics of all tokens: one product."""
     c = Chunk(o, shape, plan, by_target=False, early=False)
     targets(c)
-    for start, size in plan.bounds(len(c.tokens.order), o.tiles.m):
-        statistics(c, start, size, None)
+    for _ in c.each():
+        statistics(c, None)
     return c.tokens
 
 
@@ -163,18 +162,22 @@ def late(
     if z_loss:
         factors[1] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * factors[0]
     tokens.row[TOKEN.value : TOKEN.value + 4] = factors
-    de = InputGradient(c) if needs[0] else None
-    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
-    db = torch.zeros(opts.vocab, device=o.e.device) if needs[2] else None
-    for start, size in plan.bounds(len(tokens.order), o.tiles.m):
-        c.pack(start, size)
+    de, dw, db = _gradients(c, needs, w_like)
+    for _ in c.each():
         for first in range(0, opts.vocab, plan.columns):
-            z = c.z[:, : min(plan.columns, opts.vocab - first)]
+            z = c.memory["z"][:, : min(plan.columns, opts.vocab - first)]
             c.logits(z, first, gradient=True)
             if needs[0] or needs[1]:
                 c.products(z, first, dw)
             if db is not None:
-                launch.sum_rows(db[None, first : first + plan.columns], z, tokens.number, start, size, None)
+                launch.sum_rows(db[None, first : first + plan.columns], z, tokens.number, c.start, c.size, None)
         if de is not None:
             de.add()
     return None if de is None else de.finish(), dw, db
+
+
+def _gradients(c: Chunk, needs: Needs, w_like: Tensor) -> tuple[InputGradient | None, Tensor | None, Tensor | None]:
+    """dE, dW and dBias to be filled."""
+    de = InputGradient(c) if needs[0] else None
+    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
+    return de, dw, torch.zeros(c.opts.vocab, device=c.o.e.device) if needs[2] else None

@@ -208,25 +208,24 @@ def check_tensors(tensors: Tensors) -> None:
         require(value.device == device, f"{name} is on {value.device}, input on {device}; put all on one device")
 
 
-def check_settings(
-    reduction: str, ignore_index: int | None, label_smoothing: float, softcap: float | None, z_loss: float,
-    workspace: int | str | None, filter_eps: float | None, return_stats: bool,
-) -> Settings:  # fmt: skip
-    """Require a known reduction, an index that a target can hold, and each number in its range."""
-    choose("reduction", reduction, ("mean", "sum", "none"))
+def check_settings(given: Settings) -> Settings:
+    """Settings as heads take them, from arguments of any type: a known reduction, an index that a target can hold, and
+    each number in its range."""
+    _, ignore_index, smooth, softcap, z_loss, size, filter_eps, *_ = given
+    choose("reduction", given.reduction, ("mean", "sum", "none"))
     ignore_index = -100 if ignore_index is None else ignore_index
     if not is_whole(ignore_index, -(2**63), 2**63 - 1):
         raise T1Error(f"ignore_index must be an int of 64 bits, got {shown(ignore_index)}")
-    smooth = _number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+    smooth = _number("label_smoothing", smooth, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     z_loss = _number("z_loss", z_loss, "a finite number >= 0", lambda x: x >= 0)
     if softcap is not None:
         softcap = _number("softcap", softcap, "None or a finite number > 0", lambda x: x > 0)
         softcap = min(max(softcap, SOFTCAPS[0]), SOFTCAPS[1])
     if filter_eps is not None:
         filter_eps = _number("filter_eps", filter_eps, "None or a number in (0, 1)", lambda x: 0 < x < 1)
-    size = None if workspace is None else parse_bytes(workspace)
-    require(isinstance(return_stats, bool), "return_stats must be True or False")
-    return Settings(reduction, ignore_index, smooth, softcap, z_loss, size, filter_eps, return_stats)
+    size = None if size is None else parse_bytes(size)
+    require(isinstance(given.return_stats, bool), "return_stats must be True or False")
+    return Settings(given.reduction, ignore_index, smooth, softcap, z_loss, size, filter_eps, given.return_stats)
 
 
 def _number(name: str, value: float, allowed: str, test: Callable[[float], bool]) -> float:
@@ -252,8 +251,7 @@ def prepare(
     if shards is not None:
         first, classes, tokens = shards.first, sum(shards.rows), shards.tokens
     if check:
-        _check_operands(input, w, b, same_dtype)
-        _check_rest(tensors, classes)
+        _check_shapes(tensors, classes, same_dtype)
     flat = tokens(target.flatten().long())
     valid = flat != settings.ignore_index
     if check:
@@ -270,37 +268,40 @@ def prepare(
     return input.reshape(-1, input.shape[-1]), w, b, opts
 
 
-def _check_operands(e: Tensor, w: Tensor, b: Tensor | None, same_dtype: bool) -> None:
-    for name, value in (("input", e), ("linear_weight", w), ("linear_bias", b)):
-        dtype = e.dtype if value is None else value.dtype
-        floating = "floating point, " if not dtype.is_floating_point else ""
-        require(dtype in DTYPES, f"{name} must be {floating}bfloat16, float16, float32 or float64; got {dtype}")
-        same = dtype == e.dtype or (not same_dtype and dtype != torch.float64)
-        require(same, f"{name} is {dtype}, input {e.dtype}; cast it, or use autocast")
-    shape = tuple(e.shape)
+def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
+    """Require the dtypes and shapes that `linear_cross_entropy` documents, and constant weights of classes and tokens.
+
+    classes      in the whole vocabulary
+    same_dtype   as in `prepare`
+    """
+    e, w, target, *_ = tensors
+    for name in ("input", "linear_weight", "linear_bias"):
+        value = getattr(tensors, name)
+        if value is not None:
+            floating = f"{name} must be floating point: bfloat16, float16, float32 or float64; got {value.dtype}"
+            require(value.dtype in DTYPES, floating)
+            same = value.dtype == e.dtype or (not same_dtype and value.dtype != torch.float64)
+            require(same, f"{name} is {value.dtype}, input {e.dtype}; cast it, or use autocast")
+    shape, lead = tuple(e.shape), tuple(e.shape[:-1])
     require(len(shape) >= 1 and shape[-1] >= 1, f"input must have shape (…, D) with D >= 1, got {shape}")
     fits = w.dim() == 2 and w.shape[0] >= 1
     require(fits, f"linear_weight must have shape (V, D) with V >= 1, got {tuple(w.shape)}")
     same = shape[-1] == w.shape[1]
     require(same, f"input {shape} and linear_weight {tuple(w.shape)} must agree in their last dimension D")
-    fits = b is None or b.shape == w.shape[:1]
-    require(fits, f"linear_bias must have shape ({w.shape[0]},), got {None if b is None else tuple(b.shape)}")
-
-
-def _check_rest(tensors: Tensors, classes: int) -> None:
-    """Class indices of shape (…), class weights (V) and token weights (…), neither of which requires a gradient."""
-    target, lead, shape = tensors.target, tuple(tensors.input.shape[:-1]), tuple(tensors.target.shape)
-    if target.is_floating_point() and shape == (*lead, classes):
+    if target.is_floating_point() and target.shape == (*lead, classes):
         raise T1Error("target holds class probabilities, which no head takes; give class indices of shape (…)")
     other = target.is_floating_point() or target.is_complex() or target.dtype in (torch.bool, torch.uint64)
     require(not other, f"target must hold class indices of an integer type up to int64, got {target.dtype}")
-    require(shape == lead, f"target must have shape {lead}, that of input without D; got {shape}")
-    for name, wanted in (("weight", (classes,)), ("token_weight", lead)):
+    shapes = {"linear_bias": (len(w),), "target": lead, "weight": (classes,), "token_weight": lead}
+    for name, wanted in shapes.items():
+        value = getattr(tensors, name)
+        if value is not None:
+            require(value.shape == wanted, f"{name} must have shape {wanted}, got {tuple(value.shape)}")
+    for name in ("weight", "token_weight"):
         value = getattr(tensors, name)
         if value is not None:
             real = value.is_floating_point() or (name == "token_weight" and not value.is_complex())
             require(real, f"{name} must be floating point, got {value.dtype}")
-            require(tuple(value.shape) == wanted, f"{name} must have shape {wanted}, got {tuple(value.shape)}")
             constant = not value.requires_grad
             require(constant, f"{name} requires a gradient, but heads treat it as a constant; pass {name}.detach()")
 

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from t1lib.errors import T1Error, choose, require
-from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.chunked import chunked
 from t1lib.heads.fused import fused
 from t1lib.heads.fused_plan import device_of
@@ -24,7 +22,7 @@ HEADS = {"chunked": chunked, "fused": fused}
 """The heads that work on shards of the weight, by the names of `t1lib.heads.HEADS`."""
 
 SAME = "every rank of the group must pass the same"
-SETTINGS = {name: p.default for name, p in signature(in_one).parameters.items() if name in Settings._fields}
+SETTINGS = set(Settings._fields) - {"shards"}
 MOST = 4096  # calls remembered per group, as every new number of tokens adds one
 AGREED: WeakKeyDictionary[ProcessGroup, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
 """By group (not by its name, which a new group may take over) and call: how many weight rows each rank holds."""
@@ -125,7 +123,7 @@ def linear_cross_entropy(
         own = {name: value for name, value in options.items() if name not in SETTINGS}
         own_options(head, HEADS[choose("head", head, HEADS)], own)
         require(own.get("by", "sequence") == "sequence", 'head "chunked" takes by="sequence" under a group')
-        settings = check_settings(**{name: options.get(name, default) for name, default in SETTINGS.items()})
+        settings = check_settings(Settings(**{name: options[name] for name in SETTINGS & set(options)}))
         w, b = _local(group, linear_weight, "linear_weight"), _local(group, linear_bias, "linear_bias")
         tensors = Tensors(input, w, target, b, weight, token_weight)
         check_tensors(tensors)

@@ -96,10 +96,10 @@ def _put_tile(target, row, column, buffers, value):
 
 
 @gluon.jit
-def _bias_ahead(bias, column, vocab, N: gl.constexpr, BIAS: gl.constexpr):
+def _bias_ahead(bias, column, vocab, N: gl.constexpr):
     """A tile's bias, asked for before its product: afterwards each thread would wait for 64 loads of its own."""
     columns = column + gl.arange(0, N, gl.BlockedLayout([N // 128], [32], [4], [0]))
-    if BIAS:
+    if bias is not None:
         return gl.load(bias + columns, mask=columns < vocab, other=0.0)
     else:
         return columns
@@ -112,13 +112,13 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _finish_logits(acc, ahead, softcap, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
+def _finish_logits(acc, bias, ahead, softcap, PRECISE: gl.constexpr):
     """As `tiles.finish_logits`, the logits in units that all share, so what these multiply can wait."""
-    if BIAS:
+    if bias is not None:
         acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, acc.type.layout)).to(gl.float32), 0)
-    if SOFTCAP > 0:
+    if softcap is not None:
         t = 1.0 - 2.0 * _reciprocal(gl.exp2(acc * (2.0 * tiles.LOG2E / softcap)) + 1.0)
-        if SOFTCAP == 2:
+        if PRECISE:
             small = acc * (1.0 / softcap)
             t = gl.where(gl.maximum(small, -small) < 0.4, tiles.small_tanh(small), t)
         return t, 1.0 - t * t
@@ -132,12 +132,12 @@ def _multiply_tiles(
     N: gl.constexpr, S: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's half of each of this program's tiles, finished as `logits` says."""
-    bias, class_weight, row, target, flag, sums = vectors
+    bias, class_weight, row, packed_target, flag, sums = vectors
     m, split, begin, end, stride, blocks, across = work
     tokens, start, live, capacity, vocab, hidden, first, group, splits = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    unit = softcap * tiles.LOG2E if FLAGS.softcap > 0 else 1.0 * tiles.LOG2E
+    unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
     rows = m * 128 + half + gl.arange(0, 64, by_row)
     shift = gl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
     nothing = gl.full((64,), -float("inf"), gl.float32, by_row)
@@ -154,18 +154,18 @@ def _multiply_tiles(
             m, n = tiles.grouped(index, blocks, across, group)
             rows = m * 128 + half + gl.arange(0, 64, by_row)
             here = row + start + rows
-            y = gl.load(target + rows)
+            y = gl.load(packed_target + rows)
             factors = load_factors(here, tokens, rows < live)
-        ahead = _bias_ahead(bias, first + n * N, vocab, N, FLAGS.bias)
+        ahead = _bias_ahead(bias, first + n * N, vocab, N)
         acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         columns = first + n * N + gl.arange(0, N, gl.SliceLayout(0, layout))
-        at, slope = _finish_logits(acc, ahead, softcap, FLAGS.bias, FLAGS.softcap)
+        at, slope = _finish_logits(acc, bias, ahead, softcap, FLAGS.precise)
         if FLAGS.gradient:
             even = gl.load(here + tiles.EVEN * tokens, mask=rows < live, other=0.0)
-            p = gradients(at * unit, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
+            p = gradients(at * unit, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
         else:
-            p, found = exponentials(at, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
-        if FLAGS.store:
+            p, found = exponentials(at, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
+        if z is not None:
             _put_tile(z, m * 128 + half, n * N, buffers, p)
     if not FLAGS.gradient:
         store_sums(sums + split * capacity + rows, splits * capacity, found, unit, shift, flag + m, FLAGS)
@@ -174,18 +174,18 @@ def _multiply_tiles(
 
 @gluon.jit(do_not_specialize=tiles.VARYING)
 def logits(
-    x, w, z, bias, class_weight, row, target, flag, sums,
+    x, w, z, bias, class_weight, row, packed_target, flag, sums,
     number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits, softcap, filter_eps,
     FLAGS: gl.constexpr, N: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """As `kernels.logits.logits`."""
     live = tiles.live_rows(number, start, size)
     needed, work = work_of(live, size, held, splits, group, flag, 128, N, FLAGS)
-    vectors = (bias, class_weight, row, target, flag, sums)
+    vectors = (bias, class_weight, row, packed_target, flag, sums)
     sizes = (tokens, start, live, capacity, vocab, hidden, first, group, splits)
     if needed:
         ring = _ring(x, w, S)
-        if FLAGS.store:
+        if z is not None:
             c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
             c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
         else:

@@ -13,29 +13,25 @@ LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, w
 
 
 class Flags(NamedTuple):
-    """What a kernel of logits is compiled for; `gradient`, `store` and `redo` as in `logits`.
+    """What a kernel of logits is compiled for, beside which of its arguments are None; `gradient` and `redo` as in
+    `logits`.
 
-    softcap     as in `tiles.finish_logits`
-    even_share  label smoothing; `weighted`: with class weights
+    precise     a softcap of at least `tiles.LARGE`
+    even_share  label smoothing
     ragged      there are columns beyond the vocabulary
-    filter      entries of gradients are dropped
     """
 
     gradient: bool
-    store: bool
     redo: bool
-    bias: bool
-    softcap: int
+    precise: bool
     even_share: bool
-    weighted: bool
     ragged: bool
-    filter: bool
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def target_logits(
     e, w, bias, order, target, row, number, tokens, hidden, e_row, e_column, w_stride, softcap,
-    M: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program per M tokens in order: at ← z2 of the token's target; offset ← the first guess of its exponentials'.
 
@@ -57,9 +53,10 @@ def target_logits(
         acc = tl.dot(a.to(w.dtype.element_ty), b.T, acc, input_precision=PRECISION)
     j = tl.arange(0, M)
     z = tl.sum(tl.where(j[:, None] == j[None, :], acc, 0.0), 1)
-    if BIAS:
+    if bias is not None:
         z += tl.load(bias + y, mask=real, other=0.0).to(tl.float32)
-    z2 = tiles.tanh(z / softcap, SOFTCAP == 2) * (softcap * tiles.LOG2E) if SOFTCAP > 0 else z * tiles.LOG2E
+    unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
+    z2 = (tiles.tanh(z / softcap, PRECISE) if softcap is not None else z) * unit
     tl.store(row + tiles.AT * tokens + i, z2, mask=live)
     tl.store(row + tiles.OFFSET * tokens + i, tl.where(real, tl.floor(z2) + LEAD, NEVER), mask=live)
 
@@ -101,10 +98,10 @@ def load_factors(here, tokens, live):
 
 
 @triton.jit
-def gradients(z2, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS: tl.constexpr):
+def gradients(z2, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS: tl.constexpr):
     """A tile of dL/d(raw logits): with p the softmax, slope · (A (p − [v = y]) + (A − B) [v = y] − E c_v).
 
-    p − 1 is made first, so that nothing cancels as p_y → 1. `filter` drops entries with |p − [v = y]| < filter_eps.
+    p − 1 is made first, so that nothing cancels as p_y → 1. `filter_eps` drops entries with |p − [v = y]| < filter_eps.
     """
     shift, log_total, by_p, fix = factors
     hit = columns[None, :] == y[:, None]
@@ -113,24 +110,24 @@ def gradients(z2, slope, columns, y, factors, even, class_weight, vocab, filter_
     found = p * by_p[:, None] + tl.where(hit, fix[:, None], 0.0)
     if FLAGS.even_share:
         even = even[:, None]
-        if FLAGS.weighted:
+        if class_weight is not None:
             even = even * tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
         found -= even
-    if FLAGS.softcap > 0:
+    if softcap is not None:
         found *= slope
-    if FLAGS.filter:
+    if filter_eps is not None:
         found = tl.where((p < filter_eps) & (p > -filter_eps), 0.0, found)
     return found
 
 
 @triton.jit
-def exponentials(logits, slope, unit, columns, shift, found, class_weight, vocab, FLAGS: tl.constexpr):
+def exponentials(logits, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS: tl.constexpr):
     """A tile of 2^(z2 − offset), times the softcap's slope, where z2 = `unit` · logits; and what is `found` with it, of
     each row: their sum, the largest logit, and Σ c · logits."""
     total, top, pull = found
     if FLAGS.even_share:
         pulled = logits
-        if FLAGS.weighted:
+        if class_weight is not None:
             pulled = pulled * tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
         if FLAGS.ragged:
             pulled = tl.where((columns < vocab)[None, :], pulled, 0.0)
@@ -140,7 +137,7 @@ def exponentials(logits, slope, unit, columns, shift, found, class_weight, vocab
     top = tl.maximum(top, tl.max(logits, 1))
     p = tl.exp2(logits * unit - shift[:, None])
     total += tl.sum(p, 1)
-    if FLAGS.softcap > 0:
+    if softcap is not None:
         p *= slope
     return p, (total, top, pull)
 
@@ -162,16 +159,16 @@ def store_sums(out, step, found, unit, shift, flag, FLAGS: tl.constexpr):
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def logits(
-    x, w, z, bias, class_weight, row, target, flag, sums,
+    x, w, z, bias, class_weight, row, packed_target, flag, sums,
     number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits, softcap, filter_eps,
     x_stride, w_stride, z_stride, FLAGS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TMA: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x (capacity, hidden) packed hidden states; w (vocab, hidden); z (capacity, held): columns of w's rows from
-    `first` on; target (capacity): of the packed rows. In two ways:
+    `first` on. In two ways:
 
     Exponentials. Program (row block, one of `splits` ranges of the vocabulary), in the order of `tiles.grouped`:
-    sums (3, splits, capacity) ← Σ 2^(z2 − offset), max z2, Σ c z2 of its rows. FLAGS.store: z ← `exponentials`. A fixed
+    sums (3, splits, capacity) ← Σ 2^(z2 − offset), max z2, Σ c z2 of its rows. z, if given, ← `exponentials`. A fixed
     offset instead of a running maximum saves the rescaling, and makes one scale per row hold for all of z; where it was
     too small, `flag` is set, and a second launch (FLAGS.redo) makes those rows again from their largest logit.
 
@@ -183,7 +180,7 @@ def logits(
         return
     m, split, begin, end, stride, blocks, across = work
     rows = m * M + tl.arange(0, M)
-    unit = softcap * tiles.LOG2E if FLAGS.softcap > 0 else 1.0 * tiles.LOG2E
+    unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
     shift = tl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
     if FLAGS.redo:
         highest = tl.full([M], -float("inf"), tl.float32)
@@ -198,20 +195,20 @@ def logits(
             rows = m * M + tl.arange(0, M)
         acc = tl.zeros([M, N], tl.float32)
         for k in range(0, hidden, K):
-            a = tiles.load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)
-            b = tiles.load_tile(w, first + n * N, k, vocab, hidden, w_stride, N, K, TMA_W)
+            a = tiles.load_tile(x, m * M, k, capacity, hidden, x_stride, M, K)
+            b = tiles.load_tile(w, first + n * N, k, vocab, hidden, w_stride, N, K)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         columns = first + n * N + tl.arange(0, N)
-        at, slope = tiles.finish_logits(acc, columns, bias, vocab, softcap, FLAGS.bias, FLAGS.softcap)
+        at, slope = tiles.finish_logits(acc, columns, bias, vocab, softcap, FLAGS.precise)
         if FLAGS.gradient:
             here = row + start + rows
             factors = load_factors(here, tokens, rows < live)
             even = tl.load(here + tiles.EVEN * tokens, mask=rows < live, other=0.0)
-            y = tl.load(target + rows)
-            p = gradients(at * unit, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
+            y = tl.load(packed_target + rows)
+            p = gradients(at * unit, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
         else:
-            p, found = exponentials(at, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
-        if FLAGS.store:
-            tiles.store_tile(z, m * M, n * N, capacity, held, z_stride, p, False, 1, TMA)
+            p, found = exponentials(at, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
+        if z is not None:
+            tiles.store_tile(z, m * M, n * N, capacity, held, z_stride, p, False, 1)
     if not FLAGS.gradient:
         store_sums(sums + split * capacity + rows, splits * capacity, found, unit, shift, flag + m, FLAGS)

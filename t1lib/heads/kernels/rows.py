@@ -32,7 +32,7 @@ def pack(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def finish_rows(
-    row, sums, number, tokens, start, size, capacity, hidden, splits, SPLITS: tl.constexpr, PULLED: tl.constexpr
+    row, sums, number, tokens, start, size, capacity, hidden, splits, SPLITS: tl.constexpr, EVEN_SHARE: tl.constexpr
 ):
     """Program per row: combine the parts of the vocabulary to the token's statistics."""
     i = tl.program_id(0)
@@ -52,7 +52,7 @@ def finish_rows(
     # two products of the same operands may differ in their last bits
     close = z2 >= highest - 1e-6 * tl.maximum(tl.abs(highest), 1.0)
     tl.store(here + tiles.CORRECT * tokens, close.to(tl.float32))
-    if PULLED:
+    if EVEN_SHARE:
         pull = tl.sum(tl.load(where + 2 * splits * capacity, mask=inside, other=0.0), 0)
         tl.store(here + tiles.PULL * tokens, pull * tiles.LN2)
 
@@ -82,7 +82,7 @@ def _copy_frequent(z, columns, frequent, count, i, y, live, z_stride, columns_st
 def scale_rows(
     z, x, row, packed_target, frequent, frequent_number, columns,
     number, tokens, start, size, capacity, hidden, z_stride, x_stride, columns_stride, softcap, z_loss,
-    BLOCK: tl.constexpr, DW: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
 
@@ -98,12 +98,12 @@ def scale_rows(
     log_total = tl.load(here + tiles.LOG_TOTAL * tokens, mask=live, other=0.0)
     a = tl.load(here + tiles.SOFTMAX * tokens, mask=live, other=0.0)
     offset = tl.load(here + tiles.OFFSET * tokens, mask=live, other=0.0)
-    if Z_LOSS:
+    if z_loss is not None:
         r = tl.load(here + tiles.TOKEN * tokens, mask=live, other=0.0)
         a += 2.0 * z_loss * r * (offset + log_total) * tiles.LN2
     logprob = tl.load(here + tiles.LOGPROB * tokens, mask=live, other=0.0) * tiles.LOG2E
     own = a * (tl.exp2(logprob) - 1.0) + (a - tl.load(here + tiles.TARGET * tokens, mask=live, other=0.0))
-    if SOFTCAP:
+    if softcap is not None:
         t = ((logprob + log_total) + offset) / (softcap * tiles.LOG2E)
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
@@ -111,7 +111,7 @@ def scale_rows(
     tl.store(z + i.to(tl.int64) * z_stride + y, tl.zeros([], z.dtype.element_ty), mask=live & (y >= 0))
     tl.store(here + tiles.SCALE * tokens, scale, mask=live)
     tl.store(here + tiles.TAU * tokens, own, mask=live)
-    if DW:
+    if columns is not None:
         _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK)
         count = tl.load(frequent_number)
         _copy_frequent(z, columns, frequent, count, i, y, live, z_stride, columns_stride, BLOCK)
@@ -121,7 +121,7 @@ def scale_rows(
 def finish_input_gradient(
     de, out, w, row, order, packed_target, even_vector,
     number, tokens, start, size, capacity, hidden, parts, de_stride, out_stride, w_stride,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, EVEN_SHARE: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it.
 
@@ -142,7 +142,7 @@ def finish_input_gradient(
         own = tl.load(w + y.to(tl.int64) * w_stride + d, mask=inside & (y >= 0), other=0.0).to(tl.float32)
         tau = tl.load(here + tiles.TAU * tokens, mask=live, other=0.0)
         sums = sums * tl.load(here + tiles.SCALE * tokens, mask=live, other=0.0) + tau * own
-        if EVEN_SHARE:
+        if even_vector is not None:
             even = tl.load(here + tiles.EVEN * tokens, mask=live, other=0.0)
             sums -= even * tl.load(even_vector + d, mask=inside, other=0.0)
     where = tl.cast(i, tl.int64) if PACKED else tl.load(order + start + i)
@@ -152,7 +152,7 @@ def finish_input_gradient(
 @triton.jit(do_not_specialize=tiles.VARYING)
 def sum_rows(
     x, factor, out, number, start, size, columns, row_stride, column_stride,
-    BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WEIGHED: tl.constexpr,
+    BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, part of the rows): out[part] += Σ_i factor_i · x[i]."""
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -165,11 +165,11 @@ def sum_rows(
         i = begin + tl.arange(0, HEIGHT)
         at = i.to(tl.int64)[:, None] * row_stride + d.to(tl.int64)[None, :] * column_stride
         counts = i < rows
-        if WEIGHED:  # rows of factor 0 are not read, whatever is there
+        if factor is not None:  # rows of factor 0 are not read, whatever is there
             f = tl.load(factor + i, mask=counts, other=0.0)
             counts = counts & (f != 0.0)
         value = tl.load(x + at, mask=counts[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        if WEIGHED:
+        if factor is not None:
             value *= f[:, None]
         sums += value
     at_out = out + part * columns + d
