@@ -96,34 +96,9 @@ def _put_tile(target, row, column, buffers, value):
 
 
 @gluon.jit
-def _bias_ahead(bias, column, vocab, N: gl.constexpr):
-    """A tile's bias, asked for before its product: afterwards each thread would wait for 64 loads of its own."""
-    columns = column + gl.arange(0, N, gl.BlockedLayout([N // 128], [32], [4], [0]))
-    if bias is not None:
-        return gl.load(bias + columns, mask=columns < vocab, other=0.0)
-    else:
-        return columns
-
-
-@gluon.jit
 def _reciprocal(x):
     """Of numbers from 1 to infinity, to the last bit but one: a plain division also looks at how large they are."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _finish_logits(acc, bias, ahead, softcap, PRECISE: gl.constexpr):
-    """As `tiles.finish_logits`, the logits in units that all share, so what these multiply can wait."""
-    if bias is not None:
-        acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, acc.type.layout)).to(gl.float32), 0)
-    if softcap is not None:
-        t = 1.0 - 2.0 * _reciprocal(gl.exp2(acc * (2.0 * tiles.LOG2E / softcap)) + 1.0)
-        if PRECISE:
-            small = acc * (1.0 / softcap)
-            t = gl.where(gl.maximum(small, -small) < 0.4, tiles.small_tanh(small), t)
-        return t, 1.0 - t * t
-    else:
-        return acc, acc
 
 
 @gluon.jit
@@ -156,15 +131,19 @@ def _multiply_tiles(
             here = row + start + rows
             y = gl.load(packed_target + rows)
             factors = load_factors(here, tokens, rows < live)
-        ahead = _bias_ahead(bias, first + n * N, vocab, N)
+        if bias is not None:  # before the product: afterwards each thread would wait for 64 loads of its own
+            at = first + n * N + gl.arange(0, N, gl.BlockedLayout([N // 128], [32], [4], [0]))
+            ahead = gl.load(bias + at, mask=at < vocab, other=0.0)
         acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         columns = first + n * N + gl.arange(0, N, gl.SliceLayout(0, layout))
-        at, slope = _finish_logits(acc, bias, ahead, softcap, FLAGS.precise)
+        if bias is not None:
+            acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, layout)).to(gl.float32), 0)
+        z2, slope = tiles.capped(acc, softcap, FLAGS.precise, _reciprocal)
         if FLAGS.gradient:
             even = gl.load(here + tiles.EVEN * tokens, mask=rows < live, other=0.0)
-            p = gradients(at * unit, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
+            p = gradients(z2 * unit, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
         else:
-            p, found = exponentials(at, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
+            p, found = exponentials(z2, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
         if z is not None:
             _put_tile(z, m * 128 + half, n * N, buffers, p)
     if not FLAGS.gradient:

@@ -13,19 +13,13 @@ LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, w
 
 
 class Flags(NamedTuple):
-    """What a kernel of logits is compiled for, beside which of its arguments are None; `gradient` and `redo` as in
-    `logits`.
-
-    precise     a softcap of at least `tiles.LARGE`
-    even_share  label smoothing
-    ragged      there are columns beyond the vocabulary
-    """
+    """What a kernel of logits is compiled for, beside which of its arguments are None; see `logits`."""
 
     gradient: bool
     redo: bool
-    precise: bool
-    even_share: bool
-    ragged: bool
+    precise: bool  # a softcap of at least `tiles.LARGE`
+    even_share: bool  # label smoothing
+    ragged: bool  # there are columns beyond the vocabulary
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
@@ -56,7 +50,7 @@ def target_logits(
     if bias is not None:
         z += tl.load(bias + y, mask=real, other=0.0).to(tl.float32)
     unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
-    z2 = (tiles.tanh(z / softcap, PRECISE) if softcap is not None else z) * unit
+    z2 = tiles.capped(z, softcap, PRECISE, tiles.reciprocal)[0] * unit
     tl.store(row + tiles.AT * tokens + i, z2, mask=live)
     tl.store(row + tiles.OFFSET * tokens + i, tl.where(real, tl.floor(z2) + LEAD, NEVER), mask=live)
 
@@ -199,15 +193,17 @@ def logits(
             b = tiles.load_tile(w, first + n * N, k, vocab, hidden, w_stride, N, K)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         columns = first + n * N + tl.arange(0, N)
-        at, slope = tiles.finish_logits(acc, columns, bias, vocab, softcap, FLAGS.precise)
+        if bias is not None:
+            acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
+        z2, slope = tiles.capped(acc, softcap, FLAGS.precise, tiles.reciprocal)
         if FLAGS.gradient:
             here = row + start + rows
             factors = load_factors(here, tokens, rows < live)
             even = tl.load(here + tiles.EVEN * tokens, mask=rows < live, other=0.0)
             y = tl.load(packed_target + rows)
-            p = gradients(at * unit, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
+            p = gradients(z2 * unit, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
         else:
-            p, found = exponentials(at, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
+            p, found = exponentials(z2, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
         if z is not None:
             tiles.store_tile(z, m * M, n * N, capacity, held, z_stride, p, False, 1)
     if not FLAGS.gradient:

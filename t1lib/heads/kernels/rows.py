@@ -57,27 +57,6 @@ def finish_rows(
         tl.store(here + tiles.PULL * tokens, pull * tiles.LN2)
 
 
-@triton.jit
-def _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK: tl.constexpr):
-    """x[i] ← scale · x[capacity + i]."""
-    for begin in range(0, hidden, BLOCK):
-        d = begin + tl.arange(0, BLOCK)
-        value = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
-        value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
-        tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
-
-
-@triton.jit
-def _copy_frequent(z, columns, frequent, count, i, y, live, z_stride, columns_stride, BLOCK: tl.constexpr):
-    """columns[i] ← z[i] at the frequent targets, 0 at its own, and all 0 in a row without a token."""
-    for begin in range(0, count, BLOCK):
-        h = begin + tl.arange(0, BLOCK)
-        v = tl.load(frequent + h, mask=h < count, other=0)
-        at = z + i.to(tl.int64) * z_stride + v
-        value = tl.load(at, mask=(h < count) & (v != y) & live, other=0.0)
-        tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
-
-
 @triton.jit(do_not_specialize=tiles.VARYING)
 def scale_rows(
     z, x, row, packed_target, frequent, frequent_number, columns,
@@ -88,8 +67,9 @@ def scale_rows(
 
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
     τ = slope · (A (p_y − 1) + A − B). The target's entry of z becomes 0: neither cancellation nor the rounding of s
-    touches τ. For dW the rows of x are scaled by s, and z's columns of the frequent targets are copied:
-    columns (capacity, number of them). Rows up to the next whole tile take part in products, so they become 0.
+    touches τ. For dW the rows of x, from `capacity` on, are scaled by s into its first rows, and z's columns of the
+    frequent targets are copied into columns (capacity, number of them), 0 at a row's own target. Rows up to the next
+    whole tile take part in products, so they become 0.
     """
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
@@ -112,9 +92,18 @@ def scale_rows(
     tl.store(here + tiles.SCALE * tokens, scale, mask=live)
     tl.store(here + tiles.TAU * tokens, own, mask=live)
     if columns is not None:
-        _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK)
+        for begin in range(0, hidden, BLOCK):
+            d = begin + tl.arange(0, BLOCK)
+            value = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
+            value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
+            tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
         count = tl.load(frequent_number)
-        _copy_frequent(z, columns, frequent, count, i, y, live, z_stride, columns_stride, BLOCK)
+        for begin in range(0, count, BLOCK):
+            h = begin + tl.arange(0, BLOCK)
+            v = tl.load(frequent + h, mask=h < count, other=0)
+            at = z + i.to(tl.int64) * z_stride + v
+            value = tl.load(at, mask=(h < count) & (v != y) & live, other=0.0)
+            tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)

@@ -83,28 +83,24 @@ def store_tile(target, row, column, rows, columns, row_stride, value, ADD: tl.co
 
 
 @triton.jit
-def small_tanh(x):
-    """tanh of |x| < 0.4 by its series, to the last float32 digits."""
-    s = x * x
-    return x + x * s * (-0.333333333 + s * (0.133333333 + s * (-0.0539682540 + s * (0.0218694885 - s * 0.00886323553))))
+def reciprocal(x):
+    return 1.0 / x
 
 
 @triton.jit
-def tanh(x, PRECISE: tl.constexpr):
-    """Right to a few float32 roundings of 1, and if PRECISE of x; saturates without overflow."""
-    t = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
-    if PRECISE:
-        t = tl.where(tl.abs(x) < 0.4, small_tanh(x), t)
-    return t
+def capped(z, softcap, PRECISE: tl.constexpr, RECIPROCAL: tl.constexpr):
+    """tanh(z / softcap) and its slope, 1 − tanh²; without a softcap z itself.
 
-
-@triton.jit
-def finish_logits(acc, columns, bias, vocab, softcap, PRECISE: tl.constexpr):
-    """From a tile of products to logits, divided by the softcap if there is one; and 1 − tanh² of the softcap."""
-    if bias is not None:
-        acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
+    Right to a few float32 roundings of 1, and if PRECISE of the tanh; saturates without overflow.
+    """
     if softcap is not None:
-        t = tanh(acc * (1.0 / softcap), PRECISE)
+        t = 1.0 - 2.0 * RECIPROCAL(tl.exp2(z * (2.0 * LOG2E / softcap)) + 1.0)
+        if PRECISE:
+            x = z * (1.0 / softcap)
+            s = x * x  # the series of tanh, to the last float32 digits
+            series = -0.0539682540 + s * (0.0218694885 - s * 0.00886323553)
+            series = x + x * s * (-0.333333333 + s * (0.133333333 + s * series))
+            t = tl.where(tl.maximum(x, -x) < 0.4, series, t)
         return t, 1.0 - t * t
     else:
-        return acc, acc
+        return z, z
