@@ -101,20 +101,18 @@ class Block:
         rows, columns, softcap = len(e), len(w), self.opts.settings.softcap
         self.raw, self.weight = self._raw[first : first + rows], weight
         self.work = self.raw if self._work is self._raw else self._work[:rows]
-        self.z, raw = self.work[:, :columns], self.raw[:, :columns]
-        self.slope = None if self._slope is None else self._slope[:rows, :columns]
-        wide = e.is_cuda and self.work is not self.raw
+        self.z, self.slope = self.work[:, :columns], None if self._slope is None else self._slope[:rows, :columns]
+        wide = {"out_dtype": self.opts.dtype} if e.is_cuda and self.work is not self.raw else {}
+        out = self.z if wide else self.raw[:, :columns]
         for part in _parts(columns):
-            if wide:
-                torch.mm(e, w[part].t(), out_dtype=self.opts.dtype, out=self.z[:, part])
-            elif b is None:
-                torch.mm(e, w[part].t(), out=raw[:, part])
+            if wide or b is None:
+                torch.mm(e, w[part].t(), out=out[:, part], **wide)
             else:
-                torch.addmm(b[part], e, w[part].t(), out=raw[:, part])
+                torch.addmm(b[part], e, w[part].t(), out=out[:, part])
+        if out.dtype != self.z.dtype:
+            self.z.copy_(out)
         if wide and b is not None:
             self.z.add_(b)
-        elif not wide and self.work is not self.raw:
-            self.z.copy_(raw)
         if softcap is not None:
             self.z.div_(softcap).tanh_()
             if self.slope is not None:

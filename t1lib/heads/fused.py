@@ -8,7 +8,6 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -140,18 +139,17 @@ def _copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
     return found
 
 
-def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> tuple[Any, fused_plan.Shape]:
-    """Operands for the kernels, and the shape to plan for: that of the largest shard of the vocabulary, because all
-    shards must split the tokens into the same chunks."""
+def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> Any:
+    """Operands for the kernels."""
     from t1lib.heads.fused_launch import Operands  # needs Triton
 
-    (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, _, *rows) = numbers, sizes
+    (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, chunks, *rows) = numbers, sizes
     reduction, dtype, group = words.split(" ")
     shards = None
-    if group:
+    if group:  # by its name, because an operator cannot take a group
         from t1lib.heads.parallel import Shards
 
-        shards = Shards.of(group, tuple(rows), flags[-1])
+        shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[-1])
     settings = Settings(
         reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
         filter_eps or None, shards=shards,
@@ -161,10 +159,13 @@ def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> tu
     e, compute = e if shards is None else shards.tokens(e), e.dtype if dtype == "-" else getattr(torch, dtype)
     w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
     b = None if b is None else b.to(compute).contiguous()
-    vocab = max(rows, default=len(w))
-    copies = _copies(tensors, compute, vocab)
-    shape = fused_plan.Shape(len(e), vocab, w.shape[1], compute, *flags[:2], copies, len(rows))
-    return Operands(e, w, b, opts, fused_plan.device_of(e.device)), shape
+    largest = max(rows, default=len(w))  # all shards must split the tokens into the same chunks
+    copies = _copies(tensors, compute, largest)
+    shape = fused_plan.Shape(len(e), largest, w.shape[1], compute, *flags[:2], copies, len(rows))
+    return Operands(
+        e, w, b, opts, fused_plan.device_of(e.device), shape, 1 if flags[4] else chunks or None, flags[:3],
+        tensors.linear_weight.dtype,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({RESULTS})")
@@ -172,37 +173,30 @@ def forward_op(*call):
     """(loss, lse, logprob, correct, what the backward needs of them, dE, dW, dBias); gradients empty if not made."""
     from t1lib.heads import fused_run  # needs Triton
 
-    tensors, (_, sizes, _, flags) = Tensors(*call[:6]), call[6:]
-    *needs, early, exact_sum, return_stats, _ = flags
-    input, gradients = tensors.input, (None, None, None)
-    # Triton launches on the current device
-    with torch.cuda.device_of(input), nullcontext() if input.is_cuda else INTERPRETER:
-        o, shape = _unpacked(tensors, *call[6:], check=True)
-        budget, chunks = o.opts.settings.workspace, 1 if exact_sum else sizes[2] or None
-        if any(needs):  # where the backward computes, a workspace too small for it is refused here already
-            plan = fused_plan.plan("early" if early else "late", shape, budget, o.device, chunks)
+    tensors, (*needs, early, _, return_stats, _) = Tensors(*call[:6]), call[9]
+    with torch.cuda.device_of(tensors.input) if tensors.input.is_cuda else INTERPRETER:  # where Triton launches
+        o = _unpacked(tensors, *call[6:], check=True)
         if early:
-            tokens, gradients = fused_run.early(o, shape, plan, needs, tensors.linear_weight)
+            tokens, gradients = fused_run.early(o)
         else:
-            tokens = fused_run.loss_only(o, shape, fused_plan.plan("loss", shape, budget, o.device))
+            if any(needs):  # a workspace too small for the backward is refused here already
+                o.plan("late")
+            tokens, gradients = fused_run.loss_only(o), (None, None, None)
         lse, logprob, correct, pull, saved = tokens.results()
-        loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [input.new_empty(0) for _ in HeadStats._fields]
+        loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [tensors.input.new_empty(0) for _ in range(3)]
         if return_stats:
             stats = [x.clone() for x in o.opts.stats(lse, logprob, correct > 0)]  # operators return no views
     return loss.clone() if loss.dim() else loss, *stats, saved, *_filled(tensors, gradients)
 
 
 @forward_op.register_fake
-def _(input, linear_weight, target, linear_bias, weight, token_weight, numbers, sizes, words, flags):
-    reduction, _, group = words.split(" ")
-    tokens = target.numel() * (len(sizes[3:]) if group and flags[-1] else 1)
-    rows = input.new_empty(target.shape, dtype=torch.float32)
-    loss = torch.empty_like(rows) if reduction == "none" else input.new_empty((), dtype=torch.float32)
-    stats = [torch.empty_like(rows), torch.empty_like(rows), input.new_empty(target.shape, dtype=torch.bool)]
-    if not flags[5]:
-        stats = [input.new_empty(0) for _ in stats]
-    saved = input.new_empty((2, tokens), dtype=torch.float32)
-    return loss, *stats, saved, *_empty((input, linear_weight, linear_bias), [f and flags[3] for f in flags[:3]])
+def _(*call):
+    tensors, (_, sizes, words, flags) = Tensors(*call[:6]), call[6:]
+    (reduction, _, group), shape, new = words.split(" "), tensors.target.shape, tensors.input.new_empty
+    tokens = tensors.target.numel() * (len(sizes[3:]) if group and flags[-1] else 1)
+    loss = new(shape if reduction == "none" else (), dtype=torch.float32)
+    stats = [new(shape, dtype=t) if flags[5] else new(0) for t in (torch.float32, torch.float32, torch.bool)]
+    return loss, *stats, new((2, tokens), dtype=torch.float32), *_filled(tensors, [f and flags[3] for f in flags[:3]])
 
 
 @torch.library.custom_op(
@@ -213,28 +207,25 @@ def backward_op(upstream, lse, *call):
     """(dE, dW, dBias) from recomputed logits and the saved log-sum-exp; empty where not needed."""
     from t1lib.heads import fused_run
 
-    tensors, (_, sizes, _, flags) = Tensors(*call[:6]), call[6:]
-    with torch.cuda.device_of(lse), nullcontext() if lse.is_cuda else INTERPRETER:
-        o, shape = _unpacked(tensors, *call[6:], check=False)
-        chunks = 1 if flags[4] else sizes[2] or None
-        plan = fused_plan.plan("late", shape, o.opts.settings.workspace, o.device, chunks)
-        return _filled(tensors, fused_run.late(o, shape, plan, flags[:3], lse, upstream, tensors.linear_weight))
+    tensors = Tensors(*call[:6])
+    with torch.cuda.device_of(lse) if lse.is_cuda else INTERPRETER:
+        o = _unpacked(tensors, *call[6:], check=False)
+        return _filled(tensors, fused_run.late(o, lse, upstream))
 
 
 @backward_op.register_fake
-def _(upstream, lse, input, linear_weight, target, linear_bias, weight, token_weight, numbers, sizes, words, flags):
-    return _empty((input, linear_weight, linear_bias), flags[:3])
+def _(upstream, lse, *call):
+    return _filled(Tensors(*call[:6]), call[9][:3])
 
 
-def _filled(tensors: Tensors, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Gradients as their operands are; None becomes an empty tensor, because operators return tensors only."""
-    both = zip((tensors.input, tensors.linear_weight, tensors.linear_bias), gradients, strict=True)
-    return tuple(tensors.input.new_empty(0) if g is None else g.reshape(t.shape).to(t.dtype) for t, g in both)
-
-
-def _empty(operands: Sequence[Tensor | None], made: Sequence[bool]) -> tuple[Tensor, ...]:
-    """As `_filled`, without values."""
-    return tuple(t.new_empty(t.shape) if m else operands[0].new_empty(0) for t, m in zip(operands, made, strict=True))
+def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tuple[Tensor, ...]:
+    """Gradients as their operands are; True for one without values. Where there is none, an empty tensor, because
+    operators return tensors only."""
+    found = []
+    for t, g in zip((tensors.input, tensors.linear_weight, tensors.linear_bias), gradients, strict=True):
+        g = t.new_empty(t.shape) if g is True else g
+        found.append(g.reshape(t.shape).to(t.dtype) if isinstance(g, Tensor) else tensors.input.new_empty(0))
+    return tuple(found)
 
 
 def _setup(ctx, inputs, output) -> None:

@@ -1,6 +1,7 @@
 """Head `fused`: the kernels' launches, for the chunk of tokens at hand."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from t1lib.heads.fused_plan import TILES, Buffer, Device, Plan, Shape, ceil, layout, splits_of, up
+from t1lib.heads.fused_plan import TILES, Buffer, Device, Plan, Shape, ceil, layout, plan, splits_of, up
 from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import Options
@@ -28,13 +29,24 @@ HALF, STEP, QUARTER = 64, 64, 64  # of `hopper`'s boxes: rows of a half tile, st
 
 
 class Operands(NamedTuple):
-    """e (N, D), of any strides; w (V, D) with unit column stride and b (V) or None, both in the products' dtype."""
+    """e (N, D), of any strides; w (V, D) with unit column stride and b (V) or None, both in the products' dtype.
+
+    shape, chunks   to plan for, as in `fused_plan.plan`
+    needs           whether gradients of e, w and b are wanted; `dw_dtype`: of the second
+    """
 
     e: Tensor
     w: Tensor
     b: Tensor | None
     opts: Options
     device: Device
+    shape: Shape
+    chunks: int | None
+    needs: Sequence[bool]
+    dw_dtype: torch.dtype
+
+    def plan(self, kind: str) -> Plan:
+        return plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
 
 
 class Tokens:
@@ -111,25 +123,30 @@ class Chunk:
     """Launches of the kernels on one chunk of tokens after another: those from position `start` on, `size` of them.
 
     memory   the plan's buffers by name (`fused_plan.layout`)
+    dw, db   gradients to be filled, (V, D) and (V) float32
     known    what kernels may ask for, by the names of their arguments: whatever a launch does not give itself
     """
 
-    def __init__(self, o: Operands, shape: Shape, plan: Plan, *, by_target: bool, early: bool) -> None:
-        self.o, self.plan, self.opts, self.tokens = o, plan, o.opts, Tokens(o.opts, by_target)
+    def __init__(self, o: Operands, kind: str) -> None:
+        by_target = kind == "early" and (o.needs[1] or o.needs[2])
+        self.o, self.plan, self.opts, self.tokens = o, o.plan(kind), o.opts, Tokens(o.opts, by_target)
+        empty, zeros = (partial(f, device=o.e.device) for f in (torch.empty, torch.zeros))
+        self.dw = empty(o.w.shape, dtype=o.dw_dtype) if o.needs[1] and kind != "loss" else None
+        self.db = zeros(o.opts.vocab) if o.needs[2] and kind != "loss" else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
-        self.memory = memory = allocate(o.e.device, layout(shape, plan, early))
-        self.x, self.hidden, s, t = memory["x"], shape.hidden, o.opts.settings, self.tokens
-        self.above = len(self.x) - plan.capacity  # rows of scaled copies, which come before the packed hidden states
-        matrices = dict.fromkeys(("z", "de", "columns", "frequent_sums")) | memory | {"w": o.w}
+        self.memory = memory = allocate(o.e.device, layout(o.shape, self.plan, kind == "early"))
+        self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens
+        self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
+        matrices = dict.fromkeys(("z", "de", "columns", "frequent_sums")) | memory | {"w": o.w, "dw": self.dw}
         self.known = {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()} | matrices
         self.known |= dict.fromkeys(("frequent", "frequent_number", "slot", "even_vector"))  # until they are found
         self.known |= dict(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
             order=t.order, target=t.target, row=t.row, number=t.number, tokens=len(t.order), start=0,
-            capacity=plan.capacity, hidden=shape.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
-            parts=plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
+            capacity=self.plan.capacity, hidden=self.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
+            db=self.db, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
             M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
-            SCALED=early, PACKED=s.shards is not None,
+            SCALED=kind == "early", PACKED=s.shards is not None,
             PRECISE=s.softcap is not None and s.softcap >= LARGE,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
@@ -182,17 +199,25 @@ class Chunk:
         """Turn the chunk's exponentials into gradients, up to a factor per row."""
         self._launch(rows.scale_rows, up(self.size, self.tiles.m))
 
-    def products(self, z: Tensor, first: int, dw: Tensor | None, even_sum: Tensor | None = None) -> None:
-        """dE's partial sums and dW (V, D) from z, whose columns are w's rows from `first` on. The first chunk writes
-        dW, without label smoothing's even share, and the others add to it."""
-        (m, n, k, *_), tile, pieces = self.tiles, self._tile, 1 if dw is None else dw.element_size()
+    def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:
+        """dE's partial sums and dW from z, whose columns are w's rows from `first` on. The first chunk writes dW,
+        without label smoothing's even share, and the others add to it."""
+        de, dw, (m, n, k, warps, _, stages), tile = self.memory.get("de"), self.dw, self.tiles, self._tile
+        if de is None and dw is None:
+            return
+        pieces = 1 if dw is None else dw.element_size()
         self._launch(
             products.products, self.o.device.units, z=tile(z, m, k), zt=tile(z, k, m), w=tile(self.o.w, k, n),
-            x=tile(self.x, k, n), de=tile(self.memory.get("de"), m, n // 4), dw=tile(dw, m, n // pieces),
-            dw_stride=0 if dw is None else dw.stride(0), even_sum=even_sum, first=first, held=z.shape[1],
-            ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4, PIECES_DW=pieces,
-            num_warps=self.tiles.warps, num_stages=self.tiles.product_stages,
+            x=tile(self.x, k, n), de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces), even_sum=even_sum, first=first,
+            held=z.shape[1], ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4, PIECES_DW=pieces,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
+
+    def add_bias(self, z: Tensor, first: int, factor: Tensor | None = None) -> None:
+        """Add the chunk's contribution to dBias, from z as in `products`, whose rows lack `factor`."""
+        if self.db is not None:
+            out = self.db[None, first : first + z.shape[1]]
+            sum_rows(out, z, self.tokens.number, self.start, self.size, factor)
 
     def finish_input(self, out: Tensor) -> None:
         """Write the chunk's dE to the tokens' own rows of `out`; under a group to its first rows, in order."""
@@ -207,13 +232,10 @@ class Chunk:
             columns=self._tile(columns, k, m), width=columns.shape[1], M=m, N=n, num_warps=4, num_stages=4,
         )  # fmt: skip
 
-    def add_targets(self, segment_end: Tensor, dw: Tensor | None, db: Tensor | None) -> None:
+    def add_targets(self, segment_end: Tensor) -> None:
         """After all chunks, add the targets' own terms to dW and dBias, rounded once."""
-        width, stride = (1, 0) if dw is None else (ceil(self.hidden, BLOCK), dw.stride(0))
-        self._launch(
-            products.target_rows, len(self.tokens.order), width, dw=dw, dw_stride=stride, db=db,
-            segment_end=segment_end, HEIGHT=4, num_warps=4,
-        )  # fmt: skip
+        grid = len(self.tokens.order), 1 if self.dw is None else ceil(self.hidden, BLOCK)
+        self._launch(products.target_rows, *grid, segment_end=segment_end, HEIGHT=4, num_warps=4)
 
 
 def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, factor: Tensor | None) -> None:

@@ -232,11 +232,12 @@ def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks:
     """The fastest plan within the workspace; `T1Error` naming the least that works if none fits.
 
     kind     "early": gradients in the forward; "late": in the backward, from recomputed logits; "loss": no gradients
-    chunks   instead of a workspace: about so many chunks of tokens
+    chunks   of gradients, instead of a workspace: so many chunks of tokens
     """
-    tile = TILES[device.kind, shape.compute.itemsize].m
-    shape = shape._replace(tokens=up(max(shape.tokens, 1), tile))
-    return _plan(kind, shape._replace(de=False, dw=False) if kind == "loss" else shape, workspace, device, chunks)
+    shape = shape._replace(tokens=up(max(shape.tokens, 1), TILES[device.kind, shape.compute.itemsize].m))
+    if kind == "loss":
+        shape, chunks = shape._replace(de=False, dw=False), None
+    return _plan(kind, shape, workspace, device, chunks)
 
 
 @lru_cache(maxsize=1024)

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from t1lib.heads import fused_launch as launch
 from t1lib.heads.fused_launch import Chunk, Operands, Tokens
-from t1lib.heads.fused_plan import Plan, Shape
 from t1lib.heads.kernels.logits import LEAD, NEVER
 from t1lib.heads.kernels.tiles import LN2, TOKEN
 
-Needs = tuple[bool, ...]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -103,81 +101,66 @@ def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
     return out.sum(0)
 
 
-def early(o: Operands, shape: Shape, plan: Plan, needs: Needs, w_like: Tensor) -> tuple[Tokens, Gradients]:
+def early(o: Operands) -> tuple[Tokens, Gradients]:
     """Statistics, and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
-    c = Chunk(o, shape, plan, by_target=needs[1] or needs[2], early=True)
-    tokens, opts, smooth, segment_end = c.tokens, o.opts, o.opts.settings.label_smoothing, None
+    c = Chunk(o, "early")
+    tokens, opts, smooth, segment_end, even_sum = c.tokens, o.opts, o.opts.settings.label_smoothing, None, None
     factors = torch.stack(opts.factors(1.0))
     tokens.row[TOKEN.value : TOKEN.value + 4] = factors[:, tokens.order]
     targets(c)
-    even_sum = None
     if smooth:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
         c.known["even_vector"], even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, factors[3])
-    de, dw, db = _gradients(c, needs, w_like)
+    de, z = InputGradient(c) if o.needs[0] else None, c.memory["z"]
     for _ in c.each():
-        statistics(c, c.memory["z"])
-        if segment_end is None and (needs[1] or needs[2]):  # now that the device is busy
+        statistics(c, z)
+        if segment_end is None and (o.needs[1] or o.needs[2]):  # now that the device is busy
             segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
-            if needs[1]:
+            if o.needs[1]:
                 sums = c.memory["frequent_sums"]
                 c.known |= launch.frequent_targets(tokens, segment_end, opts, sums, even_sum)
         c.scale_rows()
-        if needs[0] or needs[1]:
-            c.products(c.memory["z"], 0, dw, even_sum if c.start == 0 else None)
-        if db is not None:
-            scale = tokens.fields["scale"][c.start :]
-            launch.sum_rows(db[None], c.memory["z"], tokens.number, c.start, c.size, scale)
+        c.products(z, 0, even_sum if c.start == 0 else None)
+        c.add_bias(z, 0, tokens.fields["scale"][c.start :])
         if de is not None:
             de.add()
-        if dw is not None:
+        if o.needs[1]:
             c.add_frequent()
     if segment_end is not None:
-        c.add_targets(segment_end, dw, db)
-    if db is not None and smooth:  # label smoothing's even share is the same for all tokens up to a factor
-        db -= factors[3].sum() * (1.0 if opts.class_weight is None else opts.local_class_weight)
-    return tokens, (None if de is None else de.finish(), dw, db)
+        c.add_targets(segment_end)
+    if c.db is not None and smooth:  # label smoothing's even share is the same for all tokens up to a factor
+        c.db -= factors[3].sum() * (1.0 if opts.class_weight is None else opts.local_class_weight)
+    return tokens, (None if de is None else de.finish(), c.dw, c.db)
 
 
-def loss_only(o: Operands, shape: Shape, plan: Plan) -> Tokens:
+def loss_only(o: Operands) -> Tokens:
     """Statistics of all tokens: one product."""
-    c = Chunk(o, shape, plan, by_target=False, early=False)
+    c = Chunk(o, "loss")
     targets(c)
     for _ in c.each():
         statistics(c, None)
     return c.tokens
 
 
-def late(
-    o: Operands, shape: Shape, plan: Plan, needs: Needs, lse: Tensor, upstream: Tensor, w_like: Tensor
-) -> Gradients:
+def late(o: Operands, lse: Tensor, upstream: Tensor) -> Gradients:
     """Gradients from recomputed logits, one range of columns at a time: three products.
 
     lse (2, N): offset and log_total of the tokens, in order, as `loss_only` left them.
     """
-    c = Chunk(o, shape, plan, by_target=False, early=False)
-    tokens, opts, z_loss = c.tokens, o.opts, o.opts.settings.z_loss
+    c = Chunk(o, "late")
+    tokens, vocab, z_loss = c.tokens, o.opts.vocab, o.opts.settings.z_loss
     tokens.fields["offset"].copy_(lse[0])
     tokens.fields["log_total"].copy_(lse[1])
-    factors = torch.stack(opts.factors(upstream))[:, tokens.order]
+    factors = torch.stack(o.opts.factors(upstream))[:, tokens.order]
     if z_loss:
         factors[1] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * factors[0]
     tokens.row[TOKEN.value : TOKEN.value + 4] = factors
-    de, dw, db = _gradients(c, needs, w_like)
+    de = InputGradient(c) if o.needs[0] else None
     for _ in c.each():
-        for first in range(0, opts.vocab, plan.columns):
-            z = c.memory["z"][:, : min(plan.columns, opts.vocab - first)]
+        for first in range(0, vocab, c.plan.columns):
+            z = c.memory["z"][:, : min(c.plan.columns, vocab - first)]
             c.logits(z, first, gradient=True)
-            if needs[0] or needs[1]:
-                c.products(z, first, dw)
-            if db is not None:
-                launch.sum_rows(db[None, first : first + plan.columns], z, tokens.number, c.start, c.size, None)
+            c.products(z, first)
+            c.add_bias(z, first)
         if de is not None:
             de.add()
-    return None if de is None else de.finish(), dw, db
-
-
-def _gradients(c: Chunk, needs: Needs, w_like: Tensor) -> tuple[InputGradient | None, Tensor | None, Tensor | None]:
-    """dE, dW and dBias to be filled."""
-    de = InputGradient(c) if needs[0] else None
-    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
-    return de, dw, torch.zeros(c.opts.vocab, device=c.o.e.device) if needs[2] else None
+    return None if de is None else de.finish(), c.dw, c.db

@@ -35,28 +35,17 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Shards:
     """One process's view of the sharding: it holds the rows `first` … `first + rows[rank]` of the weight.
 
-    rows        number of weight rows on each process of `group`, in rank order
+    rows        number of weight rows on each of the `size` processes of `group`, in rank order
     sequence    whether the tokens are sharded, too: the same number on every process, in rank order
     """
 
     group: ProcessGroup
-    rank: int
     rows: tuple[int, ...]
     sequence: bool
 
-    @classmethod
-    def of(cls, name: str, rows: tuple[int, ...], sequence: bool) -> "Shards":
-        """For the group of that name, because an operator cannot take a group."""
-        group = dist.distributed_c10d._resolve_process_group(name)
-        return cls(group, dist.get_rank(group), rows, sequence)
-
-    @property
-    def first(self) -> int:
-        return sum(self.rows[: self.rank])
-
-    @property
-    def size(self) -> int:
-        return len(self.rows)
+    rank = property(lambda self: dist.get_rank(self.group))
+    first = property(lambda self: sum(self.rows[: self.rank]))
+    size = property(lambda self: len(self.rows))
 
     def gather(self, mine: Tensor, every: Tensor | None = None) -> Tensor:
         """(size · n, …): the values (n, …) of every process, in rank order; into `every`, which is contiguous."""
@@ -89,11 +78,9 @@ def linear_cross_entropy(
 
     input, target       the same on every rank; targets are indices into the whole vocabulary
     sequence_parallel   if True, input, target and token_weight hold each rank's own tokens, the same number on every
-                        rank, in rank order. Per-token losses, statistics and dE are then those of the rank's own
-                        tokens; "mean" and "sum" are over all tokens
-    linear_weight       (rows, D): the rank's classes, which follow those of the lower ranks; ranks may differ in rows,
-                        but each has at least one. Or a DTensor with dimension 0 sharded over a one-dimensional mesh;
-                        its gradient is then a DTensor, too
+                        rank, in rank order; so do per-token losses, statistics and dE. "mean" and "sum" are over all
+    linear_weight       (rows, D): the rank's classes, one at least, which follow those of the lower ranks; or a DTensor
+                        with dimension 0 sharded over a one-dimensional mesh, whose gradient is a DTensor, too
     linear_bias         (rows), or a DTensor sharded in the same way
     group               ProcessGroup or one-dimensional DeviceMesh; None: the mesh of the DTensor
     vocabulary          V, to check the shards against; None: V is the sum of their rows
@@ -139,7 +126,7 @@ def linear_cross_entropy(
         error = str(e)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # through which objects are sent
         held = _agree(group, called, error, rows, implied)
-    settings = settings._replace(shards=Shards(group, dist.get_rank(group), held, sequence_parallel))
+    settings = settings._replace(shards=Shards(group, held, sequence_parallel))
     loss, stats = HEADS[head](tensors, settings, **own)
     return (loss, stats) if settings.return_stats else loss
 

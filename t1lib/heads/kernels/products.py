@@ -9,7 +9,7 @@ from t1lib.heads.kernels import tiles
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
-    z, zt, w, x, de, dw, even_sum, class_weight, number, tokens, start, size, capacity, hidden,
+    z, zt, w, x, de, dw, even_sum, class_weight, number, start, size, capacity, hidden,
     vocab, first, held, x_rows, parts, z_stride, w_stride, x_stride, de_stride, dw_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PRECISION: tl.constexpr,
@@ -74,7 +74,7 @@ def products(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def frequent_rows(
-    columns, x, frequent_sums, frequent_number, number, tokens, start, size, capacity, hidden,
+    columns, x, frequent_sums, frequent_number, number, start, size, capacity, hidden,
     width, x_rows, columns_stride, x_stride, frequent_sums_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

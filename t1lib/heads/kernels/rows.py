@@ -9,14 +9,11 @@ from t1lib.heads.kernels.logits import settled_offset
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def pack(
-    e, x, order, target, packed_target, flag, number, tokens, start, size, capacity, hidden,
-    above, e_row, e_column, x_stride,
+    e, x, order, target, packed_target, flag, number, start, size, hidden, above, e_row, e_column, x_stride,
     M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: x[above + i] ← the token's hidden state, zero where no token is; its target, else −1.
-
-    And flag ← 0 for each block of M rows.
-    """
+    """Program per row: x[above + i] ← the token's hidden state, zero where no token is; packed_target ← its target,
+    else −1; and flag ← 0 for each block of M rows."""
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
     token = tl.load(order + start + i, mask=live, other=0)
@@ -32,7 +29,7 @@ def pack(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def finish_rows(
-    row, sums, number, tokens, start, size, capacity, hidden, splits, SPLITS: tl.constexpr, EVEN_SHARE: tl.constexpr
+    row, sums, number, tokens, start, size, capacity, splits, SPLITS: tl.constexpr, EVEN_SHARE: tl.constexpr
 ):
     """Program per row: combine the parts of the vocabulary to the token's statistics."""
     i = tl.program_id(0)
