@@ -275,13 +275,13 @@ def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
     same_dtype   as in `prepare`
     """
     e, w, target, *_ = tensors
+    given = {name: value for name, value in tensors._asdict().items() if value is not None}
     for name in ("input", "linear_weight", "linear_bias"):
-        value = getattr(tensors, name)
-        if value is not None:
-            floating = f"{name} must be floating point: bfloat16, float16, float32 or float64; got {value.dtype}"
-            require(value.dtype in DTYPES, floating)
-            same = value.dtype == e.dtype or (not same_dtype and value.dtype != torch.float64)
-            require(same, f"{name} is {value.dtype}, input {e.dtype}; cast it, or use autocast")
+        dtype = given.get(name, e).dtype
+        known = f"{name} must be floating point: bfloat16, float16, float32 or float64; got {dtype}"
+        require(dtype in DTYPES, known)
+        same = dtype == e.dtype or (not same_dtype and dtype != torch.float64)
+        require(same, f"{name} is {dtype}, input {e.dtype}; cast it, or use autocast")
     shape, lead = tuple(e.shape), tuple(e.shape[:-1])
     require(len(shape) >= 1 and shape[-1] >= 1, f"input must have shape (…, D) with D >= 1, got {shape}")
     fits = w.dim() == 2 and w.shape[0] >= 1
@@ -293,17 +293,14 @@ def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
     other = target.is_floating_point() or target.is_complex() or target.dtype in (torch.bool, torch.uint64)
     require(not other, f"target must hold class indices of an integer type up to int64, got {target.dtype}")
     shapes = {"linear_bias": (len(w),), "target": lead, "weight": (classes,), "token_weight": lead}
-    for name, wanted in shapes.items():
-        value = getattr(tensors, name)
-        if value is not None:
-            require(value.shape == wanted, f"{name} must have shape {wanted}, got {tuple(value.shape)}")
-    for name in ("weight", "token_weight"):
-        value = getattr(tensors, name)
-        if value is not None:
-            real = value.is_floating_point() or (name == "token_weight" and not value.is_complex())
-            require(real, f"{name} must be floating point, got {value.dtype}")
-            constant = not value.requires_grad
-            require(constant, f"{name} requires a gradient, but heads treat it as a constant; pass {name}.detach()")
+    for name, value in given.items():
+        wanted = shapes.get(name, value.shape)
+        require(value.shape == wanted, f"{name} must have shape {wanted}, got {tuple(value.shape)}")
+    for name in [name for name in ("weight", "token_weight") if name in given]:
+        real = given[name].is_floating_point() or (name == "token_weight" and not given[name].is_complex())
+        require(real, f"{name} must be floating point, got {given[name].dtype}")
+        constant = not given[name].requires_grad
+        require(constant, f"{name} requires a gradient, but heads treat it as a constant; pass {name}.detach()")
 
 
 def _check_range(flat: Tensor, wrong: Tensor, classes: int, ignore_index: int) -> None:
