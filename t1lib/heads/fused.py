@@ -21,7 +21,7 @@ from t1lib.heads.options import HeadStats, Settings, Tensors
 from t1lib.heads.scale import scale_, triton
 
 TIGHT = 1.0  # softcap, below which the logits that matter lie where tanh is flat
-DTYPES = {torch.bfloat16: ("bfloat16", 2), torch.float16: ("float16", 2), torch.float32: ("float32", 4)}
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 INTERPRETER = threading.Lock()  # Triton's interpreter serves one thread at a time
 ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "
@@ -104,7 +104,7 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool) -> tupl
         rows, sequence, group = list(s.shards.rows), s.shards.sequence, s.shards.group.group_name
     numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
     sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
-    words = f"{s.reduction} {DTYPES[compute][0] if autocast else '-'} {group}"
+    words = f"{s.reduction} {DTYPES[compute] if autocast else '-'} {group}"
     return numbers, sizes, words, [*needs, early, exact_sum, s.return_stats, sequence]
 
 
@@ -126,17 +126,8 @@ def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
     tokens = 0 if torch.compiler.is_compiling() else tensors.target.numel()  # the compiler may not know their number
     if s.shards is not None and s.shards.sequence:
         tokens *= s.shards.size
-    needed = fused_plan.early_from(tokens, rows, hidden, DTYPES[compute][1], input.is_cuda)
-    return s.workspace >= needed + _copies(tensors, compute, rows)
-
-
-def _copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
-    """Bytes of the copies of weight and bias that the kernels need, for so many rows of the weight."""
-    found = 0
-    for t in (tensors.linear_weight, tensors.linear_bias):
-        if t is not None and (t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)):
-            found += rows * (t.shape[1] if t.dim() == 2 else 1) * DTYPES[compute][1]
-    return found
+    needed = fused_plan.early_from(tokens, rows, hidden, compute.itemsize, input.is_cuda)
+    return s.workspace >= needed + fused_plan.copies(tensors, compute, rows)
 
 
 def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> Any:
@@ -155,17 +146,9 @@ def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> An
         filter_eps or None, shards=shards,
     )  # fmt: skip
     with torch.autocast(tensors.input.device.type, enabled=False):  # the forward's state counts, also in the backward
-        e, w, b, opts = options.prepare(tensors, settings, same_dtype=dtype == "-", check=check)
-    e, compute = e if shards is None else shards.tokens(e), e.dtype if dtype == "-" else getattr(torch, dtype)
-    w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
-    b = None if b is None else b.to(compute).contiguous()
-    largest = max(rows, default=len(w))  # all shards must split the tokens into the same chunks
-    copies = _copies(tensors, compute, largest)
-    shape = fused_plan.Shape(len(e), largest, w.shape[1], compute, *flags[:2], copies, len(rows))
-    return Operands(
-        e, w, b, opts, fused_plan.device_of(e.device), shape, 1 if flags[4] else chunks or None, flags[:3],
-        tensors.linear_weight.dtype,
-    )  # fmt: skip
+        opts = options.Options(tensors, settings, same_dtype=dtype == "-", check=check)
+    compute = tensors.input.dtype if dtype == "-" else getattr(torch, dtype)
+    return Operands(tensors, opts, compute, flags[:3], 1 if flags[4] else chunks or None)
 
 
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({RESULTS})")

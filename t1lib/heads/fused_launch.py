@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from t1lib.heads.fused_plan import TILES, Buffer, Device, Plan, Shape, ceil, layout, plan, splits_of, up
+from t1lib.heads import fused_plan
+from t1lib.heads.fused_plan import TILES, Buffer, Plan, Shape, ceil, layout, splits_of, up
 from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
-from t1lib.heads.options import Options
+from t1lib.heads.options import Options, Tensors
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
@@ -28,25 +29,31 @@ CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache whil
 HALF, STEP, QUARTER = 64, 64, 64  # of `hopper`'s boxes: rows of a half tile, step along D, columns of a quarter tile
 
 
-class Operands(NamedTuple):
+class Operands:
     """e (N, D), of any strides; w (V, D) with unit column stride and b (V) or None, both in the products' dtype.
 
     shape, chunks   to plan for, as in `fused_plan.plan`
     needs           whether gradients of e, w and b are wanted; `dw_dtype`: of the second
     """
 
-    e: Tensor
-    w: Tensor
-    b: Tensor | None
-    opts: Options
-    device: Device
-    shape: Shape
-    chunks: int | None
-    needs: Sequence[bool]
-    dw_dtype: torch.dtype
+    def __init__(
+        self, tensors: Tensors, opts: Options, compute: torch.dtype, needs: Sequence[bool], chunks: int | None
+    ) -> None:
+        e, w, _, b, *_ = tensors
+        self.opts, self.needs, self.chunks, self.dw_dtype, shards = opts, needs, chunks, w.dtype, opts.settings.shards
+        e = e.reshape(-1, e.shape[-1])
+        self.e = e if shards is None else shards.tokens(e)
+        self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
+        self.b = None if b is None else b.to(compute).contiguous()
+        rows = (len(w),) if shards is None else shards.rows
+        copies = fused_plan.copies(tensors, compute, max(rows))
+        ranks = 0 if shards is None else shards.size
+        # all shards must split the tokens into the same chunks
+        self.shape = Shape(len(self.e), max(rows), w.shape[1], compute, *needs[:2], copies, ranks)
+        self.device = fused_plan.device_of(e.device)
 
     def plan(self, kind: str) -> Plan:
-        return plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
+        return fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
 
 
 class Tokens:

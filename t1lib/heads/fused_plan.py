@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from t1lib.heads.options import need_workspace
+from t1lib.heads.options import Tensors, need_workspace
 
 DEFAULT_WORKSPACE = 2**30  # beside what every plan needs per token: within 10 % of the three products at every shape
 LOSS_WORKSPACE = 16 * 2**20  # more memory does not speed up the loss alone
@@ -154,6 +154,15 @@ def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
     """Bytes of a plan, including what is allocated outside of its buffers."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
     return sum(b.nbytes for b in layout(shape, plan, early).values()) + loose + SLACK
+
+
+def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
+    """Bytes of the copies of weight and bias that the kernels need, for so many rows of the weight."""
+    found = 0
+    for t in (tensors.linear_weight, tensors.linear_bias):
+        if t is not None and (t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)):
+            found += rows * (t.shape[1] if t.dim() == 2 else 1) * compute.itemsize
+    return found
 
 
 def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:

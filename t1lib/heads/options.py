@@ -4,7 +4,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -60,7 +59,6 @@ class Settings(NamedTuple):
     shards: Any = None
 
 
-@dataclass(frozen=True)
 class Options:
     """What a head needs to know of a call besides its operands. Vectors over tokens are flat (N), over classes (V).
 
@@ -71,17 +69,32 @@ class Options:
     dtype         of the loss and of all arithmetic on logits: float32, or float64 for float64 operands
     """
 
-    settings: Settings
-    target: Tensor
-    valid: Tensor
-    class_weight: Tensor | None
-    token_weight: Tensor | None
-    shape: torch.Size
-    vocab: int
-    dtype: torch.dtype
-    classes: int
-    local_target: Tensor
-    local_class_weight: Tensor | None
+    def __init__(self, tensors: Tensors, settings: Settings, same_dtype: bool = True, check: bool = True) -> None:
+        """From a call's tensors, whose shapes, dtypes and range of targets are checked.
+
+        With shards, linear_weight and linear_bias are this process's rows only, target that of the tokens given to it.
+        same_dtype   the operands must agree in dtype, because the head does not cast them itself
+        check        not needed in the backward of a call that was checked
+        """
+        input, w, target, _, weight, token_weight = tensors
+        self.settings, self.shape, self.vocab = settings, target.shape, w.shape[0] if w.dim() else 0
+        first, self.classes, tokens = 0, self.vocab, Tensor.contiguous  # kernels read targets with stride 1
+        if settings.shards is not None:
+            shards = settings.shards
+            first, self.classes, tokens = shards.first, sum(shards.rows), shards.tokens
+        if check:
+            _check_shapes(tensors, self.classes, same_dtype)
+        self.target = tokens(target.flatten().long())
+        self.local_target = self.target - first if first else self.target
+        self.valid = self.target != settings.ignore_index
+        if check:
+            _check_range(self)
+        self.dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+        self.token_weight = token_weight
+        if token_weight is not None:
+            self.token_weight = tokens(token_weight.flatten()).to(self.dtype).masked_fill(~self.valid, 0.0)
+        self.class_weight = None if weight is None else weight.to(self.dtype).contiguous()
+        self.local_class_weight = None if weight is None else self.class_weight[first : first + self.vocab]
 
     def own(self, every: Tensor) -> Tensor:
         """Select from the values of all tokens, (N, …), those of the tokens that this process was given."""
@@ -166,9 +179,11 @@ def on_flat_operands(compute: Callable) -> Callable:
                 t = getattr(tensors, name)
                 if t is not None and t.is_floating_point() and t.dtype != torch.float64:
                     tensors = tensors._replace(**{name: t.to(dtype)})
-        e, w, b, opts = prepare(tensors, settings)
+        opts = Options(tensors, settings)
+        e, w, _, b, *_ = tensors
         with torch.autocast(device, enabled=False):  # operands are already cast, the rest is float32
-            return compute(torch.where(opts.own(opts.valid)[:, None], e, 0.0), w, b, opts, **own)
+            e = torch.where(opts.own(opts.valid)[:, None], e.reshape(-1, e.shape[-1]), 0.0)
+            return compute(e, w, b, opts, **own)
 
     return head
 
@@ -236,43 +251,11 @@ def _number(name: str, value: float, allowed: str, test: Callable[[float], bool]
     return float(value)
 
 
-def prepare(
-    tensors: Tensors, settings: Settings, same_dtype: bool = True, check: bool = True
-) -> tuple[Tensor, Tensor, Tensor | None, Options]:
-    """Check shapes and dtypes of a call's tensors, and the targets' range; return flat operands and `Options`.
-
-    With shards, linear_weight and linear_bias are this process's rows only, target that of the tokens given to it.
-    same_dtype   the operands must agree in dtype, because the head does not cast them itself
-    check        not needed in the backward of a call that was checked
-    """
-    input, w, target, b, weight, token_weight = tensors
-    shards, vocab = settings.shards, w.shape[0] if w.dim() else 0
-    first, classes, tokens = 0, vocab, torch.Tensor.contiguous  # kernels read targets with stride 1
-    if shards is not None:
-        first, classes, tokens = shards.first, sum(shards.rows), shards.tokens
-    if check:
-        _check_shapes(tensors, classes, same_dtype)
-    flat = tokens(target.flatten().long())
-    valid = flat != settings.ignore_index
-    if check:
-        _check_range(flat, valid & ((flat < 0) | (flat >= classes)), classes, settings.ignore_index)
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    if token_weight is not None:
-        token_weight = tokens(token_weight.flatten()).to(dtype).masked_fill(~valid, 0.0)
-    class_weight = None if weight is None else weight.to(dtype).contiguous()
-    local = None if weight is None else class_weight[first : first + vocab]
-    local_target = flat - first if first else flat
-    opts = Options(
-        settings, flat, valid, class_weight, token_weight, target.shape, vocab, dtype, classes, local_target, local
-    )
-    return input.reshape(-1, input.shape[-1]), w, b, opts
-
-
 def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
     """Require the dtypes and shapes that `linear_cross_entropy` documents, and constant weights of classes and tokens.
 
     classes      in the whole vocabulary
-    same_dtype   as in `prepare`
+    same_dtype   as in `Options`
     """
     e, w, target, *_ = tensors
     given = {name: value for name, value in tensors._asdict().items() if value is not None}
@@ -303,8 +286,10 @@ def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
         require(constant, f"{name} requires a gradient, but heads treat it as a constant; pass {name}.detach()")
 
 
-def _check_range(flat: Tensor, wrong: Tensor, classes: int, ignore_index: int) -> None:
-    message = f"target must lie in [0, {classes}) or be ignore_index {ignore_index}"
+def _check_range(opts: Options) -> None:
+    flat, classes = opts.target, opts.classes
+    wrong = opts.valid & ((flat < 0) | (flat >= classes))
+    message = f"target must lie in [0, {classes}) or be ignore_index {opts.settings.ignore_index}"
     if flat.is_cuda:  # reading a value would make the host wait for the device
         torch._assert_async(~wrong.any(), message)
     elif wrong.any():
