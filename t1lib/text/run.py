@@ -18,7 +18,7 @@ from t1lib.signals import noted
 from t1lib.text.session import LanguageSession
 from t1lib.text.texts import METRICS, RUN
 from t1lib.train import Schedule, StepRecord
-from t1lib.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from t1lib.train.ranks import ALONE, Ranks
 
 COLUMNS = (
@@ -78,7 +78,7 @@ class TrainRun:
         return bool(_read_metrics(self.folder / METRICS)) or self._has_checkpoints()
 
     def _has_checkpoints(self) -> bool:
-        return bool(checkpoints(self.folder / "checkpoints"))
+        return has_checkpoint(self.folder / "checkpoints")
 
     def _compare(self, before: dict[str, Any]) -> None:
         for name in sorted((self.settings.keys() | before.keys()) - FREE):

@@ -74,17 +74,12 @@ class Ranks:
         """Barrier: return when all ranks have called this."""
         self.share(lambda: None)
 
-    def add(self, tensor: Tensor) -> None:
-        """All-reduce: replace the tensor by its sum over ranks, in place. The result is bitwise equal on all."""
-        if not self.alone:
-            dist.all_reduce(tensor, group=self.group)
-
     def sum(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The sum of a tensor over ranks, computed on `device`. The result is bitwise equal on all."""
         if self.alone:
             return tensor
         total = tensor.to(device, copy=True)
-        self.add(total)
+        dist.all_reduce(total, group=self.group)
         return total.to(tensor.device)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from t1lib.optimizers import OptimizerSpec
 from t1lib.train.optimizer import ResidentUpdates, rules_of
-from t1lib.train.update import Precision, State, new_state, shown_state, take_state
+from t1lib.train.update import Precision
 
 
 def precision_of(spec: OptimizerSpec) -> Precision:
@@ -40,30 +40,3 @@ class ResidentOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         self.updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
-
-
-def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, precision: Precision) -> State:
-    """A parameter's optimizer state, independent of its layout; before the first update, what it starts from."""
-    rule = optimizer.param_groups[0]
-    if isinstance(optimizer, ResidentOptimizer):
-        state = optimizer.updates.state_of(param, rule)
-        return shown_state(param.data, state, optimizer.updates.counts[param])
-    held = {k: v for k, v in optimizer.state.get(param, {}).items() if v is not None}
-    return held or shown_state(param.data, new_state(param.data, rule, precision), 0)
-
-
-def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, saved: State, precision: Precision) -> None:
-    """Take over what `saved_state` returned, in place."""
-    rule = optimizer.param_groups[0]
-    if isinstance(optimizer, ResidentOptimizer):
-        state = optimizer.updates.state_of(param, rule)
-        optimizer.updates.counts[param] = take_state(param.data, state, saved)
-        return
-    state = optimizer.state[param]
-    for key, value in new_state(param.data, rule, precision).items():
-        if state.get(key) is None:
-            state[key] = value
-    count = take_state(param.data, {k: v for k, v in state.items() if k != "step"}, saved)
-    if "betas" in rule:
-        there = param.device if rule["fused"] or rule["capturable"] else "cpu"
-        state.setdefault("step", torch.zeros((), device=there)).fill_(count)
