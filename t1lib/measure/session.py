@@ -188,7 +188,8 @@ class TrainSession:
 
     def choice(self) -> dict[str, float]:
         """What slide chose for its budget: a `Choice` in numbers (places by `PLACES`), predicted bytes and ms."""
-        choice, work = self.trainer.chosen, work_in(self.trainer.engine, None, *self._batches[0].shape)
+        engine = self.trainer.engine
+        choice, work = engine.choice, work_in(engine, None, *self._batches[0].shape)
         chosen = {k: PLACES.index(v) if isinstance(v, str) else v for k, v in asdict(choice).items()}
         ms = float(step_ms(work, choice, this_machine()))
         return chosen | {"predicted_bytes": int(device_bytes(work, choice)), "predicted_ms": ms}

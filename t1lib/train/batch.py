@@ -54,24 +54,20 @@ def _check_tokens(name: str, tokens: Tensor, vocabulary: int, of: str, ignored: 
         raise T1Error(f"{name} hold {int(odd[0])}; allowed: 0 to {vocabulary - 1}, {of}")
 
 
-def pieces_of(
-    ids: Tensor, targets: Tensor, rows: int | None, width: int | None = None, total: int | None = None
-) -> list[Piece]:
+def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, total: int | None = None) -> list[Piece]:
     """Split a batch into micro-batches of at most `rows` rows.
 
-    width   values per token that the loss averages over; None: it averages over the tokens with a target
-    total   how many values (or such tokens) the whole batch has, if other ranks hold more of it
+    total   how many tokens with a target the whole batch has, if other ranks hold more of it
     """
     rows = rows or len(ids)
     if total is None and rows >= len(ids):
         return [Piece(ids, targets)]
-    total = counted(targets, width) if total is None else total
+    total = counted(targets) if total is None else total
     return [Piece(*part, total) for part in zip(ids.split(rows), targets.split(rows), strict=True)]
 
 
-def counted(targets: Tensor, width: int | None) -> int:
-    """How many values a batch's loss averages over; see `pieces_of`."""
-    return int((targets != -100).sum()) if width is None else targets.numel() * width
+def counted(targets: Tensor) -> int:
+    return int((targets != -100).sum())
 
 
 def dealt(ids: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:

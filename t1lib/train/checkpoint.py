@@ -39,16 +39,18 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     path = ranks.first(partial(_begin, folder, trainer.steps))
     parts, sums = list(trainer.state_parts()), {}
     try:
-        for at in range(0, len(parts), ranks.size):
-            states = {}
-            for turn, part in enumerate(parts[at : at + ranks.size]):
-                state = trainer.state_part(part)  # gathered by all
-                if turn == ranks.rank:
-                    states[f"{part}.pt"] = state
-            for written in ranks.share(partial(_add, path, states)):
-                sums |= written
-        facts = {"step": trainer.steps, "folder": path.name, "files": sums}
-        ranks.first(partial(_end, path, facts))
+        with ThreadPoolExecutor(1) as pool:  # a file is hashed while the next one is written
+            for at in range(0, len(parts), ranks.size):
+                own = {}
+                for turn, part in enumerate(parts[at : at + ranks.size]):
+                    state = trainer.state_part(part)  # gathered by all
+                    if turn == ranks.rank:
+                        own[f"{part}.pt"] = state
+                ranks.share(partial(_add, path, own))
+                sums |= {name: pool.submit(_digest, path / name) for name in own}
+        written = ranks.share(lambda: {name: digest.result() for name, digest in sums.items()})
+        files = {name: digest for own in written for name, digest in own.items()}
+        ranks.first(partial(_end, path, {"step": trainer.steps, "folder": path.name, "files": files}))
     except BaseException:
         if ranks.rank == 0:
             _sweep(folder)
@@ -74,10 +76,10 @@ def _begin(folder: Path, step: int) -> Path:
     return path
 
 
-def _add(path: Path, states: dict[str, Any]) -> dict[str, str]:
-    """Write these files; returns the checksum of each."""
+def _add(path: Path, states: dict[str, Any]) -> None:
     with writing(path):
-        return {name: _write(path / name, partial(torch.save, state)) for name, state in states.items()}
+        for name, state in states.items():
+            _write(path / name, partial(torch.save, state))
 
 
 def _end(path: Path, facts: dict[str, Any]) -> None:
@@ -100,28 +102,20 @@ def _sweep(folder: Path) -> None:
                 remove(path)
 
 
-class _Summed:
-    """A file that hashes what is written to it, in a thread of `pool` beside the writing."""
-
-    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
-        self._file, self._pool, self.sum, self.flush = file, pool, hashlib.sha256(), file.flush
-
-    def write(self, data: bytes) -> int:
-        hashing = self._pool.submit(self.sum.update, data)
-        try:
-            return self._file.write(data)
-        finally:
-            hashing.result()  # the writer may use the data's memory again
-
-
-def _write(path: Path, write: Callable[[Any], object]) -> str:
-    """Write a file, to the disk, and return its checksum."""
-    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
-        summed = _Summed(file, pool)
-        write(summed)
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file, to the disk."""
+    with path.open("wb") as file:
+        write(file)
         file.flush()
         os.fsync(file.fileno())
-    return summed.sum.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise T1Error(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
@@ -153,12 +147,8 @@ def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
 
 def _verify(folder: Path, sums: dict[str, str], name: str) -> None:
     """Raise `T1Error` for a file that is not as it was written."""
-    try:
-        with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise T1Error(f"cannot read {folder / name}: {error.strerror or error}") from None
-    require(found == sums[name], f"{folder / name} is damaged: its checksum is not the one written")
+    intact = _digest(folder / name) == sums[name]
+    require(intact, f"{folder / name} is damaged: its checksum is not the one written")
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

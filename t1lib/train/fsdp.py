@@ -79,6 +79,9 @@ class FsdpTrainer(Trainer):
         self.ranks, self.device = world(self.device), own_device(self.device)
         if self.ranks.alone:
             return
+        require(
+            self.loss == "cross_entropy", f"loss {self.loss!r} in {self.ranks.size} processes; allowed: one process"
+        )
         params = dict(self.model.named_parameters())
         facts = {name: getattr(self, name) for name in ALIKE} | {"device": self.device.type}
         facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype}
@@ -126,12 +129,8 @@ class FsdpTrainer(Trainer):
 
         same = len(set(self.ranks.share(look))) == 1
         require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
-        rows, size = len(found[0]), self.ranks.size
-        even = rows % size == 0 or self.loss == "cross_entropy"
-        require(even, f"a batch of {rows} rows for {size} processes; 'mean_square' allows a multiple of {size}")
-        total = counted(found[1], self._width)
-        pieces = pieces_of(*dealt(*found, self.ranks.rank, size), self.micro_batch, total=total)
-        return [piece.to(self.device) for piece in pieces]
+        mine = dealt(*found, self.ranks.rank, self.ranks.size)
+        return [piece.to(self.device) for piece in pieces_of(*mine, self.micro_batch, counted(found[1]))]
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         return self.model(piece, timer)
@@ -148,8 +147,7 @@ class FsdpTrainer(Trainer):
 
     def _zero_grad(self) -> None:
         super()._zero_grad()
-        for shard in self._own.values():
-            shard.grad = None
+        self.model.zero_grad()
 
     def _total(self, norms: list[Tensor]) -> Tensor:
         if not self.ranks.alone:  # so far these are norms of the local shards

@@ -28,8 +28,7 @@ from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.ranks import ALONE, Ranks
-from t1lib.train.resident import ResidentOptimizer, make_optimizer, precision_of
-from t1lib.train.state import check_saved, set_count, state_of
+from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, precision_of, set_count, state_of
 from t1lib.train.stream import usable
 from t1lib.train.update import State, norms_of, shown_state, take_state
 from t1lib.train.wrap import wrap_layers
@@ -64,7 +63,7 @@ class Trainer:
     head_options     options passed to the head; allowed: those in `HEAD_OPTIONS`
     optimizer        an `OptimizerSpec`, or its name
     loss             "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm:
-                     T1M1's setting, which has no output layer
+                     T1M1's setting, which has no output layer, and no micro-batches
     schedule         factor of the learning rate by step: a `Schedule`, or any function of the step number, from 0 on
     micro_batch      rows of a batch computed at a time, with gradients accumulated (default: the whole batch)
     max_grad_norm    clip gradients to this norm, taken over all parameters together (default: no clipping)
@@ -100,6 +99,7 @@ class Trainer:
         trained = [n for n, p in model.named_parameters() if p.requires_grad]
         require(bool(trained), "no parameter of the model requires a gradient")
         if loss == "mean_square":
+            require(micro_batch is None, f"loss 'mean_square' with micro_batch={micro_batch}; allowed: None")
             behind = {*self.parts.norm.parameters(), *self.parts.head.parameters()} - {self.parts.embed.weight}
             lost = [n for n in trained if model.get_parameter(n) in behind]
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
@@ -127,8 +127,7 @@ class Trainer:
         return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
 
     def _zero_grad(self) -> None:
-        for param in self.model.parameters():
-            param.grad = None
+        self.optimizer.zero_grad()
 
     def _norm(self) -> Tensor:
         """Clip the gradients; returns their norm before that, (), as `torch.nn.utils.clip_grad_norm_` computes it."""
@@ -191,17 +190,13 @@ class Trainer:
         return loss, norm
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
-        pieces = pieces_of(*self._checked(batch), self.micro_batch, self._width)
-        return [piece.to(self.device) for piece in pieces]
+        rows = None if self.mode == "slide" else self.micro_batch  # slide splits within each layer
+        return [piece.to(self.device) for piece in pieces_of(*self._checked(batch), rows)]
 
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(input_ids, targets) of a batch, checked to fit the model."""
         require(not self.closed, "the trainer was closed: make another one")
         return check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
-
-    @property
-    def _width(self) -> int | None:
-        return self.model.config.hidden_size if self.loss == "mean_square" else None
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
         """Compute the gradients of the batch's loss, and return the loss."""
@@ -225,8 +220,7 @@ class Trainer:
             hidden.register_hook(partial(_head_done, timer, trace))
         reduction, head = "mean" if piece.total is None else "sum", self.parts.head
         if self.loss == "mean_square":
-            squares = hidden.float().pow(2)
-            loss = squares.mean() if piece.total is None else squares.sum()
+            loss = hidden.float().pow(2).mean()
         else:
             loss = linear_cross_entropy(
                 hidden, head.weight, piece.targets, head=self.head, linear_bias=head.bias, softcap=self.parts.softcap,

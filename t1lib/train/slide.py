@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from t1lib.errors import require
 from t1lib.plan.cost import Choice
 from t1lib.timing import PhaseTimer
-from t1lib.train.batch import Piece, pieces_of
 from t1lib.train.loop import StepRecord, Trainer
 from t1lib.train.resident import make_optimizer
 from t1lib.train.stream import stream
@@ -56,21 +55,10 @@ class SlideTrainer(Trainer):
         for param in self._unused:
             param.data = param.data.cpu()
 
-    @property
-    def chosen(self) -> Choice:
-        """What is kept where."""
-        return self.engine.choice
-
-    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
-        return [piece.to(self.device) for piece in pieces_of(*self._checked(batch), None, self._width)]
-
     def _hidden(self, ids: Tensor) -> Tensor:
         embed = self.parts.embed
         embedded = embed(ids.to(embed.weight.device)).to(self.device)
         return self.parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
-
-    def _zero_grad(self) -> None:
-        self.optimizer.zero_grad()
 
     def _norm(self) -> Tensor:
         if self.max_grad_norm is None:

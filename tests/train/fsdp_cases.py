@@ -67,7 +67,6 @@ def at_two(plain: dict[str, Any], every: dict[str, Any]) -> Cases:
         "head chunked": partial(agrees, ragged(1), DOUBLE, {}, **{**plain, "head": "chunked"}),
         "head fused": partial(agrees, even(1, 2), SINGLE, {**single, "vocab_size": 97}, own={"head": "fused"}, **plain),
         "clipped": partial(agrees, even(2), DOUBLE, {}, optimizer=LARGE, max_grad_norm=0.1, head="full"),
-        "mean square": partial(compare, of_layers, even(1), DOUBLE, optimizer=LARGE, loss="mean_square"),
         "layers alone": partial(compare, of_layers, even(1), DOUBLE, **plain),
         "another decoder": another_decoder,
         "mixed precision": mixed_precision,

@@ -34,6 +34,7 @@ def refused(call, *parts):
         ({"head": "ful"}, ["unknown head 'ful'", "full", "chunked"]),
         ({"optimizer": "adam"}, ["unknown optimizer 'adam'", "allowed: sgd, adamw"]),
         ({"loss": "mse"}, ["unknown loss 'mse'", "allowed: cross_entropy, mean_square"]),
+        ({"loss": "mean_square", "micro_batch": 1}, ["'mean_square' with micro_batch=1", "allowed: None"]),
         ({"loss": "mean_square"}, ["'mean_square' ends before ['model.norm.weight']", "freeze it"]),
         ({"mode": "gpu-graph", "device": "cpu"}, ["mode 'gpu-graph' on a cpu", "allowed: a CUDA device"]),
         ({"mode": "slide", "choice": {"slots": 1}}, ["choice={'slots': 1}", "Choice"]),

@@ -106,7 +106,7 @@ def test_the_batch_that_is_announced_may_be_another_one():
 def test_a_budget_chooses_what_is_kept_where():
     options = {"optimizer": ADAMW, "head": "full"}
     trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), **options)
-    assert trainer.chosen != Choice()
+    assert trainer.engine.choice != Choice()
     found, expected = run(trainer), run(make_trainer(model(), "gpu", **options))
     assert found[0] == expected[0]
 
