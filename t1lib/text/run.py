@@ -101,7 +101,7 @@ class TrainRun:
         last, saved = self.settings["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)
-            while self.steps < last and not self.ranks.any(interrupted()):
+            while self.steps < last and not any(self.ranks.share(interrupted)):
                 record = self.session.step()
                 wanted = evaluate_every and (record.step % evaluate_every == 0 or record.step == last)
                 row = self._row(record, self.session.evaluate(evaluate_rows) if wanted else None)

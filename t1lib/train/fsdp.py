@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from t1lib.errors import choose, require
+from t1lib.heads.parallel import require_backend
 from t1lib.timing import PhaseTimer
 from t1lib.train.batch import Piece, counted, dealt, pieces_of
 from t1lib.train.loop import Trainer
@@ -76,7 +77,8 @@ class FsdpTrainer(Trainer):
         self._own_group = not dist.is_initialized()
         if self._own_group:
             join(self.device.type == "cuda")
-        self.ranks, self.device = world(self.device), own_device(self.device)
+        require_backend(dist.group.WORLD, self.device.type)
+        self.ranks, self.device = world(), own_device(self.device)
         if self.ranks.alone:
             return
         require(
