@@ -81,14 +81,11 @@ class FsdpTrainer(Trainer):
         self.ranks, self.device = world(), own_device(self.device)
         if self.ranks.alone:
             return
-        require(
-            self.loss == "cross_entropy", f"loss {self.loss!r} in {self.ranks.size} processes; allowed: one process"
-        )
-        params = dict(self.model.named_parameters())
+        several = f"loss {self.loss!r} in {self.ranks.size} processes; allowed: one process"
+        require(self.loss == "cross_entropy", several)
         facts = {name: getattr(self, name) for name in ALIKE} | {"device": self.device.type}
         facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype}
-        facts["the trained parameters"] = [n for n, p in params.items() if p.requires_grad]
-        self.ranks.agree(facts | {"the model's weights": digest_of(params)})
+        self.ranks.agree(facts | {"the model's weights": digest_of(dict(self.model.named_parameters()))})
 
     def _precision(self) -> MixedPrecisionPolicy:
         compute = None if self._compute_dtype is None else getattr(torch, self._compute_dtype)
@@ -177,9 +174,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:
-    """Digest of names, dtypes, shapes and values, bit by bit."""
+    """Digest of names, dtypes, shapes, marks as trained, and values bit by bit."""
     found = hashlib.sha256()
     for name, tensor in tensors.items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()[:16]

@@ -103,8 +103,9 @@ class Trainer:
             behind = {*self.parts.norm.parameters(), *self.parts.head.parameters()} - {self.parts.embed.weight}
             lost = [n for n in trained if model.get_parameter(n) in behind]
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
-            self.parts.norm.forward = lambda hidden: hidden
         self._place()
+        if loss == "mean_square":
+            self.parts.norm.forward = lambda hidden: hidden
 
     # -- what modes define -----------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class SlideTrainer(Trainer):
 
     def _place(self) -> None:
         self.late, options = self.max_grad_norm is None, self._options
-        if options["gpu_memory"] is not None and self.head == "fused":
+        if options["gpu_memory"] is not None and self.head == "fused" and "chunks" not in self.head_options:
             self.head_options = {"workspace": WORKSPACE, **self.head_options}
         self._own = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         _, self.optimizer = stream(

@@ -103,8 +103,9 @@ def test_the_batch_that_is_announced_may_be_another_one():
         assert trainers[0].step(batch, upcoming).loss == trainers[1].step(batch).loss
 
 
-def test_a_budget_chooses_what_is_kept_where():
-    options = {"optimizer": ADAMW, "head": "full"}
+@pytest.mark.parametrize("head", [{"head": "full"}, {"head_options": {"chunks": 2}}, {"head": "chunked"}], ids=str)
+def test_a_budget_chooses_what_is_kept_where(head):
+    options = {"optimizer": ADAMW, **head}
     trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), **options)
     assert trainer.engine.choice != Choice()
     found, expected = run(trainer), run(make_trainer(model(), "gpu", **options))
