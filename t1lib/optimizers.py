@@ -55,11 +55,6 @@ class OptimizerSpec:
         )
 
 
-def outlasts_warmup(name: str = "constant", warmup: int = 0, total: int = 0, **_: object) -> bool:
-    """Whether a schedule with these fields goes on after its warmup, as all must that decay."""
-    return name == "constant" or total > warmup
-
-
 @dataclass(frozen=True)
 class Schedule:
     """A factor of the learning rate by step: linear warmup from 0 over `warmup` steps, then constant, or decay to
@@ -77,7 +72,7 @@ class Schedule:
             require(is_whole(value, 0), f"schedule of {name}={value!r} steps; allowed: 0 or more, whole numbers")
         fits = is_number(self.least) and 0 <= self.least <= 1
         require(fits, f"schedule of least={self.least!r}; allowed: a factor from 0 to 1")
-        fits = outlasts_warmup(self.name, self.warmup, self.total)
+        fits = self.name == "constant" or self.total > self.warmup
         require(fits, f"schedule of total={self.total} steps, warmup={self.warmup}; allowed: total beyond warmup")
 
     def __call__(self, step: int) -> float:

@@ -26,15 +26,18 @@ from t1lib.measure.memory import (
 )
 from t1lib.measure.records import PLACES
 from t1lib.measure.timing import LeadIn, phases_ms
-from t1lib.models import build_model
+from t1lib.models import build_model, split
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.plan.cost import device_bytes
 from t1lib.plan.duration import step_ms
 from t1lib.plan.rates import this_machine
 from t1lib.timing import NoTrace, Span, Trace, synchronize
+from t1lib.train import wrap
 from t1lib.train.loop import StepRecord, Trainer, make_trainer
+from t1lib.train.placing import work_in
 from t1lib.train.slide import SlideTrainer
 
+TRAINED = ("all", "layers")
 Timeline = list[tuple[float, int, int | None]]
 
 
@@ -54,22 +57,30 @@ def envelope(points: Timeline, bins: int) -> Timeline:
 class TrainSession:
     """Trains a model on repeated batches of random tokens.
 
-    model      a preset or checkpoint, as for `build_model`; `changes` modify a preset's configuration
-    optimizer  fields of `OptimizerSpec`
-    batches    number of different batches, used in turn
-    options    further arguments of `make_trainer`; `schedule` may also be a dict of `Schedule`'s fields
+    model           a preset or checkpoint, as for `build_model`; `changes` modify a preset's configuration
+    optimizer       fields of `OptimizerSpec`
+    batches         number of different batches, used in turn
+    train           what to train: "all" parameters, or those of the "layers"
+    compile_layers  compile the decoder layers
+    options         further arguments of `make_trainer`; `schedule` may also be a dict of `Schedule`'s fields
     """
 
     def __init__(
         self, *, model: str, mode: str, dtype: str, batch: int, seq: int, optimizer: dict[str, Any],
-        device: str, seed: int = 0, changes: dict[str, Any] | None = None, batches: int = 1, **options: Any,
+        device: str, seed: int = 0, changes: dict[str, Any] | None = None, batches: int = 1, train: str = "all",
+        compile_layers: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         grow_segments()
         self.device, self.seed, self._count = torch.device(device), seed, batches
         self._host_setup = HostPeak()
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
-        spec = OptimizerSpec(**optimizer)
+        layers, spec = split(built).layers, OptimizerSpec(**optimizer)
+        if choose("train", train, TRAINED) == "layers":
+            built.requires_grad_(False)
+            layers.requires_grad_(True)
+        if compile_layers:
+            wrap.compile_layers(layers)
         if isinstance(options.get("schedule"), dict):
             options["schedule"] = Schedule(**options["schedule"])
         self.trainer = make_trainer(built, mode, device=device, optimizer=spec, **options)
@@ -96,7 +107,6 @@ class TrainSession:
         """From now on, train on batches of this shape with this head; unused memory is released."""
         self.trainer.head, self.trainer.head_options = choose("head", head, HEADS), head_options
         self.set_tokens(batch, seq)
-        self.trainer.forget_shapes()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -178,7 +188,8 @@ class TrainSession:
 
     def choice(self) -> dict[str, float]:
         """What slide chose for its budget: a `Choice` in numbers (places by `PLACES`), predicted bytes and ms."""
-        choice, work = self.trainer.chosen, self.trainer.work(*self._batches[0].shape)
+        engine = self.trainer.engine
+        choice, work = engine.choice, work_in(engine, None, *self._batches[0].shape)
         chosen = {k: PLACES.index(v) if isinstance(v, str) else v for k, v in asdict(choice).items()}
         ms = float(step_ms(work, choice, this_machine()))
         return chosen | {"predicted_bytes": int(device_bytes(work, choice)), "predicted_ms": ms}

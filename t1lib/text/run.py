@@ -18,7 +18,7 @@ from t1lib.signals import noted
 from t1lib.text.session import LanguageSession
 from t1lib.text.texts import METRICS, RUN
 from t1lib.train import Schedule, StepRecord
-from t1lib.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from t1lib.train.ranks import ALONE, Ranks
 
 COLUMNS = (
@@ -78,7 +78,7 @@ class TrainRun:
         return bool(_read_metrics(self.folder / METRICS)) or self._has_checkpoints()
 
     def _has_checkpoints(self) -> bool:
-        return bool(checkpoints(self.folder / "checkpoints"))
+        return has_checkpoint(self.folder / "checkpoints")
 
     def _compare(self, before: dict[str, Any]) -> None:
         for name in sorted((self.settings.keys() | before.keys()) - FREE):
@@ -101,7 +101,7 @@ class TrainRun:
         last, saved = self.settings["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)
-            while self.steps < last and not self.ranks.any(interrupted()):
+            while self.steps < last and not any(self.ranks.share(interrupted)):
                 record = self.session.step()
                 wanted = evaluate_every and (record.step % evaluate_every == 0 or record.step == last)
                 row = self._row(record, self.session.evaluate(evaluate_rows) if wanted else None)

@@ -1,8 +1,7 @@
 """A batch of token ids: checked against the model, and split into micro-batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,44 +35,39 @@ def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Te
     found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
     whole = isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel() > 0
     require(whole, f"a batch needs `input_ids` of shape (batch, sequence), with tokens; found {found}")
-    for name, tokens in batch.items():
-        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        require(kind in INTEGERS, f"{name} of {kind}; allowed: a tensor of integers")
-    ids = ids.long()
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary:
-        bad = low if low < 0 else high
-        raise T1Error(f"input_ids hold {bad}; allowed: 0 to {vocabulary - 1}, the model's vocabulary")
     require(ids.shape[1] <= positions, f"sequence of {ids.shape[1]} tokens; the model has {positions} positions")
-    labels = batch.get("labels", ids).long()
+    _check_tokens("input_ids", ids, vocabulary, "the model's vocabulary")
+    labels = batch.get("labels", ids)
+    _check_tokens("labels", labels, vocabulary, "or -100 for a token to ignore", ignored=-100)
     require(labels.shape == ids.shape, f"labels {tuple(labels.shape)} do not match input_ids {tuple(ids.shape)}")
-    valid = labels[labels != -100]
-    if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= vocabulary):
-        bad = int(valid.min()) if int(valid.min()) < 0 else int(valid.max())
-        raise T1Error(f"labels hold {bad}; allowed: 0 to {vocabulary - 1}, or -100 for a token to ignore")
-    targets = next_token_targets(labels)
+    targets = next_token_targets(labels.long())
     require(bool((targets != -100).any()), "no label counts: all that a token is to predict are -100")
-    return ids, targets
+    return ids.long(), targets
 
 
-def pieces_of(
-    ids: Tensor, targets: Tensor, rows: int | None, width: int | None = None, total: int | None = None
-) -> list[Piece]:
+def _check_tokens(name: str, tokens: Tensor, vocabulary: int, of: str, ignored: int | None = None) -> None:
+    kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+    require(kind in INTEGERS, f"{name} of {kind}; allowed: a tensor of integers")
+    tokens = tokens.long()
+    odd = tokens[((tokens < 0) | (tokens >= vocabulary)) & (tokens != ignored)]
+    if odd.numel():
+        raise T1Error(f"{name} hold {int(odd[0])}; allowed: 0 to {vocabulary - 1}, {of}")
+
+
+def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, total: int | None = None) -> list[Piece]:
     """Split a batch into micro-batches of at most `rows` rows.
 
-    width   values per token that the loss averages over; None: it averages over the tokens with a target
-    total   how many values (or such tokens) the whole batch has, if other ranks hold more of it
+    total   how many tokens with a target the whole batch has, if other ranks hold more of it
     """
     rows = rows or len(ids)
     if total is None and rows >= len(ids):
         return [Piece(ids, targets)]
-    total = counted(targets, width) if total is None else total
+    total = counted(targets) if total is None else total
     return [Piece(*part, total) for part in zip(ids.split(rows), targets.split(rows), strict=True)]
 
 
-def counted(targets: Tensor, width: int | None) -> int:
-    """How many values a batch's loss averages over; see `pieces_of`."""
-    return int((targets != -100).sum()) if width is None else targets.numel() * width
+def counted(targets: Tensor) -> int:
+    return int((targets != -100).sum())
 
 
 def dealt(ids: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -86,31 +80,3 @@ def dealt(ids: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, T
     missing = each - len(ids)
     filling = ids.new_zeros(missing, ids.shape[1]), targets.new_full((missing, ids.shape[1]), -100)
     return torch.cat([ids, filling[0]]), torch.cat([targets, filling[1]])
-
-
-def loss_in_pieces(loss: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """The mean loss of hidden states (B, S, D), `rows` rows at a time. The gradients of a piece are made together with
-    its loss, so that only its own logits exist; those of parameters are added to their `grad` at once.
-
-    loss   the sum of the losses of some rows, given their targets
-    """
-    return _InPieces.apply(hidden, loss, targets, rows)
-
-
-class _InPieces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Any, targets: Tensor, rows: int) -> Tensor:
-        count, total, grads = (targets != -100).sum(), hidden.new_zeros((), dtype=torch.float32), []
-        for x, y in zip(hidden.split(rows), targets.split(rows), strict=True):
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                part = loss(x, y) / count
-                part.backward()
-            total += part.detach()
-            grads.append(x.grad)
-        ctx.save_for_backward(torch.cat(grads))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.saved_tensors[0] * grad, None, None, None

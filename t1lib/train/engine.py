@@ -33,15 +33,18 @@ class Engine:
     """One streamed model. Its layers call `run`, its optimizer `step`.
 
     wish    bytes of gpu_memory, plan_for and choice, as in `stream`
+    head    of the loss, as in `stream`
     host    the layers whose parameters are on the host
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, stack: Sequence[nn.Module], device: torch.device,
         precision: Precision, micro_batch: int | None, in_backward: bool, overlap: bool, wish: tuple[Any, ...],
+        head: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         self.model, self.stack, self.device, self.precision = model, list(stack), device, precision
         self.micro_batch, self.in_backward, self.overlap, self.wish = micro_batch, in_backward, overlap, wish
+        self.head = head
         self.trace: NoTrace = NoTrace()
         streamed, self._groups = streamed_names(self.stack), groups_of(optimizer)
         refuse_shared(model, self.stack, streamed)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from t1lib.errors import choose, require
+from t1lib.heads.parallel import require_backend
 from t1lib.timing import PhaseTimer
 from t1lib.train.batch import Piece, counted, dealt, pieces_of
 from t1lib.train.loop import Trainer
@@ -25,7 +26,7 @@ from t1lib.train.ranks import join, own_device, world
 from t1lib.train.wrap import wrap_layers
 
 COMPUTE = ("float32", "bfloat16")
-ALIKE = ("loss", "train", "micro_batch", "max_grad_norm", "nonfinite", "head", "head_options", "spec")
+ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")
 
 
 class FsdpTrainer(Trainer):
@@ -66,7 +67,7 @@ class FsdpTrainer(Trainer):
                 module.set_force_sum_reduction_for_comms(True)
             for name, buffer in module.named_buffers(recurse=False):  # FSDP moves parameters only
                 setattr(module, name, buffer.to(self.device))
-        self.model.forward = self._share  # FSDP gathers embedding, norm and head when the model is called
+        self.model.forward = super()._piece_loss  # FSDP gathers embedding, norm and head when the model is called
         trained = (n for n, p in self.model.named_parameters() if p.requires_grad)
         self._own = {n: nn.Parameter(self._weight(n)) for n in trained}
         self.optimizer = self._resident_optimizer(kit=on_host)
@@ -76,13 +77,15 @@ class FsdpTrainer(Trainer):
         self._own_group = not dist.is_initialized()
         if self._own_group:
             join(self.device.type == "cuda")
-        self.ranks, self.device = world(self.device), own_device(self.device)
+        require_backend(dist.group.WORLD, self.device.type)
+        self.ranks, self.device = world(), own_device(self.device)
+        if self.ranks.alone:
+            return
+        several = f"loss {self.loss!r} in {self.ranks.size} processes; allowed: one process"
+        require(self.loss == "cross_entropy", several)
         facts = {name: getattr(self, name) for name in ALIKE} | {"device": self.device.type}
         facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype}
-        params = {n: (p.shape, p.dtype, p.requires_grad) for n, p in self.model.named_parameters()}
-        values = [digest_of(p.cpu()) for p in self.model.parameters()]
-        facts |= {"the model's parameters": _digest(params), "the model's weights": _digest(values)}
-        self.ranks.agree(facts)
+        self.ranks.agree(facts | {"the model's weights": digest_of(dict(self.model.named_parameters()))})
 
     def _precision(self) -> MixedPrecisionPolicy:
         compute = None if self._compute_dtype is None else getattr(torch, self._compute_dtype)
@@ -97,20 +100,17 @@ class FsdpTrainer(Trainer):
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         if self.ranks.alone or part.dim() == 0:
-            return part
+            return super()._whole(name, part)
         param = self.model.get_parameter(name)
         like = {"shape": param.shape, "stride": param.stride(), "run_check": False}
-        dealt_out = DTensor.from_local(part.to(self.device), param.device_mesh, param.placements, **like)
-        return dealt_out.full_tensor().cpu()
+        sharded = DTensor.from_local(part.to(self.device), param.device_mesh, param.placements, **like)
+        return sharded.full_tensor().cpu()
 
     def _part(self, whole: Tensor) -> Tensor:
         if self.ranks.alone or whole.dim() == 0:
             return whole
         parts = whole.chunk(self.ranks.size)  # fewer than ranks if there are too few rows
         return parts[self.ranks.rank] if self.ranks.rank < len(parts) else whole[:0]
-
-    def _write(self, param: nn.Parameter, part: Tensor) -> None:
-        _local(param.data).copy_(part)
 
     def device_tensors(self) -> list[Tensor]:
         return [_local(t) for t in super().device_tensors()]
@@ -120,28 +120,16 @@ class FsdpTrainer(Trainer):
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
         if self.ranks.alone:
             return super()._pieces(batch)
-        found: list[Tensor] = []
+        found = []
 
-        def look() -> tuple[str, float]:
+        def look() -> str:
             found.extend(self._checked(batch))
-            return repr([(t.shape, digest_of(t.cpu())) for t in found]), self.schedule(self.steps)
+            return digest_of(dict(zip(("input_ids", "labels"), found, strict=True)))
 
-        batches, factors = zip(*self.ranks.share(look), strict=True)
-        same = len(set(batches)) == 1
+        same = len(set(self.ranks.share(look))) == 1
         require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
-        same = len(set(factors)) == 1
-        require(same, f"the ranks' schedules differ in step {self.steps}: factors {', '.join(map(str, factors))}")
-        rows, size = len(found[0]), self.ranks.size
-        training = torch.is_grad_enabled()  # `evaluate` may leave ranks without a row
-        require(rows >= size or not training, f"a batch of {rows} rows for {size} processes; allowed: {size} or more")
-        even = rows % size == 0 or self.loss == "cross_entropy"
-        require(even, f"a batch of {rows} rows for {size} processes; 'mean_square' allows a multiple of {size}")
-        total = counted(found[1], self._width)
-        pieces = pieces_of(*dealt(*found, self.ranks.rank, size), self.micro_batch, total=total)
-        return [piece.to(self.device) for piece in pieces]
-
-    def _share(self, piece: Piece, timer: PhaseTimer) -> Tensor:
-        return super()._piece_loss(piece, timer)
+        mine = dealt(*found, self.ranks.rank, self.ranks.size)
+        return [piece.to(self.device) for piece in pieces_of(*mine, self.micro_batch, counted(found[1]))]
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         return self.model(piece, timer)
@@ -158,8 +146,7 @@ class FsdpTrainer(Trainer):
 
     def _zero_grad(self) -> None:
         super()._zero_grad()
-        for shard in self._own.values():
-            shard.grad = None
+        self.model.zero_grad()
 
     def _total(self, norms: list[Tensor]) -> Tensor:
         if not self.ranks.alone:  # so far these are norms of the local shards
@@ -186,11 +173,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _digest(thing: Any) -> str:
-    return hashlib.sha256(repr(thing).encode()).hexdigest()[:16]
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Digest of a CPU tensor; equal for tensors of one dtype that hold bitwise the same values in the same order."""
-    flat = tensor.detach().flatten().contiguous()
-    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()[:16]
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Digest of names, dtypes, shapes, marks as trained, and values bit by bit."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()[:16]

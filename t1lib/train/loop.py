@@ -27,15 +27,14 @@ from t1lib.models import split
 from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
-from t1lib.train.resident import ResidentOptimizer, make_optimizer, precision_of
-from t1lib.train.state import Stateful
+from t1lib.train.ranks import ALONE, Ranks
+from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, precision_of, set_count, state_of
 from t1lib.train.stream import usable
-from t1lib.train.update import norms_of
-from t1lib.train.wrap import TRAINABLE, compile_alike, mark_trainable, wrap_layers
+from t1lib.train.update import State, norms_of, shown_state, take_state
+from t1lib.train.wrap import wrap_layers
 
 MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
 LOSSES = ("cross_entropy", "mean_square")
-NONFINITE = ("raise", "skip")
 HEAD_OPTIONS = ("workspace", "chunks", "by", "chunked", "accumulate", "filter_eps", "label_smoothing", "z_loss")
 
 
@@ -44,7 +43,6 @@ class StepRecord:
     """One training step: its loss, the wall time (ms) between two synchronised points, and the time of each phase (ms).
 
     grad_norm   Euclidean norm of all gradients, before clipping
-    skipped     whether the update was skipped because a gradient was not finite
     """
 
     step: int
@@ -53,11 +51,11 @@ class StepRecord:
     wall_ms: float
     phases: dict[str, float]
     grad_norm: float = math.nan
-    skipped: bool = False
 
 
-class Trainer(Stateful):
-    """Trains a causal language model one batch at a time; modes gpu and ckpt.
+class Trainer:
+    """Trains a causal language model one batch at a time; modes gpu and ckpt. What is trained: the parameters of the
+    model that require a gradient.
 
     model            from `build_model`; the trainer places it and owns it until `close`
     device           where the model computes: a CUDA device, or the CPU (default: a GPU if there is one)
@@ -65,29 +63,22 @@ class Trainer(Stateful):
     head_options     options passed to the head; allowed: those in `HEAD_OPTIONS`
     optimizer        an `OptimizerSpec`, or its name
     loss             "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm:
-                     T1M1's setting, which has no output layer
-    train            what to train: "all" parameters, only the decoder "layers", or "marked": the parameters of `model`
-                     that already require a gradient
+                     T1M1's setting, which has no output layer, and no micro-batches
     schedule         factor of the learning rate by step: a `Schedule`, or any function of the step number, from 0 on
     micro_batch      rows of a batch computed at a time, with gradients accumulated (default: the whole batch)
     max_grad_norm    clip gradients to this norm, taken over all parameters together (default: no clipping)
-    compile_layers   compile the decoder layers with `torch.compile`, once for all layers alike
-    nonfinite        what to do in a step with a gradient that is not finite: "raise" `T1Error`, or "skip" the update
-                     and count the step
     """
 
-    in_pieces = True  # whether a step has a forward for each micro-batch
     late = False  # whether updates begin before the host knows that all gradients are finite
+    ranks: Ranks = ALONE  # the processes that share the model
 
     def __init__(
         self, model: PreTrainedModel, mode: str = "gpu", *, device: torch.device | str | None = None,
         head: str = DEFAULT_HEAD, head_options: dict[str, Any] | None = None, optimizer: OptimizerSpec | str = "sgd",
-        loss: str = "cross_entropy", train: str = "all", schedule: Callable[[int], float] = Schedule(),  # noqa: B008
-        micro_batch: int | None = None, max_grad_norm: float | None = None, compile_layers: bool = False,
-        nonfinite: str = "raise",
+        loss: str = "cross_entropy", schedule: Callable[[int], float] = Schedule(),  # noqa: B008
+        micro_batch: int | None = None, max_grad_norm: float | None = None,
     ) -> None:  # fmt: skip
         self.mode, self.head, self.loss = mode, choose("head", head, HEADS), choose("loss", loss, LOSSES)
-        self.train, self.nonfinite = choose("train", train, TRAINABLE), choose("nonfinite", nonfinite, NONFINITE)
         whole = micro_batch is None or is_whole(micro_batch, 1)
         require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
         require(callable(schedule), f"schedule={shown(schedule)}; allowed: a `Schedule`, or a function of the step")
@@ -103,14 +94,18 @@ class Trainer(Stateful):
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.spec = spec_for(spec, model.parameters())
         self.precision = precision_of(self.spec)
-        self.steps, self.skipped, self.closed = 0, 0, False
+        self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
-        mark_trainable(model, self.parts, train, loss)
-        if compile_layers:
-            compile_alike(self.parts.layers)
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
+        require(bool(trained), "no parameter of the model requires a gradient")
+        if loss == "mean_square":
+            require(micro_batch is None, f"loss 'mean_square' with micro_batch={micro_batch}; allowed: None")
+            behind = {*self.parts.norm.parameters(), *self.parts.head.parameters()} - {self.parts.embed.weight}
+            lost = [n for n in trained if model.get_parameter(n) in behind]
+            require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
+        self._place()
         if loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden
-        self._place()
 
     # -- what modes define -----------------------------------------------------------------------------------------
 
@@ -133,8 +128,7 @@ class Trainer(Stateful):
         return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
 
     def _zero_grad(self) -> None:
-        for param in self.model.parameters():
-            param.grad = None
+        self.optimizer.zero_grad()
 
     def _norm(self) -> Tensor:
         """Clip the gradients; returns their norm before that, (), as `torch.nn.utils.clip_grad_norm_` computes it."""
@@ -153,16 +147,11 @@ class Trainer(Stateful):
             self.optimizer.step()
             return
         grads = {n: p.grad for n, p in self._own.items()}
-        for param in self._own.values():
-            param.grad = None
         for part, names in self.state_parts().items():
-            own = [n for n in names if n in grads]
-            for name in own:
-                self._own[name].grad = grads[name]
+            for name, param in self._own.items():
+                param.grad = grads[name] if name in names else None
             with self.trace.span("compute", "update", -1 if part == "rest" else int(part.removeprefix("layer-"))):
                 self.optimizer.step()
-            for name in own:
-                self._own[name].grad = None
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -173,7 +162,7 @@ class Trainer(Stateful):
 
         The loss is the mean over the whole batch, however many micro-batches it is computed in. Returns when the device
         has finished the step. Raises `T1Error` for a batch that does not fit the model, before anything is changed, and
-        for gradients that are not finite (unless nonfinite="skip").
+        for gradients that are not finite.
         """
         timer, pieces = PhaseTimer(self.device), self._pieces(batch)
         self._zero_grad()  # left over if a step was aborted
@@ -182,12 +171,12 @@ class Trainer(Stateful):
         timer.mark("optimizer")
         wall_ms, phases = timer.stop()
         self._zero_grad()
-        norm, lost = float(norm), not math.isfinite(float(norm))
-        if lost and self.nonfinite == "raise":
+        norm = float(norm)
+        if not math.isfinite(norm):
             done = "updates had begun, some by it: go on from a checkpoint" if self.late else "nothing was updated"
             raise T1Error(f"step {self.steps + 1}: a gradient is not finite (norm {norm}); {done}")
-        self.steps, self.skipped = self.steps + 1, self.skipped + lost
-        return StepRecord(self.steps, float(loss), batch["input_ids"].numel(), wall_ms, phases, norm, lost)
+        self.steps += 1
+        return StepRecord(self.steps, float(loss), batch["input_ids"].numel(), wall_ms, phases, norm)
 
     def _set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -202,18 +191,13 @@ class Trainer(Stateful):
         return loss, norm
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
-        ids, targets = self._checked(batch)
-        rows = self.micro_batch if self.in_pieces else None
-        return [piece.to(self.device) for piece in pieces_of(ids, targets, rows, self._width)]
+        rows = None if self.mode == "slide" else self.micro_batch  # slide splits within each layer
+        return [piece.to(self.device) for piece in pieces_of(*self._checked(batch), rows)]
 
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(input_ids, targets) of a batch, checked to fit the model."""
         require(not self.closed, "the trainer was closed: make another one")
         return check(batch, self.parts.embed.num_embeddings, self.model.config.max_position_embeddings)
-
-    @property
-    def _width(self) -> int | None:
-        return self.model.config.hidden_size if self.loss == "mean_square" else None
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
         """Compute the gradients of the batch's loss, and return the loss."""
@@ -235,21 +219,16 @@ class Trainer(Stateful):
         trace.begin("compute", "head", -1)
         if hidden.requires_grad:
             hidden.register_hook(partial(_head_done, timer, trace))
-        reduction = "mean" if piece.total is None else "sum"
+        reduction, head = "mean" if piece.total is None else "sum", self.parts.head
         if self.loss == "mean_square":
-            squares = hidden.float().pow(2)
-            loss = squares.mean() if piece.total is None else squares.sum()
+            loss = hidden.float().pow(2).mean()
         else:
-            loss = self._head_loss(hidden, piece.targets, reduction)
+            loss = linear_cross_entropy(
+                hidden, head.weight, piece.targets, head=self.head, linear_bias=head.bias, softcap=self.parts.softcap,
+                reduction=reduction, **self.head_options,
+            )  # fmt: skip
         timer.mark("head_forward")
-        return loss if piece.total is None else loss / (piece.total or math.nan)
-
-    def _head_loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        head = self.parts.head
-        return linear_cross_entropy(
-            hidden, head.weight, targets, head=self.head, linear_bias=head.bias, softcap=self.parts.softcap,
-            reduction=reduction, **self.head_options,
-        )  # fmt: skip
+        return loss if piece.total is None else loss / piece.total
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
@@ -263,6 +242,81 @@ class Trainer(Stateful):
             for module in training:
                 module.training = True
 
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to resume: weights and optimizer state by parameter name, and the step; as CPU copies.
+
+        The format is the same in every mode, so a run can change its mode at a checkpoint. If the host cannot hold a
+        copy of the model, use `t1lib.train.checkpoint`, which writes the `state_parts` one by one. If several processes
+        train the model, all of them must call this, and all get the whole state.
+        """
+        whole: dict[str, Any] = {"step": self.steps, "model": {}, "optimizer": {}}
+        for part in self.state_parts():
+            for kind, found in self.state_part(part).items():
+                whole[kind] |= found
+        return whole
+
+    def state_parts(self) -> dict[str, list[str]]:
+        """Names of the parameters that are saved together, by part: "layer-0000" and so on, and "rest"."""
+        layers = {id(p): i for i, layer in enumerate(self.parts.layers) for p in layer.parameters()}
+        parts: dict[str, list[str]] = {}
+        for name, param in self.model.named_parameters():
+            layer = layers.get(id(param))
+            parts.setdefault("rest" if layer is None else f"layer-{layer:04d}", []).append(name)
+        return parts
+
+    def state_part(self, part: str) -> dict[str, dict[str, Any]]:
+        """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; whole copies on every rank."""
+        self.drain()
+        weights, states = {}, {}
+        for name in self.state_parts()[part]:
+            weight = self._weight(name)
+            weights[name] = self._whole(name, weight)
+            if name in self._own:
+                found = shown_state(weight, *self._state(name))
+                states[name] = {key: self._whole(name, value) for key, value in found.items()}
+        return {"model": weights, "optimizer": states}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model."""
+        self.check_state(state)
+        self.drain()
+        for name in dict(self.model.named_parameters()):
+            weight = self._weight(name)
+            weight.copy_(self._part(state["model"][name]))
+            if name in self._own:
+                saved = {key: self._part(value) for key, value in state["optimizer"][name].items()}
+                self._set_count(name, take_state(weight, self._state(name)[0], saved))
+        self.steps = state["step"]
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise `T1Error` unless it is what `state_dict` returns, of this model and of an optimizer like this one."""
+        params, rule = dict(self.model.named_parameters()), self.optimizer.param_groups[0]
+        check_saved(state, params, {n: self.precision.kinds(p, rule) for n, p in self._own.items()})
+
+    def _weight(self, name: str) -> Tensor:
+        """This process's shard of a parameter, where it lies."""
+        return self.model.get_parameter(name).data
+
+    def _state(self, name: str) -> tuple[State, int]:
+        """A trained parameter's optimizer state, this process's shard, where it lies; and how many updates it saw."""
+        return state_of(self.optimizer, self._own[name])
+
+    def _set_count(self, name: str, count: int) -> None:
+        set_count(self.optimizer, self._own[name], count)
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        """A whole copy, on the CPU, of a tensor (weights or state) of which each process has the parameter's shard."""
+        return part.to("cpu", copy=True)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """The shard of a whole tensor that this process holds."""
+        return whole
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
     def device_tensors(self) -> list[Tensor]:
         """Tensors held on the device between steps."""
         state = [v for own in self.optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
@@ -270,9 +324,6 @@ class Trainer(Stateful):
 
     def drain(self) -> None:
         """Wait for updates that are still running; `step` returns without waiting for them."""
-
-    def forget_shapes(self) -> None:
-        """Release memory that is kept for batches of earlier shapes, if there is any."""
 
     def close(self) -> None:
         """Release the model: its layers run as they did before the trainer. Weights stay where they are."""

@@ -15,7 +15,7 @@ from t1lib.optimizers import OptimizerSpec, spec_for
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
-from t1lib.plan.work import saved_by, saved_by_layer, with_head, work_of
+from t1lib.plan.work import Work, saved_by, saved_by_layer, with_head, work_of
 from t1lib.train.activations import Piece, split_rows
 from t1lib.train.layers import Layout
 from t1lib.train.update import Precision, Rule
@@ -68,9 +68,15 @@ def check_choice(choice: Any, layers: int) -> None:
 
 
 def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choice:
-    """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: the first batch, on its way
-    into the first layer; None: not known yet"""
-    budget = engine.wish[0]
+    """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: as in `work_in`"""
+    held = len(engine.stack) * engine.layout.numel * engine.layout.dtype.itemsize  # is on the host already
+    work = work_in(engine, piece, rows, seq)
+    return choose_plan(work, engine.wish[0], this_machine(), host_available() * 9 // 10 + held)
+
+
+def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
+    """What a step of `rows` × `seq` tokens needs. piece: the first batch, on its way into the first layer; None: not
+    known yet"""
     inner = engine.model.get_base_model() if hasattr(engine.model, "get_base_model") else engine.model
     groups = engine.optimizer.param_groups
     spec = OptimizerSpec(
@@ -80,8 +86,8 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
     )  # fmt: skip
     trained = [p for g in groups for p in g["params"] if p.requires_grad]
     patches = [m._t1_head["options"] for m in engine.model.modules() if hasattr(m, "_t1_head")]
-    head = patches[0].get("head", "fused") if patches else "full"
-    workspace = parse_bytes((patches[0] if patches else {}).get("workspace") or DEFAULT_WORKSPACE)
+    head = engine.head or ({"head": "fused"} | patches[0] if patches else {"head": "full"})
+    workspace = parse_bytes(head.get("workspace") or DEFAULT_WORKSPACE)
     drawn_from = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(drawn_from):  # a layer is run to see what it saves; a dropout must draw as before
         work = work_of(
@@ -89,12 +95,12 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
             together=not engine.in_backward, layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
             **_measured(engine, piece, inner, seq),
         )  # fmt: skip
-    if work.vocabulary:  # the head computes the whole batch at a time
-        whole = with_head(replace(work, micro_tokens=work.tokens), head)
-        given = 0 if patches else work.tokens * work.vocabulary * work.itemsize  # a model's own loss returns its logits
-        work = replace(whole, micro_tokens=work.micro_tokens, workspace=whole.workspace + given)
-    held = len(engine.stack) * engine.layout.numel * engine.layout.dtype.itemsize  # is on the host already
-    return choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held)
+    if not work.vocabulary:
+        return work
+    own = not patches and engine.head is None  # a model's own loss returns its logits, too
+    given = work.tokens * work.vocabulary * work.itemsize * own
+    work = with_head(work, head["head"])
+    return replace(work, workspace=work.workspace + given)
 
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:

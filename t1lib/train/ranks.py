@@ -7,33 +7,33 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from t1lib.errors import T1Error, require
 from t1lib.files import remove
-from t1lib.heads.parallel import SAME, difference, require_backend
+from t1lib.heads.parallel import SAME, difference
 
 EXIT_LOST = 1
 _JOINED = itertools.count()  # groups that this process has entered
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class Ranks:
-    """Processes that train one model together: this one alone, or those of `group`.
+    """The processes that train one model together, all of the process group, as one of them sees them.
 
     Except for `alone`, every rank must call the methods, in the same order; with a single process they cost nothing.
     """
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group, self.rank, self.size = group, 0, 1
-        if group is not None:
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    rank: int = 0
+    size: int = 1
 
     @property
     def alone(self) -> bool:
@@ -43,26 +43,20 @@ class Ranks:
         """What `call` returns on each rank, in rank order. If it raises `T1Error` on one rank, all ranks raise it."""
         if self.alone:
             return [call()]
-        mine: tuple[Any, str | None] = (None, None)
         try:
             mine = call(), None
         except T1Error as error:
             mine = None, str(error)
         every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine, group=self.group)
-        errors = {rank: error for rank, (_, error) in enumerate(every) if error is not None}
-        if errors:
-            rank, error = next(iter(errors.items()))
-            raise T1Error(error if len(errors) == self.size or rank == 0 else f"rank {rank}: {error}")
+        dist.all_gather_object(every, mine)
+        for rank, (_, error) in enumerate(every):
+            if error is not None:
+                raise T1Error(error if rank == 0 else f"rank {rank}: {error}")
         return [value for value, _ in every]
 
     def first(self, call: Callable[[], T]) -> T:
         """What `call` returns on rank 0, the only one that calls it; or its `T1Error`."""
         return self.share(lambda: call() if self.rank == 0 else None)[0]
-
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on at least one rank."""
-        return any(self.share(lambda: flag))
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise `T1Error` on every rank unless all have the same facts."""
@@ -70,21 +64,12 @@ class Ranks:
         if any(repr(other) != repr(every[0]) for other in every):
             raise T1Error(f"{difference(every)}; {SAME}")
 
-    def meet(self) -> None:
-        """Barrier: return when all ranks have called this."""
-        self.share(lambda: None)
-
-    def add(self, tensor: Tensor) -> None:
-        """All-reduce: replace the tensor by its sum over ranks, in place. The result is bitwise equal on all."""
-        if not self.alone:
-            dist.all_reduce(tensor, group=self.group)
-
     def sum(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The sum of a tensor over ranks, computed on `device`. The result is bitwise equal on all."""
         if self.alone:
             return tensor
         total = tensor.to(device, copy=True)
-        self.add(total)
+        dist.all_reduce(total)
         return total.to(tensor.device)
 
 
@@ -134,10 +119,9 @@ def join(cuda: bool) -> Store:
     return store
 
 
-def world(device: torch.device) -> Ranks:
-    """All processes of the existing group. Raises `T1Error` if its backend does not support the device."""
-    require_backend(dist.group.WORLD, device.type)
-    return Ranks(dist.group.WORLD)
+def world() -> Ranks:
+    """All processes of the existing group."""
+    return Ranks(dist.get_rank(), dist.get_world_size())
 
 
 @contextmanager
@@ -153,14 +137,14 @@ def together() -> Iterator[Ranks]:
     store, number = join(torch.cuda.is_available()), int(os.environ.get("LOCAL_RANK", "0"))
     if number < torch.cuda.device_count():  # before anything, such as weights, is allocated on the first one
         torch.cuda.set_device(number)
-    ranks = Ranks(dist.group.WORLD)
+    ranks = world()
     try:
         if ranks.rank == 0:
             yield ranks
         else:
             with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
                 yield ranks
-        ranks.meet()
+        ranks.share(lambda: None)  # all have come here
     except Exception as error:
         if not _is_first_to_fail(store):
             sys.exit(EXIT_LOST)

@@ -1,14 +1,16 @@
-"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters."""
+"""Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters; their
+state, and whether what was saved of a run fits."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from t1lib.errors import require, shown
 from t1lib.optimizers import OptimizerSpec
 from t1lib.train.optimizer import ResidentUpdates, rules_of
-from t1lib.train.update import Precision, State, new_state, shown_state, take_state
+from t1lib.train.update import Precision, State, check_state, new_state
 
 
 def precision_of(spec: OptimizerSpec) -> Precision:
@@ -42,28 +44,54 @@ class ResidentOptimizer(torch.optim.Optimizer):
         self.updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
 
 
-def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, precision: Precision) -> State:
-    """A parameter's optimizer state, independent of its layout; before the first update, what it starts from."""
+def state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[State, int]:
+    """A parameter's state where it lies, made if there is none yet; and how many updates it has seen."""
     rule = optimizer.param_groups[0]
     if isinstance(optimizer, ResidentOptimizer):
-        state = optimizer.updates.state_of(param, rule)
-        return shown_state(param.data, state, optimizer.updates.counts[param])
-    held = {k: v for k, v in optimizer.state.get(param, {}).items() if v is not None}
-    return held or shown_state(param.data, new_state(param.data, rule, precision), 0)
-
-
-def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, saved: State, precision: Precision) -> None:
-    """Take over what `saved_state` returned, in place."""
-    rule = optimizer.param_groups[0]
-    if isinstance(optimizer, ResidentOptimizer):
-        state = optimizer.updates.state_of(param, rule)
-        optimizer.updates.counts[param] = take_state(param.data, state, saved)
-        return
+        return optimizer.updates.state_of(param, rule), optimizer.updates.counts[param]
     state = optimizer.state[param]
-    for key, value in new_state(param.data, rule, precision).items():
+    for key, value in new_state(param.data, rule, Precision(None)).items():
         if state.get(key) is None:
             state[key] = value
-    count = take_state(param.data, {k: v for k, v in state.items() if k != "step"}, saved)
     if "betas" in rule:
         there = param.device if rule["fused"] or rule["capturable"] else "cpu"
-        state.setdefault("step", torch.zeros((), device=there)).fill_(count)
+        state.setdefault("step", torch.zeros((), device=there))
+    return {k: v for k, v in state.items() if k != "step"}, int(state.get("step", 0))
+
+
+def set_count(optimizer: torch.optim.Optimizer, param: nn.Parameter, count: int) -> None:
+    """Say how many updates the parameter has seen, once `state_of` has made its state."""
+    if isinstance(optimizer, ResidentOptimizer):
+        optimizer.updates.counts[param] = count
+    elif "step" in optimizer.state[param]:
+        optimizer.state[param]["step"].fill_(count)
+
+
+def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: dict[str, Collection[str]]) -> None:
+    """Raise `T1Error` unless it has the step, weights by name, and the optimizer's tensors by name and key. Floats of
+    any width fit one another, other types only themselves.
+
+    params    the model's, by name
+    trained   keys of the optimizer's state of those that are trained, by name
+    """
+    lacking = sorted({"step", "model", "optimizer"} - set(state))
+    require(not lacking, f"the state lacks {', '.join(lacking)}; allowed: what `state_dict` returned")
+    weights, states = state["model"], state["optimizer"]
+    by_name = isinstance(weights, dict) and isinstance(states, dict)
+    whole = by_name and all(isinstance(own, dict) for own in states.values())
+    require(whole, "the state is not weights by name, and tensors of the optimizer by parameter and key")
+    odd = sorted(map(str, weights.keys() ^ params.keys()))
+    require(not odd, f"the checkpoint is of another model: only one of them has {odd[:1]}")
+    for name, param in params.items():
+        saved = weights[name]
+        require(isinstance(saved, Tensor), f"the checkpoint's {name!r} is {shown(saved)}; allowed: a tensor")
+        alike = saved.dtype == param.dtype or (saved.is_floating_point() and param.is_floating_point())
+        require(
+            alike and saved.shape == param.shape,
+            f"the checkpoint's {name!r} is {saved.dtype} of shape {tuple(saved.shape)}; allowed: {param.dtype} of "
+            f"shape {tuple(param.shape)}, the model's",
+        )
+    for name, keys in trained.items():
+        found = name in states and bool(states[name] or not keys)
+        require(found, f"the checkpoint has no optimizer state for {name!r}")
+        check_state(params[name], dict.fromkeys(keys), states[name], repr(name))

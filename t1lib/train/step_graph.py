@@ -31,15 +31,14 @@ class GraphTrainer(Trainer):
     late = True
 
     def __init__(self, model: PreTrainedModel, mode: str = "gpu-graph", **common: Any) -> None:
-        self._graphs: dict[Any, _Graph] = {}
+        self._graphs: dict[torch.Size, _Graph] = {}
         self._seen: Counter = Counter()
         super().__init__(model, mode, **common)
 
     def _place(self) -> None:
         require(self.device.type == "cuda", f"mode 'gpu-graph' on a {self.device.type}; allowed: a CUDA device")
-        for name, allowed in (("micro_batch", None), ("nonfinite", "raise")):
-            value = getattr(self, name)
-            require(value == allowed, f"{name}={value!r} in mode 'gpu-graph'; allowed: {allowed!r}")
+        whole = self.micro_batch is None
+        require(whole, f"micro_batch={self.micro_batch} in mode 'gpu-graph'; allowed: None")
         plain = self.precision.masters is None
         require(plain, "master_weights=True in mode 'gpu-graph'; allowed: False, or a model in float32")
         super()._place()
@@ -55,17 +54,17 @@ class GraphTrainer(Trainer):
 
     def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
         piece = pieces[0]
-        key = piece.ids.shape, self.head, repr(self.head_options)
-        if key not in self._graphs and self._seen[key] < WARM_UP:
-            self._seen[key] += 1
+        shape = piece.ids.shape
+        if shape not in self._graphs and self._seen[shape] < WARM_UP:
+            self._seen[shape] += 1
             self._side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._side):
                 found = super()._run(pieces, timer)
             torch.cuda.current_stream(self.device).wait_stream(self._side)
             return found
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(piece)
-        held = self._graphs[key]
+        if shape not in self._graphs:
+            self._graphs[shape] = self._capture(piece)
+        held = self._graphs[shape]
         held.piece.ids.copy_(piece.ids)
         held.piece.targets.copy_(piece.targets)
         held.graph.replay()
@@ -82,10 +81,6 @@ class GraphTrainer(Trainer):
             self.trace = trace
             self._zero_grad()
         return _Graph(graph, held, loss, norm)
-
-    def forget_shapes(self) -> None:
-        self._graphs.clear()
-        self._seen.clear()
 
 
 class _Untimed:

@@ -6,11 +6,13 @@ are. Everything else of the model, and her loop, loss and schedule, stay as they
 is in `t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from t1lib.errors import T1Error, is_whole, require, shown
-from t1lib.heads import parse_bytes
+from t1lib.errors import T1Error, choose, is_whole, require, shown
+from t1lib.heads import DEFAULT_HEAD, HEADS, parse_bytes
 from t1lib.plan.cost import Choice
 from t1lib.train.engine import Engine
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
@@ -22,7 +24,8 @@ def stream(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, gpu_memory: str | int | None = None,
     micro_batch: int | None = None, layers: nn.ModuleList | None = None, device: torch.device | str | None = None,
     master_weights: str | None = "whole", moments: str = "float32", update_in_backward: bool = False,
-    plan_for: tuple[int, int] | None = None, choice: Choice | None = None, overlap: bool = True,
+    plan_for: tuple[int, int] | None = None, choice: Choice | None = None, head: dict[str, Any] | None = None,
+    overlap: bool = True,
 ) -> tuple[nn.Module, StreamOptimizer]:  # fmt: skip
     """Stream a model's layers through the device, under any training loop. Returns the model and the optimizer to use.
 
@@ -48,6 +51,8 @@ def stream(
     moments            "float32", or "bfloat16" with stochastic rounding
     update_in_backward update each layer as soon as its gradients are complete; for one backward per step, unclipped
     choice             what is kept where, instead of a plan
+    head               what the plan is to know of the loss: "head" and "workspace" of its `linear_cross_entropy`
+                       (default: as `patch_head` has set them; of a model that is not patched, head "full")
     overlap            False: copies and updates do not run beside the computation (to measure what that is worth)
 
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
@@ -63,6 +68,8 @@ def stream(
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)
     budget = None if gpu_memory is None else parse_bytes(gpu_memory)
+    require(head is None or isinstance(head, dict), f"head={shown(head)}; allowed: a dict, or None")
+    head = None if head is None else {"head": choose("head", head.get("head", DEFAULT_HEAD), HEADS), **head}
     enough = budget is None or budget >= 2**20
     require(enough, f"gpu_memory={shown(gpu_memory)} is {budget} bytes; allowed: 1MiB or more, such as '16GiB'")
     pair = isinstance(plan_for, tuple | list) and len(plan_for) == 2 and all(is_whole(n, 1) for n in plan_for)
@@ -77,7 +84,7 @@ def stream(
         require(budget is None, "gpu_memory and choice: give one of them")
     engine = Engine(
         model, optimizer, stack, usable(device), Precision(master_weights, moments), micro_batch, update_in_backward,
-        overlap, (budget, plan_for, choice),
+        overlap, (budget, plan_for, choice), head,
     )  # fmt: skip
     return model, engine.optimizer
 

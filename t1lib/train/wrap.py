@@ -1,4 +1,4 @@
-"""Which parameters a trainer trains, and how it has the layers called: compiled, traced, recomputed."""
+"""How a trainer has the layers called: compiled, traced, recomputed."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -8,33 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from t1lib.errors import require
-from t1lib.models import Parts
 from t1lib.timing import NoTrace, Trace
 
-TRAINABLE = ("all", "layers", "marked")
 
-
-def mark_trainable(model: nn.Module, parts: Parts, train: str, loss: str) -> None:
-    """Mark "all" parameters, only those of the "layers", or leave the marks as they are ("marked").
-
-    Raises `T1Error` if nothing is marked, or something that this loss gives no gradient.
-    """
-    in_layers = {id(p) for p in parts.layers.parameters()}
-    for param in model.parameters() if train != "marked" else ():
-        param.requires_grad_(train == "all" or id(param) in in_layers)
-    require(any(p.requires_grad for p in model.parameters()), "no parameter of the model is marked")
-    behind = {*parts.norm.parameters(), *parts.head.parameters()} - {parts.embed.weight}
-    lost = [n for n, p in model.named_parameters() if p.requires_grad and p in behind]
-    require(
-        loss != "mean_square" or not lost,
-        f"loss 'mean_square' ends before norm and head: with train={train!r} {lost[:1]} would get no gradient; "
-        "allowed: train='layers', or marks on layers and embedding alone",
-    )
-
-
-def compile_alike(layers: Sequence[nn.Module]) -> None:
-    """Compile the layers by class, not one by one: like layers share the code, and weights are only its inputs."""
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """Compile layers with `torch.compile`, before a trainer or `stream` takes the model, until that is closed: by
+    class, not one by one, as like layers share the code, and weights are only its inputs."""
     compiled = cache(lambda kind: torch.compile(kind.forward))
     for layer in layers:
         layer.forward = partial(compiled(type(layer)), layer)

@@ -25,6 +25,7 @@ from t1lib.text.corpus import load_corpus
 from t1lib.text.run import TrainRun
 from t1lib.text.session import LanguageSession
 from t1lib.train import checkpoint
+from t1lib.train.checkpoint import META
 
 TEXT = Path(argparse.__file__)  # 100 kB
 SHAPE = ["--change", "num_hidden_layers", "1", "--change", "hidden_size", "16", "--change", "intermediate_size", "32"]
@@ -84,7 +85,7 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch
     assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
     assert float(rows[0]["lr"]) > float(rows[-1]["lr"]) > 0
     assert (tmp_path / "a" / "metrics.png").read_bytes().startswith(b"\x89PNG")
-    assert names(tmp_path / "a" / "checkpoints") == ["step-00000012"]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000012"]
     out = capsys.readouterr().out
     assert "step  4/12  loss" in out and "tokens/s" in out and "held out" in out and "parameters" in out
 
@@ -92,7 +93,7 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch
 def test_16_bit_weights_have_float32_masters_and_the_first_lines_say_so(tmp_path, capsys):
     assert train(tmp_path / "a", "--steps", "1", "--dtype", "bfloat16") == 0
     assert "bfloat16 with float32 masters, moments in float32" in capsys.readouterr().out.split("step")[0]
-    (path,) = (tmp_path / "a" / "checkpoints").iterdir()
+    (path,) = (tmp_path / "a" / "checkpoints").glob("step-*")
     part = torch.load(path / "rest.pt", weights_only=True)
     assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
 
@@ -157,9 +158,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(a_run):
 
 def test_killed_in_its_first_checkpoint_before_any_row_it_begins_anew(a_run):
     (a_run / "metrics.csv").unlink()
-    (a_run / "checkpoints" / "step-00000002").rename(a_run / "checkpoints" / ".step-00000002.partial")
+    (a_run / "checkpoints" / META).unlink()
     assert train(a_run, "--steps", "1") == 0
-    assert names(a_run / "checkpoints") == ["step-00000001"]
+    assert names(a_run / "checkpoints") == [META, "step-00000001"]
 
 
 def test_it_goes_on_from_another_folder(tmp_path, monkeypatch):
@@ -230,7 +231,7 @@ def test_interrupted_it_keeps_what_it_has(tmp_path, number):
     out = ended(process, number)
     done = len(metrics(tmp_path / "a"))
     assert out.count(f"interrupted after step {done}; --resume goes on\n") == out.count("\ninterrupted") == 1
-    assert names(tmp_path / "a" / "checkpoints") == [f"step-{done:08d}"]
+    assert names(tmp_path / "a" / "checkpoints") == [META, f"step-{done:08d}"]
 
 
 STARTS = """
@@ -292,7 +293,7 @@ def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monk
     monkeypatch.setattr(LanguageSession, "step", swallows)
     assert train(tmp_path / "a", "--steps", "5") == 130
     assert capsys.readouterr().err == "interrupted after step 1; --resume goes on\n"
-    assert names(tmp_path / "a" / "checkpoints") == ["step-00000001"]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"]
 
 
 @pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
@@ -311,7 +312,7 @@ def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(
     monkeypatch.setattr(checkpoint, "_write", interrupted)
     assert train(tmp_path / "a", "--steps", "3", "--checkpoint-every", "2") == code
     assert len(sent) == times
-    assert names(tmp_path / "a" / "checkpoints") == ["step-00000003" if code == 0 else "step-00000002"]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000003" if code == 0 else "step-00000002"]
 
 
 # -- a disk that is full -----------------------------------------------------------------------------------------------
@@ -348,7 +349,7 @@ def test_metrics_that_cannot_be_written_cost_no_step(tmp_path, monkeypatch, caps
         patch.setattr(run, "save_checkpoint", with_room)
         assert train(tmp_path / "a", "--steps", "6", "--schedule", "constant", "--eval-every", "0") == 2
     assert f"error: cannot write {tmp_path / 'a' / 'metrics.csv'}: File too large\n" == capsys.readouterr().err
-    assert names(tmp_path / "a" / "checkpoints") == ["step-00000003"]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000003"]
     assert (tmp_path / "a" / "metrics.csv").stat().st_size == 350
     assert train(tmp_path / "a", "--steps", "6", "--schedule", "constant", "--eval-every", "0", "--resume") == 0
     assert {4, 5, 6} <= {int(row["step"]) for row in metrics(tmp_path / "a")}
@@ -426,7 +427,7 @@ def test_a_spoilt_run_json_is_one_error(a_run, capsys):
 
 
 def test_a_broken_checkpoint_is_named(a_run, capsys):
-    path = a_run / "checkpoints" / "step-00000002" / "checkpoint.json"
+    path = a_run / "checkpoints" / META
     path.write_text("{")
     assert main(["train", "--resume", "--out", str(a_run)]) == 2
     assert str(path) in capsys.readouterr().err

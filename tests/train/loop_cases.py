@@ -28,6 +28,13 @@ def model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **more: Any):
     return build_model(preset, dtype=dtype, **(changes | more))
 
 
+def of_layers(kind: str = "qwen3", **more: Any):
+    """A model of which only the layers are trained: T1M1's setting."""
+    found = model(kind, **more).requires_grad_(False)
+    found.model.layers.requires_grad_(True)
+    return found
+
+
 def ragged(count: int = 5) -> list[dict]:
     """Batches of five rows, each row with a different number of ignored tokens."""
     generator = torch.Generator().manual_seed(2)
