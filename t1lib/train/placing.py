@@ -45,7 +45,7 @@ def require_host_memory(
 ) -> None:
     """Raise `T1Error` unless the host can hold the layers with their state."""
     like = torch.empty(0, dtype=layout.dtype)
-    kinds = {k: d for rule in rules for k, d in precision.kinds(like, rule).items()}
+    kinds = precision.kinds_by(rules, like)
     each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * (not in_backward)
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in stack)
     # Weights move layer by layer, so that only one layer's are held twice.
@@ -70,7 +70,6 @@ def check_choice(choice: Any, layers: int) -> None:
 def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choice:
     """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: the first batch, on its way
     into the first layer; None: not known yet"""
-    budget = engine.wish[0]
     inner = engine.model.get_base_model() if hasattr(engine.model, "get_base_model") else engine.model
     groups = engine.optimizer.param_groups
     spec = OptimizerSpec(
@@ -93,7 +92,7 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
         whole = with_head(replace(work, micro_tokens=work.tokens), head)
         work = replace(whole, micro_tokens=work.micro_tokens)
     held = len(engine.stack) * engine.layout.numel * engine.layout.dtype.itemsize  # is on the host already
-    return choose_plan(work, budget, this_machine(), host_available() * 9 // 10 + held)
+    return choose_plan(work, engine.budget, this_machine(), host_available() * 9 // 10 + held)
 
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module) -> dict[str, int]:
@@ -105,7 +104,7 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module) -> dict[s
     held, row = engine.host[0], split_rows(piece, 1)[0]
     held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
-        saved = saved_by(lambda: engine._call(0, row.hidden.detach(), row), held.params.values())
+        saved = saved_by(lambda: engine.forwards[0](row.hidden.detach(), *row.args, **row.kwargs), held.params.values())
     finally:
         held.unbind()
     return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}

@@ -15,12 +15,11 @@ from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
 from t1lib.plan.work import Work, with_head, work_of
-from t1lib.timing import PhaseTimer
 from t1lib.train.batch import loss_in_pieces
 from t1lib.train.loop import StepRecord, Trainer
 from t1lib.train.resident import make_optimizer
 from t1lib.train.stream import stream
-from t1lib.train.update import State, shown_state, take_state
+from t1lib.train.update import State
 
 BY_ROWS = ("full", "torch")  # heads that take a micro-batch at a time; the others make chunks of the batch themselves
 WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
@@ -119,26 +118,17 @@ class SlideTrainer(Trainer):
             self.optimizer.step()
 
     def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
-        self.engine.trace, self._upcoming = self.trace, upcoming
+        self.engine.trace = self.trace
         return super().step(batch, upcoming)
-
-    def _back(self, loss: Tensor, timer: PhaseTimer) -> Tensor:
-        if self._upcoming is not None and self.engine.outer is not None:
-            self.engine.outer.announce(lambda batch=self._upcoming: [self._checked(batch)[0]])
-        return super()._back(loss, timer)
 
     def _weight(self, name: str) -> Tensor:
         return self.engine.weight_of(self.model.get_parameter(name))
 
     def _saved(self, name: str) -> State:
-        engine, param = self.engine, self._own[name]
-        state = engine.state_of(param, self.optimizer.rules()[0])
-        return shown_state(engine.weight_of(param), state, engine.count_of(param))
+        return self.optimizer.shown(self._own[name])
 
     def _restore(self, name: str, saved: State) -> None:
-        engine, param = self.engine, self._own[name]
-        state = engine.state_of(param, self.optimizer.rules()[0])
-        engine.set_count(param, take_state(engine.weight_of(param), state, saved))
+        self.optimizer.restore(self._own[name], saved)
 
     def state_part(self, part: str) -> dict[str, dict[str, Any]]:
         self.drain()
@@ -152,9 +142,9 @@ class SlideTrainer(Trainer):
 
     def device_tensors(self) -> list[Tensor]:
         engine = self.engine
-        away = {*engine._homes, *map(id, self._unused())}
+        away = {*engine.streamed, *map(id, self._unused())}
         there = [p for p in self.model.parameters() if id(p) not in away]
-        state = [v for p in there if not engine._travels(p) for v in self.optimizer.state.get(p, {}).values()]
+        state = [v for p in there if id(p) not in engine.travelling for v in self.optimizer.state.get(p, {}).values()]
         return [*there, *self.model.buffers(), *state, *engine.schedule.device_tensors()]
 
     def drain(self) -> None:

@@ -33,7 +33,8 @@ def test_weights_without_a_gradient_are_left_alone(dtype):
 def test_an_update_covers_no_parameter_between_two_others():
     module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(16, 16, bias=False))
     params = dict(module.named_parameters())
-    held = HostLayer(module, 0, Layout(params), torch.device("cpu"), dict.fromkeys(map(id, params.values()), 0))
+    groups, counts = dict.fromkeys(map(id, params.values()), 0), dict.fromkeys(params.values(), 0)
+    held = HostLayer(module, 0, Layout(params), torch.device("cpu"), groups, counts)
     held._device, held.absent = torch.device("cuda"), {"1.weight"}
     inside = held.layout.span("1.weight")
     assert all(span.at.stop <= inside.start or span.at.start >= inside.stop for span in held.spans())
@@ -86,7 +87,7 @@ def test_layers_with_adapters_run_without_graphs():
     model = adapted(dropout=0.0)
     with streaming(model, adamw(model)) as (streamed, own):
         train(streamed, own, data(1))
-        assert not own._engine._alike
+        assert not own._engine.passes.for_graphs
 
 
 class Windowed(nn.Module):
@@ -98,16 +99,16 @@ class Windowed(nn.Module):
 def test_layers_that_compute_otherwise_share_no_graph():
     first, second = [int(n) for n in "64"], [int(n) for n in "32"]  # tuples that are not the same object
     layers = [Windowed(tuple(first)), Windowed(tuple(second))]
-    assert len(set(LayerGraphs(layers).kinds)) == 2
+    assert len(set(LayerGraphs(layers, set()).kinds)) == 2
     config = object()
     alike = [nn.Linear(4, 4) for _ in range(2)]
     for layer in alike:
         layer.config = config
-    assert len(set(LayerGraphs(alike).kinds)) == 1
+    assert len(set(LayerGraphs(alike, set()).kinds)) == 1
 
 
 def test_calls_with_unknown_objects_are_not_captured():
-    graphs, calls = LayerGraphs([nn.Linear(4, 4)]), []
+    graphs, calls = LayerGraphs([nn.Linear(4, 4)], {0}), []
     for _ in range(3):
         graphs.run(0, "place", lambda x, cache: calls.append(cache) or x, torch.ones(2, 4), object())
     assert len(calls) == 3 and not graphs._seen
