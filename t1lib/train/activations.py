@@ -71,11 +71,14 @@ class Randomness:
     """The state of the random number generators before a layer ran. used: whether the layer drew from them"""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._states, self.used = device, _random_states(device), False
+        self._devices = [device] if device.type == "cuda" else []
+        self._states, self.used = self._now(), False
+
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
 
     def note_use(self) -> None:
-        after = _random_states(self._device)
-        self.used = not all(torch.equal(a, b) for a, b in zip(self._states, after, strict=True))
+        self.used = not all(torch.equal(a, b) for a, b in zip(self._states, self._now(), strict=True))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -83,22 +86,11 @@ class Randomness:
         if not self.used:
             yield
             return
-        now = _random_states(self._device)
-        _set_random_states(self._states, self._device)
-        try:
+        with torch.random.fork_rng(self._devices):
+            torch.set_rng_state(self._states[0])
+            for device in self._devices:
+                torch.cuda.set_rng_state(self._states[1], device)
             yield
-        finally:
-            _set_random_states(now, self._device)
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _set_random_states(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 @dataclass(eq=False)

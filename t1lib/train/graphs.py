@@ -16,7 +16,6 @@ from t1lib.train.layers import HostLayer
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device, tuple)  # tuples: keys, and types with lengths
 OWN = ("forward", "training", "layer_idx")  # attributes that each streamed layer has for itself
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-SMALL = 2**20  # bytes; see `_Place.take`
 LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
 
 
@@ -34,7 +33,7 @@ class LayerGraphs:
         self.kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
         self.allowed, self._inner = allowed, [list(layer.modules())[1:] for layer in layers]
         self._graphs: dict[Any, _Graph] = {}
-        self._inputs: dict[Any, _Place] = {}  # by layout, and by number among a call's inputs of this layout
+        self._inputs: dict[Any, Tensor] = {}  # by layout, and by number among a call's inputs of this layout
         self._outputs: dict[Any, Tensor] = {}  # by layout
         self._seen: set[Any] = set()
         self._pool: Any = None
@@ -67,39 +66,31 @@ class LayerGraphs:
         """
         tensors, rest = [], []
         _take_apart(inputs, tensors, rest)
-        key = self.kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
         if not all(isinstance(value, SIMPLE) or value is Tensor for value in rest):  # such as a cache, or a mask object
             return function(*inputs)
-        if key in self._graphs:
-            return self._graphs[key].replay(tensors)
-        if key not in self._seen or len(self._graphs) == LIMIT:
-            self._seen.add(key)
-            return function(*inputs)
-        try:
-            graph = self._captured(function, inputs, self._places_of(tensors))
-        except RuntimeError as error:
-            warnings.warn(f"layers run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
-            self.stop()
-            return function(*inputs)
-        self._graphs[key] = graph
-        return graph.replay(tensors)
+        key = self.kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
+        if key not in self._graphs:
+            if key not in self._seen or len(self._graphs) == LIMIT:
+                self._seen.add(key)
+                return function(*inputs)
+            try:
+                self._graphs[key] = self._captured(function, inputs, tensors)
+            except RuntimeError as error:
+                warnings.warn(f"layers run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
+                self.stop()
+                return function(*inputs)
+        graph = self._graphs[key]
+        for own, given in zip(graph.inputs, tensors, strict=True):
+            own.copy_(given)
+        graph.graph.replay()
+        return None if graph.made is None else graph.made.clone()
 
-    def _places_of(self, tensors: Sequence[Tensor]) -> list["_Place"]:
-        found, count = [], Counter()
-        for tensor in tensors:
-            layout = _layout(tensor)
-            key, count[layout] = (layout, count[layout]), count[layout] + 1
-            if key not in self._inputs:
-                self._inputs[key] = _Place(tensor.detach().clone())
-            found.append(self._inputs[key])
-        return found
-
-    def _captured(self, function: Callable[..., Tensor | None], inputs: Any, places: list["_Place"]) -> "_Graph":
-        """Capture a call that reads its inputs from `places`. Nothing is computed yet; other threads may go on using
-        the device."""
-        own = iter([place.tensor for place in places])  # in the order in which `_take_apart` found them
-        arguments = tree_map(lambda value: next(own) if isinstance(value, Tensor) else value, inputs)
-        graph, device, collecting = torch.cuda.CUDAGraph(), places[0].tensor.device, gc.isenabled()
+    def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> "_Graph":
+        """Capture a call. Nothing is computed yet; other threads may go on using the device."""
+        own = self._inputs_like(tensors)
+        left = iter(own)  # in the order in which `_take_apart` found them
+        arguments = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, inputs)
+        graph, device, collecting = torch.cuda.CUDAGraph(), tensors[0].device, gc.isenabled()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         gc.collect()
         gc.disable()  # a collection may free graphs or pinned memory, which must not happen during a capture
@@ -117,36 +108,26 @@ class LayerGraphs:
         finally:
             if collecting:
                 gc.enable()
-        return _Graph(graph, places, made)
+        return _Graph(graph, own, made)
 
-
-class _Place:
-    """A place from which graphs read an input."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._holds: tuple[Tensor, int] | None = None
-
-    def take(self, given: Tensor) -> None:
-        """Copy `given` to this place unless it is there already."""
-        if self._holds is None or self._holds[0] is not given or self._holds[1] != given._version:
-            self.tensor.copy_(given)
-            small = given.nbytes <= SMALL  # larger ones are new each time; holding them would cost memory
-            self._holds = (given, given._version) if small else None
+    def _inputs_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """From where graphs read such inputs."""
+        found, count = [], Counter()
+        for tensor in tensors:
+            layout = _layout(tensor)
+            key, count[layout] = (layout, count[layout]), count[layout] + 1
+            if key not in self._inputs:
+                self._inputs[key] = tensor.detach().clone()
+            found.append(self._inputs[key])
+        return found
 
 
 class _Graph(NamedTuple):
-    """A captured call, the places of its inputs, and the tensor that every replay fills with its result."""
+    """A captured call, what it reads its inputs from, and the tensor that every replay fills with its result."""
 
     graph: "torch.cuda.CUDAGraph"
-    places: list[_Place]
+    inputs: list[Tensor]
     made: Tensor | None
-
-    def replay(self, tensors: list[Tensor]) -> Tensor | None:
-        for place, given in zip(self.places, tensors, strict=True):
-            place.take(given)
-        self.graph.replay()
-        return None if self.made is None else self.made.clone()
 
 
 def _layout(tensor: Tensor) -> Any:

@@ -12,7 +12,7 @@ from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
 from t1lib.train.lanes import Mark, wait_for
 from t1lib.train.travel import Span, Traveller, Update
-from t1lib.train.update import follow
+from t1lib.train.update import Rule, follow
 
 ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat buffer, which suits the device's loads
 
@@ -25,12 +25,10 @@ class Streamed(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in SHAPES:
             for param in _streamed_in((*args, *(kwargs or {}).values())):
-                home = param.__dict__.get("_home")
-                if home is not None and func == GET_GRADIENT:
-                    return home.gradient(param)
-                if home is not None and func == SET_GRADIENT:
-                    return home.set_gradient(param, args[1])
-                if home is not None:
+                home, grad = param.__dict__.get("_home"), func in (GET_GRADIENT, SET_GRADIENT)
+                if grad and isinstance(home, HostLayer):
+                    return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, args[1])
+                if home is not None and not grad:
                     home.visit()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -160,19 +158,19 @@ class HostLayer(Traveller):
         """Whether the next update covers every parameter."""
         return not self.absent and len(self.groups) == len(self.params)
 
-    def spans(self) -> list[Span]:
-        """What the next update covers, which it counts: parameters that have a gradient, by group; on a CPU each alone,
-        as PyTorch would update it."""
+    def spans(self, rules: list[Rule]) -> list[Span]:
+        """What the next update covers, which it counts: parameters that have a gradient, by the rules of their groups;
+        on a CPU each alone, as PyTorch would update it."""
         found: list[Span] = []
         for name, group in self.groups.items():
             if name in self.absent:
                 continue
-            param, at = self.params[name], self.layout.span(name)
+            param, rule, at = self.params[name], rules[group], self.layout.span(name)
             self.counts[param] = count = self.counts[param] + 1
-            near = found and found[-1][1:] == (group, count) and at.start - found[-1].at.stop < ALIGN
+            near = found and found[-1][1:] == (rule, count) and at.start - found[-1].at.stop < ALIGN
             if near and self._device.type == "cuda":
                 at = slice(found.pop().at.start, at.stop)
-            found.append(Span(at, group, count))
+            found.append(Span(at, rule, count))
         return found
 
     # -- what she sees -----------------------------------------------------------------------------------------------

@@ -132,7 +132,6 @@ class StreamOptimizer(torch.optim.Optimizer):
                 layer.forget_gradients()
             elif layer.has_gradients:
                 layer.see_gradients()
-                layer.settle(layer)
                 layer.grads.zero_()
         for param in self._engine.others():
             if set_to_none:

@@ -117,7 +117,8 @@ class Outer:
     def look_up(self, ids: Tensor) -> Tensor:
         """In place of the embedding's forward."""
         embed, weight = self._embed, self._embed.weight
-        if not self._pending or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
+        ahead = self._pending and self._rows.own.grad is not None
+        if not ahead or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
             self.ready()
             return self._forward(ids)
         rows, places = torch.unique(ids.cpu(), return_inverse=True)
@@ -165,8 +166,8 @@ class Outer:
         self._known = self._schedule.compute.mark()
         if self._pending:
             self._hide()
-        elif self._away:
-            self._restore()
+        else:
+            self.ready()
 
     @unwatched
     def ready(self) -> None:
@@ -178,8 +179,10 @@ class Outer:
             self._schedule.compute.after(self._filled)
             for held in self.held:
                 held.grad = None  # freed only now: the memory is reused in compute order
-            if self._away:
-                self._restore()
+            if self._away:  # and no update is going to rebuild them
+                self._make_room()
+                for held in self.held:
+                    self._refill(held)
             for held in self.held:  # last: until then whoever looks at one comes here
                 held.param.__class__ = nn.Parameter
                 held.param.__dict__.pop("_home", None)
@@ -194,8 +197,8 @@ class Outer:
             if held.grad is None:
                 self._refill(held)
                 continue
-            span = Span(slice(0, held.param.numel()), held.group, self._counts[held.param])
-            given = Update(held.grad.view(-1), [span], self._rules, None, (self._known,), True)
+            span = Span(slice(0, held.param.numel()), self._rules[held.group], self._counts[held.param])
+            given = Update(held.grad.view(-1), [span], None, (self._known,), True)
             weight = held.param.data.view(-1)
             for _, updated in self._schedule.travel.by_piece(held, given, weight, False, together=1):
                 self._filled = updated
@@ -210,14 +213,9 @@ class Outer:
                     storage.resize_(held.param.nbytes)
             self._away, self._known = False, self._schedule.compute.mark()
 
-    def _restore(self) -> None:
-        """Bring the weights back from the host, when no update is going to rebuild them."""
-        self._make_room()
-        for held in self.held:
-            self._refill(held)
-
     @torch.no_grad()
     def _refill(self, held: OuterParam) -> None:
+        """Bring the weights back from the host."""
         wait_for(held.left)
         exact = held.state["master"] if held.flat is None else held.flat
         for few, values in zip(held.param.data.view(-1).split(PIECE), exact.split(PIECE), strict=True):
@@ -230,16 +228,7 @@ class Outer:
         for held in self.held:
             held.param.__class__, held.param._home = Streamed, self
 
-    def visit(self) -> None:
-        self.ready()
-
-    @unwatched
-    def gradient(self, param: nn.Parameter) -> Tensor | None:
-        return param.grad
-
-    @unwatched
-    def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
-        param.grad = value
+    visit = ready
 
     def drain(self) -> None:
         self.ready()

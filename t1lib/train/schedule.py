@@ -213,7 +213,7 @@ class Schedule:
         self.release(index, following, again=True)
         if self.in_backward and layer.travels and not new_weights:
             known = (self.grads.filled[slot],)
-            layer.update = Update(self.grads.flat[slot], layer.spans(), self._rules(), None, known, layer.whole)
+            layer.update = Update(self.grads.flat[slot], layer.spans(self._rules()), None, known, layer.whole)
             layer.absent = set(layer.params)
             self.grads.freed[slot] = self._begin_update(layer)
             if self._following in self.layers:
@@ -232,10 +232,9 @@ class Schedule:
     def _update_in_slot(self, layer: HostLayer) -> None:
         """Update the weights in their slot, and put them in place of the gradients."""
         grads, weights = self.grads.flat[self.grads.of(layer.index)], self.buffer(layer.index)
-        rules = self._rules()
         with self._trace().span("compute", "update", layer.index):
-            for at, group, count in layer.spans():
-                update([weights[at]], [grads[at]], [{}], rules[group], count)
+            for at, rule, count in layer.spans(self._rules()):
+                update([weights[at]], [grads[at]], [{}], rule, count)
             grads.copy_(weights)
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
@@ -267,13 +266,13 @@ class Schedule:
             self._take_over_weights(layer)
         if layer.travels:
             known = layer.arrived, self.compute.mark()
-            layer.update = Update(layer.grads, layer.spans(), rules, layer.scale, known, layer.whole)
+            layer.update = Update(layer.grads, layer.spans(rules), layer.scale, known, layer.whole)
         else:
             slot = self.weights.of(layer.index)
             if self.weights.holds[slot] == layer.index:
                 self.weights.holds[slot] = None  # stale from here on
             scale, mark = self._on_host(layer.scale)
-            given = Update(layer.grads, layer.spans(), rules, scale, (layer.arrived, mark), layer.whole)
+            given = Update(layer.grads, layer.spans(rules), scale, (layer.arrived, mark), layer.whole)
             if not layer.state.keys() & {"master", "low"}:
                 layer.scale = None  # this update multiplies the gradients themselves
             self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()))
@@ -297,9 +296,8 @@ class Schedule:
         for mark in given.known:
             wait_for(mark)
         with trace.host_span("update", "update", layer.index):
-            for at, group, count in given.spans:
+            for at, rule, count in given.spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}
-                rule = given.rules[group]
                 update([layer.flat[at]], [given.grads[at]], [state], rule, count, given.scale, self._scratch)
 
     def _begin_update(self, layer: HostLayer) -> Mark:

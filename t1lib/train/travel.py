@@ -21,21 +21,19 @@ TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes
 
 
 class Span(NamedTuple):
-    """Elements of a flat buffer that are updated by the rule of one parameter group; count: updates so far, including
-    the coming one."""
+    """Elements of a flat buffer that are updated by one rule; count: updates so far, including the coming one."""
 
     at: slice
-    group: int
+    rule: Rule
     count: int
 
 
 class Update(NamedTuple):
-    """An update to be made: gradients (flat; on the host they come in with the state), what of them to apply, by which
-    groups' rules, the gradients' factor, and marks to wait for before gradients and factor are read."""
+    """An update to be made: gradients (flat; on the host they come in with the state), what of them to apply, their
+    factor, and marks to wait for before both are read."""
 
     grads: Tensor
     spans: list[Span]
-    rules: list[Rule]
     scale: Tensor | None
     known: Sequence[Mark]
     whole: bool  # whether the spans cover everything: then weights are rebuilt of their masters, and need not come in
@@ -163,11 +161,11 @@ class Travel:
         weight = onto if there else slot["weight"]
         state = {key: slot[key] for key in piece.held if key != "weight"}
         start, stop = piece.at.start, piece.at.stop
-        for whole, group, count in given.spans:
+        for whole, rule, count in given.spans:
             at = slice(max(whole.start, start) - start, min(whole.stop, stop) - start)
             if at.start < at.stop:
                 parts = {key: flat[at] for key, flat in state.items()}
-                update([weight[at]], [grad[at]], [parts], given.rules[group], count, given.scale, self._scratch)
+                update([weight[at]], [grad[at]], [parts], rule, count, given.scale, self._scratch)
         if there and "weight" in piece.held:
             slot["weight"].copy_(weight)
         elif not there and onto is not None:
