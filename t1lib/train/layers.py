@@ -107,7 +107,7 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
 
 
 class HostLayer(Traveller):
-    """One streamed layer: its module, and its parameters in a flat host buffer.
+    """One streamed layer: its parameters, and the flat host buffers that hold them.
 
     counts    updates that parameters have seen, by parameter
     trained   whether its parameters are trained (all of those that stream, or none)
@@ -121,7 +121,7 @@ class HostLayer(Traveller):
         counts: dict[nn.Parameter, int],
     ) -> None:  # fmt: skip
         super().__init__(index, pinned_zeros(layout.numel, layout.dtype, device))
-        self.module, self.layout, self.counts, self._device = module, layout, counts, device
+        self.layout, self.counts, self._device = layout, counts, device
         own = dict(module.named_parameters())
         self.params = {n: own[n] for n in layout.shapes}
         self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}

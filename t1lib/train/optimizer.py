@@ -15,7 +15,6 @@ from t1lib.train.update import (
     follow,
     new_state,
     norms_of,
-    rule_of,
     shown_state,
     take_state,
     update,
@@ -54,10 +53,8 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def rules_of(groups: list[dict[str, Any]], device: torch.device) -> list[Rule]:
     """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is kept;
     beside a GPU, the fused one moves the least memory."""
-    rules = [rule_of(group) for group in groups]
-    for rule in rules if device.type == "cuda" else ():
-        rule["foreach"], rule["fused"] = False, True
-    return rules
+    own = {"foreach": False, "fused": True} if device.type == "cuda" else {}
+    return [{k: v for k, v in group.items() if k != "params"} | {"lr": float(group["lr"])} | own for group in groups]
 
 
 class ResidentUpdates:

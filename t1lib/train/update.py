@@ -67,13 +67,6 @@ class Precision:
         return {key: dtype for rule in rules for key, dtype in self.kinds(param, rule).items()}
 
 
-def rule_of(group: dict[str, Any]) -> Rule:
-    """The hyperparameters of a group as they are now."""
-    rule = {k: v for k, v in group.items() if k != "params"}
-    rule["lr"] = float(rule["lr"])
-    return rule
-
-
 def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
     """Fresh state of a parameter, on its device. (How many updates it has seen is counted apart.)"""
     state = {}
