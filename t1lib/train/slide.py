@@ -117,9 +117,9 @@ class SlideTrainer(Trainer):
         with self.trace.span("compute", "update", -1) if resident else nullcontext():
             self.optimizer.step()
 
-    def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
+    def step(self, batch: dict[str, Tensor]) -> StepRecord:
         self.engine.trace = self.trace
-        return super().step(batch, upcoming)
+        return super().step(batch)
 
     def _weight(self, name: str) -> Tensor:
         return self.engine.weight_of(self.model.get_parameter(name))
