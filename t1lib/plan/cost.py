@@ -15,7 +15,7 @@ PIECE = 5 << 19  # elements of a piece of travelling state: enough to keep the l
 LEAST_SLOTS = 5  # pieces on the device: coming in, being updated, leaving; with spares while weights come in
 ROOM = 80  # bytes per element of a piece in all its slots together; with more slots, pieces come in further ahead
 ROWS = 2048  # rows of an embedding that are gathered and sent ahead of the others at a time
-GATHERED = 8  # buffers of `ROWS` rows that can be filled before any is sent
+GATHERED = 2  # buffers of `ROWS` rows, used in turn
 LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host may take as long as a layer computes
 HOST_GRADS = 4  # layers whose gradients wait on the host, unless all wait for the last one
 

@@ -45,7 +45,7 @@ def require_host_memory(
 ) -> None:
     """Raise `T1Error` unless the host can hold the layers with their state."""
     like = torch.empty(0, dtype=layout.dtype)
-    kinds = {k: d for rule in rules for k, d in precision.kinds(like, rule).items()}
+    kinds = precision.kinds_by(rules, like)
     each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * (not in_backward)
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in stack)
     # Weights move layer by layer, so that only one layer's are held twice.
@@ -71,7 +71,7 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
     """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: as in `work_in`"""
     held = len(engine.stack) * engine.layout.numel * engine.layout.dtype.itemsize  # is on the host already
     work = work_in(engine, piece, rows, seq)
-    return choose_plan(work, engine.wish[0], this_machine(), host_available() * 9 // 10 + held)
+    return choose_plan(work, engine.budget, this_machine(), host_available() * 9 // 10 + held)
 
 
 def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
@@ -119,7 +119,7 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int)
         if hasattr(inner, "config"):
             return {"saved": saved_by_layer(inner, engine.layout.dtype, seq)}
         row = split_rows(piece, 1)[0]
-        saved = saved_by(lambda: engine._call(0, row.hidden.detach(), row), held.params.values())
+        saved = saved_by(lambda: engine.forwards[0](row.hidden.detach(), *row.args, **row.kwargs), held.params.values())
     finally:
         if held is not None:
             held.unbind()

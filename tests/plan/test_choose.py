@@ -152,7 +152,7 @@ def test_weights_of_embedding_and_head_leave_the_device_to_the_backward():
     assert device_bytes(WORK, here) - device_bytes(WORK, there) >= 12 * WORK.outer
     restored = host_bytes(WORK, there)
     copied = host_bytes(dataclasses.replace(WORK, masters=False), there)
-    assert copied - restored == 2 * (WORK.outer + 16384 * WORK.hidden)
+    assert copied - restored == 2 * (WORK.outer + 4096 * WORK.hidden)
 
 
 def test_graphs_take_the_place_of_kept_activations_where_launches_take_the_time():
