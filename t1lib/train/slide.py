@@ -76,11 +76,12 @@ class SlideTrainer(Trainer):
     def _weight(self, name: str) -> Tensor:
         return self.engine.weight_of(self.model.get_parameter(name))
 
-    def _saved(self, name: str) -> State:
-        return self.optimizer.shown(self._own[name])
+    def _state(self, name: str) -> tuple[State, int]:
+        param, resident = self._own[name], self.engine.resident
+        return resident.state_of(param, self.optimizer.rules()[0]), resident.counts[param]
 
-    def _restore(self, name: str, saved: State) -> None:
-        self.optimizer.restore(self._own[name], saved)
+    def _set_count(self, name: str, count: int) -> None:
+        self.engine.resident.counts[self._own[name]] = count
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
