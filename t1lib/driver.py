@@ -24,12 +24,11 @@ EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 @dataclass(frozen=True)
 class Job:
-    """One experiment under one profile, with its resolved parameters and what its results depend on."""
+    """One experiment under one profile, with its resolved parameters."""
 
     experiment: str
     profile: str
     parameters: dict[str, Any]
-    made_of: dict[str, str]
 
     @property
     def label(self) -> str:
@@ -45,7 +44,7 @@ class Job:
 
     def difference(self) -> str | None:
         """Return why the experiment has to run; None if its outputs are up to date."""
-        return manifest.difference(self.final, manifest.fingerprint_of(self.made_of), self.made_of)
+        return manifest.difference(self.final, self.experiment, self.parameters)
 
     def expected_seconds(self) -> float | None:
         """Return how long the last run took, else the estimate in the notebook's metadata, else None."""
@@ -63,7 +62,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     known = params.experiments()
     require(bool(known), f"no experiments: {paths.shown(paths.notebooks())}/ holds no notebook with parameters")
     chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
-    profile = default_profile() if profile == "auto" else profile
+    profile = overrides.get("profile", default_profile()) if profile == "auto" else profile
     choose("profile", profile, [*params.profiles(), "auto"])
     declared = {name: params.declared(name) for name in dict.fromkeys(chosen)}
     for name in overrides:
@@ -71,8 +70,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     jobs = []
     for name, known_to in declared.items():
         own = {key: value for key, value in overrides.items() if key in known_to}
-        parameters = params.resolve(name, profile, own)
-        jobs.append(Job(name, profile, parameters, manifest.ingredients(name, parameters)))
+        jobs.append(Job(name, profile, params.resolve(name, profile, own)))
     _require_writable(paths.root() / "outputs" / profile)
     return jobs
 
@@ -129,7 +127,6 @@ def _run_alone(job: Job, progress: _Progress) -> None:
         experiment=job.experiment,
         profile=job.profile,
         parameters=job.parameters,
-        made_of=job.made_of,
         started=started,
         seconds=time.perf_counter() - clock,
     )
@@ -163,10 +160,12 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     for job in jobs:
         why = job.difference()
         if why or force:
+            manifest.require_replaceable(job.final)
             due.append(job)
             print(f"{job.label} to run: {why or 'forced'}")
         else:
-            print(f"{job.label} up to date (measured {(manifest.read(job.final) or {})['started']})")
+            content = manifest.read(job.final) or {}
+            print(f"{job.label} up to date (measured {content['started']} on {manifest.device(content)})")
     if not due:
         print(f"nothing to do: {len(jobs)} experiments up to date")
         return EXIT_OK
@@ -190,7 +189,8 @@ def _attempt(job: Job) -> bool:
     except (NotebookError, T1Error) as error:
         progress.end("failed")
         print(f"error: {job.label} {error}", file=sys.stderr)
-        print(f"       its notebook as far as it came: {paths.shown(job.staging)}/executed.ipynb", file=sys.stderr)
+        if isinstance(error, NotebookError):
+            print(f"       its notebook as far as it came: {paths.shown(job.staging)}/executed.ipynb", file=sys.stderr)
         return False
     except KeyboardInterrupt:
         progress.end("interrupted")

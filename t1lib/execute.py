@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from t1lib import params, paths
+from t1lib.measure import manifest
 
 
 class NotebookError(RuntimeError):
@@ -46,7 +47,7 @@ def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick:
     executed = staging / "executed.ipynb"
     if failure:
         raise NotebookError(_explain(failure[0], executed))
-    if not (staging / "samples.csv").is_file():
+    if not (staging / manifest.NOTES).is_file():
         raise NotebookError("the notebook ended without run.finish()")
     _forget_root(executed)
 

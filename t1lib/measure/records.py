@@ -23,10 +23,52 @@ PLACES = ("device", "host", "streamed", "parked")  # where a plan puts things; r
 
 
 class Records:
-    """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged."""
+    """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged.
+
+    The rows are kept by the part that made them (in a notebook, a cell), so that a part that is made again replaces its
+    own rows and no others.
+    """
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.parts: dict[str, list[dict[str, Any]]] = {}
+        self.begin("")
+
+    def begin(self, part: str) -> None:
+        """What is added from now on replaces the rows of `part`, in their place."""
+        self.own = self.parts[part] = []
+
+    def end(self, part: str, keep: bool) -> bool:
+        """`part` is what the rows since `begin` belong to; they are removed unless they are to be kept. Returns whether
+        there were any."""
+        self.parts = {part if rows is self.own else name: rows for name, rows in self.parts.items()}
+        had = bool(self.own)
+        if not keep:
+            self.own.clear()
+        return had
+
+    def replaced(self, part: str) -> list[str]:
+        """Remove the other parts that hold a sample of a variant, phase and metric that `part` holds too; their names.
+        Statuses do not count."""
+
+        def kinds(rows: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+            return {(r["variant"], r["phase"], r["metric"]) for r in rows if r["metric"] != "status"}
+
+        mine = kinds(self.parts[part])
+        found = [other for other, rows in self.parts.items() if other != part and mine & kinds(rows)]
+        for other in found:
+            del self.parts[other]
+        return found
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, part by part."""
+        return [row for rows in self.parts.values() for row in rows]
+
+    def without(self, parts: Iterable[str]) -> "Records":
+        """The records less those of some parts."""
+        left, out = Records(), set(parts)
+        left.parts = {part: rows for part, rows in self.parts.items() if part not in out}
+        return left
 
     def add(
         self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
@@ -56,7 +98,7 @@ class Records:
                 self.add(**row)
 
     def _append(self, *values: Any) -> None:
-        self.rows.append(dict(zip(COLUMNS, values, strict=True)))
+        self.own.append(dict(zip(COLUMNS, values, strict=True)))
 
     def frame(self) -> pd.DataFrame:
         """Return the rows as a table. `value` holds floats, or text in rows with metric `status`."""
