@@ -108,6 +108,8 @@ class Run:
             run._require_allowed(run.params.values())
             return run
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, with this machine's paths in it
+        for limit in ("display.max_colwidth", "display.max_columns", "display.max_rows"):
+            pd.set_option(limit, None)  # tables are shown whole
         run = namespace[_RUN] = cls(experiment, namespace)
         if not run._driven:  # the driver has made the folder, and papermill writes into it
             shutil.rmtree(run.outdir, ignore_errors=True)
