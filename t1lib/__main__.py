@@ -31,8 +31,8 @@ def _state(experiment: str, profile: str) -> str:
     folder = paths.outputs(profile, experiment)
     content = manifest.read(folder)
     if content is None:
-        broken = (folder / manifest.NAME).exists()
-        return f"stale    {manifest.NAME} is not as the run left it" if broken else "missing"
+        why = manifest.damage(folder)
+        return "missing" if why == "missing" else f"stale    {why}"
     why = manifest.difference(folder, experiment, params.resolve(experiment, profile))
     measured = f"measured {content['started']} on {manifest.device(content)} in {content['seconds']:.0f} s"
     return f"stale    {why}; {measured}" if why else f"done     {measured}"

@@ -85,7 +85,7 @@ def doubts(folder: Path, experiment: str) -> str | None:
     """
     content, wanted = manifest.read(folder), params.resolve(experiment, PROFILE)
     if content is None:
-        return f"{manifest.NAME} is missing or broken"
+        return manifest.damage(folder)
     of = content.get("experiment"), content.get("profile")
     if of != (experiment, PROFILE) or not {SAMPLES, NUMBERS_FILE} <= content["files"].keys():
         return f"{manifest.NAME} is not that of a finished run of {experiment} with profile {PROFILE}"
@@ -94,9 +94,8 @@ def doubts(folder: Path, experiment: str) -> str | None:
         added = isinstance(now, list) and isinstance(value, list) and all(x in now for x in value)
         if now != value and not added:  # no claim speaks of what was added to a list and is not measured yet
             return f"run with {name}={value!r}, params/{PROFILE} has {now!r}"
-    for name in (*content["files"], *([manifest.REPORT] if manifest.REPORT in content else [])):
-        if manifest.changed(folder, name):
-            return f"{name} is not the file that the manifest lists"
+    if why := manifest.damage(folder):
+        return why
     again = Numbers()
     try:
         numbers_of(experiment)(Records.load(folder / SAMPLES).frame(), again)
@@ -131,6 +130,15 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
     return verdicts if why is None else verdicts or [FAIL]
 
 
+def _check_others() -> list[str]:
+    """FAIL for each run of another profile that is not as it was left; says what is wrong with it."""
+    folders = sorted(path.parent for path in (paths.root() / "outputs").glob(f"*/*/{manifest.NAME}"))
+    damaged = {folder: manifest.damage(folder) for folder in folders if folder.parent.name != PROFILE}
+    for folder in (folder for folder, why in damaged.items() if why):
+        print(f"{FAIL}  {paths.shown(folder)}: {damaged[folder]}")
+    return [FAIL for why in damaged.values() if why]
+
+
 def check(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0, or 1 if a claim fails or a run is in doubt."""
     path = paths.root() / "README.md"
@@ -146,6 +154,7 @@ def check(arguments: argparse.Namespace) -> int:
     verdicts = []
     for name in (name for name in known if name in chosen):
         verdicts += _check_run(name, [claim for claim in claims if claim.experiment == name])
+    verdicts += _check_others() if every else []
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (PASS, FAIL, NOT_RUN))
     print(f"{len(verdicts)} checks: {counts}")
     return int(FAIL in verdicts)

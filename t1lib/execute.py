@@ -19,7 +19,7 @@ class NotebookError(RuntimeError):
     """A notebook did not reach its end. The message names the cell and the exception, in one line."""
 
 
-def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick: Callable[[], None]) -> None:
+def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick: Callable[[], object]) -> None:
     """Execute an experiment's notebook into `staging`/executed.ipynb, calling `tick` twice a second.
 
     Raises `NotebookError` for a cell that fails, a kernel that dies, and a notebook that ends

@@ -3,11 +3,13 @@
 `redraw` makes the same files again from samples.csv alone, on a machine without a GPU.
 """
 
+import atexit
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -132,7 +134,9 @@ class Run:
             return
 
         def source(info: Any) -> str:
-            return shell.transform_cell(info.raw_cell)  # without magics
+            with suppress(SyntaxError):  # the cell fails
+                return shell.transform_cell(info.raw_cell)  # without magics
+            return ""
 
         def begin(info: Any) -> None:
             key = str(info.cell_id or info.raw_cell)
@@ -224,6 +228,7 @@ class Run:
             seconds=time.perf_counter() - self._clock,
         )
         manifest.publish(whole, final)
+        atexit.register(shutil.rmtree, self.outdir, ignore_errors=True)
 
 
 def redraw(profile: str, experiment: str) -> list[str]:

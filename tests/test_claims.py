@@ -103,7 +103,7 @@ def test_an_edited_file_fails_every_claim(kit, capsys):
     path.write_bytes(b"another picture")
     assert main(["check", "t1m3"]) == 1
     told = capsys.readouterr().out
-    assert f"figures/{path.name} is not the file that the manifest lists" in told and "2 FAIL" in told
+    assert f"figures/{path.name} is not as the run left it" in told and "2 FAIL" in told
 
 
 def test_a_flipped_byte_is_noticed(kit):
@@ -121,6 +121,14 @@ def test_a_flipped_byte_is_noticed(kit):
         assert doubts(root / "t1m3", "t1m3"), (path, place)
         path.write_bytes(before)
     assert doubts(root / "t1m3", "t1m3") is None
+
+
+def test_a_damaged_run_of_another_profile_fails_too(kit, capsys):
+    shutil.copytree(kit / "outputs/h200", kit / "outputs/mine")
+    (kit / "outputs/mine/t1m3/samples.csv").write_text("made up")
+    main(["check"])
+    told = capsys.readouterr().out
+    assert "FAIL  outputs/mine/t1m3: samples.csv is not as the run left it" in told and "2 FAIL" in told
 
 
 def test_a_run_with_other_parameters_fails(kit, capsys):
@@ -151,7 +159,7 @@ def test_an_experiment_that_there_is_not_is_an_error(kit, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("<<<<<<< broken", "manifest.json is missing or broken"),
+        ("<<<<<<< broken", "manifest.json is not as the run left it"),
         ('{"files": {}}', "not that of a finished run of t1m3 with profile h200"),
         ('{"experiment": "cce", "profile": "h200", "files": {"samples.csv": {}, "numbers.json": {}}}', "not that of"),
     ],

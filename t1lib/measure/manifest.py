@@ -82,7 +82,7 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     same meaning; None if it is."""
     content = read(folder)
     if content is None:
-        return "missing" if not (folder / NAME).exists() else f"{NAME} is not as the run left it"
+        return damage(folder)
     if "executed.ipynb" not in content["files"]:
         return "not run by `python -m t1lib run`"
     made_of = content["made_of"]
@@ -93,10 +93,16 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     changed_parts += ["the kit"] if not modules else []  # by a kit that noted no modules
     changed_parts += ["notebook"] if made_of["notebook"] != fingerprint.notebook(experiment) else []
     changed_parts += ["parameters"] if content["parameters"] != dict(parameters) else []
-    if changed_parts:
-        return f"{', '.join(changed_parts)} changed"
-    name = next((name for name in content["files"] if changed(folder, name)), None)
-    return f"{name} is not as the run left it" if name else None
+    return f"{', '.join(changed_parts)} changed" if changed_parts else damage(folder)
+
+
+def damage(folder: Path) -> str | None:
+    """Return which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are."""
+    content = read(folder)
+    if content is None:
+        return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
+    names = [*content["files"], *([REPORT] if REPORT in content else [])]
+    return next((f"{name} is not as the run left it" for name in names if changed(folder, name)), None)
 
 
 def changed(folder: Path, name: str) -> bool:
