@@ -109,15 +109,20 @@ class Cells:
         reasons = {key: self.why_out_of_date(key) for key in [*self.measured, *showing]}
         return [(self.title(key), why) for key, why in reasons.items() if why]
 
-    def why_out_of_date(self, key: str, trail: tuple[str, ...] = ()) -> str | None:
-        """Why what a cell made or showed no longer holds; None if it does."""
+    def why_out_of_date(self, key: str, found: dict[str, str | None] | None = None) -> str | None:
+        """Why what a cell made or showed no longer holds; None if it does. `found` holds answers known already."""
+        found = {} if found is None else found
+        if key not in found:
+            found[key] = None  # ends a circle
+            found[key] = self._why(key, found)
+        return found[key]
+
+    def _why(self, key: str, found: dict[str, str | None]) -> str | None:
         cell = self.known.get(key)
         if cell is None:
             return "its cell has been replaced"
-        if key == self.running or key in trail:
-            return None
-        if cell.fault:
-            return cell.fault
+        if key == self.running or cell.fault:
+            return cell.fault or None
         given = self.parameters()
         for name, value in cell.parameters.items():
             if given.get(name, value) != value:
@@ -125,12 +130,12 @@ class Cells:
         for name, (maker, version) in cell.reads.items():
             if maker not in self.known or self.known[maker].made.get(name) != version:
                 return f"{name} has been made again"
-            if why := self.why_out_of_date(maker, (*trail, key)):
+            if why := self.why_out_of_date(maker, found):
                 return why
         for other, run in cell.shown.items():
             if other not in self.known or self.known[other].run != run:
                 return "what it shows has been measured again"
-            if why := self.why_out_of_date(other, (*trail, key)):
+            if why := self.why_out_of_date(other, found):
                 return why
         return None
 

@@ -82,11 +82,11 @@ class Run:
     def __init__(self, experiment: str, namespace: dict[str, Any]) -> None:
         import torch
 
-        self.experiment, self.records = experiment, Records()
-        self.params = Live(experiment, namespace, self._note)
-        given, driven = self.params.values(), os.environ.get("T1_STAGING")
+        self.experiment, self.records = experiment, Records(self._left_out)
+        driven = os.environ.get("T1_STAGING")
         self._driven = driven is not None
-        self._require_allowed(given)
+        self.params = Live(experiment, namespace, self._note, self._require_allowed)
+        given = self.params.values()
         git_state()  # raises its errors before anything is measured
         # Taken at the start: an edit made during the run must make the run stale.
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
@@ -107,7 +107,7 @@ class Run:
         """
         run = namespace.get(_RUN)
         if isinstance(run, cls) and run.experiment == experiment:
-            run._require_allowed(run.params.values())
+            run.params.values()
             return run
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, with this machine's paths in it
         for limit in ("display.max_colwidth", "display.max_columns", "display.max_rows"):
@@ -134,8 +134,9 @@ class Run:
             return
 
         def source(info: Any) -> str:
+            first, _, rest = info.raw_cell.partition("\n")
             with suppress(SyntaxError):  # the cell fails
-                return shell.transform_cell(info.raw_cell)  # without magics
+                return shell.transform_cell(rest if first.startswith("%%") else info.raw_cell)  # without magics
             return ""
 
         def begin(info: Any) -> None:
@@ -165,16 +166,20 @@ class Run:
     def _note(self, name: str, value: Any) -> None:
         self._cells.running_cell.parameters[name] = value
 
+    def _left_out(self, shown: bool) -> list[str]:
+        """The cells whose records do not hold any more. Says so if the others are about to be shown."""
+        out = {part: why for part in self.records.parts if (why := self._cells.why_out_of_date(part))}
+        if shown:
+            self._cells.show()
+            for part, why in out.items():
+                if self.records.parts[part]:
+                    print(f"out of date and left out, from the cell `{self._cells.title(part)}`: {why}")
+        return list(out)
+
     def _frame(self) -> pd.DataFrame:
         """The records that hold, saved to disk as well, so that a cell that fails later does not lose them."""
-        out = {part: why for part in self.records.parts if (why := self._cells.why_out_of_date(part))}
-        for part, why in out.items():
-            if self.records.parts[part]:
-                print(f"out of date and left out, from the cell `{self._cells.title(part)}`: {why}")
-        self._cells.show()
-        kept = self.records.without(out)
-        kept.save(self.outdir / "samples.csv")
-        return kept.frame()
+        self.records.save(self.outdir / "samples.csv")
+        return self.records.frame()
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ class Run:
         """Publish a copy: cells that are run again afterwards work on in `outdir`, and change nothing published."""
         given = self.params.values()
         final = paths.outputs(given["profile"], self.experiment)
-        whole = self.outdir.with_suffix(".whole")
+        whole = self.outdir.with_suffix(".whole.partial")
         shutil.rmtree(whole, ignore_errors=True)
         shutil.copytree(self.outdir, whole)
         manifest.write(

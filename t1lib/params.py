@@ -207,10 +207,17 @@ class Live:
 
     namespace  the notebook's global variables, with IPython's list `In` of what was run
     note       called with the name and the value of each parameter that is read
+    allow      called with all of them when one has changed; raises `T1Error` for what must not be run here
     """
 
-    def __init__(self, experiment: str, namespace: dict[str, Any], note: Callable[[str, Any], None]) -> None:
-        self._experiment, self._namespace, self._note = experiment, namespace, note
+    def __init__(
+        self,
+        experiment: str,
+        namespace: dict[str, Any],
+        note: Callable[[str, Any], None],
+        allow: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._experiment, self._namespace, self._note, self._allow = experiment, namespace, note, allow
         self._seen: tuple[int, dict[str, Any]] = 0, {}
         self._values: dict[str, Any] = {}
         known = self._declared()
@@ -259,6 +266,7 @@ class Live:
             told = ", ".join(f"{name}={value!r}" for name, value in loaded.items())
             print(f"{paths.shown(paths.params_file(profile, self._experiment))} sets {told}")
         namespace |= loaded
+        self._allow(values | loaded)
         return values | loaded
 
     def __getattr__(self, name: str) -> Any:

@@ -156,7 +156,7 @@ def test_a_parameter_file_that_is_not_utf8_is_an_error(checkout):
 
 
 def live(namespace):
-    return params.Live("demo", namespace, lambda name, value: None)
+    return params.Live("demo", namespace, lambda name, value: None, lambda values: None)
 
 
 def test_the_parameters_of_a_notebook_are_what_its_variables_say(checkout):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import nbformat
@@ -23,7 +24,7 @@ CELLS = {
     "head": 'for step in range(2):\n    records.add("head", "wall", factor, "ms", step=step)',
     "step": 'for step in range(p.steps):\n    records.add("slide", "wall", step, "ms", "step", step)\n',
     "show": (
-        'values = run._frame()\nprint(values[values["variant"] == "slide"]["value"].tolist(),'
+        'values = records.frame()\nprint(values[values["variant"] == "slide"]["value"].tolist(),'
         ' values[values["variant"] == "head"]["value"].tolist())'
     ),
     "finish": "run.finish()",
@@ -167,6 +168,25 @@ def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel):
     kernel.edit("parameters", '"nobody"', '"smoke"')
     (folder.parent / "smoke" / "demo.yaml").unlink()
     assert "params/smoke/demo.yaml is missing" in kernel.run("parameters", "measure")
+
+
+def test_a_cell_under_a_magic_depends_on_what_it_reads(checkout, kernel):
+    kernel.cells["head"] = "%%time\n" + kernel.cells["head"]
+    kernel.cells["wrong"] = "this is no Python"
+    kernel.run("parameters", "setup", "sizes", "head", "wrong", "step", "show")
+    kernel.edit("sizes", "10", "20")
+    assert "factor has been made again" in kernel.run("sizes", "finish")
+
+
+def test_a_profile_for_gpus_is_refused_without_one_as_soon_as_it_is_named(checkout, kernel, monkeypatch):
+    monkeypatch.setattr(sys.modules["t1lib.measure.environment"], "_gpu", lambda: None)
+    folder = checkout.root / "params" / "h200"
+    folder.mkdir()
+    (folder / "demo.yaml").write_text("profile: h200\n")
+    kernel.everything()
+    kernel.edit("parameters", '"smoke"', '"h200"')
+    assert "profile 'h200' is for a GPU" in kernel.run("parameters", "step")
+    assert not (checkout.root / "outputs" / "h200").exists()
 
 
 class Kernel:

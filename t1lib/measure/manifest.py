@@ -169,6 +169,7 @@ def publish(staging: Path, final: Path) -> None:
     recover(final)
     require_replaceable(final)
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():
             os.replace(final, _aside(final))
         os.replace(staging, final)

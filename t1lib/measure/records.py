@@ -7,7 +7,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,10 +27,13 @@ class Records:
 
     The rows are kept by the part that made them (in a notebook, a cell), so that a part that is made again replaces its
     own rows and no others.
+
+    left_out  returns the parts whose rows do not hold any more; called with whether the others are about to be shown
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: Callable[[bool], Collection[str]] = lambda shown: ()) -> None:
         self.parts: dict[str, list[dict[str, Any]]] = {}
+        self._left_out = left_out
         self.begin("")
 
     def begin(self, part: str) -> None:
@@ -61,14 +64,12 @@ class Records:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """All rows, part by part."""
-        return [row for rows in self.parts.values() for row in rows]
+        """All rows that hold, part by part."""
+        return self._rows(shown=False)
 
-    def without(self, parts: Iterable[str]) -> "Records":
-        """The records less those of some parts."""
-        left, out = Records(), set(parts)
-        left.parts = {part: rows for part, rows in self.parts.items() if part not in out}
-        return left
+    def _rows(self, shown: bool) -> list[dict[str, Any]]:
+        out = self._left_out(shown)
+        return [row for part, rows in self.parts.items() if part not in out for row in rows]
 
     def add(
         self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
@@ -101,8 +102,8 @@ class Records:
         self.own.append(dict(zip(COLUMNS, values, strict=True)))
 
     def frame(self) -> pd.DataFrame:
-        """Return the rows as a table. `value` holds floats, or text in rows with metric `status`."""
-        return pd.DataFrame(self.rows, columns=list(COLUMNS))
+        """Return the rows that hold as a table. `value` holds floats, or text in rows with metric `status`."""
+        return pd.DataFrame(self._rows(shown=True), columns=list(COLUMNS))
 
     def save(self, path: Path) -> None:
         """Write the rows as CSV; floats in the shortest form that reads back exactly."""
