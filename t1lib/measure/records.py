@@ -89,14 +89,12 @@ class Records:
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows given as mappings with the names of `COLUMNS`; phase, step and unit may be left out."""
         for row in rows:
-            for name in row:
-                choose("column of records", name, COLUMNS)
-            missing = [name for name in ("variant", "metric", "value") if name not in row]
-            require(not missing, f"a row of records lacks {', '.join(missing)}: {dict(row)}")
+            whole = dict(phase="", step="", unit="") | dict(row)
+            require(whole.keys() == set(COLUMNS), f"a row of records has {', '.join(row)}; allowed: {', '.join(COLUMNS)}")
             if row["metric"] == "status":
-                self.status(row["variant"], row["value"], row.get("phase", ""))
+                self.status(row["variant"], row["value"], whole["phase"])
             else:
-                self.add(**row)
+                self.add(**whole)
 
     def _append(self, *values: Any) -> None:
         self.own.append(dict(zip(COLUMNS, values, strict=True)))
