@@ -1,8 +1,7 @@
 """Which cell of a notebook made what, so that a cell that is run again makes what used it out of date.
 
-A cell depends on the parameters that it read, by their values; on the cells that made the variables it uses; and, if it
-drew or tabulated records, on the cells that measured them. Variables that a cell changes in place, without assigning
-them, are not followed.
+A cell depends on the parameters that it read, by their values, and on the cells that made the variables it uses.
+Variables that a cell changes in place, without assigning them, are not followed.
 """
 
 import dis
@@ -17,14 +16,13 @@ _INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 @dataclass
 class Cell:
-    """One execution of a cell: what it read (variable → maker, version), made (variable → version) and has shown."""
+    """One execution of a cell: what it read (variable → maker, version) and made (variable → version)."""
 
     title: str
     run: int
     reads: dict[str, tuple[str, int]] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
-    shown: dict[str, int] = field(default_factory=dict)  # cell → its run when its records were shown
     fault: str = ""
 
 
@@ -85,7 +83,7 @@ class Cells:
             cell.fault = f"{name} is that of another cell now; run the one that made it first"
             cell.reads[name] = origin
         elif maker != key:
-            cell.reads[name] = maker, self.known[maker].made[name]
+            cell.reads[name] = maker, self.known[maker].made.get(name, 0)
 
     def _make(self, cell: Cell, key: str, name: str) -> None:
         known = self._earlier.made.get(name) if self._earlier and self._makers.get(name) == key else None
@@ -98,16 +96,9 @@ class Cells:
         self.known.pop(key, None)
         self.measured.pop(key, None)
 
-    def show(self) -> None:
-        """The running cell shows what has been recorded."""
-        self.running_cell.shown |= {key: self.known[key].run for key in self.measured if key != self.running}
-
-    def out_of_date(self) -> list[tuple[str, str]]:
-        """Title and reason of each cell to run again before all is as in a notebook that was run from top to bottom:
-        those that have recorded something, then those that show it."""
-        showing = [key for key, cell in self.known.items() if cell.shown and key not in self.measured]
-        reasons = {key: self.why_out_of_date(key) for key in [*self.measured, *showing]}
-        return [(self.title(key), why) for key, why in reasons.items() if why]
+    def runs(self) -> dict[str, int]:
+        """The number of the latest run of each cell that has recorded something."""
+        return {key: self.known[key].run for key in self.measured}
 
     def why_out_of_date(self, key: str, found: dict[str, str | None] | None = None) -> str | None:
         """Why what a cell made or showed no longer holds; None if it does. `found` holds answers known already."""
@@ -131,11 +122,6 @@ class Cells:
             if maker not in self.known or self.known[maker].made.get(name) != version:
                 return f"{name} has been made again"
             if why := self.why_out_of_date(maker, found):
-                return why
-        for other, run in cell.shown.items():
-            if other not in self.known or self.known[other].run != run:
-                return "what it shows has been measured again"
-            if why := self.why_out_of_date(other, found):
                 return why
         return None
 

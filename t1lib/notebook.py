@@ -91,6 +91,7 @@ class Run:
         # Taken at the start: an edit made during the run must make the run stale.
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
+        self._drawn: dict[str, dict[str, int]] = {}  # figure or table → the runs of the cells that it was made from
         self._started, self._clock = manifest.utc_now(), time.perf_counter()
         self.outdir = Path(driven) if driven else paths.staging(given["profile"], experiment, os.getpid())
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -161,7 +162,7 @@ class Run:
         try:
             return self.params.values()
         except T1Error:  # raised again by the next cell that reads one
-            return {}
+            return self.params.unchecked()
 
     def _note(self, name: str, value: Any) -> None:
         self._cells.running_cell.parameters[name] = value
@@ -169,11 +170,9 @@ class Run:
     def _left_out(self, shown: bool) -> list[str]:
         """The cells whose records do not hold any more. Says so if the others are about to be shown."""
         out = {part: why for part in self.records.parts if (why := self._cells.why_out_of_date(part))}
-        if shown:
-            self._cells.show()
-            for part, why in out.items():
-                if self.records.parts[part]:
-                    print(f"out of date and left out, from the cell `{self._cells.title(part)}`: {why}")
+        for part, why in out.items():
+            if shown and self.records.parts[part]:
+                print(f"out of date and left out, from the cell `{self._cells.title(part)}`: {why}")
         return list(out)
 
     def _frame(self) -> pd.DataFrame:
@@ -188,15 +187,26 @@ class Run:
         self._inputs[name] = sha256
 
     def draw(self, name: str) -> "Figure":
-        """Draw a figure of `t1lib.report.FIGURES` from the records that hold, save it, and return it for display."""
+        """Draw one of the experiment's figures (`t1lib.report`) from the records that hold, save and return it."""
         return self._shown(_draw, name)
 
     def table(self, name: str) -> pd.DataFrame:
-        """Make a table of `t1lib.report.TABLES` from the records that hold, save it, and return it for display."""
+        """Make one of the experiment's tables (`t1lib.report`) from the records that hold, save and return it."""
         return self._shown(_tabulate, name)
 
     def _shown(self, make: Callable[..., Any], name: str) -> Any:
-        return make(self.outdir, self.experiment, name, self._frame())
+        self._drawn[name] = {"": 0}  # not whole, until it is
+        made = make(self.outdir, self.experiment, name, self._frame())
+        self._drawn[name] = self._cells.runs()
+        return made
+
+    def _to_run_again(self) -> list[str]:
+        """What is not as in a notebook that was run from top to bottom: cells, or else figures and tables."""
+        whys = {key: self._cells.why_out_of_date(key) for key in self._cells.measured}
+        late = [f"`{self._cells.title(key)}`: {why}" for key, why in whys.items() if why]
+        now = self._cells.runs().items()
+        drawn = [f"`{name}`: drawn before its records" for name, runs in self._drawn.items() if runs.items() - now]
+        return late or drawn
 
     def finish(self) -> None:
         """Save records, numbers and environment. Without the driver, also publish the folder.
@@ -204,7 +214,7 @@ class Run:
         A folder published this way lacks executed.ipynb, so the driver does not count it as done and would
         redo the run. Raises `T1Error` if a cell has to be run again first.
         """
-        late = [f"`{title}`: {why}" for title, why in self._cells.out_of_date()]
+        late = self._to_run_again()
         named = "; ".join(late)
         named = named if len(named) <= _NAMED else f"{named[:_NAMED]}…"
         require(not late, f"cells to run again before this one: {len(late)}. {named}")

@@ -247,6 +247,10 @@ class Live:
             self._seen = copy.deepcopy(self._now())
         return self._values
 
+    def unchecked(self) -> dict[str, Any]:
+        """All parameters as the variables are, right or wrong."""
+        return self._now()[1]
+
     def _now(self) -> tuple[int, dict[str, Any]]:
         return len(self._ran()), {name: self._namespace.get(name) for name in self._values}
 

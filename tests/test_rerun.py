@@ -124,11 +124,22 @@ def test_an_edited_cell_replaces_what_it_measured_before(checkout, kernel):
     assert kernel.run("finish", ids=False) == "" and len(published(checkout)) == 3
 
 
-def test_a_figure_drawn_before_its_records_were_made_again_is_refused(checkout, kernel):
+def test_a_table_made_before_its_records_is_refused(checkout, kernel):
+    table = 'from t1lib import notebook\nnotebook._tabulate = lambda *_: None\nrun.table("any")'
+    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"} | {"table": table}
+    kernel.cells["finish"] = CELLS["finish"]
+    assert kernel.everything() == ""
+    assert "`any`: drawn before its records" in kernel.run("step", "finish")
+    assert kernel.run("table", "finish") == ""
+    kernel.cells["failing"] = table.replace("None", "1 / 0")
+    assert "`any`: drawn before its records" in kernel.run("failing", "finish")
+    assert kernel.run("table", "finish") == ""
+
+
+def test_a_wrong_parameter_leaves_out_what_was_measured_with_a_right_one(checkout, kernel):
     kernel.everything()
-    kernel.run("step")
-    assert "what it shows has been measured again" in kernel.run("finish")
-    assert kernel.run("show", "finish") == ""
+    kernel.edit("parameters", "steps: int = 3", "steps: int = -3")
+    assert kernel.run("parameters", "show").endswith("[] [5.0, 5.0]\n")
 
 
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):

@@ -90,7 +90,8 @@ class Records:
         """Append rows given as mappings with the names of `COLUMNS`; phase, step and unit may be left out."""
         for row in rows:
             whole = dict(phase="", step="", unit="") | dict(row)
-            require(whole.keys() == set(COLUMNS), f"a row of records has {', '.join(row)}; allowed: {', '.join(COLUMNS)}")
+            allowed = f"a row of records has {', '.join(row)}; allowed: {', '.join(COLUMNS)}"
+            require(whole.keys() == set(COLUMNS), allowed)
             if row["metric"] == "status":
                 self.status(row["variant"], row["value"], whole["phase"])
             else:
