@@ -9,24 +9,23 @@ import numpy as np
 
 from t1lib.errors import T1Error
 from t1lib.memory import in_words
-from t1lib.plan.cost import Choice, device_bytes, host_bytes, most_reserved_bytes, reserved_bytes
+from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes
 from t1lib.plan.duration import step_ms
 from t1lib.plan.rates import H200, Machine
 from t1lib.plan.work import Work
 
 # Of the streamed layers, updated by the CPU. Between a quarter and all of them, runs were up to a fifth slower than
 # predicted, as the CPU and the link share the host's memory (H200).
-SHARES = 0.0, 1 / 8, 1 / 4, 1.0
+SHARES = 0.0, 1 / 4, 1.0
 
 
 def kinds(work: Work) -> Iterator[Choice]:
-    """All choices but for how many layers are resident or kept."""
+    """All choices but for how many layers are resident or kept. A third slot would gain 1 %."""
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
-    for outer, inputs, slots, places, share in product(outers, ("device", "host"), (2, 3), gradients, shares):
-        if share < 1 or places == 2:
-            yield Choice(slots, 0, 0, inputs, outer, places, share)
+    for outer, inputs, slots, share in product(outers, ("device", "host"), gradients, shares):
+        yield Choice(inputs=inputs, outer=outer, grad_slots=slots, host_share=share)
 
 
 def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:
@@ -36,7 +35,7 @@ def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:
     for kind in kinds(work):
         choices = replace(kind, resident=each[:, None], keep=each[None, :])
         allocated = device_bytes(work, choices)
-        yield choices, reserved_bytes(work, allocated, choices), most_reserved_bytes(work, allocated, choices)
+        yield choices, *(reserved_bytes(work, allocated, choices, most) for most in (False, True))
 
 
 def least_bytes(work: Work) -> int:
