@@ -1,8 +1,6 @@
 """`python -m t1lib plan`: will it fit, and how long will a step take?"""
 
 import argparse
-import ast
-import json
 import os
 import shlex
 from dataclasses import asdict
@@ -23,17 +21,6 @@ def add_training(parser: argparse.ArgumentParser, seq: int, batch: int) -> None:
     add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
     add("--split-master", action="store_true", help="of float32 masters keep the bits that bfloat16 weights lack")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to it; 0: do not (default: 1)")
-
-
-def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The changes to a preset's shape: Python literals that JSON can hold (numbers, lists, …), all else as text."""
-    changes = {}
-    for field, text in arguments.change:
-        try:
-            changes[field] = json.loads(json.dumps(ast.literal_eval(text)))
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            changes[field] = text
-    return changes
 
 
 def add_parser(commands: Any) -> None:
@@ -78,8 +65,14 @@ def plan(arguments: argparse.Namespace) -> int:
     whose = "this machine's rates" if own else "an H200's rates, not this machine's (--calibrate)"
     print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens per step, {arguments.optimizer}; "
           f"{in_words(vram)} of GPU memory; times by {whose}\n")  # fmt: skip
-    rows = [("mode", "head", "allocated", "reserved", "host", "step" if own else "H200 step", "tokens/s", "")]
-    for mode, head, *values, why in [*rows, *(_row(p, arguments.batch * arguments.seq) for p in predictions)]:
+    rows = [["mode", "head", "allocated", "reserved", "host", "step" if own else "H200 step", "tokens/s", ""]]
+    for p in predictions:
+        values = ["-"] * 5
+        if isfinite(p.ms):
+            values = [*map(in_words, (p.allocated, p.reserved, p.host)), f"{_digits(p.ms / 1e3)} s"]
+            values += [_digits(arguments.batch * arguments.seq / p.ms * 1e3)]
+        rows.append([p.mode, p.head, *values, p.why or "fits"])
+    for mode, head, *values, why in rows:
         print(f"{mode:<6} {head:<8} {' '.join(f'{value:>10}' for value in values)}  {why}".rstrip())
     try:
         best = recommended(predictions)
@@ -93,17 +86,6 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(p: Any, tokens: int) -> tuple[str, ...]:
-    """The table's entries for a prediction, with `tokens` per step; dashes if its head refuses."""
-    from t1lib.memory import in_words
-
-    values = ["-"] * 5
-    if isfinite(p.ms):
-        values = [*map(in_words, (p.allocated, p.reserved, p.host)), f"{_digits(p.ms / 1e3)} s"]
-        values += [_digits(tokens / p.ms * 1e3)]
-    return p.mode, p.head, *values, p.why or "fits"
-
-
 def _digits(value: float) -> str:
     """Format with three significant digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -112,6 +94,7 @@ def _digits(value: float) -> str:
 def setting_of(arguments: argparse.Namespace) -> Any:
     """The `t1lib.plan.predict.Setting` that the arguments describe."""
     from t1lib.heads import parse_bytes
+    from t1lib.models import parse_changes
     from t1lib.optimizers import OptimizerSpec
     from t1lib.plan.predict import Setting
 
@@ -121,7 +104,7 @@ def setting_of(arguments: argparse.Namespace) -> Any:
     state = {"moments": given.moments, "split_master": given.split_master, "master_weights": given.dtype != "float32"}
     return Setting(
         given.model, given.batch, given.seq, given.micro_batch, given.dtype, OptimizerSpec(given.optimizer, **state),
-        parse_bytes(given.workspace), together=given.max_grad_norm > 0, changes=changes_of(given),
+        parse_bytes(given.workspace), together=given.max_grad_norm > 0, changes=parse_changes(given.change),
     )  # fmt: skip
 
 

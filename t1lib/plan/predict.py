@@ -1,6 +1,7 @@
 """Predicted memory and time of a step, for every mode and head; and similar settings that would fit."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
@@ -12,7 +13,7 @@ from t1lib.errors import T1Error, require
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, shape_only
 from t1lib.optimizers import OptimizerSpec, spec_for
-from t1lib.plan.choose import choose_plan, least_bytes
+from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes
 from t1lib.plan.duration import fsdp_ms, step_ms
 from t1lib.plan.rates import Machine
@@ -64,10 +65,15 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
     for mode, head in product(MODES, HEADS):
         try:
             one = in_mode(work, mode, head)
-            choice = choose_plan(one, max(vram, least_bytes(one)), machine, free) if mode == "slide" else None
-            found.append(_judged(_predicted(one, mode, head, machine, choice), vram, host))
+            choice = choose_plan(one, vram, machine, free, or_least=True) if mode == "slide" else None
+            p = _predicted(one, mode, head, machine, choice)
         except T1Error as error:
-            found.append(Prediction(mode, head, why=str(error)))
+            p = Prediction(mode, head, why=str(error))
+        if not p.why and p.reserved > vram:
+            p = replace(p, why=f"needs {in_words(p.reserved)} of {in_words(vram)} on the device")
+        elif not p.why and host is not None and p.host > host:
+            p = replace(p, why=f"needs {in_words(p.host)} of {in_words(host)} on the host")
+        found.append(p)
     return found
 
 
@@ -85,15 +91,6 @@ def _predicted(work: Work, mode: str, head: str, machine: Machine, choice: Choic
     ms = fsdp_ms(work, machine) if mode == "fsdp" else step_ms(work, choice, machine)
     reserved = int(reserved_bytes(work, allocated, choice))
     return Prediction(mode, head, int(allocated), reserved, int(host), float(ms), choice if mode == "slide" else None)
-
-
-def _judged(found: Prediction, vram: int, host: int | None) -> Prediction:
-    """The prediction with why it does not fit, if it does not."""
-    if found.reserved > vram:
-        return replace(found, why=f"needs {in_words(found.reserved)} of {in_words(vram)} on the device")
-    if host is not None and found.host > host:
-        return replace(found, why=f"needs {in_words(found.host)} of {in_words(host)} on the host")
-    return found
 
 
 def work_for(setting: Setting) -> Work:
@@ -130,33 +127,29 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
 
 
 def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
-    """Similar settings that fit, by their change (as options of the command `plan`). Each makes one change, the
-    smallest of its kind that fits."""
-    found = {}
-    for kind in _near(setting):
-        least = None
-        for change, fields in reversed(kind.items()):
-            try:
-                least = change, recommended(predict(replace(setting, **fields), vram, host, machine))
-            except T1Error:
-                break  # smaller changes of this kind do not help, either
-        found |= [least] if least else []
+    """Similar settings that fit, by their one change (as options of the command `plan`): of each kind the smallest."""
+    found: dict[str, Prediction] = {}
+    for change, other in _near(setting):
+        if not any(change.split()[0] == known.split()[0] for known in found):
+            with suppress(T1Error):
+                found[change] = recommended(predict(other, vram, host, machine))
     return found
 
 
-def _near(setting: Setting) -> list[dict[str, dict[str, Any]]]:
-    """Kinds of changes, each from the smallest change to the largest."""
-    spec, masters = setting.optimizer, setting.dtype != "float32"
-    adamw, narrow = spec.name == "adamw", {"moments": "bfloat16", "split_master": True}
+def _near(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    """Settings with one change; of each kind the smallest change first."""
+    rows, seq, spec, masters = setting.rows, setting.seq, setting.optimizer, setting.dtype != "float32"
+    if (setting.micro_batch or rows) > 1:
+        yield "--micro-batch 1", replace(setting, micro_batch=1)
+    for fewer in (rows >> n for n in range(1, rows.bit_length())):
+        yield f"--batch {fewer}", replace(setting, rows=fewer)
+    for shorter in (seq >> n for n in range(1, 8) if seq >> n >= 128):
+        yield f"--seq {shorter}", replace(setting, seq=shorter)
+    if spec.name == "adamw" and masters:
+        narrow = replace(spec, moments="bfloat16", split_master=True)
+        yield "--moments bfloat16 --split-master", replace(setting, optimizer=narrow)
+    if spec.name == "adamw":
+        yield "--optimizer sgd", replace(setting, optimizer=OptimizerSpec("sgd", master_weights=masters))
     family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
-    smaller = family[: family.index(setting.model)] if setting.model in family else []
-    fewer = [setting.rows >> n for n in range(1, setting.rows.bit_length())]
-    shorter = [setting.seq >> n for n in range(1, 8) if setting.seq >> n >= 128]
-    return [
-        {"--micro-batch 1": {"micro_batch": 1}} if (setting.micro_batch or setting.rows) > 1 else {},
-        {f"--batch {rows}": {"rows": rows} for rows in fewer},
-        {f"--seq {seq}": {"seq": seq} for seq in shorter},
-        {"--moments bfloat16 --split-master": {"optimizer": replace(spec, **narrow)}} if adamw and masters else {},
-        {"--optimizer sgd": {"optimizer": OptimizerSpec("sgd", master_weights=masters)}} if adamw else {},
-        {f"--model {name}": {"model": name} for name in reversed(smaller)},
-    ]
+    for smaller in reversed(family[: family.index(setting.model)] if setting.model in family else []):
+        yield f"--model {smaller}", replace(setting, model=smaller)

@@ -3,6 +3,7 @@
 import json
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from t1lib.files import cache_folder, write_json
 from t1lib.memory import pinned_zeros
 from t1lib.models import build_model, layer_arguments, split
+from t1lib.timing import synchronize
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,15 @@ def measure_machine(device: torch.device) -> Machine:
     Each is by the median of `ROUNDS` times, because a burst of other work on the host can double the time of a launch
     (measured: 0.87 ms, in bursts 1.4 to 1.9).
     """
-    measures, seconds = _measures(device), {}
+    measures, seconds = _measures(device), defaultdict(list)
     for _ in range(ROUNDS + 1):  # the first does not count
         for name, (_amount, call) in measures.items():
             begun = time.perf_counter()
             call()
-            if device.type == "cuda" and name != "launch_ms":  # a launch returns while the device is busy
-                torch.cuda.synchronize(device)
-            seconds.setdefault(name, []).append(time.perf_counter() - begun)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if name != "launch_ms":  # that time is the host's
+                synchronize(device)
+            seconds[name].append(time.perf_counter() - begun)
+            synchronize(device)
         time.sleep(PAUSE)
     took = {name: median(times[1:]) for name, times in seconds.items()}
     rates = {name: share * measures[name][0] / took[name] for name, share in PRACTICE.items()}
@@ -91,33 +92,26 @@ def measure_machine(device: torch.device) -> Machine:
 def _measures(device: torch.device) -> dict[str, tuple[float, Callable[[], object]]]:
     """For each rate the bytes or operations of a call, and the call."""
     cuda = device.type == "cuda"
-    dtype, size, nbytes = (torch.bfloat16, 8192, 2**28) if cuda else (torch.float32, 512, 2**22)
+    dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
     matrix = torch.randn(size, size, device=device, dtype=dtype)
-    big = torch.zeros(nbytes // 4, device=device)
+    one, two = (torch.zeros(numel, device=device) for _ in range(2))
+    source, target = (pinned_zeros(numel, torch.float32, device) for _ in range(2))
+    lane = torch.cuda.Stream(device) if cuda else None
+
+    def copy_both_ways() -> None:
+        one.copy_(source, non_blocking=True)
+        with torch.cuda.stream(lane):  # None: does nothing
+            target.copy_(two, non_blocking=True)
+
     weight = torch.zeros(PARAMETERS, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
-    optimizer = torch.optim.AdamW([weight], fused=True)
     parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
     hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
     hidden, arguments = layer_arguments(parts, hidden)
     return {
-        "link": (nbytes, _copies(device, big)),
-        "update": (ADAMW * PARAMETERS, optimizer.step),
+        "link": (one.nbytes, copy_both_ways),
+        "update": (ADAMW * PARAMETERS, torch.optim.AdamW([weight], fused=True).step),
         "flops": (2 * size**3, lambda: torch.mm(matrix, matrix)),
-        "memory": (2 * nbytes, lambda: big.add_(1)),
+        "memory": (2 * one.nbytes, lambda: one.add_(1)),
         "launch_ms": (1, lambda: parts.layers[0](hidden, **arguments[0])),
     }
-
-
-def _copies(device: torch.device, there: torch.Tensor) -> Callable[[], None]:
-    """What copies as many bytes as `there` has in each direction of the link, both at once."""
-    pairs = [(there, pinned_zeros(len(there), there.dtype, device))]
-    pairs.append((pinned_zeros(len(there), there.dtype, device), torch.zeros_like(there)))
-    lanes = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in pairs]
-
-    def both() -> None:
-        for lane, (to, source) in zip(lanes, pairs, strict=True):
-            with torch.cuda.stream(lane):  # None: does nothing
-                to.copy_(source, non_blocking=True)
-
-    return both
