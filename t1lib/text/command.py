@@ -80,11 +80,8 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that are given. Raises `T1Error` for values that no run can have."""
     given = {name: getattr(arguments, name) for name in arguments.defaults if getattr(arguments, name) is not None}
     for name, value in given.items():
-        said, fits = (
-            f"--{name.replace('_', '-')} {shown(value)}",
-            name not in LEAST or is_whole(value, LEAST[name], 2**31),
-        )
-        require(fits, f"{said}; allowed: {LEAST.get(name)} or more, up to 2^31")
+        said, least = f"--{name.replace('_', '-')} {shown(value)}", LEAST.get(name)
+        require(least is None or is_whole(value, least, 2**31), f"{said}; allowed: {least} or more, up to 2^31")
         require(value != "" or name == "limit", f"{said}; allowed: leave it out, or give it a value")
     require(abs(given.get("seed", 0)) < 2**32, f"--seed {shown(given.get('seed'))}; allowed: less than 2^32")
     rows = given.get("eval_rows", 1) or given.get("eval_every") == 0

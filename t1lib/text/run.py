@@ -24,7 +24,6 @@ from t1lib.train.ranks import ALONE, Ranks
 SITTING = {  # options that are given anew each time a run is resumed
     "out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every",
 }  # fmt: skip
-FREE = SITTING | {"steps", "device"}  # that may then be others
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "wall_ms", "device_gib", "host_gib", "held_out_loss",
 )  # fmt: skip
@@ -47,26 +46,28 @@ class TrainRun:
         with ExitStack() as stack:
             ranks.first(lambda: stack.enter_context(held(folder, RUN, taken)))
             before = self._before("resume" in given)
-            self.options = self._options(absolute(given), usual, before and before["options"])
+            self.options = self._options(absolute(given), usual, before.get("options", {}))
             ranks.agree(self.options)
             self.session = LanguageSession(**session_of(self.options))
-            self._begin(before and before["corpus"])
+            self._begin(before.get("corpus"))
             self._holding = stack.pop_all()
 
-    def _before(self, resume: bool) -> dict[str, Any] | None:
+    def _before(self, resume: bool) -> dict[str, Any]:
         """The content of run.json, if the run is resumed."""
         folder, kept = self.folder, self.folder / RUN
-        before, begun = self.ranks.first(lambda: (read_signed(kept) if kept.exists() else None, self._begun()))
+        before, begun = self.ranks.first(lambda: (read_signed(kept) if kept.exists() else {}, self._begun()))
         require(resume or not begun, f"{folder} holds a run; --resume goes on with it, or take another --out")
-        require(not resume or before is not None, f"{folder} holds no run to go on with: no {RUN}")
-        return before if resume else None
+        require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
+        other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
+        require(not resume or "options" in before, other)
+        return before if resume else {}
 
-    def _options(self, given: dict[str, Any], usual: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-        for name in sorted(given.keys() - FREE) if before is not None else ():
+    def _options(self, given: dict[str, Any], usual: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted((given.keys() & before.keys()) - {"steps", "device"}):
             was, now = before[name], given[name]
             only = f"{name} is {shown(now)}; the run in {self.folder} has {shown(was)} and goes on with that alone"
             require(was == now, only)
-        options, size = decided({**usual, **(before or {}), **given}), self.ranks.size
+        options, size = decided(usual | before | given), self.ranks.size
         mode, rows, same = options["mode"], options["batch"], options["data"] == str(self.folder.resolve())
         require(not same, f"--out {self.folder} is the folder of --data; a run's files are no text: take another")
         one = f"mode {mode} trains in one process, and there are {size}; take --mode fsdp, or start one"
