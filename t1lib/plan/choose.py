@@ -20,12 +20,13 @@ SHARES = 0.0, 1 / 4, 1.0
 
 
 def kinds(work: Work) -> Iterator[Choice]:
-    """All choices but for how many layers are resident or kept. A third slot would gain 1 %."""
+    """All choices but for how many layers are resident or kept. A third slot helps where updates read the weights."""
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
-    for outer, inputs, slots, share in product(outers, ("device", "host"), gradients, shares):
-        yield Choice(inputs=inputs, outer=outer, grad_slots=slots, host_share=share)
+    slots = (2,) if work.masters else (2, 3)
+    for outer, inputs, own, places, share in product(outers, ("device", "host"), slots, gradients, shares):
+        yield Choice(own, 0, 0, inputs, outer, places, share)
 
 
 def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:

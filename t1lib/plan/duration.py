@@ -21,6 +21,7 @@ UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memor
 ALONE = 1.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 CROWDED = 1.15  # time of a forward beside which the layers' state travels, relative to the link's own time (measured)
+HELD_UP = 0.05  # share of the host's updates' time by which a step is longer: launches need its cores (measured)
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
 
@@ -37,7 +38,10 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, streamed * weights))
     # Streamed layers come first, and run ahead of the link by the gradients that have a slot on the device.
     ahead = (choice.grad_slots - 1) * copies / np.maximum(moving, 1)
-    backward = _longer(backward, copies - ahead + choice.resident / work.layers * backward * (moving > 0))
+    first = moving / work.layers * backward
+    backward = backward - first + _longer(first, copies - ahead)
+    if choice.host_share < 1 and not work.masters and choice.slots == 2:
+        backward = backward + (streamed > 0) * weights * link  # an update reads the slot for which the next ones wait
     if work.together:
         forward = _updating_forward_ms(work, choice, machine, forward, link * (outer + inputs))
     else:
@@ -45,8 +49,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     # The first layer that streams in the next step waits for the link.
     waits = np.maximum(copies - backward - choice.resident * _layer_ms(work, machine)[0], 0)
     last = _device_update_ms(work, machine, trained, work.outer * (choice.outer == "device"))
-    step = forward + _head_ms(work, machine) + backward + waits + last
     host = streamed * choice.host_share * _host_update_ms(work, machine)
+    step = forward + _head_ms(work, machine) + backward + waits + last + HELD_UP * host
     return step if work.together else np.maximum(step, host)
 
 

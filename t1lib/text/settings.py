@@ -48,7 +48,7 @@ def device_of(device: str | None) -> str:
 
 def session_of(options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a session for options that are `decided`. Raises `T1Error` before a tokenizer is trained."""
-    mode, dtype, name = options["mode"], options["dtype"], options["optimizer"]
+    mode, dtype = options["mode"], options["dtype"]
     device_of(options["device"])
     choose("mode", mode, MODES)
     choose("head", options["head"], HEADS)
@@ -57,12 +57,8 @@ def session_of(options: dict[str, Any]) -> dict[str, Any]:
         require(not options[own] or mode == of, f"--{own.replace('_', '-')} is of mode {of}, the mode is {mode}")
     for size in filter(None, (options["workspace"], options["gpu_memory"], options["limit"])):
         parse_bytes(size)
-    state = {"moments": options["moments"], "split_master": bool(options["split_master"])}
-    narrow = state != {"moments": "float32", "split_master": False}
-    fits = not narrow or (name == "adamw" and dtype != "float32")
-    require(fits, f"--moments and --split-master are for adamw and bfloat16, not {name} and {dtype}")
-    spec = {"name": name, "lr": options["lr"], "weight_decay": options["weight_decay"], "betas": (0.9, 0.95)}
-    spec |= {"master_weights": dtype != "float32"} | state
+    spec = {name: options[name] for name in ("lr", "weight_decay", "moments", "split_master")}
+    spec |= {"name": options["optimizer"], "betas": (0.9, 0.95), "master_weights": dtype != "float32"}
     schedule = {"name": options["schedule"], "warmup": options["warmup"], "total": options["steps"]}
     found = {n: options[n] for n in ("data", "limit", "device", "seq", "batch", "micro_batch", "seed", "head")}
     found |= {"mode": mode, "dtype": dtype, "max_grad_norm": options["max_grad_norm"] or None} | model_of(options)

@@ -483,7 +483,7 @@ LONG = "x" * 256
         (["--head", "best"], "unknown head 'best'"),
         (["--optimizer", "adam"], "unknown optimizer 'adam'"),
         (["--dtype", "float16"], "unknown dtype 'float16'"),
-        (["--moments", "bfloat16"], "--moments and --split-master are for adamw and bfloat16"),
+        (["--moments", "bfloat16"], "moments='bfloat16' are for name='adamw' with master_weights=True"),
         (["--data", "/nowhere"], "no corpus at '/nowhere'"),
         (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
         (["--gpu-memory", "9" * 400 + "GiB", "--mode", "slide"], "bad size '999"),
