@@ -98,8 +98,8 @@ _SAVED: dict[tuple, tuple[float, float]] = {}
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
     """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens.
 
-    Found by running a layer on three short rows, once for each configuration: the bytes grow with the tokens, with
-    their square if attention keeps its matrix, and some, such as those made of weights, do not.
+    Found by running a layer on short rows, once for each configuration: the bytes grow with the tokens, with their
+    square if attention keeps its matrix (not if PyTorch computes it), and some, such as those made of weights, do not.
     """
     key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype
     if key not in _SAVED:
@@ -111,13 +111,13 @@ def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
             model = AutoModelForCausalLM.from_config(small, dtype=dtype)
         parts = split(model.to_empty(device="cpu"))  # with arbitrary weights
         layer, found = parts.layers[0], []
-        for tokens in (4, 8, 16):
+        for tokens in (4, 8) if config._attn_implementation == "sdpa" else (4, 8, 16):
             hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
             hidden, arguments = layer_arguments(parts, hidden)
             call = partial(type(layer).forward, layer, hidden, **arguments[0])
             found.append(saved_by(call, layer.parameters()))
-        first, second = (found[1] - found[0]) / 4, (found[2] - found[1]) / 8
-        square = (second - first) / 12
+        first = (found[1] - found[0]) / 4
+        square = ((found[2] - found[1]) / 8 - first) / 12 if len(found) == 3 else 0
         _SAVED[key] = first - 12 * square, square
     each, square = _SAVED[key]
     return round(each + square * seq)
