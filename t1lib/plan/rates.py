@@ -32,8 +32,8 @@ class Machine:
 H200 = Machine()
 # Share of the rate of a single large copy, update, product or addition that a training step reaches.
 PRACTICE = {"link": 1.0, "update": 0.55, "flops": 0.9, "memory": 0.36}
-ROUNDS = 21
-PAUSE = 0.1  # seconds between rounds: what slows a shared host down lasts for tenths of a second
+ROUNDS = 7
+PAUSE = 0.3  # seconds between rounds: what slows a shared host down lasts for tenths of a second
 PARAMETERS = 2**24  # of the update that is measured
 ADAMW = 28  # bytes that a fused AdamW in float32 moves per parameter: reads four tensors, writes three
 
@@ -71,20 +71,22 @@ def calibrate(device: torch.device) -> Machine:
 def measure_machine(device: torch.device) -> Machine:
     """This machine's rates, measured in a few seconds; on a CPU, "the device" is the CPU as well.
 
-    Each is by the median of `ROUNDS` times, because a burst of other work on the host can double the time of a launch
-    (measured: 0.87 ms, in bursts 1.4 to 1.9).
+    Each is by the median over `ROUNDS` rounds, because a burst of other work on the host can double the time of a
+    launch (measured: 0.87 ms, in bursts 1.4 to 1.9).
     """
     measures, seconds = _measures(device), defaultdict(list)
-    for _ in range(ROUNDS + 1):  # the first does not count
+    for _ in range(ROUNDS):
         for name, (_amount, call) in measures.items():
-            begun = time.perf_counter()
-            call()
-            if name != "launch_ms":  # that time is the host's
-                synchronize(device)
-            seconds[name].append(time.perf_counter() - begun)
+            for repeat in range(31 if name == "launch_ms" else 4):
+                begun = time.perf_counter()
+                call()
+                if name != "launch_ms":  # that time is the host's
+                    synchronize(device)
+                if repeat > 0:
+                    seconds[name].append(time.perf_counter() - begun)
             synchronize(device)
         time.sleep(PAUSE)
-    took = {name: median(times[1:]) for name, times in seconds.items()}
+    took = {name: median(times) for name, times in seconds.items()}
     rates = {name: share * measures[name][0] / took[name] for name, share in PRACTICE.items()}
     return Machine(device_name(), launch_ms=took["launch_ms"] * 1e3, **rates)
 

@@ -118,16 +118,17 @@ def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
 
 
 def _saved_by_length(parts: Parts, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per token that the first layer saves, and how many more per token of a row. The layer runs on three short
-    rows: bytes grow with the tokens, with their square if attention keeps its matrix, and some do not."""
-    layer, found = parts.layers[0], []
-    for tokens in (4, 8, 16):
-        hidden = torch.zeros(1, tokens, parts.base.config.hidden_size, dtype=dtype, device=_device_of(layer))
+    """Bytes per token that the first layer saves, and how many more per token of a row. The layer runs on short rows:
+    bytes grow with the tokens, with their square if attention keeps its matrix (not if PyTorch computes it), and some,
+    such as those made of weights, do not."""
+    layer, found, config = parts.layers[0], [], parts.base.config
+    for tokens in (4, 8) if config._attn_implementation == "sdpa" else (4, 8, 16):
+        hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, device=_device_of(layer))
         hidden, arguments = layer_arguments(parts, hidden.requires_grad_())
         call = partial(type(layer).forward, layer, hidden, **arguments[0])
         found.append(saved_by(call, layer.parameters()))
-    first, second = (found[1] - found[0]) / 4, (found[2] - found[1]) / 8
-    square = (second - first) / 12
+    first = (found[1] - found[0]) / 4
+    square = ((found[2] - found[1]) / 8 - first) / 12 if len(found) == 3 else 0
     return first - 12 * square, square
 
 
