@@ -32,10 +32,23 @@ def _told(node: Any) -> str:
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = dict(ast.iter_fields(node))
+    if isinstance(node, ast.JoinedStr):
+        fields["values"] = _joined(node.values)
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         fields["body"] = node.body[ast.get_docstring(node, clean=False) is not None :]
     kept = [f"{name}={_told(value)}" for name, value in sorted(fields.items()) if value is not None and value != []]
     return f"{type(node).__name__}({','.join(kept)})"
+
+
+def _joined(values: list[ast.expr]) -> list[ast.expr]:
+    """The parts of an f-string, with texts that follow each other as one and without the empty ones of Python 3.12."""
+    found: list[ast.expr] = []
+    for value in values:
+        if found and isinstance(value, ast.Constant) and isinstance(found[-1], ast.Constant):
+            found[-1] = ast.Constant(found[-1].value + value.value)
+        else:
+            found.append(value)
+    return [value for value in found if not (isinstance(value, ast.Constant) and value.value == "")]
 
 
 def notebook(experiment: str) -> str:

@@ -142,6 +142,13 @@ def test_a_wrong_parameter_leaves_out_what_was_measured_with_a_right_one(checkou
     assert kernel.run("parameters", "show").endswith("[] [5.0, 5.0]\n")
 
 
+def test_tables_are_shown_whole(checkout, kernel):
+    kernel.cells["wide"] = (
+        "import pandas as pd\nprint(pd.DataFrame([{'a': 'word ' * 40}] * 100)._repr_html_().count('word'))"
+    )
+    assert kernel.run("parameters", "setup", "wide") == f"{40 * 100}\n"
+
+
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
     kernel.cells = {**{name: kernel.cells[name] for name in ("parameters", "setup", "sizes", "head")},
                     "later": "factor = 1000", "finish": "run.finish()"}  # fmt: skip

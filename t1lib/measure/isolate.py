@@ -110,9 +110,10 @@ class Isolated:
             raise raised(kind, value)
         return value
 
-    def close(self) -> None:
+    def close(self, patience: float = 10.0) -> None:
+        """End the process, which has this many seconds to finish what it is doing."""
         self._pipe.close()
-        self._process.join(10)
+        self._process.join(patience)
         if self._process.is_alive():
             self._process.kill()
 
@@ -166,6 +167,6 @@ def measure_variants(
         while running:
             for name in list(running):
                 turn(name, lambda name=name: next(running[name][1]))
-    finally:
+    finally:  # there are some left if this was interrupted, or one has failed
         for worker, _ in running.values():
-            worker.close()
+            worker.close(patience=0.0)
