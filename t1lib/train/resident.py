@@ -49,10 +49,9 @@ def state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[Sta
     rule = optimizer.param_groups[0]
     if isinstance(optimizer, ResidentOptimizer):
         return optimizer.updates.state_of(param, rule), optimizer.updates.counts[param]
-    state = optimizer.state[param]
-    for key, value in new_state(param.data, rule, Precision(None)).items():
-        if state.get(key) is None:
-            state[key] = value
+    state, plain = optimizer.state[param], Precision(masters=None)
+    if any(state.get(key) is None for key in plain.kinds(param, rule)):
+        state.update(new_state(param.data, rule, plain))
     if "betas" in rule:
         there = param.device if rule["fused"] or rule["capturable"] else "cpu"
         state.setdefault("step", torch.zeros((), device=there))
