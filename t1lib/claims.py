@@ -1,6 +1,6 @@
-"""`python -m t1lib check`: does what was measured bear out the README?
+"""`python -m t1lib check`: does what was measured bear out docs/results.md?
 
-The README's tables between the marks `claims` are the one place that says what is claimed: a row has the claim, the
+Its tables between the marks `claims` are the one place that says what is claimed: a row has the claim, the
 published value, ours, how far another run's may be from it, and the number's key. The bound is a percentage of our
 value (`15 %`), a limit (`≤ 0.02`), or `exact`.
 """
@@ -18,6 +18,7 @@ from t1lib.measure import manifest
 from t1lib.measure.records import Numbers, Records
 
 PROFILE = "h200"  # that the claims are about
+PAGE = "docs/results.md"  # that holds them
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 SAMPLES, NUMBERS_FILE = "samples.csv", "numbers.json"
 _MARKED = re.compile(r"<!-- claims -->(.*)<!-- end of claims -->", re.DOTALL)
@@ -34,7 +35,7 @@ def _value(text: str) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A row of the README; `ours` is the number as it is printed there, without its unit."""
+    """A row of the tables; `ours` is the number as it is printed there, without its unit."""
 
     what: str
     published: str
@@ -57,22 +58,22 @@ class Claim:
         return abs(value - ours) <= abs(ours) * _value(bound["percent"] or "0") / 100
 
 
-def read_claims(readme: str) -> list[Claim]:
-    """All claims in the README's text, in its order.
+def read_claims(text: str) -> list[Claim]:
+    """All claims in the text of docs/results.md, in its order.
 
     Raises `T1Error` if there are none, and for a row of their tables that is not of the form that it names.
     """
-    marked = _MARKED.search(readme)
-    require(marked is not None, "the README has no tables between <!-- claims --> and <!-- end of claims -->")
+    marked = _MARKED.search(text)
+    require(marked is not None, f"{PAGE} has no tables between <!-- claims --> and <!-- end of claims -->")
     claims = []
     for line in marked[1].splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if not line.lstrip().startswith("|") or cells[0] == "claim" or not "".join(cells).strip("-: "):
             continue
         row = len(cells) == 5 and [_OURS.fullmatch(cells[2]), _BOUND.fullmatch(cells[3]), _KEY.fullmatch(cells[4])]
-        require(bool(row) and None not in row, f"README: {line.strip()!r}; allowed: {_FORM}")
+        require(bool(row) and None not in row, f"{PAGE}: {line.strip()!r}; allowed: {_FORM}")
         claims.append(Claim(cells[0], cells[1], row[0][1], cells[3], row[2][1]))
-    require(bool(claims), "the README's tables hold no claims")
+    require(bool(claims), f"{PAGE}'s tables hold no claims")
     return claims
 
 
@@ -128,13 +129,13 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
         found = numbers.get(claim.key, {"value": None, "text": "–", "unit": ""})
         verdicts.append(PASS if claim.holds(found["value"]) else FAIL)
         measured = f"{found['text']} {found['unit']}".strip()
-        print(f"  {verdicts[-1]}  {claim.key}: {measured} (README: {claim.ours}, {claim.bound})")
+        print(f"  {verdicts[-1]}  {claim.key}: {measured} (claimed: {claim.ours}, {claim.bound})")
     return verdicts if why is None else verdicts or [FAIL]
 
 
 def check(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0, or 1 if a claim fails or a run is in doubt."""
-    path = paths.root() / "README.md"
+    path = paths.root() / PAGE
     try:
         claims = read_claims(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -154,6 +155,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 def add_parser(commands: Any) -> None:
     """The command's arguments."""
-    parser = commands.add_parser("check", help="hold the README's claims against outputs/h200")
+    parser = commands.add_parser("check", help=f"hold the claims of {PAGE} against outputs/h200")
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
     parser.set_defaults(command=check)

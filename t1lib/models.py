@@ -1,7 +1,9 @@
 """Models, all through `transformers`: preset shapes with random weights, or real checkpoints; and their parts."""
 
+import ast
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +56,17 @@ COUNTS = (
 )  # fmt: skip
 MOST_LAYERS = 1024
 MORE = "; allowed: no more, or a preset with another max_position_embeddings (option --change, argument changes)"
+
+
+def parse_changes(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Changes to a preset from (field, text): Python literals that JSON can hold (numbers, lists, …), else the text."""
+    changes: dict[str, Any] = {}
+    for field, text in pairs:
+        try:
+            changes[field] = json.loads(json.dumps(ast.literal_eval(text)))
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            changes[field] = text
+    return changes
 
 
 def build_model(

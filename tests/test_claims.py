@@ -7,7 +7,7 @@ import pytest
 
 from t1lib import paths
 from t1lib.__main__ import main
-from t1lib.claims import Claim, read_claims
+from t1lib.claims import PAGE, Claim, read_claims
 from t1lib.errors import T1Error
 from t1lib.measure import manifest
 
@@ -59,14 +59,14 @@ def test_a_row_without_a_key_is_an_error(key):
 
 
 def test_no_claims_are_an_error():
-    for readme, message in (("no claims", "no tables between"), (MARKED.format(rows=""), "hold no claims")):
+    for text, message in (("no claims", "no tables between"), (MARKED.format(rows=""), "hold no claims")):
         with pytest.raises(T1Error, match=message):
-            read_claims(readme)
+            read_claims(text)
 
 
 @pytest.fixture
 def kit(tmp_path, monkeypatch):
-    """A checkout with the reference run of t1m3, and a README with two claims about it and one about another run."""
+    """A checkout with the reference run of t1m3, and a page of two claims about it and one about another run."""
     root = paths.root()
     for folder in ("notebooks", "params"):
         shutil.copytree(root / folder, tmp_path / folder)
@@ -75,7 +75,8 @@ def kit(tmp_path, monkeypatch):
     ours = numbers["t1m3.head.full.over_floor"]["text"]
     rows = [ROW.format(ours=ours, bound="5 %"), ROW.format(ours="9.5", bound="5 %").replace("full", "fused")]
     rows.append(ROW.format(ours="1", bound="5 %").replace("t1m3", "cce"))
-    (tmp_path / "README.md").write_text(MARKED.format(rows="\n".join(rows)), encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / PAGE).write_text(MARKED.format(rows="\n".join(rows)), encoding="utf-8")
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     return tmp_path
 
@@ -90,9 +91,9 @@ def test_each_claim_gets_its_verdict(kit, capsys):
     assert main(["check", "t1m3", "t1m3"]) == 1 and "2 checks:" in capsys.readouterr().out
     assert main(["check", "all"]) == 1
     assert main(["check", "cse"]) == 2
-    (kit / "README.md").unlink()
+    (kit / PAGE).unlink()
     assert main(["check"]) == 2
-    assert "error: cannot read the claims in README.md:" in capsys.readouterr().err
+    assert "error: cannot read the claims in docs/results.md:" in capsys.readouterr().err
 
 
 def test_an_edited_file_fails_every_claim(kit, capsys):
@@ -122,8 +123,8 @@ def test_numbers_that_the_samples_do_not_give_fail(kit, capsys):
 
 
 def test_an_experiment_that_there_is_not_is_an_error(kit, capsys):
-    readme = kit / "README.md"
-    readme.write_text(readme.read_text(encoding="utf-8").replace("`t1m3.", "`t1m33."), encoding="utf-8")
+    page = kit / PAGE
+    page.write_text(page.read_text(encoding="utf-8").replace("`t1m3.", "`t1m33."), encoding="utf-8")
     assert main(["check"]) == 2
     assert "unknown experiment 't1m33'" in capsys.readouterr().err
 
@@ -141,6 +142,6 @@ def test_a_manifest_that_is_no_answer_fails(kit, capsys, content, message):
     (kit / "outputs/h200/t1m3/manifest.json").write_text(content, encoding="utf-8")
     assert main(["check", "t1m3"]) == 1
     assert message in capsys.readouterr().out
-    readme = kit / "README.md"
-    readme.write_text(readme.read_text(encoding="utf-8").replace("`t1m3.", "`cce."), encoding="utf-8")
+    page = kit / PAGE
+    page.write_text(page.read_text(encoding="utf-8").replace("`t1m3.", "`cce."), encoding="utf-8")
     assert main(["check", "t1m3"]) == 1

@@ -1,70 +1,182 @@
-"""The README's numbers are those of the committed reference runs, and its differences those of the library."""
+"""README.md and docs/ keep what they say: snippets and commands run, numbers, paths, names and links hold."""
 
-import hashlib
+import ast
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from t1lib.claims import doubts, read_claims
+from t1lib.__main__ import main
+from t1lib.claims import PAGE, read_claims
 from t1lib.report.published import DIFFERENCES
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-REFERENCE = ROOT / "outputs" / "h200"
-EXPERIMENTS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
-SHORT = ROOT / "outputs" / "h200-short" / "frontier"
-RUNS = [*(REFERENCE / name for name in EXPERIMENTS), SHORT]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+README = TEXT["README.md"]
+SNIPPETS = [
+    pytest.param(code, id=f"{page}-{number}")
+    for page, text in TEXT.items()
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL), 1)
+    if page == "README.md" or code.startswith("import torch")  # of docs, those that need nothing from elsewhere
+]
+COMMANDS = re.findall(r"^(?:python -m t1lib|make) [^#\n]+", README, re.MULTILINE)
 
 
-CLAIMS = read_claims(README)
+def section(name: str) -> str:
+    """README's text under the heading that begins with `name`."""
+    return re.search(rf"^## {re.escape(name)}.*?\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
 
 
-def test_there_are_claims_of_every_committed_run():
-    assert {claim.experiment for claim in CLAIMS} == set(EXPERIMENTS)
-    assert len(CLAIMS) >= 10
+def table(name: str) -> list[list[str]]:
+    """The cells of a section's table, without its head."""
+    rows = [line.strip("| ").split(" | ") for line in section(name).splitlines() if line.startswith("|")]
+    return rows[2:]
 
 
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.key)
-def test_a_claims_number_is_the_reference_runs(claim):
-    numbers = json.loads((REFERENCE / claim.experiment / "numbers.json").read_text(encoding="utf-8"))
-    assert numbers[claim.key]["text"] == claim.ours
-    assert claim.holds(numbers[claim.key]["value"])
+def test_the_readme_is_a_page():
+    assert len(README.encode()) <= 12288
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_the_reference_run_is_no_others(experiment):
-    assert doubts(REFERENCE / experiment, experiment) is None
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_a_snippet_runs_as_printed(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "snippet"}
+    exec(compile(code, "snippet", "exec"), names)
+    for opened in ("optimizer", "trainer"):
+        if hasattr(names.get(opened), "close"):
+            names[opened].close()
+
+
+def test_there_are_three_recipes_of_some_ten_lines():
+    recipes = re.findall(r"```python\n(.*?)```", section("Three recipes"), re.DOTALL)
+    assert [name in code for name, code in zip(("patch_head(", "stream(", "StreamTrainer("), recipes, strict=True)]
+    assert all(len([line for line in code.splitlines() if line]) <= 11 for code in recipes)
+
+
+def test_the_first_two_commands_and_lab_are_targets_of_the_makefile():
+    targets = set(re.findall(r"^([a-z ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    told = {command.split()[1] for command in COMMANDS if command.startswith("make")} | {"lab"}
+    assert {"reproduce", "test"} < told <= set(" ".join(targets).split())
+
+
+def test_what_plan_is_shown_with_fits(capsys):
+    command = next(command for command in COMMANDS if " plan " in command)
+    assert main(shlex.split(command)[3:]) == 0
+    assert "recommended: mode slide" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_train_runs_as_printed(tmp_path):
+    command = next(command for command in COMMANDS if " train " in command)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "T1_CACHE": str(tmp_path / "cache")}
+    arguments = [sys.executable, *shlex.split(command)[1:]]
+    subprocess.run(arguments, cwd=tmp_path, env=environment, check=True, timeout=600)
+    assert (tmp_path / "runs/first/metrics.csv").read_text().splitlines()[-1].startswith("200,")
+
+
+@pytest.mark.slow
+def test_the_vocabulary_parallel_example_runs_as_printed(tmp_path):
+    code = re.search(r"```python\n(# shards\.py.*?)```", TEXT["docs/several-gpus.md"], re.DOTALL)[1]
+    (tmp_path / "shards.py").write_text(code, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "shards.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        torchrun, cwd=tmp_path, env=environment, check=True, timeout=300, capture_output=True, text=True
+    )
+    found = re.findall(r"rank (\d): loss (\S+), norm of dE (\S+), dW \((\d+), 256\)", done.stdout)
+    assert sorted(line[0] for line in found) == ["0", "1"] and sum(int(line[3]) for line in found) == 1001
+    assert found[0][1:3] == found[1][1:3]
+
+
+@pytest.mark.parametrize("row", table("Ten results"), ids=lambda row: row[2].strip("`"))
+def test_a_headline_is_a_claim_and_the_reference_runs_number(row):
+    """A claim of docs/results.md, so that `check` looks at it; ≥ stands before the end of a grid."""
+    key, ours = row[2].strip("`"), row[1].removeprefix("≥ ").split(" ")[0]
+    assert {claim.key: claim.ours for claim in read_claims(TEXT[PAGE])}[key] == ours
+    numbers = json.loads((ROOT / "outputs/h200" / key.split(".")[0] / "numbers.json").read_text(encoding="utf-8"))
+    assert numbers[key]["text"] == ours
+
+
+def test_there_are_ten_headlines_and_a_figure():
+    assert len(table("Ten results")) == 10 and "![" in section("Ten results")
+
+
+@pytest.mark.parametrize("row", table("Why not"), ids=lambda row: row[0])
+def test_what_is_said_of_others_stands_in_docs(row):
+    """Each time, ratio and size of the table is found, with the same digits, on a page with the whole measurement."""
+    measured = TEXT["docs/heads.md"] + TEXT["docs/streaming.md"] + TEXT[PAGE]
+    values = re.findall(r"(\d+\.?\d*) (?:×|ms|GiB|MiB)", row[1])
+    assert len(values) >= 2
+    for value in values:
+        assert re.search(rf"(?<![\d.]){re.escape(value)}(?![\d.]*\d)", measured), value
+
+
+@pytest.mark.parametrize("row", table("Where is"), ids=lambda row: row[0])
+def test_what_the_map_points_at_is_there(row):
+    """The file, and in it a function or class of each name."""
+    path = ROOT / row[1].strip("`")
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    defined = {node.name for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, kinds)}
+    assert set(re.findall(r"`(\w+)`", row[2])) <= defined
+
+
+def test_the_folders_of_the_layout_exist():
+    rows = re.findall(r"^\| `([\w/]+/)` \|", TEXT["docs/method.md"], re.MULTILINE)
+    assert len(rows) >= 8 and all((ROOT / folder).is_dir() for folder in rows)
+
+
+def test_the_map_has_ten_lines():
+    assert len(table("Where is")) == 10
+
+
+def links() -> Iterator[tuple[str, str]]:
+    for page, text in TEXT.items():
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            yield page, target
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("page", "target"), sorted(set(links())))
+def test_a_link_leads_somewhere(page, target):
+    name, _, part = target.partition("#")
+    path = ((ROOT / page).parent / name).resolve() if name else ROOT / page
+    assert path.exists()
+    if part:
+        assert part in [anchor(line.lstrip("# ")) for line in path.read_text("utf-8").splitlines() if line[:1] == "#"]
+
+
+def test_every_page_can_be_found_from_the_readme():
+    seen, todo = set(), ["README.md"]
+    while todo:
+        page = todo.pop()
+        seen.add(page)
+        found = [(ROOT / page).parent / target.partition("#")[0] for where, target in links() if where == page]
+        names = [path.resolve().relative_to(ROOT).as_posix() for path in found if path.suffix == ".md"]
+        todo += [name for name in names if name not in seen]
+    assert set(TEXT) <= seen
+
+
+def test_pages_that_the_code_names_exist():
+    named = {
+        name
+        for path in (ROOT / "t1lib").rglob("*.py")
+        for name in re.findall(r"docs/[\w/-]+\.md", path.read_text("utf-8"))
+    }
+    assert named and named <= set(TEXT)
 
 
 @pytest.mark.parametrize("key", DIFFERENCES)
 def test_all_differences_are_told(key):
     where, says, shows, kit = DIFFERENCES[key]
-    assert f"| {key} | {where} | {says} | {shows} | {kit} |" in README
-
-
-@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
-def test_a_committed_run_is_of_an_h200_and_whole(folder):
-    """The manifest names the device, a commit without changes (or the README says what ran), and the hash of every file
-    beside it."""
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    assert "H200" in manifest["environment"]["gpu"]
-    told = f"The manifest of `{folder.name}` names {manifest['commit'][:7]} with changes" in README
-    assert (manifest["dirty"] is False or told) and re.fullmatch(r"[0-9a-f]{40}", manifest["commit"])
-    for name, entry in manifest["files"].items():
-        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"], name
-    assert {"executed.ipynb", "samples.csv", "numbers.json"} <= manifest["files"].keys()
-
-
-def test_what_is_quoted_of_the_second_run_is_its_own():
-    numbers = json.loads((SHORT / "numbers.json").read_text(encoding="utf-8"))
-    names = ("time.within_20", "reserved.within_10", "reserved.largest", "allocated.within_5")
-    time, reserved, largest, allocated = (numbers[f"frontier.accuracy.{name}"]["value"] for name in names)
-    assert f"a second run: {time:.2f}," in README and f"{100 * time:.0f} % of the times are within 20 %" in README
-    assert f"{100 * reserved:.0f} % of reserved memory within 10 % (at most {100 * largest:.0f} %)" in README
-    assert allocated == 1
-
-
-def test_the_reference_is_small():
-    assert sum(path.stat().st_size for path in (ROOT / "outputs" / "h200").rglob("*") if path.is_file()) < 15e6
+    assert f"| {key} | {where} | {says} | {shows} | {kit} |" in TEXT["docs/differences.md"]

@@ -11,7 +11,7 @@ from t1lib.heads.chunked import chunked
 from t1lib.heads.full import full, native
 from t1lib.heads.fused import fused
 from t1lib.heads.huggingface import patch_head, unpatch_head
-from t1lib.heads.options import HeadStats, Tensors, check_settings, check_tensors, own_options, parse_bytes
+from t1lib.heads.options import HeadStats, Settings, Tensors, check_settings, check_tensors, own_options, parse_bytes
 
 __all__ = [
     "DEFAULT_HEAD", "HEADS", "HeadStats", "linear_cross_entropy", "next_token_targets", "parse_bytes", "patch_head",
@@ -60,9 +60,8 @@ def linear_cross_entropy(
         own_options(head, HEADS[head], own)
     tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
     check_tensors(tensors)
-    settings = check_settings(
-        reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps, return_stats
-    )
+    given = Settings(reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps, return_stats)
+    settings = check_settings(given)
     loss, stats = HEADS[head](tensors, settings, **own)
     return (loss, stats) if return_stats else loss
 

@@ -8,7 +8,6 @@ which the softcap multiplies by 1 − (z_v / s)².
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ TOKEN_BYTES = 128  # per token, in vectors over tokens: targets, masks, statisti
 SLACK = 2**20  # by how much a block of CUDA's caching allocator may exceed the request; at most three buffers
 
 Needs = tuple[bool, bool, bool]
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @torch.compiler.disable  # which gets products into slices of reused memory wrong (2.13, backend aot_eager)
@@ -67,14 +65,13 @@ def chunked(
 def _costs(e: Tensor, opts: Options, by: str, needs: Needs) -> tuple[int, int]:
     """(fixed bytes, bytes per token or column of a chunk)."""
     tokens, (size, wide), shards = len(opts.target), (e.dtype.itemsize, opts.dtype.itemsize), opts.settings.shards
-    rows = tokens * e.shape[1]  # elements of the hidden states, of which the wrapper holds a copy
-    fixed = TOKEN_BYTES * tokens + (3 * SLACK if e.is_cuda else 0) + size * rows
+    widest = opts.vocab if shards is None else max(shards.rows)
+    wide_rows = needs[0] * (2 if by == "vocabulary" else int(shards is not None))  # dE as a sum, and what is added
+    fixed = TOKEN_BYTES * tokens + 3 * SLACK * e.is_cuda + 2 * wide * widest * needs[2]
+    fixed += (size + wide * wide_rows) * tokens * e.shape[1]  # the wrapper holds a copy of the hidden states
     entry = (0 if size == wide else wide) + (wide if any(needs) and opts.settings.softcap is not None else 0)
     if by == "vocabulary":
-        fixed += (2 * wide * rows if needs[0] else 0) + ALIGN * (entry + size) * tokens
-        return fixed, max(1, (entry + size) * tokens)
-    widest = opts.vocab if shards is None else max(shards.rows)
-    fixed += 2 * wide * widest * needs[2] + (0 if shards is None else wide * rows * needs[0])
+        return fixed + ALIGN * (entry + size) * tokens, max(1, (entry + size) * tokens)
     return fixed, (entry + size * (PAIR if any(needs) else 1)) * (widest + ALIGN)
 
 
@@ -85,38 +82,37 @@ class Block:
             float32)
     work    logits and p in float32; the same memory as `raw` for float32 operands. z: the same without padding
     slope   the softcap's derivative; None where it is not needed
+    weight  the class weights of the columns
     """
 
-    def __init__(self, rows: int, columns: int, like: Tensor, opts: Options, gradients: bool, held: int = 1) -> None:
+    def __init__(self, rows: int, columns: int, like: Tensor, opts: Options, gradients: bool, held: int) -> None:
         width, self.opts = -(-columns // ALIGN) * ALIGN, opts
         self._raw = like.new_empty(held * rows, width)
         self._work = self._raw if like.dtype == opts.dtype else like.new_empty(rows, width, dtype=opts.dtype)
         sloped = gradients and opts.settings.softcap is not None
         self._slope = like.new_empty(rows, width, dtype=opts.dtype) if sloped else None
 
-    def fill(self, e: Tensor, w: Tensor, b: Tensor | None, first: int = 0) -> None:
+    def fill(self, e: Tensor, w: Tensor, b: Tensor | None, weight: Tensor | None, first: int) -> None:
         """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at row `first` of its memory.
 
         On CUDA a 16-bit product writes its float32 sums directly, with no rounding and no widening pass. Elsewhere it
         is rounded to the operands' dtype, as in `F.linear`, and then widened.
         """
         rows, columns, softcap = len(e), len(w), self.opts.settings.softcap
-        self.raw = self._raw[first : first + rows]
+        self.raw, self.weight = self._raw[first : first + rows], weight
         self.work = self.raw if self._work is self._raw else self._work[:rows]
-        self.z, raw = self.work[:, :columns], self.raw[:, :columns]
-        self.slope = None if self._slope is None else self._slope[:rows, :columns]
-        wide = e.is_cuda and self.work is not self.raw
+        self.z, self.slope = self.work[:, :columns], None if self._slope is None else self._slope[:rows, :columns]
+        wide = {"out_dtype": self.opts.dtype} if e.is_cuda and self.work is not self.raw else {}
+        out = self.z if wide else self.raw[:, :columns]
         for part in _parts(columns):
-            if wide:
-                torch.mm(e, w[part].t(), out_dtype=self.opts.dtype, out=self.z[:, part])
-            elif b is None:
-                torch.mm(e, w[part].t(), out=raw[:, part])
+            if wide or b is None:
+                torch.mm(e, w[part].t(), out=out[:, part], **wide)
             else:
-                torch.addmm(b[part], e, w[part].t(), out=raw[:, part])
+                torch.addmm(b[part], e, w[part].t(), out=out[:, part])
+        if out.dtype != self.z.dtype:
+            self.z.copy_(out)
         if wide and b is not None:
             self.z.add_(b)
-        elif not wide and self.work is not self.raw:
-            self.z.copy_(raw)
         if softcap is not None:
             self.z.div_(softcap).tanh_()
             if self.slope is not None:
@@ -124,20 +120,35 @@ class Block:
             self.z.mul_(softcap)
         self.work[:, columns:] = -math.inf
 
-    def pull(self, class_weight: Tensor | None) -> Tensor:
-        """Σ_v c_v z_v of each row under label smoothing, else 0, (rows, 1)."""
-        if not self.opts.settings.label_smoothing:
-            return self.z.new_zeros(len(self.z), 1)
-        return self.z.sum(-1, keepdim=True) if class_weight is None else (self.z @ class_weight)[:, None]
+    def softmax(self, index: Tensor, hit: Tensor, partial: bool) -> "Rows":
+        """Statistics of the logits, which become p; targets as in `_local`. partial: these are not all columns.
 
-    def gradient(
-        self, index: Tensor, hit: Tensor, factors: tuple[Tensor, ...], lse: Tensor, weight: Tensor | None
-    ) -> Tensor:
+        The softmax's denominator is recovered from its largest entry, p_top = 1 / total, which saves a pass. On a shard
+        of the vocabulary, statistics and p are those over all of it: one collective.
+        """
+        z, weight, shards = self.z, self.weight, self.opts.settings.shards
+        where = z.argmax(-1, keepdim=True)
+        top, at_target = z.gather(1, where), z.gather(1, index)
+        if not self.opts.settings.label_smoothing:
+            pull = z.new_zeros(len(z), 1)
+        else:
+            pull = z.sum(-1, keepdim=True) if weight is None else (z @ weight)[:, None]
+        if partial:  # all logits of a row may be −inf here: one finite, and p becomes one-hot and not nan
+            z.scatter_(1, where, top.clamp(min=torch.finfo(z.dtype).min))
+            at_target = torch.where(hit > 0, at_target, 0.0)
+        torch.softmax(self.work, -1, out=self.work)
+        rows = Rows(top, z.gather(1, where).reciprocal(), at_target, pull)
+        if shards is None:
+            return rows
+        every = Rows.joined(shards.gather(torch.cat(rows, 1)).view(shards.size, -1, 4))
+        self.work.mul_(rows.total * torch.exp(rows.top - every.top) / every.total)
+        return every
+
+    def gradient(self, index: Tensor, hit: Tensor, factors: list[Tensor], lse: Tensor) -> Tensor:
         """dL/d(raw logits) where `work` holds p, written to `raw`; returned without padding.
 
-        index, hit (rows, 1)   the target's column in this block, and 1.0 if the target lies in the block, else 0.0
+        index, hit (rows, 1)   as in `_local`
         factors                r, A without its z-loss part, B, E: (rows, 1) each
-        weight                 the class weights of the block's columns
         """
         smooth, z_loss = self.opts.settings.label_smoothing, self.opts.settings.z_loss
         r, a, target, even = factors
@@ -146,10 +157,10 @@ class Block:
             return scale_rows(x, a, self.raw)[:, :columns]  # scale and rounding in one pass
         a = a + 2.0 * z_loss * lse * r if z_loss else a
         x.mul_(a).scatter_add_(1, index, (a - target) * hit)
-        if smooth and weight is None:
+        if smooth and self.weight is None:
             self.z.sub_(even)
         elif smooth:
-            self.z.addr_(even[:, 0], weight, alpha=-1)
+            self.z.addr_(even[:, 0], self.weight, alpha=-1)
         if self.slope is not None:
             self.z.mul_(self.slope)
         return (x if x is self.raw else self.raw.copy_(x))[:, :columns]
@@ -157,6 +168,32 @@ class Block:
     def held(self, rows: int) -> Tensor:
         """The first `rows` rows of gradients, of as many blocks."""
         return self._raw[:rows, : self.z.shape[1]]
+
+
+class Rows(NamedTuple):
+    """Statistics per token, (N, 1) in float32 or float64, from which loss and gradient follow.
+
+    The log-sum-exp is kept as two terms, because subtracting them one by one loses less precision at large logits.
+    """
+
+    top: Tensor  # the largest logit
+    total: Tensor  # Σ_v exp(z_v − top)
+    at_target: Tensor
+    pull: Tensor  # Σ_v c_v z_v under label smoothing, else 0
+
+    @property
+    def lse(self) -> Tensor:
+        return self.top + self.total.log()
+
+    @classmethod
+    def joined(cls, parts: Tensor) -> "Rows":
+        """From those of parts of the vocabulary, (parts, N, 4), where a target counts in its own part and is 0 in the
+        others."""
+        top, total, at_target, pull = parts.unbind(-1)
+        highest = top.amax(0)
+        finite = highest.clamp(min=torch.finfo(top.dtype).min)  # as −inf − (−inf) would be nan
+        total = (total * torch.exp(top - finite)).sum(0)
+        return cls(*(x[:, None] for x in (highest, total, at_target.sum(0), pull.sum(0))))
 
 
 def _parts(columns: int) -> list[slice]:
@@ -181,137 +218,64 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
-class Rows(NamedTuple):
-    """Statistics per token, (N, 1) in float32 or float64, from which loss and gradient follow.
-
-    The log-sum-exp is kept as two terms, because subtracting them one by one loses less precision at large logits.
-    """
-
-    top: Tensor  # the largest logit
-    total: Tensor  # Σ_v exp(z_v − top)
-    at_target: Tensor
-    pull: Tensor  # Σ_v c_v z_v under label smoothing, else 0
-
-    @property
-    def lse(self) -> Tensor:
-        return self.top + self.total.log()
-
-
 def _local(target: Tensor, columns: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(N, 1) each: the target's index within these columns, clamped to them; 1.0 if it lies among them, else 0.0."""
     index, last = (target - columns.start)[:, None], columns.stop - columns.start - 1
     return index.clamp(0, last), ((index >= 0) & (index <= last)).to(dtype)
 
 
-def _softmax(block: Block, index: Tensor, hit: Tensor) -> Rows:
-    """Statistics of a block of complete rows of logits, which become p; its targets as in `_local`.
-
-    The softmax's denominator is recovered from its largest entry, p_top = 1 / total, which saves a pass. On a shard the
-    statistics, and p, are those over the whole vocabulary: one collective. If all logits of a row are −inf there, its
-    share of the softmax is zero.
-    """
-    z, work, shards = block.z, block.work, block.opts.settings.shards
-    where = z.argmax(-1, keepdim=True)
-    top, at_target, pull = z.gather(1, where), z.gather(1, index), block.pull(block.opts.local_class_weight)
-    if shards is not None:
-        z.scatter_(1, where, top.clamp(min=torch.finfo(z.dtype).min))  # finite, so that p becomes one-hot and not nan
-    torch.softmax(work, -1, out=work)
-    rows = Rows(top, z.gather(1, where).reciprocal(), at_target, pull)
-    if shards is None:
-        return rows
-    mine = torch.cat([*rows[:2], torch.where(hit > 0, at_target, 0.0), pull], 1)
-    top, total, at_target, pull = shards.gather(mine).view(shards.size, -1, 4).unbind(-1)
-    highest = top.amax(0)
-    parts = total * torch.exp(top - highest)
-    whole = parts.sum(0)
-    work.mul_((parts[shards.rank] / whole)[:, None])
-    return Rows(*(x[:, None] for x in (highest, whole, at_target.sum(0), pull.sum(0))))
-
-
-def _by_sequence(
-    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, needs: Needs, upstream: Tensor | float | None
-) -> tuple[Rows, Gradients]:
-    """Loop over chunks of `size` tokens: the statistics, and the gradients in `needs`, for this upstream gradient."""
-    shards, wide = opts.settings.shards, opts.dtype
+def _in_blocks(
+    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, by: str, size: int, needs: Needs, upstream: Tensor | float,
+    rows: Rows | None = None,
+) -> tuple[Rows, list[Tensor | None]]:  # fmt: skip
+    """Loop over chunks of `size` tokens or columns: the statistics, and the gradients in `needs` for this upstream
+    gradient; by vocabulary these take the statistics, `rows`."""
+    shards, wide, sequence = opts.settings.shards, opts.dtype, by == "sequence"
     e = e if shards is None else shards.tokens(e)
-    tokens, held = len(e), min(PAIR if any(needs) else 1, max(1, -(-len(e) // size)))
-    block = Block(size, opts.vocab, e, opts, any(needs), held)
-    de = e.new_empty(e.shape, dtype=e.dtype if shards is None else wide) if needs[0] else None
+    tokens, vocab, graded, partial = len(e), opts.vocab, any(needs), not sequence or shards is not None
+    length = tokens if sequence else vocab
+    held = min(PAIR, max(1, -(-tokens // size))) if sequence and graded else 1
+    block = Block(*((size, vocab) if sequence else (tokens, size)), e, opts, graded, held)
+    de = None if not needs[0] else e.new_zeros(e.shape, dtype=wide) if partial else e.new_empty(e.shape)
     dw = w.new_empty(w.shape) if needs[1] else None
     db = b.new_zeros(b.shape, dtype=wide) if needs[2] else None
-    targets, found, sums = _local(opts.local_target, slice(0, opts.vocab), wide), [], []
-    factors = [x[:, None] for x in opts.factors(upstream)] if any(needs) else []
-    for start in range(0, max(1, tokens), size):  # at least once, so that an empty batch gets zero gradients
-        part, first = slice(start, min(start + size, tokens)), start % (held * size)
-        index, hit = (x[part] for x in targets)
-        block.fill(e[part], w, b, first)
-        found.append(_softmax(block, index, hit))
-        if not any(needs):
+    factors = [x[:, None] for x in opts.factors(upstream)] if graded else []
+    targets, found, sums = _local(opts.local_target, slice(0, vocab), wide), [], []
+    for start in range(0, max(1, length), size):  # at least once, so that an empty batch gets zero gradients
+        part, first = slice(start, min(start + size, length)), start % (held * size) if sequence else 0
+        at, columns = (part, slice(0, vocab)) if sequence else (slice(0, tokens), part)
+        targets = targets if sequence else _local(opts.local_target, columns, wide)
+        index, hit = (x[at] for x in targets)
+        weight = None if opts.class_weight is None else opts.local_class_weight[columns]
+        block.fill(e[at], w[columns], None if b is None else b[columns], weight, first)
+        if rows is not None:
+            here = rows
+            block.work.sub_(rows.top).sub_(rows.total.log()).exp_()
+        else:
+            here = block.softmax(index, hit, partial)
+            found.append(here)
+            if not sequence and len(found) == 2:
+                found = [Rows.joined(torch.stack([torch.cat(x, 1) for x in found]))]
+        if not graded:
             continue
-        dz = block.gradient(index, hit, tuple(x[part] for x in factors), found[-1].lse, opts.local_class_weight)
-        if de is not None and shards is None:
-            _input_gradient(dz, w, de[part])
-        elif de is not None:
-            de[part] = _wide_product(dz, w, wide)
-            sums.append(shards.start_sum(de[part]))
+        dz = block.gradient(index, hit, [x[at] for x in factors], here.lse)
+        if de is not None and not partial:
+            _input_gradient(dz, w, de[at])
+        elif de is not None:  # rounding the product to 16 bits would lose what the float32 sum keeps
+            de[at].add_(_wide_product(dz, w[columns], wide))
+            if shards is not None:
+                sums.append(shards.start_sum(de[at]))
         if db is not None:
-            db.add_(dz.sum(0, dtype=wide))
-        if dw is not None and (part.stop == tokens or first + size == held * size):
-            since = slice(start - first, part.stop)
+            db[columns].add_(dz.sum(0, dtype=wide))
+        if dw is not None and (at.stop == tokens or first + size == held * size):
+            since = slice(at.start - first, at.stop)
             dz = block.held(since.stop - since.start)
-            for p in _parts(opts.vocab):  # beta=0 ignores the uninitialised dw
-                dw[p].addmm_(dz[:, p].t(), e[since], beta=0 if since.start == 0 else 1)
+            for p in _parts(dz.shape[1]):  # beta=0 ignores the uninitialised dw
+                dw[columns][p].addmm_(dz[:, p].t(), e[since], beta=0 if since.start == 0 else 1)
     for work in sums:
         work.wait()
-    de = None if de is None else opts.own(de).to(e.dtype)
-    return Rows(*map(torch.cat, zip(*found, strict=True))), (de, dw, None if db is None else db.to(b.dtype))
-
-
-def _ranges(
-    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, gradients: bool
-) -> Iterator[tuple[Block, slice, Tensor | None, Tensor, Tensor]]:
-    """Ranges of `size` columns: a block of their logits, the columns, their class weights, and what `_local` says."""
-    block, weight = Block(len(e), size, e, opts, gradients), opts.class_weight
-    for start in range(0, len(w), size):
-        columns = slice(start, min(start + size, len(w)))
-        block.fill(e, w[columns], None if b is None else b[columns])
-        yield block, columns, None if weight is None else weight[columns], *_local(opts.target, columns, opts.dtype)
-
-
-def _vocabulary_forward(e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int) -> Rows:
-    """Loop over chunks of `size` columns: an online log-sum-exp, the target's logit and the smoothing term."""
-    top = e.new_full((len(e), 1), -math.inf, dtype=opts.dtype)
-    total, at_target, pull = (torch.zeros_like(top) for _ in range(3))
-    for block, _, weight, index, hit in _ranges(e, w, b, opts, size, gradients=False):
-        z = block.z
-        at_target = torch.where(hit > 0, z.gather(1, index), at_target)
-        pull += block.pull(weight)
-        higher = torch.maximum(top, z.amax(-1, keepdim=True))
-        floor = higher.clamp(min=torch.finfo(z.dtype).min)  # finite, as −inf − (−inf) would be nan
-        total = total * torch.exp(top - floor) + z.sub_(floor).exp_().sum(-1, keepdim=True)
-        top = higher
-    return Rows(top, total, at_target, pull)
-
-
-def _vocabulary_backward(
-    e: Tensor, w: Tensor, b: Tensor | None, opts: Options, size: int, needs: Needs, upstream: Tensor, rows: Rows
-) -> Gradients:
-    """Gradients from recomputed logits, a chunk of `size` columns at a time."""
-    factors = tuple(x[:, None] for x in opts.factors(upstream))
-    de = e.new_zeros(e.shape, dtype=opts.dtype) if needs[0] else None
-    dw = w.new_empty(w.shape) if needs[1] else None
-    db = b.new_empty(b.shape) if needs[2] else None
-    log_total = rows.total.log()
-    for block, columns, weight, index, hit in _ranges(e, w, b, opts, size, gradients=True):
-        block.work.sub_(rows.top).sub_(log_total).exp_()
-        dz = block.gradient(index, hit, factors, rows.lse, weight)
-        if de is not None:  # rounding the product to 16 bits would lose what the float32 sum keeps
-            de.add_(_wide_product(dz, w[columns], de.dtype))
-        if dw is not None:
-            torch.mm(dz.t(), e, out=dw[columns])
-        if db is not None:
-            db[columns] = dz.sum(0, dtype=opts.dtype)
-    return None if de is None else de.to(e.dtype), dw, db
+    gradients = [None if de is None else opts.own(de).to(e.dtype), dw, None if db is None else db.to(b.dtype)]
+    return Rows(*map(torch.cat, zip(*found, strict=True))) if rows is None else rows, gradients
 
 
 class _Chunked(torch.autograd.Function):
@@ -323,10 +287,8 @@ class _Chunked(torch.autograd.Function):
         ctx.call = opts, by, size, needs
         if not ctx.early:  # the options' tensors come along only so that a change is noticed
             ctx.save_for_backward(e, w, b, opts.target, opts.class_weight, opts.token_weight)
-        if by == "sequence":
-            rows, ctx.found = _by_sequence(e, w, b, opts, size, needs if ctx.early else (False,) * 3, 1.0)
-        else:
-            rows = ctx.found = _vocabulary_forward(e, w, b, opts, size)
+        rows, ctx.gradients = _in_blocks(e, w, b, opts, by, size, needs if ctx.early else (False,) * 3, 1.0)
+        ctx.rows = rows if by == "vocabulary" else None
         logprob = (rows.at_target - rows.top) - rows.total.log()
         correct = rows.at_target >= rows.top
         lse, logprob, pull, correct = (x[:, 0] for x in (rows.lse, logprob, rows.pull, correct))
@@ -336,16 +298,13 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None, *_):
-        opts, by, *call = ctx.call
-        options.refuse_create_graph("chunked", opts.settings.shards is not None)
+        options.refuse_create_graph("chunked", ctx.call[0].settings.shards is not None)
         if upstream is None:
             return (None,) * 7
-        if by == "vocabulary":
-            gradients = _vocabulary_backward(*ctx.saved_tensors[:3], opts, *call, upstream, ctx.found)
-        elif not ctx.early:
-            _, gradients = _by_sequence(*ctx.saved_tensors[:3], opts, *call, upstream)
-        elif ctx.found is None:
+        if not ctx.early:
+            _, gradients = _in_blocks(*ctx.saved_tensors[:3], *ctx.call, upstream, ctx.rows)
+        elif ctx.gradients is None:
             raise options.spent("chunked", 'by="vocabulary" or reduction="none"')
         else:
-            gradients, ctx.found = [None if g is None else scale_(g, upstream) for g in ctx.found], None
+            gradients, ctx.gradients = [None if g is None else scale_(g, upstream) for g in ctx.gradients], None
         return *gradients, *(None,) * 4

@@ -8,22 +8,26 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from t1lib.errors import choose, require
-from t1lib.heads import fused_plan
+from t1lib.heads import fused_plan, options
 from t1lib.heads.chunked import chunked as chunked_head
 from t1lib.heads.full import full
-from t1lib.heads.options import HeadStats, Settings, Tensors, check_chunks, prepare, refuse_create_graph, spent
+from t1lib.heads.options import HeadStats, Settings, Tensors
 from t1lib.heads.scale import scale_, triton
 
 TIGHT = 1.0  # softcap, below which the logits that matter lie where tanh is flat
-DTYPES = {torch.bfloat16: ("bfloat16", 2), torch.float16: ("float16", 2), torch.float32: ("float32", 4)}
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 INTERPRETER = threading.Lock()  # Triton's interpreter serves one thread at a time
+ARGUMENTS = (
+    "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "
+    "float[] numbers, SymInt[] sizes, str words, bool[] flags"
+)
+RESULTS = ", ".join(["Tensor"] * 8)
 
 
 def fused(
@@ -47,7 +51,7 @@ def fused(
     backward where the forward made the gradients: under "mean" and "sum", but for filter_eps, float16, a softcap with
     label smoothing or below 1, accumulate, and a workspace so small that recomputing the logits is faster.
     """
-    check_chunks(chunks, settings)
+    options.check_chunks(chunks, settings)
     if accumulate is not None:
         choose("accumulate", accumulate, ("float32",))
     if not kernels_run(tensors.input):
@@ -79,9 +83,7 @@ def kernels_run(input: Tensor) -> bool:
     return runs and triton is not None
 
 
-def _packed(
-    tensors: Tensors, s: Settings, chunks: int, exact_sum: bool
-) -> tuple[list[float], list[int], str, list[bool]]:
+def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool) -> tuple[list, list, str, list]:
     """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
     statistics, sequence.
 
@@ -102,7 +104,7 @@ def _packed(
         rows, sequence, group = list(s.shards.rows), s.shards.sequence, s.shards.group.group_name
     numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
     sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
-    words = f"{s.reduction} {DTYPES[compute][0] if autocast else '-'} {group}"
+    words = f"{s.reduction} {DTYPES[compute] if autocast else '-'} {group}"
     return numbers, sizes, words, [*needs, early, exact_sum, s.return_stats, sequence]
 
 
@@ -124,133 +126,93 @@ def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
     tokens = 0 if torch.compiler.is_compiling() else tensors.target.numel()  # the compiler may not know their number
     if s.shards is not None and s.shards.sequence:
         tokens *= s.shards.size
-    needed = fused_plan.early_from(tokens, rows, hidden, DTYPES[compute][1], input.is_cuda)
-    return s.workspace >= needed + _copies(tensors, compute, rows)
+    needed = fused_plan.early_from(tokens, rows, hidden, compute.itemsize, input.is_cuda)
+    return s.workspace >= needed + fused_plan.copies(tensors, compute, rows)
 
 
-def _copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
-    """Bytes of the copies of weight and bias that the kernels need, for so many rows of the weight."""
-    found = 0
-    for t in (tensors.linear_weight, tensors.linear_bias):
-        if t is not None and (t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)):
-            found += rows * (t.shape[1] if t.dim() == 2 else 1) * DTYPES[compute][1]
-    return found
-
-
-def _unpacked(
-    tensors: Tensors, numbers: Sequence[float], sizes: Sequence[int], words: str, flags: Sequence[bool], check: bool
-) -> tuple[Any, fused_plan.Shape, fused_plan.Shape]:
-    """(operands for the kernels, their shape, the shape to plan for). All shards of the vocabulary must split the
-    tokens into the same chunks, so they plan for the largest shard."""
+def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> Any:
+    """Operands for the kernels."""
     from t1lib.heads.fused_launch import Operands  # needs Triton
 
-    (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, _, *rows) = numbers, sizes
+    (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, chunks, *rows) = numbers, sizes
     reduction, dtype, group = words.split(" ")
     shards = None
-    if group:
+    if group:  # by its name, because an operator cannot take a group
         from t1lib.heads.parallel import Shards
 
-        shards = Shards.of(group, tuple(rows), flags[-1])
+        shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[-1])
     settings = Settings(
         reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
         filter_eps or None, shards=shards,
     )  # fmt: skip
     with torch.autocast(tensors.input.device.type, enabled=False):  # the forward's state counts, also in the backward
-        e, w, b, opts = prepare(tensors, settings, same_dtype=dtype == "-", check=check)
-    e, compute = e if shards is None else shards.tokens(e), e.dtype if dtype == "-" else getattr(torch, dtype)
-    shape = fused_plan.Shape(len(e), *w.shape, compute, *flags[:2], _copies(tensors, compute, w.shape[0]), len(rows))
-    w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
-    b = None if b is None else b.to(compute).contiguous()
-    largest = max(rows, default=shape.vocab)
-    planned = shape._replace(vocab=largest, copies=_copies(tensors, compute, largest))
-    return Operands.of(e, w, b, opts, fused_plan.device_of(e.device)), shape, planned
+        opts = options.Options(tensors, settings, same_dtype=dtype == "-", check=check)
+    compute = tensors.input.dtype if dtype == "-" else getattr(torch, dtype)
+    return Operands(tensors, opts, compute, flags[:3], 1 if flags[4] else chunks or None)
 
 
-@torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=())
-def forward_op(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
-    token_weight: Tensor | None, numbers: Sequence[float], sizes: Sequence[int], words: str, flags: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({RESULTS})")
+def forward_op(*call):
     """(loss, lse, logprob, correct, what the backward needs of them, dE, dW, dBias); gradients empty if not made."""
     from t1lib.heads import fused_run  # needs Triton
 
-    tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
-    *needs, early, exact_sum, return_stats, _ = flags
-    gradients, budget = (None, None, None), None if sizes[1] < 0 else sizes[1]
-    # Triton launches on the current device
-    with torch.cuda.device_of(input), nullcontext() if input.is_cuda else INTERPRETER:
-        o, shape, planned = _unpacked(tensors, numbers, sizes, words, flags, check=True)
-        chunks = 1 if exact_sum else sizes[2] or None
-        if any(needs):  # where the backward computes, a workspace too small for it is refused here already
-            chosen = fused_plan.plan("early" if early else "late", planned, budget, o.device, chunks)
+    tensors, (*needs, early, _, return_stats, _) = Tensors(*call[:6]), call[9]
+    with torch.cuda.device_of(tensors.input) if tensors.input.is_cuda else INTERPRETER:  # where Triton launches
+        o = _unpacked(tensors, *call[6:], check=True)
         if early:
-            tokens, gradients = fused_run.early(o, shape, chosen, needs, linear_weight)
+            tokens, gradients = fused_run.early(o)
         else:
-            tokens = fused_run.loss_only(o, shape, fused_plan.plan("loss", planned, budget, o.device))
+            if any(needs):  # a workspace too small for the backward is refused here already
+                o.plan("late")
+            tokens, gradients = fused_run.loss_only(o), (None, None, None)
         lse, logprob, correct, pull, saved = tokens.results()
-        loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [input.new_empty(0) for _ in HeadStats._fields]
+        loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [tensors.input.new_empty(0) for _ in range(3)]
         if return_stats:
             stats = [x.clone() for x in o.opts.stats(lse, logprob, correct > 0)]  # operators return no views
-    return loss.clone() if loss.dim() else loss, *stats, saved, *_filled(gradients, tensors)
+    return loss.clone() if loss.dim() else loss, *stats, saved, *_filled(tensors, gradients)
 
 
 @forward_op.register_fake
-def _(input, linear_weight, target, linear_bias, weight, token_weight, numbers, sizes, words, flags):
-    reduction, _, group = words.split(" ")
-    tokens = target.numel() * (len(sizes[3:]) if group and flags[-1] else 1)
-    rows = input.new_empty(target.shape, dtype=torch.float32)
-    loss = torch.empty_like(rows) if reduction == "none" else input.new_empty((), dtype=torch.float32)
-    stats = torch.empty_like(rows), torch.empty_like(rows), input.new_empty(target.shape, dtype=torch.bool)
-    if not flags[5]:
-        stats = [input.new_empty(0) for _ in stats]
-    made = (flag and flags[3] for flag in flags[:3])
-    saved = input.new_empty((2, tokens), dtype=torch.float32)
-    return loss, *stats, saved, *_empty(input, linear_weight, linear_bias, made)
+def _(*call):
+    tensors, (_, sizes, words, flags) = Tensors(*call[:6]), call[6:]
+    (reduction, _, group), shape, new = words.split(" "), tensors.target.shape, tensors.input.new_empty
+    tokens = tensors.target.numel() * (len(sizes[3:]) if group and flags[-1] else 1)
+    loss = new(shape if reduction == "none" else (), dtype=torch.float32)
+    stats = [new(shape, dtype=t) if flags[5] else new(0) for t in (torch.float32, torch.float32, torch.bool)]
+    return loss, *stats, new((2, tokens), dtype=torch.float32), *_filled(tensors, [f and flags[3] for f in flags[:3]])
 
 
-@torch.library.custom_op("t1lib::linear_cross_entropy_backward", mutates_args=())
-def backward_op(
-    upstream: Tensor, lse: Tensor, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None,
-    weight: Tensor | None, token_weight: Tensor | None, numbers: Sequence[float], sizes: Sequence[int], words: str,
-    flags: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "t1lib::linear_cross_entropy_backward", mutates_args=(),
+    schema=f"(Tensor upstream, Tensor lse, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def backward_op(upstream, lse, *call):
     """(dE, dW, dBias) from recomputed logits and the saved log-sum-exp; empty where not needed."""
     from t1lib.heads import fused_run
 
-    tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
-    with torch.cuda.device_of(input), nullcontext() if input.is_cuda else INTERPRETER:
-        o, shape, planned = _unpacked(tensors, numbers, sizes, words, flags, check=False)
-        chunks = 1 if flags[4] else sizes[2] or None
-        chosen = fused_plan.plan("late", planned, o.opts.settings.workspace, o.device, chunks)
-        return _filled(fused_run.late(o, shape, chosen, flags[:3], lse, upstream, linear_weight), tensors)
+    tensors = Tensors(*call[:6])
+    with torch.cuda.device_of(lse) if lse.is_cuda else INTERPRETER:
+        o = _unpacked(tensors, *call[6:], check=False)
+        return _filled(tensors, fused_run.late(o, lse, upstream))
 
 
 @backward_op.register_fake
-def _(upstream, lse, input, linear_weight, target, linear_bias, weight, token_weight, numbers, sizes, words, flags):
-    return _empty(input, linear_weight, linear_bias, flags)
+def _(upstream, lse, *call):
+    return _filled(Tensors(*call[:6]), call[9][:3])
 
 
-def _empty(input: Tensor, w: Tensor, b: Tensor | None, made: Sequence[bool]) -> tuple[Tensor, ...]:
-    operands = zip((input, w, b), made, strict=False)
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) if m else input.new_empty(0) for t, m in operands)
-
-
-def _filled(gradients: Sequence[Tensor | None], tensors: Tensors) -> tuple[Tensor, ...]:
-    """Gradients as their operands are; None becomes an empty tensor, because operators return tensors only."""
-    operands, empty = (tensors.input, tensors.linear_weight, tensors.linear_bias), tensors.input.new_empty
-    both = zip(gradients, operands, strict=True)
-    return tuple(empty(0) if g is None else g.reshape(t.shape).to(t.dtype) for g, t in both)
-
-
-@torch.library.custom_op("t1lib::scale_", mutates_args=("x",))
-def scale_op(x: Tensor, factor: Tensor) -> None:
-    """x ← x · factor, as in `scale_`."""
-    scale_(x, factor)
+def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tuple[Tensor, ...]:
+    """Gradients as their operands are; True for one without values. Where there is none, an empty tensor, because
+    operators return tensors only."""
+    found = []
+    for t, g in zip((tensors.input, tensors.linear_weight, tensors.linear_bias), gradients, strict=True):
+        g = t.new_empty(t.shape) if g is True else g
+        found.append(g.reshape(t.shape).to(t.dtype) if isinstance(g, Tensor) else tensors.input.new_empty(0))
+    return tuple(found)
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.rest, (*needs, ctx.early, _, _, _) = inputs[6:], inputs[9]
-    ctx.spent = False
+    ctx.rest, (*needs, ctx.early, _, _, _), ctx.spent = inputs[6:], inputs[9], False
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     if ctx.early:
@@ -261,7 +223,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     _, _, words, flags = ctx.rest
-    refuse_create_graph("fused", grouped=not words.endswith(" "))
+    options.refuse_create_graph("fused", grouped=not words.endswith(" "))
     if upstream is None:
         return (None,) * 10
     if not ctx.early:
@@ -269,11 +231,11 @@ def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     elif type(upstream) is not Tensor:  # traced by the compiler, which reuses the memory itself, and would else copy
         made = [(g.float() * upstream).to(g.dtype) for g in ctx.saved_tensors]
     elif ctx.spent:
-        raise spent("fused", 'reduction="none"')
+        raise options.spent("fused", 'reduction="none"')
     else:
         ctx.spent, made = True, ctx.saved_tensors
         for g in filter(Tensor.numel, made):
-            scale_op(g, upstream)
+            scale_(g, upstream)
     de, dw, db = (g if needed else None for g, needed in zip(made, flags, strict=False))
     return de, dw, None, db, *(None,) * 6
 

@@ -1,16 +1,19 @@
 """Head `fused`: the kernels' launches, for the chunk of tokens at hand."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from t1lib.heads.fused_plan import TILES, Buffer, Device, Plan, Shape, Tiles, ceil, layout, splits_of, up
+from t1lib.heads import fused_plan
+from t1lib.heads.fused_plan import TILES, Buffer, Plan, Shape, ceil, layout, splits_of, up
 from t1lib.heads.kernels import logits, products, rows
-from t1lib.heads.kernels.tiles import FIELDS, LN2, PRECISE
-from t1lib.heads.options import Options
+from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
+from t1lib.heads.options import Options, Tensors
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
@@ -26,38 +29,31 @@ CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache whil
 HALF, STEP, QUARTER = 64, 64, 64  # of `hopper`'s boxes: rows of a half tile, step along D, columns of a quarter tile
 
 
-class Operands(NamedTuple):
+class Operands:
     """e (N, D), of any strides; w (V, D) with unit column stride and b (V) or None, both in the products' dtype.
 
-    tma, tma_w       whether the device has TMA, and whether it can copy w
-    softcap, capped  1 and 0 without one; otherwise the softcap and how to apply it, `tiles.finish_logits`
+    shape, chunks   to plan for, as in `fused_plan.plan`
+    needs           whether gradients of e, w and b are wanted; `dw_dtype`: of the second
     """
 
-    e: Tensor
-    w: Tensor
-    b: Tensor | None
-    opts: Options
-    device: Device
-    tiles: Tiles
-    tma: bool
-    tma_w: bool
-    softcap: float
-    capped: int
-    precision: str
+    def __init__(
+        self, tensors: Tensors, opts: Options, compute: torch.dtype, needs: Sequence[bool], chunks: int | None
+    ) -> None:
+        e, w, _, b, *_ = tensors
+        self.opts, self.needs, self.chunks, self.dw_dtype, shards = opts, needs, chunks, w.dtype, opts.settings.shards
+        e = e.reshape(-1, e.shape[-1])
+        self.e = e if shards is None else shards.tokens(e)
+        self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
+        self.b = None if b is None else b.to(compute).contiguous()
+        rows = (len(w),) if shards is None else shards.rows
+        copies = fused_plan.copies(tensors, compute, max(rows))
+        ranks = 0 if shards is None else shards.size
+        # all shards must split the tokens into the same chunks
+        self.shape = Shape(len(self.e), max(rows), w.shape[1], compute, *needs[:2], copies, ranks)
+        self.device = fused_plan.device_of(e.device)
 
-    @classmethod
-    def of(cls, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, device: Device) -> "Operands":
-        cap, tma = opts.settings.softcap, device.kind == "hopper"
-        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 and e.is_cuda else "ieee"
-        capped = 0 if cap is None else 2 if cap >= PRECISE else 1
-        tiles = TILES[device.kind, w.element_size()]
-        return cls(e, w, b, opts, device, tiles, tma, tma and aligned(w), cap or 1.0, capped, precision)
-
-
-def aligned(matrix: Tensor) -> bool:
-    """Whether TMA can copy a matrix: unit stride within rows, and every row starts on a 16-byte boundary."""
-    starts = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
-    return matrix.stride(1) == 1 and starts
+    def plan(self, kind: str) -> Plan:
+        return fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
 
 
 class Tokens:
@@ -89,33 +85,34 @@ class Tokens:
         return *torch.empty_like(found).index_copy_(1, self.order, found), torch.stack([f["offset"], f["log_total"]])
 
 
-class Frequent(NamedTuple):
-    """The most frequent targets, each of two tokens or more: their rows of dW accumulate in float32.
+def frequent_targets(
+    tokens: Tokens, segment_end: Tensor, opts: Options, sums: Tensor, even_sum: Tensor | None
+) -> dict[str, Tensor]:
+    """The most frequent targets, each of two tokens or more: their rows of dW accumulate in float32, in `sums` (H, D),
+    which here become what label smoothing takes from them, −c ⊗ `even_sum`.
 
-    These rows carry most of dW and grow with every chunk: in 16 bits each chunk would round them once more.
+    These rows carry most of dW and grow with every chunk: in 16 bits each chunk would round them once more. Returns,
+    by the names that kernels know them by:
 
-    target, number  (H) int32: classes, of which only the first `number` () are used
-    slot            (V + 1) int16: position of a class in `target`, −1 if it is not there; the last entry is unused
-    sums            (H, D) float32: their rows of dW
+    frequent, frequent_number   (H) int32: classes, of which only the first `frequent_number` () are used
+    slot                        (V + 1) int16: position of a class in `frequent`, −1 if it is not there; the last entry
+                                is unused
     """
-
-    target: Tensor
-    number: Tensor
-    slot: Tensor
-    sums: Tensor
-
-    @classmethod
-    def find(cls, tokens: Tokens, segment_end: Tensor, vocab: int, sums: Tensor) -> "Frequent":
-        key, device = tokens.key, sums.device
-        length = segment_end - torch.arange(len(key), dtype=torch.int32, device=device)
-        length[1:].masked_fill_(key[1:] == key[:-1], 0)  # each run is counted at its first token
-        most = length.masked_fill_(tokens.target < 0, 0).sort(descending=True, stable=True)  # half the time of `topk`
-        count, at = (x[: len(sums)] for x in most)
-        repeated, target = count > 1, tokens.target[at]
-        slot = torch.full((vocab + 1,), -1, dtype=torch.int16, device=device)
-        place = torch.arange(len(at), dtype=torch.int16, device=device)
-        slot.scatter_(0, torch.where(repeated, target, vocab).long(), place)
-        return cls(target, repeated.sum(dtype=torch.int32), slot, sums.zero_())
+    key, device, vocab, weight = tokens.key, sums.device, opts.vocab, opts.local_class_weight
+    length = segment_end - torch.arange(len(key), dtype=torch.int32, device=device)
+    length[1:].masked_fill_(key[1:] == key[:-1], 0)  # each run is counted at its first token
+    most = length.masked_fill_(tokens.target < 0, 0).sort(descending=True, stable=True)  # half the time of `topk`
+    count, at = (x[: len(sums)] for x in most)
+    repeated, target = count > 1, tokens.target[at]
+    slot = torch.full((vocab + 1,), -1, dtype=torch.int16, device=device)
+    place = torch.arange(len(at), dtype=torch.int16, device=device)
+    slot.scatter_(0, torch.where(repeated, target, vocab).long(), place)
+    if even_sum is None:
+        sums.zero_()
+    else:
+        per_class = -torch.ones(len(at), device=device) if weight is None else -weight[target.clamp(min=0)]
+        torch.outer(per_class, even_sum, out=sums)
+    return {"frequent": target, "frequent_number": repeated.sum(dtype=torch.int32), "slot": slot}
 
 
 def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tensor]:
@@ -132,142 +129,134 @@ def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tens
 class Chunk:
     """Launches of the kernels on one chunk of tokens after another: those from position `start` on, `size` of them.
 
-    `memory` holds the plan's buffers by name (`fused_plan.layout`); `here`, what every kernel is told of the chunk.
+    memory   the plan's buffers by name (`fused_plan.layout`)
+    dw, db   gradients to be filled, (V, D) and (V) float32
+    known    what kernels may ask for, by the names of their arguments: whatever a launch does not give itself
     """
 
-    def __init__(self, o: Operands, shape: Shape, plan: Plan, *, by_target: bool, early: bool) -> None:
-        self.o, self.plan, self.tokens = o, plan, Tokens(o.opts, by_target)
-        self.memory = memory = allocate(o.e.device, layout(shape, plan, early))
-        self.x, self.z, self.capacity, self.hidden = memory["x"], memory.get("z"), plan.capacity, shape.hidden
-        self.above = len(self.x) - self.capacity  # rows of scaled copies, which come before the packed hidden states
+    def __init__(self, o: Operands, kind: str) -> None:
+        by_target = kind == "early" and (o.needs[1] or o.needs[2])
+        self.o, self.plan, self.opts, self.tokens = o, o.plan(kind), o.opts, Tokens(o.opts, by_target)
+        empty, zeros = (partial(f, device=o.e.device) for f in (torch.empty, torch.zeros))
+        self.dw = empty(o.w.shape, dtype=o.dw_dtype) if o.needs[1] and kind != "loss" else None
+        self.db = zeros(o.opts.vocab) if o.needs[2] and kind != "loss" else None
+        self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
+        self.memory = memory = allocate(o.e.device, layout(o.shape, self.plan, kind == "early"))
+        self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens
+        self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
+        matrices = dict.fromkeys(("z", "de", "columns", "frequent_sums")) | memory | {"w": o.w, "dw": self.dw}
+        self.known = {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()} | matrices
+        self.known |= dict.fromkeys(("frequent", "frequent_number", "slot", "even_vector"))  # until they are found
+        self.known |= dict(
+            e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
+            order=t.order, target=t.target, row=t.row, number=t.number, tokens=len(t.order), start=0,
+            capacity=self.plan.capacity, hidden=self.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
+            db=self.db, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
+            M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
+            SCALED=kind == "early", PACKED=s.shards is not None,
+            PRECISE=s.softcap is not None and s.softcap >= LARGE,
+            PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
+        )  # fmt: skip
+
+    def each(self) -> Iterator[None]:
+        """Take up one chunk after another: gather its hidden states and targets."""
+        t = self.tiles
+        for start, size in self.plan.bounds(len(self.tokens.order), t.m):
+            self.start, self.size, height = start, size, up(size, t.m)
+            self.known |= {"start": start, "size": size}
+            self.splits = splits_of(height // t.m, ceil(self.opts.vocab, t.n), self.o.device.units)
+            self._launch(rows.pack, height)
+            yield
+
+    def _launch(self, kernel: Any, *grid: int, **given: Any) -> None:
+        kernel[grid](**{name: self.known[name] for name in kernel.arg_names if name not in given}, **given)
 
     def _tile(self, matrix: Tensor | None, height: int, width: int) -> Any:
         """The kernel argument for a matrix: a descriptor of its tiles with TMA, else the tensor, as a pointer."""
-        if matrix is None or not self.o.tma or not aligned(matrix):
+        if matrix is None or not self.tma or not aligned(matrix):
             return matrix
         return TensorDescriptor.from_tensor(matrix, [height, width])
 
     def target_logits(self) -> None:
         """at ← the targets' logits, offset ← a first guess of the exponentials' offsets, of all tokens."""
-        o, t = self.o, self.tokens
-        m = 64 if o.e.is_cuda else o.tiles.m
-        logits.target_logits[(ceil(len(t.order), m),)](
-            o.e, o.w, o.b, t.order, t.target, t.row, t.number, len(t.order), self.hidden, *o.e.stride(), o.w.stride(0),
-            o.softcap, M=m, K=o.tiles.k, BIAS=o.b is not None, SOFTCAP=o.capped, PRECISION=o.precision,
-            num_warps=4, num_stages=3,
-        )  # fmt: skip
-
-    def pack(self, start: int, size: int) -> None:
-        """Gather the hidden states and targets of the chunk, which is the one at hand from here on."""
-        o, t, m = self.o, self.tokens, self.o.tiles.m
-        self.start, self.size, self.height = start, size, up(size, m)
-        self.here = t.number, len(t.order), start, size, self.capacity, self.hidden
-        self.splits = splits_of(self.height // m, ceil(o.opts.vocab, o.tiles.n), o.device.units)
-        rows.pack[(self.height,)](
-            o.e, self.x, t.order, t.target, self.memory["target"], self.memory["flag"], *self.here,
-            self.above, *o.e.stride(), self.x.stride(0), M=m, BLOCK=BLOCK,
-        )  # fmt: skip
+        m = 64 if self.o.e.is_cuda else self.tiles.m
+        self._launch(logits.target_logits, ceil(len(self.tokens.order), m), M=m, num_warps=4, num_stages=3)
 
     def logits(self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False) -> None:
         """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone."""
-        o, s, t, m, x = self.o, self.o.opts.settings, self.o.tiles, self.memory, self.x[self.above :]
+        o, known, t, x = self.o, self.known, self.tiles, self.x[self.above :]
         splits, vocab = 1 if gradient else self.splits, o.opts.vocab
+        flags = logits.Flags(gradient, redo, known["PRECISE"], known["EVEN_SHARE"], vocab % t.n != 0)
         group = max(1, CACHED // (t.m * self.hidden * o.w.element_size()))
-        vectors = o.b, o.opts.local_class_weight, self.tokens.row, m["target"], m["flag"], m["sums"]
-        sizes = vocab, first, vocab if z is None else z.shape[1], group, splits
-        flags = dict(
-            GRADIENT=gradient, STORE=z is not None, REDO=redo, BIAS=o.b is not None, SOFTCAP=o.capped,
-            EVEN_SHARE=bool(s.label_smoothing), WEIGHTED=o.opts.class_weight is not None, RAGGED=vocab % t.n != 0,
-            FILTER=s.filter_eps is not None,
-        )  # fmt: skip
-        grid = (o.device.units if gradient else ceil(self.size, t.m) * splits,)
-        if hopper is not None and o.tma_w and o.w.element_size() == 2:
-            hopper.logits[grid](
-                _boxes(x, HALF, STEP), _boxes(o.w, t.n, STEP), _boxes(z, HALF, QUARTER), *vectors, *self.here, *sizes,
-                o.softcap, s.filter_eps or 0.0, N=t.n, S=STAGES, **flags, num_warps=4,
-            )  # fmt: skip
-            return
-        logits.logits[grid](
-            self._tile(x, t.m, t.k), self._tile(o.w, t.n, t.k), self._tile(z, t.m, t.n), *vectors, *self.here, *sizes,
-            x.stride(0), o.w.stride(0), 0 if z is None else z.stride(0), o.softcap, s.filter_eps or 0.0,
-            M=t.m, N=t.n, K=t.k, **flags, TMA=o.tma, TMA_W=o.tma_w, PRECISION=o.precision,
-            num_warps=t.warps, num_stages=t.stages,
-        )  # fmt: skip
+        given = dict(first=first, held=vocab if z is None else z.shape[1], group=group, splits=splits, FLAGS=flags)
+        grid = o.device.units if gradient else ceil(self.size, t.m) * splits
+        if hopper is not None and self.tma and aligned(o.w) and o.w.element_size() == 2:
+            boxes = dict(x=_boxes(x, HALF, STEP), w=_boxes(o.w, t.n, STEP), z=_boxes(z, HALF, QUARTER))
+            self._launch(hopper.logits, grid, **boxes, **given, S=STAGES, num_warps=4)
+        else:
+            tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(o.w, t.n, t.k), z=self._tile(z, t.m, t.n))
+            self._launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
 
     def finish_rows(self) -> None:
         """Combine the sums over the parts of the vocabulary to the tokens' statistics."""
-        rows.finish_rows[(self.size,)](
-            self.tokens.row, self.memory["sums"], *self.here, self.splits,
-            SPLITS=triton.next_power_of_2(self.splits), PULLED=bool(self.o.opts.settings.label_smoothing),
-        )  # fmt: skip
+        splits = self.splits
+        self._launch(rows.finish_rows, self.size, splits=splits, SPLITS=triton.next_power_of_2(splits))
 
-    def scale_rows(self, frequent: Frequent | None) -> None:
+    def scale_rows(self) -> None:
         """Turn the chunk's exponentials into gradients, up to a factor per row."""
-        o, s, columns = self.o, self.o.opts.settings, self.memory.get("columns")
-        found = (None, None) if frequent is None else (frequent.target, frequent.number)
-        rows.scale_rows[(self.height,)](
-            self.z, self.x, self.tokens.row, self.memory["target"], *found, columns, *self.here,
-            self.z.stride(0), self.x.stride(0), 0 if columns is None else columns.stride(0), o.softcap, s.z_loss,
-            BLOCK=BLOCK, DW=self.above > 0, SOFTCAP=o.capped > 0, Z_LOSS=bool(s.z_loss),
-        )  # fmt: skip
+        self._launch(rows.scale_rows, up(self.size, self.tiles.m))
 
-    def products(self, z: Tensor, first: int, dw: Tensor | None, even_sum: Tensor | None = None) -> None:
-        """dE's partial sums and dW (V, D) from z, whose columns are w's rows from `first` on. The first chunk writes
-        dW, without label smoothing's even share, and the others add to it."""
-        o, t, x, de = self.o, self.o.tiles, self.x, self.memory.get("de")
+    def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:
+        """dE's partial sums and dW from z, whose columns are w's rows from `first` on. The first chunk writes dW,
+        without label smoothing's even share, and the others add to it."""
+        de, dw, (m, n, k, warps, _, stages), tile = self.memory.get("de"), self.dw, self.tiles, self._tile
+        if de is None and dw is None:
+            return
         pieces = 1 if dw is None else dw.element_size()
-        products.products[(o.device.units,)](
-            self._tile(z, t.m, t.k), self._tile(z, t.k, t.m), self._tile(o.w, t.k, t.n), self._tile(x, t.k, t.n),
-            self._tile(de, t.m, t.n // 4), self._tile(dw, t.m, t.n // pieces),
-            even_sum, o.opts.local_class_weight, *self.here, o.opts.vocab, first, z.shape[1], len(x), self.plan.parts,
-            z.stride(0), o.w.stride(0), x.stride(0), *(0 if m is None else m.stride(0) for m in (de, dw)),
-            M=t.m, N=t.n, K=t.k, DE=de is not None, DW=dw is not None, ADD_DE=first > 0, ADD_DW=self.start > 0,
-            EVEN_SHARE=even_sum is not None, WEIGHTED=o.opts.class_weight is not None, TMA=o.tma, TMA_W=o.tma_w,
-            TMA_DW=o.tma and dw is not None and aligned(dw), PIECES_DE=4, PIECES_DW=pieces, PRECISION=o.precision,
-            num_warps=t.warps, num_stages=t.product_stages,
+        self._launch(
+            products.products, self.o.device.units, z=tile(z, m, k), zt=tile(z, k, m), w=tile(self.o.w, k, n),
+            x=tile(self.x, k, n), de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces), even_sum=even_sum, first=first,
+            held=z.shape[1], ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4, PIECES_DW=pieces,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-    def finish_input(self, out: Tensor, scaled: bool, even_vector: Tensor | None, packed: bool) -> None:
-        """Write the chunk's dE to the tokens' own rows of `out`, or, `packed`, to its first rows in order.
+    def add_bias(self, z: Tensor, first: int, factor: Tensor | None = None) -> None:
+        """Add the chunk's contribution to dBias, from z as in `products`, whose rows lack `factor`."""
+        if self.db is not None:
+            out = self.db[None, first : first + z.shape[1]]
+            sum_rows(out, z, self.tokens.number, self.start, self.size, factor)
 
-        scaled: apply the rows' factors and the targets' own terms; even_vector: Σ_v c_v w_v under label smoothing.
-        """
-        o, de = self.o, self.memory["de"]
-        rows.finish_input_gradient[(self.size, ceil(self.hidden, BLOCK))](
-            de, out, o.w, self.tokens.row, self.tokens.order, self.memory["target"], even_vector, *self.here,
-            self.plan.parts, de.stride(0), out.stride(0), o.w.stride(0),
-            BLOCK=BLOCK, SCALED=scaled, EVEN_SHARE=even_vector is not None, PACKED=packed,
-        )  # fmt: skip
+    def finish_input(self, out: Tensor) -> None:
+        """Write the chunk's dE to the tokens' own rows of `out`; under a group to its first rows, in order."""
+        grid = self.size, ceil(self.hidden, BLOCK)
+        self._launch(rows.finish_input_gradient, *grid, out=out, out_stride=out.stride(0))
 
-    def add_frequent(self, f: Frequent, even_sum: Tensor | None) -> None:
+    def add_frequent(self) -> None:
         """Add the chunk's contribution to the frequent targets' rows of dW."""
-        o, x, columns, (height, _), k = self.o, self.x, self.memory["columns"], f.sums.shape, self.o.tiles.k
-        m, n = (64, 128) if o.e.is_cuda else (16, 32)
-        products.frequent_rows[(ceil(height, m), ceil(self.hidden, n))](
-            self._tile(columns, k, m), self._tile(x, k, n), f.sums, f.target, f.number, even_sum,
-            o.opts.local_class_weight, *self.here, height, len(x), columns.stride(0), x.stride(0), f.sums.stride(0),
-            M=m, N=n, K=k, EVEN_SHARE=even_sum is not None, WEIGHTED=o.opts.class_weight is not None,
-            TMA=o.tma, PRECISION=o.precision, num_warps=4, num_stages=4,
+        columns, k, (m, n) = self.memory["columns"], self.tiles.k, (64, 128) if self.o.e.is_cuda else (16, 32)
+        self._launch(
+            products.frequent_rows, ceil(columns.shape[1], m), ceil(self.hidden, n), x=self._tile(self.x, k, n),
+            columns=self._tile(columns, k, m), width=columns.shape[1], M=m, N=n, num_warps=4, num_stages=4,
         )  # fmt: skip
 
-    def add_targets(self, segment_end: Tensor, f: Frequent | None, dw: Tensor | None, db: Tensor | None) -> None:
+    def add_targets(self, segment_end: Tensor) -> None:
         """After all chunks, add the targets' own terms to dW and dBias, rounded once."""
-        o, t = self.o, self.tokens
-        sums, slot = (None, None) if f is None else (f.sums, f.slot)
-        products.target_rows[(len(t.order), 1 if dw is None else ceil(self.hidden, BLOCK))](
-            dw, db, sums, o.e, t.order, t.target, segment_end, t.row, slot, t.number, len(t.order), self.hidden,
-            *o.e.stride(), *(0 if m is None else m.stride(0) for m in (sums, dw)),
-            HEIGHT=4, BLOCK=BLOCK, DW=dw is not None, DB=db is not None, num_warps=4,
-        )  # fmt: skip
+        grid = len(self.tokens.order), 1 if self.dw is None else ceil(self.hidden, BLOCK)
+        self._launch(products.target_rows, *grid, segment_end=segment_end, HEIGHT=4, num_warps=4)
 
 
 def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, factor: Tensor | None) -> None:
     """out (parts, columns) float32 += partial sums of factor_i · x[i] over the rows of x that hold a token."""
     parts, columns = out.shape
     rows.sum_rows[(ceil(columns, 256), parts)](
-        x, factor, out, number, start, size, columns, *x.stride(),
-        BLOCK=256, HEIGHT=16, WEIGHED=factor is not None, num_warps=2,
-    )  # fmt: skip
+        x, factor, out, number, start, size, columns, *x.stride(), BLOCK=256, HEIGHT=16, num_warps=2
+    )
+
+
+def aligned(matrix: Tensor) -> bool:
+    """Whether TMA can copy a matrix: unit stride within rows, and every row starts on a 16-byte boundary."""
+    starts = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    return matrix.stride(1) == 1 and starts
 
 
 def _boxes(matrix: Tensor | None, height: int, width: int) -> Any:

@@ -3,13 +3,13 @@
 A plan is found in about a millisecond and kept; numbers of tokens that fill as many row blocks share one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from t1lib.heads.options import need_workspace
+from t1lib.heads.options import Tensors, need_workspace
 
 DEFAULT_WORKSPACE = 2**30  # beside what every plan needs per token: within 10 % of the three products at every shape
 LOSS_WORKSPACE = 16 * 2**20  # more memory does not speed up the loss alone
@@ -17,7 +17,7 @@ TOKEN_BYTES = 192  # per token: order, sort keys and their copies, statistics an
 CLASS_BYTES = 2  # per class: its position among the frequent targets
 SLACK = 3 * 2**20  # by how much memory from CUDA's caching allocator may exceed the request
 FREQUENT = 1024  # the most targets whose rows of dW accumulate in float32 over the chunks
-SIZES, PARTS = 6, 12  # chunk sizes to try, from the largest that fits down; and numbers of partial sums of dE
+SIZES, PARTS = 5, 12  # numbers of chunks to try, from the least that fits up; and of partial sums of dE
 
 # The cost model, in steps: the time in which a multiprocessor multiplies m × n × k (measured on an H200, docs/log.md)
 EPILOGUE = 2.8  # of a tile
@@ -137,14 +137,14 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
     """The buffers of a plan. `early`: of gradients in the forward, whose factors are applied after the exponentials."""
     rows, hidden, narrow, scaled = plan.capacity, shape.hidden, shape.compute, early and shape.dw
     found = {"x": Buffer((1 + scaled) * rows, hidden, narrow), "sums": Buffer(3 * plan.splits, rows)}
-    found |= {"target": Buffer(1, rows, torch.int32), "flag": Buffer(1, rows, torch.int32)}
+    found |= {"packed_target": Buffer(1, rows, torch.int32), "flag": Buffer(1, rows, torch.int32)}
     if plan.columns:
         found["z"] = Buffer(rows, plan.columns, narrow)
     if plan.columns and shape.de:
         found["de"] = Buffer(plan.parts * rows, hidden)
     if scaled:
         frequent = min(FREQUENT, shape.tokens)
-        found |= {"columns": Buffer(rows, frequent, narrow), "frequent": Buffer(frequent, hidden)}
+        found |= {"columns": Buffer(rows, frequent, narrow), "frequent_sums": Buffer(frequent, hidden)}
     if shape.ranks:  # what the shards of the vocabulary exchange: statistics, and rows of dE
         found |= {"shares": Buffer(4 * (1 + shape.ranks), rows), "rows": Buffer(rows * shape.de, hidden)}
     return found
@@ -154,6 +154,15 @@ def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
     """Bytes of a plan, including what is allocated outside of its buffers."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
     return sum(b.nbytes for b in layout(shape, plan, early).values()) + loose + SLACK
+
+
+def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
+    """Bytes of the copies of weight and bias that the kernels need, for so many rows of the weight."""
+    found = 0
+    for t in (tensors.linear_weight, tensors.linear_bias):
+        if t is not None and (t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)):
+            found += rows * (t.shape[1] if t.dim() == 2 else 1) * compute.itemsize
+    return found
 
 
 def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
@@ -168,15 +177,12 @@ def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) 
 
 
 class Costs(NamedTuple):
-    """Times in steps, of chunks of `blocks` row blocks; and from them (cost, plan) of what may be tried.
+    """Plans that may be tried for a kind of pass (see `plan`), and their times in steps."""
 
-    graded: whether there are gradients; otherwise the loss alone is planned.
-    """
-
+    kind: str
     shape: Shape
     tiles: Tiles
     units: int
-    graded: bool = True
 
     def logits(self, blocks: int, columns: int, splits: int) -> float:
         waves = ceil(blocks * splits, self.units) * ceil(ceil(columns, self.tiles.n), splits)
@@ -193,81 +199,76 @@ class Costs(NamedTuple):
         idle = UNEVEN * (longest - count * unit / units) * (count > units)
         return max(longest, even * (1 + 0.6 * (1 - hidden) / inner)) * (1 + 0.002 * parts) + idle
 
-    def heights(self, most: int, chunks: int | None) -> set[int]:
-        """Row blocks per chunk that are worth a try: few below `most`; or what gives about `chunks` chunks."""
-        blocks = ceil(self.shape.tokens, self.tiles.m)
-        if chunks is not None:
-            return {ceil(blocks, min(chunks, blocks))}
-        highest = min(most, blocks)
-        even = {ceil(blocks, ceil(blocks, highest) + i) for i in range(SIZES)}
-        return (even | {highest, highest - 1, highest - 2}) - {0, -1}
+    def cost(self, plan: Plan) -> float:
+        """Of all chunks, some of which have one row block more than the others, over all ranges of columns."""
+        shape, late, cost, width = self.shape, self.kind == "late", 0.0, plan.columns or self.shape.vocab
+        low, higher = divmod(ceil(shape.tokens, self.tiles.m), plan.chunks)
+        if late:  # counted as if all chunks were the longest
+            low, higher = plan.capacity // self.tiles.m, 0
+        whole, rest = divmod(shape.vocab, width)
+        for height, chunks in ((low + 1, higher), (low, plan.chunks - higher)):
+            for columns, ranges in ((width, whole), (rest, min(rest, 1))):
+                if chunks * ranges:
+                    tiles = ceil(columns, self.tiles.n)
+                    splits = tiles if late else splits_of(height, tiles, self.units)
+                    one = self.logits(height, columns, splits) + self.products(height, columns, plan.parts)
+                    cost += chunks * ranges * one
+        extra = REREAD * plan.capacity / self.tiles.m + ROUNDED * max(plan.chunks - 8, 0) * shape.dw
+        return cost * (1 + extra * late)
 
-    def early(self, heights: Iterable[int]) -> Iterator[tuple[float, Plan]]:
-        """Chunks of at most so many row blocks each, in turn."""
-        shape, blocks = self.shape, ceil(self.shape.tokens, self.tiles.m)
-        for height in sorted(heights):
-            count = ceil(blocks, height)
-            sizes = ceil(blocks, count), blocks // count
-            splits = [splits_of(b, ceil(shape.vocab, self.tiles.n), self.units) for b in sizes]
-            logits = [self.logits(b, shape.vocab, s) for b, s in zip(sizes, splits, strict=True)]
+    def plans(self, chunks: int, budget: int) -> Iterator[Plan]:
+        """Plans with so many chunks of tokens, the smallest first. Late ones: in ranges of columns as wide as fit or a
+        little narrower, even ones or some that make whole waves of tiles."""
+        shape, (m, n), vocab = self.shape, self.tiles[:2], self.shape.vocab
+        blocks = ceil(shape.tokens, m)
+        capacity = ceil(blocks, chunks) * m
+        if self.kind != "late":
+            splits = max(splits_of(b, ceil(vocab, n), self.units) for b in (ceil(blocks, chunks), blocks // chunks))
             for parts in range(1, PARTS + 1 if shape.de else 2):
-                long, short = (x + self.products(b, shape.vocab, parts) for x, b in zip(logits, sizes, strict=True))
-                cost = blocks % count * long + (count - blocks % count) * short
-                yield cost, Plan(sizes[0] * self.tiles.m, count, shape.vocab * self.graded, max(splits), parts)
-
-    def late(self, budget: int, chunks: int | None) -> Iterator[tuple[float, Plan]]:
-        """Chunks of every size (or about `chunks` alone), with ranges of columns as wide as fit or a little narrower:
-        in even ones, or in some that make whole waves of tiles."""
-        shape, step, blocks = self.shape, max(self.tiles.m, self.tiles.n), ceil(self.shape.tokens, self.tiles.m)
-        whole = ceil(shape.vocab, step)
-        for height in {ceil(blocks, c) for c in (range(1, blocks + 1) if chunks is None else [min(chunks, blocks)])}:
-            plan, tiles = Plan(height * self.tiles.m, ceil(blocks, height), step), height * (step // self.tiles.n)
-            room = (budget - bytes_needed(shape, plan, False)) // (plan.capacity * shape.compute.itemsize)
-            widest = min(1 + max(room, 0) // step, whole)
-            waves = (widest * tiles // self.units - i for i in range(3))
-            for steps in {ceil(whole, ceil(whole, widest)), widest, *(w * self.units // tiles for w in waves)}:
-                if steps > 0:
-                    count, rest = divmod(shape.vocab, steps * step)
-                    one, last = (
-                        self.logits(height, c, ceil(c, self.tiles.n)) + self.products(height, c, 1) if c else 0.0
-                        for c in (steps * step, rest)
-                    )
-                    more = REREAD * height + ROUNDED * max(plan.chunks - 8, 0) * shape.dw
-                    yield plan.chunks * (count * one + last) * (1 + more), plan._replace(columns=steps * step)
+                yield Plan(capacity, chunks, vocab if self.kind == "early" else 0, splits, parts)
+            return
+        step = max(m, n)
+        room = budget - bytes_needed(shape, Plan(capacity, chunks, step), False)
+        whole, tiles = ceil(vocab, step), capacity // m * (step // n)
+        widest = min(1 + max(room, 0) // (capacity * shape.compute.itemsize * step), whole)
+        waves = {(widest * tiles // self.units - i) * self.units // tiles for i in range(3)}
+        for steps in {ceil(whole, ceil(whole, widest)), widest, *waves}:
+            if steps > 0:
+                yield Plan(capacity, chunks, steps * step)
 
 
 def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None = None) -> Plan:
     """The fastest plan within the workspace; `T1Error` naming the least that works if none fits.
 
     kind     "early": gradients in the forward; "late": in the backward, from recomputed logits; "loss": no gradients
-    chunks   instead of a workspace: about so many chunks of tokens
+    chunks   of gradients, instead of a workspace: so many chunks of tokens
     """
-    tile = TILES[device.kind, shape.compute.itemsize].m
-    shape = shape._replace(tokens=up(max(shape.tokens, 1), tile))
-    return _plan(kind, shape._replace(de=False, dw=False) if kind == "loss" else shape, workspace, device, chunks)
+    shape = shape._replace(tokens=up(max(shape.tokens, 1), TILES[device.kind, shape.compute.itemsize].m))
+    if kind == "loss":
+        shape, chunks = shape._replace(de=False, dw=False), None
+    return _plan(kind, shape, workspace, device, chunks)
 
 
 @lru_cache(maxsize=1024)
 def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None) -> Plan:
-    costs = Costs(shape, TILES[device.kind, shape.compute.itemsize], device.units, kind != "loss")
-    early = kind == "early"
+    costs = Costs(kind, shape, TILES[device.kind, shape.compute.itemsize], device.units)
     default = (LOSS_WORKSPACE if kind == "loss" else DEFAULT_WORKSPACE) + TOKEN_BYTES * shape.tokens + shape.copies
     budget = default if workspace is None else min(workspace, default) if kind == "loss" else workspace
-    if kind == "late":
-        plans = list(costs.late(budget, chunks))
-    else:
-        columns = shape.vocab * early
-        one, two = (bytes_needed(shape, Plan(b * costs.tiles.m, 1, columns), early) for b in (1, 2))
-        most = 1 + max(budget - one, 0) // (two - one)
-        plans = list(costs.early(costs.heights(most, chunks)))
-    if chunks is not None and workspace is None:
-        return min(plans)[1]
-    fits = [(cost, p) for cost, p in plans if bytes_needed(shape, p, early) <= budget]
-    if not fits and kind != "late" and chunks is None:  # where the sums over many ranges take what was left
-        plans = list(costs.early(range(1, min(most, ceil(shape.tokens, costs.tiles.m)) + 1)))
-        fits = [(cost, p) for cost, p in plans if bytes_needed(shape, p, early) <= budget]
-    if fits:
-        return min(fits)[1]
-    need, least = min((bytes_needed(shape, p, early), p) for _, p in plans)
+    blocks = ceil(shape.tokens, costs.tiles.m)
+    counts = sorted({ceil(blocks, h) for h in range(1, blocks + 1)}) if chunks is None else [min(chunks, blocks)]
+    fit, others, tried = [], [], 0
+    for count in counts:
+        for found in costs.plans(count, budget):
+            need = bytes_needed(shape, found, kind == "early")
+            if need > budget and (chunks is None or workspace is not None):
+                others.append((need, found))
+                break
+            fit.append((costs.cost(found), found))
+        tried += bool(fit) and kind != "late"
+        if tried == SIZES:
+            break
+    if fit:
+        return min(fit)[1]
+    need, least = min(others)
     need_workspace(workspace, need, "fused")
     return least

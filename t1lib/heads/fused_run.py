@@ -1,7 +1,6 @@
-"""Head `fused` on a device: the loops over chunks of tokens. From `early`, the way of a training step:
-
-order the tokens → logits of the targets → for each chunk: pack → exponentials and their sums → statistics
-→ scale → dE and dW in one launch → dE to its tokens, frequent targets' rows of dW → the targets' own terms
+"""Head `fused` on a device: the loops over chunks of tokens. A training step (`early`): order the tokens → logits of
+the targets → for each chunk: pack → exponentials and their sums → statistics → scale → dE and dW in one launch → dE to
+its tokens, frequent targets' rows of dW → after all chunks: the targets' own terms.
 """
 
 import torch
@@ -9,32 +8,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.heads import fused_launch as launch
-from t1lib.heads.fused_launch import Chunk, Frequent, Operands, Tokens
-from t1lib.heads.fused_plan import Plan, Shape
+from t1lib.heads.fused_launch import Chunk, Operands, Tokens
 from t1lib.heads.kernels.logits import LEAD, NEVER
 from t1lib.heads.kernels.tiles import LN2, TOKEN
 
-Needs = tuple[bool, ...]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def targets(c: Chunk) -> None:
-    """Every token's target logit, and the offsets that follow from it; the shard that holds the target sends both."""
+    """Every token's target logit, and the offset that follows from it."""
     c.target_logits()
-    if c.o.opts.settings.shards is not None:
+    if c.opts.settings.shards is not None:
         at, offset = c.tokens.fields["at"], c.tokens.fields["offset"]
-        dist.all_reduce(at, group=c.o.opts.settings.shards.group)
+        dist.all_reduce(at, group=c.opts.settings.shards.group)
         empty = torch.arange(len(at), device=at.device) >= c.tokens.number
         torch.floor(at, out=offset).add_(LEAD.value).masked_fill_(empty, NEVER.value)
 
 
-def statistics(c: Chunk, start: int, size: int, z: Tensor | None) -> None:
-    """Pack a chunk, compute its tokens' statistics, and write its exponentials to z if that is given."""
-    c.pack(start, size)
+def statistics(c: Chunk, z: Tensor | None) -> None:
+    """Compute a chunk's tokens' statistics, and write its exponentials to z if that is given."""
     for redo in (False, True):  # in the second launch, programs without an overflow end at once
         c.logits(z, redo=redo)
     c.finish_rows()
-    if c.o.opts.settings.shards is not None:
+    if c.opts.settings.shards is not None:
         combine(c)
 
 
@@ -48,9 +44,9 @@ def combine(c: Chunk) -> None:
     here = {name: field[c.start : c.start + c.size] for name, field in c.tokens.fields.items()}
     shares, size = c.memory["shares"].view(-1), 4 * c.size
     mine = torch.stack([here[name] for name in names], out=shares[:size].view(4, -1))
-    shards = c.o.opts.settings.shards
+    shards = c.opts.settings.shards
     every = shares[size : size * (1 + shards.size)]
-    shards.gather_into(every, mine.view(-1))
+    shards.gather(mine.view(-1), every)
     offset, log_total, correct, pull = every.view(shards.size, 4, -1).unbind(1)
     common = offset.amax(0)
     # finite: a shard far below the others sums up to 0, and to −inf
@@ -70,21 +66,21 @@ class InputGradient:
     """
 
     def __init__(self, c: Chunk) -> None:
-        self.c, self.shards, self._pending = c, c.o.opts.settings.shards, None
-        like = c.o.opts.own(c.o.e)
+        self.c, self.shards, self._pending = c, c.opts.settings.shards, None
+        like = c.opts.own(c.o.e)
         spare = self.shards is not None  # a last row for those that are not of this process's tokens
         self._rows = torch.zeros(len(like) + spare, like.shape[1], dtype=like.dtype, device=like.device)
         self.out = self._rows[: len(like)]
 
-    def add(self, scaled: bool = False, even_vector: Tensor | None = None) -> None:
+    def add(self) -> None:
         """Write the rows of the chunk at hand: the sums of products in its memory, completed by `finish_input`."""
         c, shards = self.c, self.shards
         if shards is None:
-            c.finish_input(self.out, scaled, even_vector, packed=False)
+            c.finish_input(self.out)
             return
         self.finish()
         rows = c.memory["rows"][: c.size]
-        c.finish_input(rows, scaled, even_vector, packed=True)
+        c.finish_input(rows)
         place = c.tokens.order[c.start : c.start + c.size] - shards.rank * len(self.out) * shards.sequence
         place = torch.where((place >= 0) & (place < len(self.out)), place, len(self.out))
         self._pending = shards.start_sum(rows), rows, place
@@ -105,77 +101,66 @@ def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
     return out.sum(0)
 
 
-def early(o: Operands, shape: Shape, plan: Plan, needs: Needs, w_like: Tensor) -> tuple[Tokens, Gradients]:
+def early(o: Operands) -> tuple[Tokens, Gradients]:
     """Statistics, and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
-    c = Chunk(o, shape, plan, by_target=needs[1] or needs[2], early=True)
-    tokens, opts, smooth = c.tokens, o.opts, o.opts.settings.label_smoothing
+    c = Chunk(o, "early")
+    tokens, opts, smooth, segment_end, even_sum = c.tokens, o.opts, o.opts.settings.label_smoothing, None, None
     factors = torch.stack(opts.factors(1.0))
     tokens.row[TOKEN.value : TOKEN.value + 4] = factors[:, tokens.order]
     targets(c)
-    even_vector = _sum_of_all(o.w, opts.local_class_weight) if smooth else None  # for dE: Σ_v c_v w_v
-    even_sum = _sum_of_all(o.e, factors[3]) if smooth else None
-    de = InputGradient(c) if needs[0] else None
-    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
-    db = torch.zeros(opts.vocab, device=o.e.device) if needs[2] else None
-    frequent = segment_end = None
-    for start, size in plan.bounds(len(tokens.order), o.tiles.m):
-        statistics(c, start, size, c.z)
-        if segment_end is None and (needs[1] or needs[2]):  # now that the device is busy
+    if smooth:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
+        c.known["even_vector"], even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, factors[3])
+    de, z = InputGradient(c) if o.needs[0] else None, c.memory["z"]
+    for _ in c.each():
+        statistics(c, z)
+        if segment_end is None and (o.needs[1] or o.needs[2]):  # now that the device is busy
             segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
-            frequent = Frequent.find(tokens, segment_end, opts.vocab, c.memory["frequent"]) if needs[1] else None
-        c.scale_rows(frequent)
-        share = even_sum if start == 0 else None
-        if needs[0] or needs[1]:
-            c.products(c.z, 0, dw, share)
-        if db is not None:
-            launch.sum_rows(db[None], c.z, tokens.number, start, size, tokens.fields["scale"][start:])
+            if o.needs[1]:
+                sums = c.memory["frequent_sums"]
+                c.known |= launch.frequent_targets(tokens, segment_end, opts, sums, even_sum)
+        c.scale_rows()
+        c.products(z, 0, even_sum if c.start == 0 else None)
+        c.add_bias(z, 0, tokens.fields["scale"][c.start :])
         if de is not None:
-            de.add(True, even_vector)
-        if frequent is not None:
-            c.add_frequent(frequent, share)
+            de.add()
+        if o.needs[1]:
+            c.add_frequent()
     if segment_end is not None:
-        c.add_targets(segment_end, frequent, dw, db)
-    if db is not None and smooth:  # label smoothing's even share is the same for all tokens up to a factor
-        db -= factors[3].sum() * (1.0 if opts.class_weight is None else opts.local_class_weight)
-    return tokens, (None if de is None else de.finish(), dw, db)
+        c.add_targets(segment_end)
+    if c.db is not None and smooth:  # label smoothing's even share is the same for all tokens up to a factor
+        c.db -= factors[3].sum() * (1.0 if opts.class_weight is None else opts.local_class_weight)
+    return tokens, (None if de is None else de.finish(), c.dw, c.db)
 
 
-def loss_only(o: Operands, shape: Shape, plan: Plan) -> Tokens:
+def loss_only(o: Operands) -> Tokens:
     """Statistics of all tokens: one product."""
-    c = Chunk(o, shape, plan, by_target=False, early=False)
+    c = Chunk(o, "loss")
     targets(c)
-    for start, size in plan.bounds(len(c.tokens.order), o.tiles.m):
-        statistics(c, start, size, None)
+    for _ in c.each():
+        statistics(c, None)
     return c.tokens
 
 
-def late(
-    o: Operands, shape: Shape, plan: Plan, needs: Needs, lse: Tensor, upstream: Tensor, w_like: Tensor
-) -> Gradients:
+def late(o: Operands, lse: Tensor, upstream: Tensor) -> Gradients:
     """Gradients from recomputed logits, one range of columns at a time: three products.
 
     lse (2, N): offset and log_total of the tokens, in order, as `loss_only` left them.
     """
-    c = Chunk(o, shape, plan, by_target=False, early=False)
-    tokens, opts, z_loss = c.tokens, o.opts, o.opts.settings.z_loss
+    c = Chunk(o, "late")
+    tokens, vocab, z_loss = c.tokens, o.opts.vocab, o.opts.settings.z_loss
     tokens.fields["offset"].copy_(lse[0])
     tokens.fields["log_total"].copy_(lse[1])
-    factors = torch.stack(opts.factors(upstream))[:, tokens.order]
+    factors = torch.stack(o.opts.factors(upstream))[:, tokens.order]
     if z_loss:
         factors[1] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * factors[0]
     tokens.row[TOKEN.value : TOKEN.value + 4] = factors
-    de = InputGradient(c) if needs[0] else None
-    dw = torch.empty_like(w_like, memory_format=torch.contiguous_format) if needs[1] else None
-    db = torch.zeros(opts.vocab, device=o.e.device) if needs[2] else None
-    for start, size in plan.bounds(len(tokens.order), o.tiles.m):
-        c.pack(start, size)
-        for first in range(0, opts.vocab, plan.columns):
-            z = c.z[:, : min(plan.columns, opts.vocab - first)]
+    de = InputGradient(c) if o.needs[0] else None
+    for _ in c.each():
+        for first in range(0, vocab, c.plan.columns):
+            z = c.memory["z"][:, : min(c.plan.columns, vocab - first)]
             c.logits(z, first, gradient=True)
-            if needs[0] or needs[1]:
-                c.products(z, first, dw)
-            if db is not None:
-                launch.sum_rows(db[None, first : first + plan.columns], z, tokens.number, start, size, None)
+            c.products(z, first)
+            c.add_bias(z, first)
         if de is not None:
             de.add()
-    return None if de is None else de.finish(), dw, db
+    return None if de is None else de.finish(), c.dw, c.db

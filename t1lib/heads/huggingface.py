@@ -37,8 +37,8 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
 
     Calls with `labels` (or `shift_labels` alone) then return the model's own loss and gradients, without its logits;
     all other calls stay as they are. Raises `T1Error` for a model without a plain linear output layer, with another
-    loss than `ForCausalLMLoss`, with an encoder, or already patched, and for a bad option; a call does, if the model
-    does to its logits what no head can follow.
+    loss than `ForCausalLMLoss`, with an encoder, or already patched, and for a bad option; so does a call in which the
+    model does to its logits what no head can follow.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 

@@ -4,17 +4,13 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from t1lib.errors import T1Error, choose, is_whole, require, shown
-
-if TYPE_CHECKING:
-    from t1lib.heads.parallel import Shards
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 UNITS = {"B": 1, "": 1} | {f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
@@ -49,7 +45,7 @@ class Tensors(NamedTuple):
 class Settings(NamedTuple):
     """The other arguments of a call, checked. `workspace` in bytes.
 
-    shards   which process holds which rows of the weight (`t1lib.heads.parallel`); None: this one holds them all
+    shards   which process holds which rows of the weight, a `parallel.Shards`; None: this one holds them all
     """
 
     reduction: str = "mean"
@@ -60,10 +56,9 @@ class Settings(NamedTuple):
     workspace: int | None = None
     filter_eps: float | None = None
     return_stats: bool = False
-    shards: "Shards | None" = None
+    shards: Any = None
 
 
-@dataclass(frozen=True)
 class Options:
     """What a head needs to know of a call besides its operands. Vectors over tokens are flat (N), over classes (V).
 
@@ -74,17 +69,32 @@ class Options:
     dtype         of the loss and of all arithmetic on logits: float32, or float64 for float64 operands
     """
 
-    settings: Settings
-    target: Tensor
-    valid: Tensor
-    class_weight: Tensor | None
-    token_weight: Tensor | None
-    shape: torch.Size
-    vocab: int
-    dtype: torch.dtype
-    classes: int
-    local_target: Tensor
-    local_class_weight: Tensor | None
+    def __init__(self, tensors: Tensors, settings: Settings, same_dtype: bool = True, check: bool = True) -> None:
+        """From a call's tensors, whose shapes, dtypes and range of targets are checked.
+
+        With shards, linear_weight and linear_bias are this process's rows only, target that of the tokens given to it.
+        same_dtype   the operands must agree in dtype, because the head does not cast them itself
+        check        not needed in the backward of a call that was checked
+        """
+        input, w, target, _, weight, token_weight = tensors
+        self.settings, self.shape, self.vocab = settings, target.shape, w.shape[0] if w.dim() else 0
+        first, self.classes, tokens = 0, self.vocab, Tensor.contiguous  # kernels read targets with stride 1
+        if settings.shards is not None:
+            shards = settings.shards
+            first, self.classes, tokens = shards.first, sum(shards.rows), shards.tokens
+        if check:
+            _check_shapes(tensors, self.classes, same_dtype)
+        self.target = tokens(target.flatten().long())
+        self.local_target = self.target - first if first else self.target
+        self.valid = self.target != settings.ignore_index
+        if check:
+            _check_range(self)
+        self.dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+        self.token_weight = token_weight
+        if token_weight is not None:
+            self.token_weight = tokens(token_weight.flatten()).to(self.dtype).masked_fill(~self.valid, 0.0)
+        self.class_weight = None if weight is None else weight.to(self.dtype).contiguous()
+        self.local_class_weight = None if weight is None else self.class_weight[first : first + self.vocab]
 
     def own(self, every: Tensor) -> Tensor:
         """Select from the values of all tokens, (N, …), those of the tokens that this process was given."""
@@ -137,8 +147,8 @@ class Options:
         if self.settings.reduction == "mean":
             upstream = upstream / self.denominator
         elif self.settings.reduction == "none":
-            shards = self.settings.shards
-            upstream = upstream.flatten() if shards is None else shards.flat_tokens(upstream)
+            shards, upstream = self.settings.shards, upstream.flatten()
+            upstream = upstream if shards is None else shards.tokens(upstream)
         # mask last: if every token is ignored, upstream / denominator is infinite, but the gradient must be 0
         r = self.mask(upstream * torch.ones_like(self.target, dtype=self.dtype))
         weighted, smooth = r if self.target_weight is None else r * self.target_weight, self.settings.label_smoothing
@@ -153,10 +163,7 @@ class Options:
         return HeadStats(*(self.own(x).reshape(self.shape).detach() for x in cleared))
 
 
-Compute = Callable[..., tuple[Tensor, HeadStats | None]]
-
-
-def on_flat_operands(compute: Compute) -> Compute:
+def on_flat_operands(compute: Callable) -> Callable:
     """Decorator: give `compute(e, w, b, opts, *, own options)`, which takes checked, flat, cast operands e (N, D),
     w (V, D), b (V) or None, the arguments of an entry of `HEADS`.
 
@@ -172,9 +179,11 @@ def on_flat_operands(compute: Compute) -> Compute:
                 t = getattr(tensors, name)
                 if t is not None and t.is_floating_point() and t.dtype != torch.float64:
                     tensors = tensors._replace(**{name: t.to(dtype)})
-        e, w, b, opts = prepare(tensors, settings)
+        opts = Options(tensors, settings)
+        e, w, _, b, *_ = tensors
         with torch.autocast(device, enabled=False):  # operands are already cast, the rest is float32
-            return compute(torch.where(opts.own(opts.valid)[:, None], e, 0.0), w, b, opts, **own)
+            e = torch.where(opts.own(opts.valid)[:, None], e.reshape(-1, e.shape[-1]), 0.0)
+            return compute(e, w, b, opts, **own)
 
     return head
 
@@ -214,25 +223,24 @@ def check_tensors(tensors: Tensors) -> None:
         require(value.device == device, f"{name} is on {value.device}, input on {device}; put all on one device")
 
 
-def check_settings(
-    reduction: str, ignore_index: int | None, label_smoothing: float, softcap: float | None, z_loss: float,
-    workspace: int | str | None, filter_eps: float | None, return_stats: bool,
-) -> Settings:  # fmt: skip
-    """Require a known reduction, an index that a target can hold, and each number in its range."""
-    choose("reduction", reduction, ("mean", "sum", "none"))
+def check_settings(given: Settings) -> Settings:
+    """Settings as heads take them, from arguments of any type: a known reduction, an index that a target can hold, and
+    each number in its range."""
+    _, ignore_index, smooth, softcap, z_loss, size, filter_eps, *_ = given
+    choose("reduction", given.reduction, ("mean", "sum", "none"))
     ignore_index = -100 if ignore_index is None else ignore_index
     if not is_whole(ignore_index, -(2**63), 2**63 - 1):
         raise T1Error(f"ignore_index must be an int of 64 bits, got {shown(ignore_index)}")
-    smooth = _number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+    smooth = _number("label_smoothing", smooth, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     z_loss = _number("z_loss", z_loss, "a finite number >= 0", lambda x: x >= 0)
     if softcap is not None:
         softcap = _number("softcap", softcap, "None or a finite number > 0", lambda x: x > 0)
         softcap = min(max(softcap, SOFTCAPS[0]), SOFTCAPS[1])
     if filter_eps is not None:
         filter_eps = _number("filter_eps", filter_eps, "None or a number in (0, 1)", lambda x: 0 < x < 1)
-    size = None if workspace is None else parse_bytes(workspace)
-    require(isinstance(return_stats, bool), "return_stats must be True or False")
-    return Settings(reduction, ignore_index, smooth, softcap, z_loss, size, filter_eps, return_stats)
+    size = None if size is None else parse_bytes(size)
+    require(isinstance(given.return_stats, bool), "return_stats must be True or False")
+    return Settings(given.reduction, ignore_index, smooth, softcap, z_loss, size, filter_eps, given.return_stats)
 
 
 def _number(name: str, value: float, allowed: str, test: Callable[[float], bool]) -> float:
@@ -243,77 +251,45 @@ def _number(name: str, value: float, allowed: str, test: Callable[[float], bool]
     return float(value)
 
 
-def prepare(
-    tensors: Tensors, settings: Settings, same_dtype: bool = True, check: bool = True
-) -> tuple[Tensor, Tensor, Tensor | None, Options]:
-    """Check shapes and dtypes of a call's tensors, and the targets' range; return flat operands and `Options`.
+def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
+    """Require the dtypes and shapes that `linear_cross_entropy` documents, and constant weights of classes and tokens.
 
-    With shards, linear_weight and linear_bias are this process's rows only, target that of the tokens given to it.
-    same_dtype   the operands must agree in dtype, because the head does not cast them itself
-    check        not needed in the backward of a call that was checked
+    classes      in the whole vocabulary
+    same_dtype   as in `Options`
     """
-    input, w, target, b, weight, token_weight = tensors
-    shards, vocab = settings.shards, w.shape[0] if w.dim() else 0
-    classes = vocab if shards is None else shards.vocab
-    flatten = torch.flatten if shards is None else shards.flat_tokens
-    if check:
-        _check_operands(input, w, b, same_dtype)
-        _check_rest(tensors, classes)
-    flat = flatten(target).long().contiguous()  # kernels read it with stride 1
-    valid = flat != settings.ignore_index
-    if check:
-        _check_range(flat, valid & ((flat < 0) | (flat >= classes)), classes, settings.ignore_index)
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    if token_weight is not None:
-        token_weight = flatten(token_weight).to(dtype).masked_fill(~valid, 0.0)
-    class_weight = local_weight = None if weight is None else weight.to(dtype).contiguous()
-    local = flat
-    if shards is not None:
-        local = flat - shards.first
-        local_weight = None if weight is None else class_weight[shards.first : shards.first + vocab]
-    opts = Options(
-        settings, flat, valid, class_weight, token_weight, target.shape, vocab, dtype, classes, local, local_weight
-    )
-    return input.reshape(-1, input.shape[-1]), w, b, opts
-
-
-def _check_operands(e: Tensor, w: Tensor, b: Tensor | None, same_dtype: bool) -> None:
-    for name, value in (("input", e), ("linear_weight", w), ("linear_bias", b)):
-        dtype = e.dtype if value is None else value.dtype
-        floating = "floating point, " if not dtype.is_floating_point else ""
-        require(dtype in DTYPES, f"{name} must be {floating}bfloat16, float16, float32 or float64; got {dtype}")
+    e, w, target, *_ = tensors
+    given = {name: value for name, value in tensors._asdict().items() if value is not None}
+    for name in ("input", "linear_weight", "linear_bias"):
+        dtype = given.get(name, e).dtype
+        known = f"{name} must be floating point: bfloat16, float16, float32 or float64; got {dtype}"
+        require(dtype in DTYPES, known)
         same = dtype == e.dtype or (not same_dtype and dtype != torch.float64)
         require(same, f"{name} is {dtype}, input {e.dtype}; cast it, or use autocast")
-    shape = tuple(e.shape)
+    shape, lead = tuple(e.shape), tuple(e.shape[:-1])
     require(len(shape) >= 1 and shape[-1] >= 1, f"input must have shape (…, D) with D >= 1, got {shape}")
     fits = w.dim() == 2 and w.shape[0] >= 1
     require(fits, f"linear_weight must have shape (V, D) with V >= 1, got {tuple(w.shape)}")
     same = shape[-1] == w.shape[1]
     require(same, f"input {shape} and linear_weight {tuple(w.shape)} must agree in their last dimension D")
-    fits = b is None or b.shape == w.shape[:1]
-    require(fits, f"linear_bias must have shape ({w.shape[0]},), got {None if b is None else tuple(b.shape)}")
-
-
-def _check_rest(tensors: Tensors, classes: int) -> None:
-    """Class indices of shape (…), class weights (V) and token weights (…), neither of which requires a gradient."""
-    target, lead, shape = tensors.target, tuple(tensors.input.shape[:-1]), tuple(tensors.target.shape)
-    if target.is_floating_point() and shape == (*lead, classes):
+    if target.is_floating_point() and target.shape == (*lead, classes):
         raise T1Error("target holds class probabilities, which no head takes; give class indices of shape (…)")
     other = target.is_floating_point() or target.is_complex() or target.dtype in (torch.bool, torch.uint64)
     require(not other, f"target must hold class indices of an integer type up to int64, got {target.dtype}")
-    require(shape == lead, f"target must have shape {lead}, that of input without D; got {shape}")
-    for name, wanted in (("weight", (classes,)), ("token_weight", lead)):
-        value = getattr(tensors, name)
-        if value is not None:
-            real = value.is_floating_point() or (name == "token_weight" and not value.is_complex())
-            require(real, f"{name} must be floating point, got {value.dtype}")
-            require(tuple(value.shape) == wanted, f"{name} must have shape {wanted}, got {tuple(value.shape)}")
-            constant = not value.requires_grad
-            require(constant, f"{name} requires a gradient, but heads treat it as a constant; pass {name}.detach()")
+    shapes = {"linear_bias": (len(w),), "target": lead, "weight": (classes,), "token_weight": lead}
+    for name, value in given.items():
+        wanted = shapes.get(name, value.shape)
+        require(value.shape == wanted, f"{name} must have shape {wanted}, got {tuple(value.shape)}")
+    for name in [name for name in ("weight", "token_weight") if name in given]:
+        real = given[name].is_floating_point() or (name == "token_weight" and not given[name].is_complex())
+        require(real, f"{name} must be floating point, got {given[name].dtype}")
+        constant = not given[name].requires_grad
+        require(constant, f"{name} requires a gradient, but heads treat it as a constant; pass {name}.detach()")
 
 
-def _check_range(flat: Tensor, wrong: Tensor, classes: int, ignore_index: int) -> None:
-    message = f"target must lie in [0, {classes}) or be ignore_index {ignore_index}"
+def _check_range(opts: Options) -> None:
+    flat, classes = opts.target, opts.classes
+    wrong = opts.valid & ((flat < 0) | (flat >= classes))
+    message = f"target must lie in [0, {classes}) or be ignore_index {opts.settings.ignore_index}"
     if flat.is_cuda:  # reading a value would make the host wait for the device
         torch._assert_async(~wrong.any(), message)
     elif wrong.any():

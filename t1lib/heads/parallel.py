@@ -2,8 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from t1lib.errors import T1Error, choose, require
-from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.chunked import chunked
 from t1lib.heads.fused import fused
 from t1lib.heads.fused_plan import device_of
@@ -25,7 +22,7 @@ HEADS = {"chunked": chunked, "fused": fused}
 """The heads that work on shards of the weight, by the names of `t1lib.heads.HEADS`."""
 
 SAME = "every rank of the group must pass the same"
-SETTINGS = {name: p.default for name, p in signature(in_one).parameters.items() if name in Settings._fields}
+SETTINGS = set(Settings._fields) - {"shards"}
 MOST = 4096  # calls remembered per group, as every new number of tokens adds one
 AGREED: WeakKeyDictionary[ProcessGroup, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
 """By group (not by its name, which a new group may take over) and call: how many weight rows each rank holds."""
@@ -38,51 +35,27 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Shards:
     """One process's view of the sharding: it holds the rows `first` … `first + rows[rank]` of the weight.
 
-    rows        number of weight rows on each process of `group`, in rank order
+    rows        number of weight rows on each of the `size` processes of `group`, in rank order
     sequence    whether the tokens are sharded, too: the same number on every process, in rank order
     """
 
     group: ProcessGroup
-    rank: int
     rows: tuple[int, ...]
     sequence: bool
 
-    @classmethod
-    def of(cls, name: str, rows: tuple[int, ...], sequence: bool) -> "Shards":
-        """For the group of that name, because an operator cannot take a group."""
-        group = dist.distributed_c10d._resolve_process_group(name)
-        return cls(group, dist.get_rank(group), rows, sequence)
+    rank = property(lambda self: dist.get_rank(self.group))
+    first = property(lambda self: sum(self.rows[: self.rank]))
+    size = property(lambda self: len(self.rows))
 
-    @cached_property
-    def first(self) -> int:
-        return sum(self.rows[: self.rank])
-
-    @cached_property
-    def vocab(self) -> int:
-        """Classes in the whole vocabulary."""
-        return sum(self.rows)
-
-    @property
-    def size(self) -> int:
-        return len(self.rows)
-
-    def gather(self, mine: Tensor) -> Tensor:
-        """(size · n, …): the values (n, …) of every process, in rank order."""
-        every = mine.new_empty(self.size * len(mine), *mine.shape[1:])
-        self.gather_into(every, mine.contiguous())
+    def gather(self, mine: Tensor, every: Tensor | None = None) -> Tensor:
+        """(size · n, …): the values (n, …) of every process, in rank order; into `every`, which is contiguous."""
+        every = mine.new_empty(self.size * len(mine), *mine.shape[1:]) if every is None else every
+        all_gather(every, mine.contiguous(), group=self.group)
         return every
-
-    def gather_into(self, every: Tensor, mine: Tensor) -> None:
-        """The same, into the tensor `every`; both are contiguous."""
-        all_gather(every, mine, group=self.group)
 
     def tokens(self, mine: Tensor) -> Tensor:
         """(N, …): the values of all tokens, gathered from those of each process's tokens if the tokens are sharded."""
         return self.gather(mine) if self.sequence else mine
-
-    def flat_tokens(self, mine: Tensor) -> Tensor:
-        """(N): the same for values of any shape, flattened."""
-        return self.tokens(mine.flatten())
 
     def own(self, every: Tensor) -> Tensor:
         """The values of this process's tokens, selected from those of all tokens, (N, …)."""
@@ -100,32 +73,24 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
     """`t1lib.heads.linear_cross_entropy` for a vocabulary-parallel layer: each rank of `group` holds some weight rows.
 
-    This is a separate function so that nobody who forgets `group` mistakes the loss over one shard for the loss, and
-    so that single-process programs import nothing from `torch.distributed`. Arguments and results are those of
-    `t1lib.heads.linear_cross_entropy` except for:
+    A function of its own, so that nobody who forgets `group` takes the loss over one shard for the loss. Arguments and
+    results are those of `t1lib.heads.linear_cross_entropy`, with head "chunked" (by sequence) or "fused", except for:
 
     input, target       the same on every rank; targets are indices into the whole vocabulary
     sequence_parallel   if True, input, target and token_weight hold each rank's own tokens, the same number on every
-                        rank, in rank order. Per-token losses, statistics and dE are then those of the rank's own
-                        tokens; "mean" and "sum" are over all tokens
-    linear_weight       (rows, D): the rank's classes, which follow those of the lower ranks; ranks may differ in rows,
-                        but each has at least one. Or a DTensor with dimension 0 sharded over a one-dimensional mesh;
-                        its gradient is then a DTensor, too
+                        rank, in rank order; so do per-token losses, statistics and dE. "mean" and "sum" are over all
+    linear_weight       (rows, D): the rank's classes, one at least, which follow those of the lower ranks; or a DTensor
+                        with dimension 0 sharded over a one-dimensional mesh, whose gradient is a DTensor, too
     linear_bias         (rows), or a DTensor sharded in the same way
     group               ProcessGroup or one-dimensional DeviceMesh; None: the mesh of the DTensor
     vocabulary          V, to check the shards against; None: V is the sum of their rows
-    weight              (V) class weights of the whole vocabulary, the same on every rank, so that neither a target's
-                        weight nor the denominator needs a collective
+    weight              (V) class weights of the whole vocabulary, the same on every rank
     workspace           per rank; the hidden states gathered under sequence_parallel are not counted
-    options             the remaining options of `t1lib.heads.linear_cross_entropy` and those of the head: "chunked"
-                        (by sequence) or "fused"
 
     Unless losses are per rank (sequence_parallel with "none"), every rank returns the same loss and must call backward
     with the same upstream gradient. Each rank gets the gradient of its own rows of the weight. dE is summed over the
-    ranks in float32 (float64 for float64 operands) and is the same on all of them, or covers the rank's own tokens.
-    No rank ever holds another rank's logits. The collectives: one or two small ones per chunk of tokens for the loss,
-    and an all-reduce of the chunk's rows of dE, which overlaps the next chunk; under sequence_parallel the tokens are
-    gathered first, and again in a backward that computes.
+    ranks in float32 (float64 for float64 operands), in an all-reduce per chunk of tokens that overlaps the next chunk;
+    it is the same on all ranks, or covers the rank's own tokens. No rank ever holds another rank's logits.
 
     The first time that a rank makes a call (by shapes, dtypes and options), the ranks compare it: `T1Error` on every
     rank if it differs, if the shards do not add up to the vocabulary, or for anything that is not allowed. Later calls
@@ -145,7 +110,7 @@ def linear_cross_entropy(
         own = {name: value for name, value in options.items() if name not in SETTINGS}
         own_options(head, HEADS[choose("head", head, HEADS)], own)
         require(own.get("by", "sequence") == "sequence", 'head "chunked" takes by="sequence" under a group')
-        settings = check_settings(**{name: options.get(name, default) for name, default in SETTINGS.items()})
+        settings = check_settings(Settings(**{name: options[name] for name in SETTINGS & set(options)}))
         w, b = _local(group, linear_weight, "linear_weight"), _local(group, linear_bias, "linear_bias")
         tensors = Tensors(input, w, target, b, weight, token_weight)
         check_tensors(tensors)
@@ -161,7 +126,7 @@ def linear_cross_entropy(
         error = str(e)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # through which objects are sent
         held = _agree(group, called, error, rows, implied)
-    settings = settings._replace(shards=Shards(group, dist.get_rank(group), held, sequence_parallel))
+    settings = settings._replace(shards=Shards(group, held, sequence_parallel))
     loss, stats = HEADS[head](tensors, settings, **own)
     return (loss, stats) if settings.return_stats else loss
 
@@ -198,11 +163,11 @@ def difference(every: list[dict[str, Any]]) -> str:
 
     A rank that lacks the fact is shown with "nothing", because None is a value.
     """
-    names = dict.fromkeys(name for facts in every for name in facts)
-    told = {name: [repr(facts[name]) if name in facts else "nothing" for facts in every] for name in names}
-    name = next((name for name, values in told.items() if len(set(values)) > 1), "nothing")
-    values = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(told.get(name, [])))
-    return f"ranks disagree about {name}: {values}"
+    for name in dict.fromkeys(name for facts in every for name in facts):
+        told = [repr(facts[name]) if name in facts else "nothing" for facts in every]
+        if len(set(told)) > 1:
+            break
+    return f"ranks disagree about {name}: " + ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(told))
 
 
 def require_backend(group: ProcessGroup, device: str) -> None:

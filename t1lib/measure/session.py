@@ -94,14 +94,10 @@ class TrainSession:
         generator = torch.Generator().manual_seed(self.seed + 1)
         self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
 
-    def batch_of(self, step: int) -> dict[str, torch.Tensor]:
-        """The batch of a step, counted from 0."""
-        return {"input_ids": self._batches[step % self._count]}
-
     @property
     def batch(self) -> dict[str, torch.Tensor]:
         """The next step's batch."""
-        return self.batch_of(self.trainer.steps)
+        return {"input_ids": self._batches[self.trainer.steps % self._count]}
 
     def set_point(self, batch: int, seq: int, head: str, head_options: dict[str, Any]) -> None:
         """From now on, train on batches of this shape with this head; unused memory is released."""
@@ -119,8 +115,8 @@ class TrainSession:
         return losses
 
     def step(self) -> StepRecord:
-        """One clean step. The trainer is given the next batch as well, as any training loop can."""
-        return self.trainer.step(self.batch, upcoming=self.batch_of(self.trainer.steps + 1))
+        """One clean step."""
+        return self.trainer.step(self.batch)
 
     def turn(self) -> StepRecord:
         """A clean step, for interleaving with other variants. An unmeasured step of this variant precedes it, whose

@@ -2,7 +2,8 @@
 
     work      what a step needs: counts of parameters, bytes and operations       `Work`, `work_of`, `with_head`
     rates     what a machine reaches, measured once or an H200's                  `Machine`, `this_machine`
-    cost      memory and time of `Work` under a `Choice` of what lies where       `device_bytes`, `step_ms`
+    cost      memory of a `Work` under a `Choice` of what lies where              `device_bytes`, `reserved_bytes`
+    duration  and the time of a step                                              `step_ms`
     choose    the fastest `Choice` within a budget, for `t1lib.train.stream`      `choose_plan`
     predict   every mode with every head, and what would fit instead              `Setting`, `predict`
     command   `python -m t1lib plan`

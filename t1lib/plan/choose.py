@@ -7,16 +7,19 @@ from itertools import product
 
 import numpy as np
 
-from t1lib.errors import T1Error
+from t1lib.errors import require
 from t1lib.memory import in_words
-from t1lib.plan.cost import Choice, device_bytes, host_bytes, most_reserved_bytes, reserved_bytes
+from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes
 from t1lib.plan.duration import step_ms
 from t1lib.plan.rates import H200, Machine
 from t1lib.plan.work import Work
 
 # Of the streamed layers, updated by the CPU. Between a quarter and all of them, runs were up to a fifth slower than
 # predicted, as the CPU and the link share the host's memory (H200).
-SHARES = 0.0, 1 / 8, 1 / 4, 1.0
+SHARES = 0.0, 1 / 4, 1.0
+# Device buffers for layer weights: more than two give the link work while resident layers run, if updates wait for the
+# forward; otherwise a third would gain 1 %.
+SLOTS = 2, 4, 6
 
 
 def kinds(work: Work) -> Iterator[Choice]:
@@ -24,9 +27,9 @@ def kinds(work: Work) -> Iterator[Choice]:
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
-    for outer, inputs, slots, places, share in product(outers, ("device", "host"), (2, 3), gradients, shares):
-        if share < 1 or places == 2:
-            yield Choice(slots, 0, 0, inputs, outer, places, share)
+    weights = SLOTS if work.together and work.state else SLOTS[:1]
+    for outer, inputs, slots, places, share in product(outers, ("device", "host"), weights, gradients, shares):
+        yield Choice(slots, inputs=inputs, outer=outer, grad_slots=places, host_share=share)
 
 
 def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:
@@ -36,43 +39,41 @@ def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:
     for kind in kinds(work):
         choices = replace(kind, resident=each[:, None], keep=each[None, :])
         allocated = device_bytes(work, choices)
-        yield choices, reserved_bytes(work, allocated, choices), most_reserved_bytes(work, allocated, choices)
+        yield choices, *(reserved_bytes(work, allocated, choices, most) for most in (False, True))
 
 
-def least_bytes(work: Work) -> int:
-    """The least budget that works."""
-    return int(min(expected.min() for _, expected, _ in _grids(work))) + 1
-
-
-def choose_plan(work: Work, budget: int, machine: Machine = H200, host: int | None = None) -> Choice:
+def choose_plan(
+    work: Work, budget: int, machine: Machine = H200, host: int | None = None, or_least: bool = False
+) -> Choice:
     """The fastest choice that reserves no more than `budget` bytes; among equally fast ones, the smallest. It is never
     slower with a larger budget.
 
     What is reserved may exceed what is expected, so that a choice must fit with the most that it may reserve; but the
     smallest one for each share of the host's updates is taken where the expected bytes fit.
 
-    host   bytes that the host should hold at most; if every choice needs more, one that needs the least is taken
-           (None: no limit)
+    host       bytes that the host should hold at most; if every choice needs more, one that needs the least is taken
+               (None: no limit)
+    or_least   if no choice fits, take the best one that fits into the least budget that works
 
     Raises `T1Error` if no choice fits; the message says the least budget that works.
     """
-    grids, best, smallest = list(_grids(work)), None, defaultdict(lambda: np.inf)
+    grids, smallest = list(_grids(work)), defaultdict(lambda: np.inf)
     for choices, expected, _ in grids:
         smallest[choices.host_share] = min(smallest[choices.host_share], expected.min())
+    least, found = int(min(smallest.values())) + 1, []
+    too_small = (
+        f"gpu_memory of {in_words(budget)} is too small for one layer at a time; the least that works for "
+        f"{work.tokens} tokens per step, {work.micro_tokens} at a time, is {least // 2**20 + 1}MiB "
+        f"({in_words(work.workspace)} of it are the output layer's workspace)"
+    )
+    require(or_least or budget >= least, too_small)
     for choices, expected, most in grids:
-        fits = (most <= budget) | ((expected <= budget) & (expected == smallest[choices.host_share]))
+        fits = (most <= budget) | ((expected <= max(budget, least)) & (expected == smallest[choices.host_share]))
         if fits.any():
             beyond = np.maximum(host_bytes(work, choices) - (np.inf if host is None else host), 0)
             ms = np.round(step_ms(work, choices, machine), 3)
             keys = np.stack(np.broadcast_arrays(beyond, ms, expected))[:, fits]
-            at = np.lexsort(keys[::-1])[0]
-            if best is None or tuple(keys[:, at]) < best[0]:
-                resident, keep = (int(index[at]) for index in np.nonzero(fits))
-                best = tuple(keys[:, at]), replace(choices, resident=resident, keep=keep)
-    if best is None:
-        raise T1Error(
-            f"gpu_memory of {in_words(budget)} is too small for one layer at a time; the least that works for "
-            f"{work.tokens} tokens per step, {work.micro_tokens} at a time, is {least_bytes(work) // 2**20 + 1}MiB "
-            f"({in_words(work.workspace)} of it are the output layer's workspace)"
-        )
-    return best[1]
+            best = np.lexsort(keys[::-1])[0]
+            resident, keep = (int(index[best]) for index in np.nonzero(fits))
+            found.append((tuple(keys[:, best]), replace(choices, resident=resident, keep=keep)))
+    return min(found, key=lambda pair: pair[0])[1]

@@ -1,13 +1,26 @@
 """`python -m t1lib plan`: will it fit, and how long will a step take?"""
 
 import argparse
-import ast
 import os
 import shlex
+from dataclasses import asdict
 from math import inf, isfinite
 from typing import Any
 
 from t1lib.errors import T1Error, choose, require
+
+
+def add_training(parser: argparse.ArgumentParser, seq: int, batch: int) -> None:
+    """Add what the commands `plan` and `train` are both told; the defaults of --seq and --batch are given."""
+    add = parser.add_argument
+    add("--change", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of a preset's shape")
+    add("--seq", type=int, default=seq, help=f"tokens a row (default: {seq})")
+    add("--batch", type=int, default=batch, help=f"rows a step (default: {batch})")
+    add("--micro-batch", type=int, help="rows computed at a time (default: all)")
+    add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
+    add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
+    add("--split-master", action="store_true", help="of float32 masters keep the bits that bfloat16 weights lack")
+    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to it; 0: do not (default: 1)")
 
 
 def add_parser(commands: Any) -> None:
@@ -15,17 +28,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="predict memory and time of a step for every mode and head")
     add = parser.add_argument
     add("--model", help="a preset, such as qwen3-8b, a checkpoint folder, or a hub name")
-    add("--change", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of a preset's shape")
-    add("--seq", type=int, default=1024, help="tokens a row (default: 1024)")
-    add("--batch", type=int, default=1, help="rows a step (default: 1)")
-    add("--micro-batch", type=int, help="rows computed at a time (default: all)")
+    add_training(parser, seq=1024, batch=1)
     add("--vram", help="of the GPU, less what CUDA itself takes, such as 15GiB of 16 (default: what is free here)")
     add("--host", help="memory of the host, such as 64GiB (default: enough)")
-    add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
-    add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
-    add("--split-master", action="store_true", help="of float32 masters keep the bits that bfloat16 weights lack")
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
-    add("--max-grad-norm", type=float, default=1.0, help="clip, so that updates wait; 0: do not (default: 1)")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
     add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
     parser.set_defaults(command=plan)
@@ -37,15 +43,14 @@ def plan(arguments: argparse.Namespace) -> int:
 
     from t1lib.heads import parse_bytes
     from t1lib.memory import in_words
-    from t1lib.models import PRESETS
     from t1lib.plan.predict import predict, recommended, would_fit
     from t1lib.plan.rates import calibrate, machine_file, measured_here, this_machine
 
     if arguments.calibrate:
         found = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        print(f"{found.name}: link {found.link_in / 1e9:.1f} GB/s in, {found.link_out / 1e9:.1f} GB/s out; updates on "
-              f"the host {found.update / 1e9:.0f} GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in "
-              f"{machine_file()} (delete it, and plans take an H200's rates again)")  # fmt: skip
+        print(f"{found.name}: link {found.link / 1e9:.1f} GB/s each way; updates on the host {found.update / 1e9:.0f} "
+              f"GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in {machine_file()} (without it, plans take an "
+              "H200's rates)")  # fmt: skip
         if arguments.model is None:
             return 0
     require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
@@ -56,38 +61,29 @@ def plan(arguments: argparse.Namespace) -> int:
     for name, size in (("vram", vram), ("host", host)):
         require(size is None or size >= 2**20, f"--{name} {getattr(arguments, name)} is less than 1MiB; such as 16GiB")
     machine, setting = this_machine(), setting_of(arguments)
-    predictions = predict(setting, vram, host, machine)
-    whose = "this machine's rates" if measured_here(machine) else "an H200's rates, not this machine's (--calibrate)"
+    predictions, own = predict(setting, vram, host, machine), measured_here(machine)
+    whose = "this machine's rates" if own else "an H200's rates, not this machine's (--calibrate)"
     print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens per step, {arguments.optimizer}; "
           f"{in_words(vram)} of GPU memory; times by {whose}\n")  # fmt: skip
-    print(f"{'mode':<6} {'head':<8} {'allocated':>10} {'reserved':>10} {'host':>10} {'step':>10} {'tokens/s':>10}")
+    rows = [["mode", "head", "allocated", "reserved", "host", "step" if own else "H200 step", "tokens/s", ""]]
     for p in predictions:
-        print(_row(p, arguments.batch * arguments.seq))
+        values = ["-"] * 5
+        if isfinite(p.ms):
+            values = [*map(in_words, (p.allocated, p.reserved, p.host)), f"{_digits(p.ms / 1e3)} s"]
+            values += [_digits(arguments.batch * arguments.seq / p.ms * 1e3)]
+        rows.append([p.mode, p.head, *values, p.why or "fits"])
+    for mode, head, *values, why in rows:
+        print(f"{mode:<6} {head:<8} {' '.join(f'{value:>10}' for value in values)}  {why}".rstrip())
     try:
         best = recommended(predictions)
     except T1Error as error:
         near = would_fit(setting, vram, host, machine)
         told = (f"{c} ({in_words(p.reserved)}, host {in_words(p.host)})" for c, p in near.items())
         raise T1Error(f"{error}\nwould fit: {', '.join(told) or 'nothing near it, either'}") from None
-    print(f"\nrecommended: mode {best.mode}, head {best.head}" + (f" ({best.choice})" if best.choice else ""))
-    if arguments.model in PRESETS or os.path.isdir(arguments.model):
-        print(f"  {command_of(arguments, best, vram)}")
-    else:
-        print("  (train takes presets and checkpoint folders only, no names of the hub)")
-    if arguments.model in PRESETS:
-        print("  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)")
+    choice = ", ".join(f"{name} {value}" for name, value in asdict(best.choice).items()) if best.choice else ""
+    print(f"\nrecommended: mode {best.mode}, head {best.head}{f' ({choice})' if choice else ''}")
+    print(f"  {command_of(arguments, best, vram)}")
     return 0
-
-
-def _row(p: Any, tokens: int) -> str:
-    """The table's line for a prediction, with `tokens` per step; dashes if its head refuses."""
-    from t1lib.memory import in_words
-
-    values = ["-"] * 5
-    if isfinite(p.ms):
-        values = [*map(in_words, (p.allocated, p.reserved, p.host)), f"{_digits(p.ms / 1e3)} s"]
-        values += [_digits(tokens / p.ms * 1e3)]
-    return f"{p.mode:<6} {p.head:<8} {' '.join(f'{value:>10}' for value in values)}  {p.why or 'fits'}"
 
 
 def _digits(value: float) -> str:
@@ -98,37 +94,33 @@ def _digits(value: float) -> str:
 def setting_of(arguments: argparse.Namespace) -> Any:
     """The `t1lib.plan.predict.Setting` that the arguments describe."""
     from t1lib.heads import parse_bytes
-    from t1lib.optimizers import OPTIMIZERS, OptimizerSpec
+    from t1lib.models import parse_changes
+    from t1lib.optimizers import OptimizerSpec
     from t1lib.plan.predict import Setting
 
-    choose("optimizer", arguments.optimizer, OPTIMIZERS)
-    choose("dtype", arguments.dtype, ("bfloat16", "float32"))
-    norm, narrow = arguments.max_grad_norm, {"moments": arguments.moments, "split_master": arguments.split_master}
-    require(0 <= norm < inf, f"--max-grad-norm {norm}; allowed: 0 or more")
+    given = arguments
+    choose("dtype", given.dtype, ("bfloat16", "float32"))
+    require(0 <= given.max_grad_norm < inf, f"--max-grad-norm {given.max_grad_norm}; allowed: 0 or more")
+    state = {"moments": given.moments, "split_master": given.split_master, "master_weights": given.dtype != "float32"}
     return Setting(
-        arguments.model, arguments.batch, arguments.seq, arguments.micro_batch, arguments.dtype,
-        OptimizerSpec(arguments.optimizer, master_weights=arguments.dtype != "float32", **narrow),
-        parse_bytes(arguments.workspace), norm > 0, {name: value_of(text) for name, text in arguments.change},
+        given.model, given.batch, given.seq, given.micro_batch, given.dtype, OptimizerSpec(given.optimizer, **state),
+        parse_bytes(given.workspace), together=given.max_grad_norm > 0, changes=parse_changes(given.change),
     )  # fmt: skip
-
-
-def value_of(text: str) -> Any:
-    """The value of a Python literal (number, list, …); else the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 def command_of(arguments: argparse.Namespace, best: Any, vram: int) -> str:
     """The training command for the recommendation `best`, quoted for a shell; mode slide within `vram` bytes."""
-    parts = ["python", "-m", "t1lib", "train", "--model", arguments.model, "--mode", best.mode, "--head", best.head]
-    parts += ["--seq", arguments.seq, "--batch", arguments.batch, "--optimizer", arguments.optimizer]
-    parts += ["--dtype", arguments.dtype, "--max-grad-norm", f"{arguments.max_grad_norm:g}"]
-    parts += ["--moments", arguments.moments] if arguments.moments != "float32" else []
-    parts += ["--split-master"] if arguments.split_master else []
-    parts += ["--micro-batch", arguments.micro_batch] if arguments.micro_batch else []
-    parts += ["--workspace", arguments.workspace] if best.head == "fused" else []
-    parts += ["--gpu-memory", arguments.vram or f"{vram // 2**20}MiB"] if best.mode == "slide" else []
-    parts += [part for name, text in arguments.change for part in ("--change", name, text)]
-    return shlex.join(map(str, parts))
+    from t1lib.models import PRESETS
+
+    if arguments.model not in PRESETS and not os.path.isdir(arguments.model):
+        return "(train takes presets and checkpoint folders only, no names of the hub)"
+    given = {"model": arguments.model, "mode": best.mode, "head": best.head}
+    given |= {name: getattr(arguments, name) for name in ("seq", "batch", "micro_batch", "optimizer", "dtype")}
+    given |= {"moments": arguments.moments, "max_grad_norm": f"{arguments.max_grad_norm:g}"}
+    given |= {"workspace": arguments.workspace} if best.head == "fused" else {}
+    given |= {"gpu_memory": arguments.vram or f"{vram // 2**20}MiB"} if best.mode == "slide" else {}
+    parts = [part for name, value in given.items() if value for part in (f"--{name.replace('_', '-')}", str(value))]
+    parts += ["--split-master"] * arguments.split_master
+    parts += [part for change in arguments.change for part in ("--change", *change)]
+    about = "\n  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)"
+    return shlex.join(["python", "-m", "t1lib", "train", *parts]) + about * (arguments.model in PRESETS)

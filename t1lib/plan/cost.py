@@ -1,5 +1,4 @@
-"""Peak memory of a step, from what each of its phases keeps alive: on the device in every mode, on the host in mode
-`slide`; and the `Choice` of what mode `slide` keeps where.
+"""What a mode keeps where (`Choice`), and the peak of a step's memory: what each of its phases keeps alive.
 
 `resident` and `keep` of a `Choice` may also be arrays of NumPy: `t1lib.plan.choose` asks for all of them at once.
 """
@@ -16,18 +15,16 @@ PIECE = 5 << 19  # elements of a piece of travelling state: enough to keep the l
 LEAST_SLOTS = 5  # pieces on the device: coming in, being updated, leaving; with spares while weights come in
 ROOM = 80  # bytes per element of a piece in all its slots together; with more slots, pieces come in further ahead
 ROWS = 2048  # rows of an embedding that are gathered and sent ahead of the others at a time
-GATHERED = 8  # buffers of `ROWS` rows that can be filled before any is sent
+GATHERED = 2  # buffers of `ROWS` rows, used in turn
 LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host may take as long as a layer computes
 HOST_GRADS = 4  # layers whose gradients wait on the host, unless all wait for the last one
 
 BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
 NORM = 6  # tensors of the hidden states' size that the last norm and the output layer hold
-# What the allocator reserves beyond live tensors, as a share of the largest one (measured). The second value: where
-# weights are restored, and find their former place taken.
-GAPS = 0.55, 0.62
-SPREAD = 1.003  # bytes reserved per live byte, apart from these gaps (measured)
-MOST = 1.03  # the same at most, apart from gaps of the largest tensor's size
+# What the allocator reserves per live byte, and in gaps as a share of the largest tensor: as expected, and at most (no
+# run of notebook frontier, of 61, reserved more).
+EXPECTED, MOST = (1.003, 0.62), (1.03, 1.0)
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,18 @@ class Choice:
     host_share: float = 0.0  # share of the streamed layers that the host's CPU updates, see `updated_by_host`
 
 
-def updated_by_host(layer: int, share: float) -> bool:
-    """Whether the CPU updates this layer if it is streamed: every n-th for a share of 1/n, the last of each group."""
-    return int((layer + 1) * share + 1e-9) > int(layer * share + 1e-9)
+def choice_of(mode: str, work: Work) -> Choice:
+    """What a mode keeps on the device, slide unless it is told: fsdp two layers' weights, embedding, norm and head."""
+    return {
+        "gpu": Choice(resident=work.layers, keep=work.layers), "ckpt": Choice(resident=work.layers),
+        "slide": Choice(), "fsdp": Choice(outer="host", host_share=1.0),
+    }[mode]  # fmt: skip
+
+
+def updated_by_host(place: Any, share: float) -> Any:
+    """Whether the CPU updates a streamed layer, the `place`-th of them: every n-th for a share of 1/n, the last of each
+    group."""
+    return np.floor((place + 1) * share + 1e-9) > np.floor(place * share + 1e-9)
 
 
 def slots_for(nbytes: int) -> int:
@@ -61,9 +67,9 @@ def trained_layers(work: Work, choice: Choice) -> tuple[Any, Any]:
     return resident, work.layers - work.frozen - resident
 
 
-def _travels(work: Work, choice: Choice) -> bool:
-    """Whether anything of streamed layers comes to the device for an update, in pieces."""
-    return work.cuda and choice.host_share < 1 and (work.state > 0 or work.together)
+def graphed_layers(work: Work, choice: Choice) -> Any:
+    """How many layers run as CUDA graphs: those that are streamed and recomputed, if launches bind."""
+    return np.maximum(work.layers - choice.resident - choice.keep, 0) * work.graphed
 
 
 def outer_bytes(work: Work) -> int:
@@ -72,92 +78,53 @@ def outer_bytes(work: Work) -> int:
     return work.state + work.itemsize * (not work.masters)
 
 
-def _beside(work: Work) -> float:
-    return BACKWARD * work.micro_tokens * work.inner * work.itemsize
-
-
-def _again(work: Work) -> float:
-    """Bytes that a layer's recomputation and backward hold."""
-    return work.micro_tokens * work.saved + _beside(work)
-
-
-def graphed_layers(work: Work, choice: Choice) -> Any:
-    """How many layers run as CUDA graphs: those that are streamed and recomputed, if launches bind."""
-    return np.maximum(work.layers - choice.resident - choice.keep, 0) * work.graphed
-
-
-def resident_bytes(work: Work, recomputed: bool) -> int:
-    """Peak allocated bytes on the device in modes gpu and ckpt: the largest of the output layer's phase, the backward's
-    beginning and its end."""
-    weights, gradients = work.params * work.itemsize, work.itemsize * (work.pieces == 1)
-    grads = work.trained * work.itemsize
-    base = weights + work.trained * work.state + work.slack + grads * (work.pieces > 1) + work.aside
-    hidden, one = work.micro_tokens * work.hidden * work.itemsize, work.micro_tokens * work.saved
-    kept = work.layers * (hidden if recomputed else one)
-    backward = one * recomputed + _beside(work) + 2 * hidden
-    head = kept + NORM * hidden + work.workspace + min(work.head, work.outer) * work.itemsize
-    begin = kept + min(work.head, work.outer) * gradients + backward
-    return int(base + max(head, begin, work.trained * gradients + backward))
-
-
 def device_bytes(work: Work, choice: Choice) -> Any:
-    """Peak allocated bytes on the device in mode slide: the largest of the output layer's phase, the backward, its end,
-    and the beginning of the next forward."""
-    hidden, others = work.tokens * work.hidden * work.itemsize, work.layers - choice.keep
-    first = min(work.head, work.outer) * work.itemsize  # gradients that the output layer makes
-    late = max(work.outer - work.head, 0) * work.itemsize  # those that are made at the backward's end
-    on_host, pieces = choice.inputs == "host", work.pieces > 1
+    """Peak allocated bytes on the device: in the output layer's phase, at the beginning of the backward, at its end, or
+    at the beginning of the next forward."""
+    hidden, outer = work.live * work.hidden * work.itemsize, work.outer * work.itemsize
+    first = min(work.head * work.itemsize, outer)  # gradients that the output layer makes
+    others = work.layers - choice.keep
+    grads = trained_layers(work, choice)[0] * work.layer * work.itemsize  # of resident layers
+    always = grads * (work.streams or work.pieces > 1)  # the others' are freed after each step
+    on_host, leaves = choice.inputs == "host", choice.outer == "host" and work.streams
     waiting = (np.minimum(LEAVING, others) if on_host else others) * hidden
-    kept = choice.keep * (work.tokens * work.saved + hidden)  # including each layer's output
+    kept = choice.keep * (work.live * work.saved + hidden * work.streams)  # when streamed, also each layer's output
+    beside = BACKWARD * work.micro_tokens * work.inner * work.itemsize
     # Inputs and output of the graphs of layers, and cuBLAS's workspaces. What replays use counts as reserved alone.
     graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + work.slack) * (graphed_layers(work, choice) > 0)
-    away = work.outer * work.itemsize * (choice.outer == "host")
-    head = kept + waiting + first + work.workspace + (NORM - 2) * hidden
+    again = (beside + work.micro_tokens * work.saved * (others > 0)) * (graphs == 0)
     # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
-    inputs = np.minimum(3, others) * hidden * pieces if on_host else waiting
-    again = _again(work) * (others > 0) * (graphs == 0)
-    backward = first - away + np.maximum(kept + waiting + _beside(work), inputs + again)
-    forward = first + late + FORWARD * work.micro_tokens * work.inner * work.itemsize * (choice.outer == "host")
-    most = np.maximum(np.maximum(head, backward), np.maximum(first + late, forward))
-    return _always(work, choice) + 2 * hidden + graphs + most
+    inputs = np.minimum(3, others) * hidden * (work.pieces > 1) if on_host else waiting
+    head = always + first + kept + waiting + work.workspace + (NORM - 2) * hidden
+    backward = always + first - outer * leaves + np.maximum(kept + waiting + beside, inputs + again)
+    end = grads + np.maximum(first - outer * leaves + again, outer)
+    forward = always + outer + FORWARD * work.micro_tokens * work.inner * work.itemsize * leaves
+    most = np.maximum(np.maximum(head, backward), np.maximum(end, forward))
+    return _held(work, choice) + 2 * hidden + graphs + most
 
 
-def _always(work: Work, choice: Choice) -> Any:
-    """Bytes that no phase frees: weights, resident layers with their state and gradients, slots."""
+def _held(work: Work, choice: Choice) -> Any:
+    """Bytes that no phase frees: weights and state on the device, slots."""
     weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
     slots = (choice.slots * (choice.resident < work.layers) + choice.grad_slots * (streamed > 0)) * weights
-    if _travels(work, choice):  # pieces of state, with weights and gradients
-        each = work.state + (1 + work.together) * work.itemsize
+    if work.cuda and choice.host_share < 1 and (work.state > 0 or work.together):
+        each = work.state + (1 + work.together) * work.itemsize  # pieces of state travel, with weights and gradients
         room = min(PIECE, work.layer) * slots_for(each) * each
         slots = slots + room * ((streamed > 0) | (choice.outer == "host"))
-    held = choice.resident * weights + resident * (weights + work.layer * work.state) + work.aside
+    layers = choice.resident * weights + resident * work.layer * work.state + work.aside
     outer = (work.outer + work.still) * work.itemsize + work.outer * work.state * (choice.outer == "device")
-    return slots + held + outer + work.slack
+    return slots + layers + outer + work.slack
 
 
-def reserved_bytes(work: Work, allocated: Any, choice: Choice | None = None) -> Any:
-    """Bytes that the allocator reserves on the device for a peak of `allocated` bytes, as expected.
-
-    choice    of mode slide (None: another mode)
-    """
-    weights, others = _largest(work)
-    anew = choice is not None and choice.outer == "host"
-    return SPREAD * allocated + max(GAPS[anew] * weights, GAPS[0] * others) + _of_graphs(work, choice)
-
-
-def most_reserved_bytes(work: Work, allocated: Any, choice: Choice) -> Any:
-    """Bytes that the allocator reserves at most: no run of notebook frontier, of 61, exceeded them."""
-    return MOST * allocated + max(_largest(work)) + _of_graphs(work, choice)
-
-
-def _largest(work: Work) -> tuple[int, int]:
-    """Bytes of the largest parameter, or of a layer's together; and of activations or logits."""
+def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = False) -> Any:
+    """Bytes that the allocator reserves on the device for a peak of `allocated` bytes: as expected, or at most."""
+    spread, gap = MOST if most else EXPECTED
+    weights = max(work.layer, work.largest * (work.outer > 0)) * work.itemsize
     activations = 2 * work.micro_tokens * work.inner * work.itemsize  # two tensors of the layer's inner width
-    return max(work.layer, work.largest * (work.outer > 0)) * work.itemsize, max(activations, work.logits)
-
-
-def _of_graphs(work: Work, choice: Choice | None) -> Any:
-    return 0 if choice is None else _again(work) * (graphed_layers(work, choice) > 0)
+    # The graphs of layers reserve what a recomputation and a backward hold.
+    graphs = work.micro_tokens * (work.saved + BACKWARD * work.inner * work.itemsize)
+    largest = max(weights, activations, work.logits)
+    return spread * allocated + gap * largest + graphs * (graphed_layers(work, choice) > 0)
 
 
 def host_bytes(work: Work, choice: Choice) -> Any:

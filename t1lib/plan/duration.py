@@ -11,64 +11,53 @@ from t1lib.plan.work import Work
 
 MOVED = 1.95, 4.1  # bytes moved outside matrix products per saved byte, in a layer's forward and backward (measured)
 AGAIN = 0.88  # share of a layer's forward that is recomputed (measured)
-# Launch times relative to `Machine.launch_ms`: forward and backward of a layer, without and with recomputation; and its
-# update on the device (measured).
+# Launch times relative to `Machine.launch_ms`: forward and backward of a layer, without and with recomputation; of a
+# CUDA graph; and of a layer's update on the device (measured).
 LAUNCHES = (1.2, 2.0), (2.05, 4.45)
+GRAPH_LAUNCH = 0.23
 UPDATE_LAUNCHES = 0.85
+ATTENTION = 0.814  # rate of causal attention over long rows, relative to `Machine.flops` (measured)
 UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memory` (measured)
+ALONE = 1.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 CROWDED = 1.15  # time of a forward beside which the layers' state travels, relative to the link's own time (measured)
-HELD_UP = 0.05  # share of the host's updates' time by which a step is longer: launches need its cores (measured)
+HELD_UP = 0.1  # share of the host's updates' time by which a backward beside them is longer: launches need its cores
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
 
-def layer_ms(work: Work, machine: Machine) -> tuple[float, float]:
-    """Times to compute one layer over all tokens of a step, forward and backward."""
-    times = []
-    for weights, attention, moved in zip((2, 4), (1, 2.5), MOVED, strict=True):
-        products = weights * work.layer / machine.flops + attention * work.attention / machine.attention
-        times.append(work.tokens * (products + moved * work.saved / machine.memory) * 1e3)
-    return times[0], times[1]
+def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
+    """Time of a step in a mode other than fsdp: forward, head, backward, and updates of what is on the device."""
+    trained, streamed = trained_layers(work, choice)
+    moving, weights, link = work.layers - choice.resident, work.layer * work.itemsize, 1e3 / machine.link
+    travels = streamed * (1 - choice.host_share) * (work.state > 0) * (not work.together)  # layers' state
+    forward, backward = _computing_ms(work, choice, machine, 1 + BESIDE * travels / work.layers)
+    # In the backward weights and inputs come in, gradients or new weights go out; in the forward, those of the head.
+    inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
+    outer = work.outer * outer_bytes(work) * (choice.outer == "host")
+    again = np.maximum(moving - choice.slots, 0) * weights
+    copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, streamed * weights))
+    # Streamed layers come first, and run ahead of the link by the gradients that have a slot on the device.
+    ahead = (choice.grad_slots - 1) * copies / np.maximum(moving, 1)
+    backward = _longer(backward, copies - ahead + choice.resident / work.layers * backward * (moving > 0))
+    if work.together:
+        forward = _updating_forward_ms(work, choice, machine, forward, link * (outer + inputs))
+    else:
+        forward = _longer(forward, link * (outer + np.maximum(moving * weights, inputs)))
+    # The first layer that streams in the next step waits for the link.
+    waits = np.maximum(copies - backward - choice.resident * _layer_ms(work, machine)[0], 0)
+    last = _device_update_ms(work, machine, trained, work.outer * (choice.outer == "device"))
+    host = streamed * choice.host_share * _host_update_ms(work, machine)
+    step = forward + _head_ms(work, machine) + backward + waits + last
+    return step if work.together else np.maximum(step + HELD_UP * host, host)
 
 
-def head_ms(work: Work, machine: Machine) -> float:
-    """Time of the output layer's loss and gradients over all tokens of a step."""
-    products, moved = 6 * work.head / machine.flops, work.head_moves * work.vocabulary / machine.memory
-    return work.tokens * (products + moved) * 1e3
-
-
-def device_update_ms(work: Work, machine: Machine, layers: Any, outer: int) -> Any:
-    """Time to update `layers` layers, and `outer` parameters outside of them, on the device at the end of a step."""
-    moved = (layers * work.layer + outer) * (2 * (work.state + work.itemsize) + work.itemsize)
-    return np.maximum(moved / (UPDATE * machine.memory) * 1e3, layers * UPDATE_LAUNCHES * machine.launch_ms)
-
-
-def host_update_ms(work: Work, machine: Machine) -> float:
-    """Time in which the CPU updates a layer, whose data it both reads and writes."""
-    return 2 * work.layer * (work.state + work.itemsize) / machine.update * 1e3
-
-
-def computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.0) -> tuple[Any, Any]:
-    """Times of all layers' forward and backward, each as long as it takes to compute or to launch; computing the
-    backward slows down by the factor `beside`."""
-    graphed, (one, back) = graphed_layers(work, choice), layer_ms(work, machine)
-    launch, replay = machine.launch_ms * work.pieces, machine.graph_ms * work.pieces
-    kept, eager = (tuple(share * launch for share in LAUNCHES[recomputed]) for recomputed in (False, True))
-    counts = (
-        (choice.keep, 0, kept),
-        (work.layers - choice.keep - graphed, AGAIN, eager),
-        (graphed, AGAIN, (replay,) * 2),
-    )
-    forward = sum(count * np.maximum(one, least[0]) for count, _, least in counts)
-    backward = sum(count * np.maximum(beside * (back + again * one), least[1]) for count, again, least in counts)
-    return forward, backward
-
-
-def resident_ms(work: Work, machine: Machine, recomputed: bool) -> float:
-    """Time of a step in modes gpu and ckpt."""
-    layers = computing_ms(replace(work, graphed=False), Choice(keep=0 if recomputed else work.layers), machine)
-    updates = device_update_ms(work, machine, work.layers - work.frozen, work.outer)
-    return sum(layers) + head_ms(work, machine) + updates
+def fsdp_ms(work: Work, machine: Machine) -> float:
+    """Time of a step in mode fsdp with offload, in one process: copies, and the host's updates, run beside nothing."""
+    computing = sum(_computing_ms(replace(work, graphed=False), Choice(), machine))
+    trained = (work.layers - work.frozen) * work.layer + work.outer
+    copied = (2 * work.layers * work.layer + work.outer + work.still + trained) * work.itemsize * work.pieces
+    updated = trained * (2 * (work.state + work.itemsize) + work.itemsize) / (ALONE * machine.update)
+    return computing + _head_ms(work, machine) + (copied / machine.link + updated) * 1e3
 
 
 def _longer(one: Any, other: Any) -> Any:
@@ -76,74 +65,64 @@ def _longer(one: Any, other: Any) -> Any:
     return (one**NEAR + np.maximum(other, 0.0) ** NEAR) ** (1 / NEAR)
 
 
-def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
-    """Time of a step in mode slide: of the forward, the head, the backward, and updates of what is on the device."""
-    trained, streamed = trained_layers(work, choice)
-    travels = streamed * (1 - choice.host_share) * (work.state > 0)
-    beside = 1 + BESIDE * travels / work.layers * (not work.together)
-    forward, backward = computing_ms(work, choice, machine, beside)
-    link = _backward_link_ms(work, choice, machine)
-    moving = work.layers - choice.resident
-    # Streamed layers come first, and run ahead of the link by the gradients that have a slot on the device.
-    ahead = (choice.grad_slots - 1) * link / np.maximum(moving, 1)
-    backward = _longer(backward, link - ahead + choice.resident / work.layers * backward)
-    if choice.host_share < 1 and not work.masters and choice.slots == 2:
-        # An update reads the weights in their slot, for which the next ones wait.
-        backward = backward + (streamed > 0) * work.layer * work.itemsize / machine.link_in * 1e3
-    last = device_update_ms(work, machine, trained, work.outer * (choice.outer == "device"))
-    first = np.maximum(
-        link - backward - choice.resident * layer_ms(work, machine)[0], 0
-    )  # the next streamed layer waits
-    host = streamed * choice.host_share * host_update_ms(work, machine)
-    rest = first + head_ms(work, machine) + backward + last + HELD_UP * host
-    if work.together:
-        return _next_forward_ms(work, choice, machine, forward) + rest
-    return np.maximum(_longer(forward, _link_ms(machine, *_forward_bytes(work, choice))) + rest, host)
+def _layer_ms(work: Work, machine: Machine) -> tuple[float, float]:
+    """Times to compute one layer over all tokens of a step, forward and backward."""
+    times = []
+    for weights, attention, moved in zip((2, 4), (1, 2.5), MOVED, strict=True):
+        products = (weights * work.layer + attention / ATTENTION * work.attention) / machine.flops
+        times.append(work.tokens * (products + moved * work.saved / machine.memory) * 1e3)
+    return times[0], times[1]
 
 
-def _link_ms(machine: Machine, inward: Any, outward: Any) -> Any:
-    """Time in which so many bytes come in and go out at once."""
-    return np.maximum(inward / machine.link_in, outward / machine.link_out) * 1e3
+def _head_ms(work: Work, machine: Machine) -> float:
+    """Time of the output layer's loss and gradients over all tokens of a step."""
+    products, moved = 6 * work.head / machine.flops, work.head_moves * work.vocabulary / machine.memory
+    return work.tokens * (products + moved) * 1e3
 
 
-def _inputs(work: Work, choice: Choice) -> Any:
-    """Bytes of layer inputs that leave in the forward and come back in the backward."""
-    return (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
+def _device_update_ms(work: Work, machine: Machine, layers: Any, outer: int) -> Any:
+    """Time to update `layers` layers, and `outer` parameters outside of them, on the device at the end of a step."""
+    moved = (layers * work.layer + outer) * (2 * (work.state + work.itemsize) + work.itemsize)
+    return np.maximum(moved / (UPDATE * machine.memory) * 1e3, layers * UPDATE_LAUNCHES * machine.launch_ms)
 
 
-def _forward_bytes(work: Work, choice: Choice) -> tuple[Any, Any]:
-    """Bytes that come in and go out during the forward, but for the layers' updates."""
-    outer = work.outer * outer_bytes(work) * (choice.outer == "host")
-    return (work.layers - choice.resident) * work.layer * work.itemsize + outer, _inputs(work, choice) + outer
+def _host_update_ms(work: Work, machine: Machine) -> float:
+    """Time in which the CPU updates a layer, whose data it both reads and writes."""
+    return 2 * work.layer * (work.state + work.itemsize) / machine.update * 1e3
 
 
-def _backward_link_ms(work: Work, choice: Choice, machine: Machine) -> Any:
-    """Time of the link during the backward: weights and inputs come in, gradients or new weights go out; and the state
-    travels, unless updates wait for the last gradient."""
-    streamed = trained_layers(work, choice)[1]
-    again = np.maximum(work.layers - choice.resident - choice.slots, 0) * work.layer * work.itemsize
-    state = streamed * (1 - choice.host_share) * work.layer * work.state * (not work.together)
-    out = streamed * work.layer * work.itemsize
-    return _link_ms(machine, again + _inputs(work, choice) + state, out + state)
+def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.0) -> tuple[Any, Any]:
+    """Times of all layers' forward and backward, each as long as it takes to compute or to launch; computing the
+    backward slows down by the factor `beside`."""
+    graphed, (one, back) = graphed_layers(work, choice), _layer_ms(work, machine)
+    launch, forward, backward = machine.launch_ms * work.pieces, 0, 0
+    for count, again, launches in (
+        (choice.keep, 0, LAUNCHES[0]),
+        (work.layers - choice.keep - graphed, AGAIN, LAUNCHES[1]),
+        (graphed, AGAIN, (GRAPH_LAUNCH, GRAPH_LAUNCH)),
+    ):
+        forward = forward + count * np.maximum(one, launches[0] * launch)
+        backward = backward + count * np.maximum(beside * (back + again * one), launches[1] * launch)
+    return forward, backward
 
 
-def _next_forward_ms(work: Work, choice: Choice, machine: Machine, computing: Any) -> Any:
+def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing: Any, others: Any) -> Any:
     """Time of a forward beside which the streamed layers are updated, each before it runs, all in the order of layers:
     state, gradients and, without whole masters, weights come in, state and weights go out, and the new weights are used
-    where they are; or the CPU updates a layer, and its weights come in."""
-    weights, one = work.layer * work.itemsize, computing / work.layers
-    state = work.layer * work.state + weights  # with gradients on the way in, with new weights on the way out
+    where they are; or the CPU updates a layer, and its weights come in. Either begins when the layer has a slot: with
+    few slots, the link has nothing to do while the resident layers run. others: the link's time for all else"""
+    plain, one = work.layer * work.itemsize / machine.link * 1e3, computing / work.layers
     crowd = CROWDED if choice.host_share < 1 and work.state else 1.0
-    travelling = crowd * _link_ms(machine, state + weights * (not work.masters), state)
-    plain = _link_ms(machine, weights, 0)
-    done = link = host = np.zeros_like(one)
+    travelling = crowd * (work.layer * work.state / machine.link * 1e3 + plain * (2 - work.masters))
+    link = host = busy = np.zeros_like(one)
+    done = [link]  # when each layer has been computed, after the beginning
     for layer in range(work.layers):
-        streams, trained = layer >= choice.resident, layer >= work.frozen
-        by_host = trained and updated_by_host(layer, choice.host_share)
-        link = link + streams * (travelling if trained and not by_host else plain)
-        host = host + streams * by_host * host_update_ms(work, machine)
-        ready = np.maximum(link, (host + plain) * by_host)
-        done = np.where(streams, np.maximum(done, ready), done) + one
-    outer = work.outer * outer_bytes(work) * (choice.outer == "host")
-    link = link + _link_ms(machine, outer, outer + _inputs(work, choice)) * crowd
-    return np.maximum(done, _longer(computing, link))
+        place, trained = layer - choice.resident, layer >= work.frozen
+        by_host = updated_by_host(place, choice.host_share) & trained
+        host = host + (place >= 0) * by_host * _host_update_ms(work, machine)
+        freed = done[max(layer - choice.slots + 1, 0)] * (place >= choice.slots)
+        begins = np.maximum(np.maximum(link, freed), host * by_host)
+        takes = np.where(by_host | (not trained), plain, travelling)
+        busy, link = busy + (place >= 0) * takes, np.where(place >= 0, begins + takes, link)
+        done.append(np.where(place >= 0, np.maximum(done[-1], link), done[-1]) + one)
+    return np.maximum(done[-1], _longer(computing, busy + others * crowd))

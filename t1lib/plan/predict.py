@@ -1,7 +1,9 @@
 """Predicted memory and time of a step, for every mode and head; and similar settings that would fit."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -11,13 +13,12 @@ from t1lib.errors import T1Error, require
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, shape_only
 from t1lib.optimizers import OptimizerSpec, spec_for
-from t1lib.plan.choose import choose_plan, least_bytes
-from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, resident_bytes
-from t1lib.plan.duration import resident_ms, step_ms
+from t1lib.plan.choose import choose_plan
+from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes
+from t1lib.plan.duration import fsdp_ms, step_ms
 from t1lib.plan.rates import Machine
-from t1lib.plan.work import HEADS, Work, with_head, work_of
+from t1lib.plan.work import HEADS, MODES, Work, in_mode, work_of
 
-MODES = ("gpu", "ckpt", "slide")
 ALIKE = 1.1  # predicted times within this ratio count as equal: they are no better than that
 PROCESS = int(1.5 * GIB)  # host memory that Python, torch and CUDA take
 AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search for head `fused`'s plan takes long
@@ -50,7 +51,7 @@ class Prediction:
     reserved: float = inf
     host: float = inf
     ms: float = inf
-    choice: str = ""
+    choice: Choice | None = None
     why: str = ""
 
 
@@ -59,25 +60,20 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
 
     Raises `T1Error` for a setting that no mode can train: positions, sizes.
     """
-    work, found = _work(setting), []
-    for mode in MODES:
-        for head in HEADS:
-            try:
-                found.append(_within(_for_mode(work, mode, head), mode, head, vram, host, machine))
-            except T1Error as error:
-                found.append(Prediction(mode, head, why=str(error)))
-    return found
-
-
-def _within(work: Work, mode: str, head: str, vram: int, host: int | None, machine: Machine) -> Prediction:
-    free, choice = None if host is None else host * 9 // 10 - PROCESS, None
-    if mode == "slide":
-        choice = choose_plan(work, max(vram, least_bytes(work)), machine, free)
-    found = _predict_one(work, mode, head, machine, choice)
-    if found.reserved > vram:
-        return replace(found, why=f"needs {in_words(found.reserved)} of {in_words(vram)} on the device")
-    if host is not None and found.host > host:
-        return replace(found, why=f"needs {in_words(found.host)} of {in_words(host)} on the host")
+    work, found = work_for(setting), []
+    free = None if host is None else host * 9 // 10 - PROCESS
+    for mode, head in product(MODES, HEADS):
+        try:
+            one = in_mode(work, mode, head)
+            choice = choose_plan(one, vram, machine, free, or_least=True) if mode == "slide" else None
+            p = _predicted(one, mode, head, machine, choice)
+        except T1Error as error:
+            p = Prediction(mode, head, why=str(error))
+        if not p.why and p.reserved > vram:
+            p = replace(p, why=f"needs {in_words(p.reserved)} of {in_words(vram)} on the device")
+        elif not p.why and host is not None and p.host > host:
+            p = replace(p, why=f"needs {in_words(p.host)} of {in_words(host)} on the host")
+        found.append(p)
     return found
 
 
@@ -86,10 +82,19 @@ def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choi
 
     Raises `T1Error` as `predict` does, and for a workspace that is too small for the head.
     """
-    return _predict_one(_for_mode(_work(setting), mode, head), mode, head, machine, choice or Choice())
+    return _predicted(in_mode(work_for(setting), mode, head), mode, head, machine, choice)
 
 
-def _work(setting: Setting) -> Work:
+def _predicted(work: Work, mode: str, head: str, machine: Machine, choice: Choice | None) -> Prediction:
+    choice = choice if choice and mode == "slide" else choice_of(mode, work)
+    allocated, host = device_bytes(work, choice), PROCESS + host_bytes(work, choice)
+    ms = fsdp_ms(work, machine) if mode == "fsdp" else step_ms(work, choice, machine)
+    reserved = int(reserved_bytes(work, allocated, choice))
+    return Prediction(mode, head, int(allocated), reserved, int(host), float(ms), choice if mode == "slide" else None)
+
+
+def work_for(setting: Setting) -> Work:
+    """What a step needs in mode slide. Raises `T1Error` as `predict` does."""
     for name, least in (("rows", 1), ("seq", 2), ("micro_batch", 1)):
         value = getattr(setting, name)
         require(value is None or value >= least, f"{name}={value}; allowed: {least} or more")
@@ -105,22 +110,6 @@ def _work(setting: Setting) -> Work:
     )  # fmt: skip
 
 
-def _for_mode(work: Work, mode: str, head: str) -> Work:
-    """The work with this head, which takes the whole batch in mode slide, and a micro-batch in the others."""
-    return with_head(replace(work, head_tokens=work.tokens if mode == "slide" else work.micro_tokens), head)
-
-
-def _predict_one(work: Work, mode: str, head: str, machine: Machine, choice: Choice | None) -> Prediction:
-    if choice is None or mode != "slide":
-        recomputed = mode == "ckpt"
-        peak, ms = resident_bytes(work, recomputed), resident_ms(work, machine, recomputed)
-        return Prediction(mode, head, int(peak), int(reserved_bytes(work, peak)), PROCESS, float(ms))
-    peak, ms = device_bytes(work, choice), step_ms(work, choice, machine)
-    places = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in asdict(choice).items())
-    reserved, host = reserved_bytes(work, peak, choice), PROCESS + host_bytes(work, choice)
-    return Prediction(mode, head, int(peak), int(reserved), int(host), float(ms), places)
-
-
 def recommended(predictions: Iterable[Prediction]) -> Prediction:
     """The fastest prediction that fits; among those about as fast (`ALIKE`), the plainest mode, then the fastest head.
 
@@ -134,38 +123,33 @@ def recommended(predictions: Iterable[Prediction]) -> Prediction:
         need = f"{in_words(least.reserved)} on the device and {in_words(least.host)} on the host"
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
     fastest = min(p.ms for p in fitting)
-    close = [p for p in fitting if p.ms <= ALIKE * fastest]
-    return min(close, key=lambda p: (MODES.index(p.mode), HEADS[p.head], p.ms))
+    return min((p for p in fitting if p.ms <= ALIKE * fastest), key=lambda p: (MODES.index(p.mode), p.ms))
 
 
 def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
-    """Similar settings that fit, by their change (as options of the command `plan`). Each makes one change, the
-    smallest of its kind that fits."""
-    found = {}
-    for kind in _near(setting):
-        least = None
-        for change, fields in reversed(kind.items()):
-            try:
-                least = change, recommended(predict(replace(setting, **fields), vram, host, machine))
-            except T1Error:
-                break  # smaller changes of this kind do not help, either
-        found |= [least] if least else []
+    """Similar settings that fit, by their one change (as options of the command `plan`): of each kind the smallest."""
+    found: dict[str, Prediction] = {}
+    for change, other in _near(setting):
+        if not any(change.split()[0] == known.split()[0] for known in found):
+            with suppress(T1Error):
+                found[change] = recommended(predict(other, vram, host, machine))
     return found
 
 
-def _near(setting: Setting) -> list[dict[str, dict[str, Any]]]:
-    """Kinds of changes, each from the smallest change to the largest."""
-    spec, masters = setting.optimizer, setting.dtype != "float32"
-    adamw, narrow = spec.name == "adamw", {"moments": "bfloat16", "split_master": True}
+def _near(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    """Settings with one change; of each kind the smallest change first."""
+    rows, seq, spec, masters = setting.rows, setting.seq, setting.optimizer, setting.dtype != "float32"
+    if (setting.micro_batch or rows) > 1:
+        yield "--micro-batch 1", replace(setting, micro_batch=1)
+    for fewer in (rows >> n for n in range(1, rows.bit_length())):
+        yield f"--batch {fewer}", replace(setting, rows=fewer)
+    for shorter in (seq >> n for n in range(1, 8) if seq >> n >= 128):
+        yield f"--seq {shorter}", replace(setting, seq=shorter)
+    if spec.name == "adamw" and masters:
+        narrow = replace(spec, moments="bfloat16", split_master=True)
+        yield "--moments bfloat16 --split-master", replace(setting, optimizer=narrow)
+    if spec.name == "adamw":
+        yield "--optimizer sgd", replace(setting, optimizer=OptimizerSpec("sgd", master_weights=masters))
     family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
-    smaller = family[: family.index(setting.model)] if setting.model in family else []
-    fewer = [setting.rows >> n for n in range(1, setting.rows.bit_length())]
-    shorter = [setting.seq >> n for n in range(1, 8) if setting.seq >> n >= 128]
-    return [
-        {"--micro-batch 1": {"micro_batch": 1}} if (setting.micro_batch or setting.rows) > 1 else {},
-        {f"--batch {rows}": {"rows": rows} for rows in fewer},
-        {f"--seq {seq}": {"seq": seq} for seq in shorter},
-        {"--moments bfloat16 --split-master": {"optimizer": replace(spec, **narrow)}} if adamw and masters else {},
-        {"--optimizer sgd": {"optimizer": OptimizerSpec("sgd", master_weights=masters)}} if adamw else {},
-        {f"--model {name}": {"model": name} for name in reversed(smaller)},
-    ]
+    for smaller in reversed(family[: family.index(setting.model)] if setting.model in family else []):
+        yield f"--model {smaller}", replace(setting, model=smaller)

@@ -3,9 +3,9 @@
 import json
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +14,7 @@ import torch
 from t1lib.files import cache_folder, write_json
 from t1lib.memory import pinned_zeros
 from t1lib.models import build_model, layer_arguments, split
-from t1lib.plan.work import SHORT
+from t1lib.timing import synchronize
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,18 @@ class Machine:
     """Rates that a machine reaches in practice."""
 
     name: str = "H200"
-    link_in: float = 50e9  # bytes/s over the link, with copies in both directions at once
-    link_out: float = 50e9
+    link: float = 50e9  # bytes/s over the link in each direction, with copies in both at once
     update: float = 40e9  # bytes/s that the host's optimizer updates move while a step runs
     flops: float = 700e12  # operations/s of large matrix products
-    attention: float = 570e12  # operations/s of causal attention over long rows
     memory: float = 1.5e12  # bytes/s of the device's elementwise operations
     launch_ms: float = 1.0  # host time to launch an eager layer's forward
-    graph_ms: float = 0.23  # and a CUDA graph
 
 
 H200 = Machine()
-GRAPHED = H200.graph_ms / H200.launch_ms  # launch time of a graph, relative to an eager layer's
-PRACTICE = {"update": 0.55, "flops": 0.9, "attention": 0.84, "memory": 0.36}
-"""Share of the rate of a single large update, product or copy that a training step reaches."""
-ROUNDS = 7
-PAUSE = 0.3  # seconds between rounds: what slows a shared host down lasts for tenths of a second
+# Share of the rate of a single large copy, update, product or addition that a training step reaches.
+PRACTICE = {"link": 1.0, "update": 0.55, "flops": 0.9, "memory": 0.36}
+ROUNDS = 21
+PAUSE = 0.1  # seconds between rounds: what slows a shared host down lasts for tenths of a second
 PARAMETERS = 2**24  # of the update that is measured
 ADAMW = 28  # bytes that a fused AdamW in float32 moves per parameter: reads four tensors, writes three
 
@@ -75,66 +71,47 @@ def calibrate(device: torch.device) -> Machine:
 def measure_machine(device: torch.device) -> Machine:
     """This machine's rates, measured in a few seconds; on a CPU, "the device" is the CPU as well.
 
-    Each rate is the median of `ROUNDS` rounds, because a burst of other work on the host can double the time of a
-    launch (measured: 0.87 ms, in bursts 1.4 to 1.9).
+    Each is by the median of `ROUNDS` times, because a burst of other work on the host can double the time of a launch
+    (measured: 0.87 ms, in bursts 1.4 to 1.9).
     """
-    measures, rounds = _measures(device), []
-    for _ in range(ROUNDS):
-        rounds.append({name: measure() for name, measure in measures.items()})
+    measures, seconds = _measures(device), defaultdict(list)
+    for _ in range(ROUNDS + 1):  # the first does not count
+        for name, (_amount, call) in measures.items():
+            begun = time.perf_counter()
+            call()
+            if name != "launch_ms":  # that time is the host's
+                synchronize(device)
+            seconds[name].append(time.perf_counter() - begun)
+            synchronize(device)
         time.sleep(PAUSE)
-    found = {name: PRACTICE.get(name, 1.0) * median(one[name] for one in rounds) for name in measures}
-    link = found.pop("link")
-    return Machine(device_name(), link, link, graph_ms=GRAPHED * found["launch_ms"], **found)
+    took = {name: median(times[1:]) for name, times in seconds.items()}
+    rates = {name: share * measures[name][0] / took[name] for name, share in PRACTICE.items()}
+    return Machine(device_name(), launch_ms=took["launch_ms"] * 1e3, **rates)
 
 
-def _measures(device: torch.device) -> dict[str, Callable[[], float]]:
-    """What measures each of a machine's rates once, before the factor in `PRACTICE`; "link" is that of either way."""
-    cuda, cpu = device.type == "cuda", torch.device("cpu")
-    dtype, size, nbytes = (torch.bfloat16, 8192, 2**28) if cuda else (torch.float32, 512, 2**22)
+def _measures(device: torch.device) -> dict[str, tuple[float, Callable[[], object]]]:
+    """For each rate the bytes or operations of a call, and the call."""
+    cuda = device.type == "cuda"
+    dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
     matrix = torch.randn(size, size, device=device, dtype=dtype)
-    big = torch.zeros(nbytes // 4, device=device)
-    both_ways = _copies(device, big)
-    heads, tokens, width = (16, 8192, 128) if cuda else (4, 256, 16)
-    q = torch.randn(1, heads, tokens, width, device=device, dtype=dtype)
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+    one, two = (torch.zeros(numel, device=device) for _ in range(2))
+    source, target = (pinned_zeros(numel, torch.float32, device) for _ in range(2))
+    lane = torch.cuda.Stream(device) if cuda else None
+
+    def copy_both_ways() -> None:
+        one.copy_(source, non_blocking=True)
+        with torch.cuda.stream(lane):  # None: does nothing
+            target.copy_(two, non_blocking=True)
+
     weight = torch.zeros(PARAMETERS, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
-    optimizer = torch.optim.AdamW([weight], fused=True)
     parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
     hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
     hidden, arguments = layer_arguments(parts, hidden)
     return {
-        "link": lambda: nbytes / _median_ms(both_ways, device) * 1e3,
-        "update": lambda: ADAMW * PARAMETERS / _median_ms(optimizer.step, cpu) * 1e3,
-        "flops": lambda: 2 * size**3 / _median_ms(lambda: torch.mm(matrix, matrix), device) * 1e3,
-        "attention": lambda: 2 * heads * tokens * (tokens + SHORT) * width / _median_ms(attend, device) * 1e3,
-        "memory": lambda: 2 * nbytes / _median_ms(lambda: big.add_(1), device) * 1e3,
-        # On the CPU's clock: the device may still be busy when a launch returns.
-        "launch_ms": lambda: _median_ms(lambda: parts.layers[0](hidden, **arguments[0]), cpu, 30),
+        "link": (one.nbytes, copy_both_ways),
+        "update": (ADAMW * PARAMETERS, torch.optim.AdamW([weight], fused=True).step),
+        "flops": (2 * size**3, lambda: torch.mm(matrix, matrix)),
+        "memory": (2 * one.nbytes, lambda: one.add_(1)),
+        "launch_ms": (1, lambda: parts.layers[0](hidden, **arguments[0])),
     }
-
-
-def _median_ms(call: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """Median time of a call in ms until `device` is idle again, after one that does not count."""
-    samples = []
-    for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        samples.append((time.perf_counter() - begun) * 1e3)
-    return median(samples[1:])
-
-
-def _copies(device: torch.device, there: torch.Tensor) -> Callable[[], None]:
-    """What copies as many bytes as `there` has in each direction of the link, both at once."""
-    pairs = [(there, pinned_zeros(len(there), there.dtype, device))]
-    pairs.append((pinned_zeros(len(there), there.dtype, device), torch.zeros_like(there)))
-    lanes = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in pairs]
-
-    def both() -> None:
-        for lane, (to, source) in zip(lanes, pairs, strict=True):
-            with torch.cuda.stream(lane):  # None: does nothing
-                to.copy_(source, non_blocking=True)
-
-    return both

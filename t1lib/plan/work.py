@@ -8,18 +8,18 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
-from t1lib.models import layer_arguments, split
+from t1lib.models import Parts, layer_arguments, split
 from t1lib.optimizers import OptimizerSpec, has_master, state_bytes
 
-HEADS = {"full": 20.0, "chunked": 10.5, "fused": 1.5}  # bytes moved per logit, beside the products (by notebook cce)
-CHUNKS = 8  # default of head `chunked`
+MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one process, with offload
+HEADS = ("full", "chunked", "fused", "torch")
+BY_ROWS = ("full", "torch")  # heads that take a micro-batch at a time in mode slide; the others make chunks themselves
 SLACK = 64 * 2**20
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
-DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
 LEAST, MOST, LAUNCHED = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
 
 
@@ -36,9 +36,10 @@ class Work:
     state: int  # bytes of optimizer state per parameter
     tokens: int  # per step
     micro_tokens: int  # that a layer computes at a time
-    head_tokens: int  # that the output layer computes at a time: in mode slide, all of them
+    head_tokens: int  # that the output layer computes at a time
     workspace: int  # bytes of the output layer
     together: bool = True  # whether updates wait for the last gradient, or each layer's only for its own
+    streams: bool = True  # whether layers run one at a time, as in mode slide, each on the whole batch
     frozen: int = 0  # layers that are not trained; the first ones
     aside: int = 0  # bytes that layers never stream, such as adapters, with gradients and state
     inner: int = 0  # width of a layer's widest activation
@@ -54,13 +55,9 @@ class Work:
     cuda: bool = True  # whether on a GPU: only there does state travel to the device
 
     @property
-    def params(self) -> int:
-        return self.layers * self.layer + self.outer + self.still
-
-    @property
-    def trained(self) -> int:
-        """Parameters that are trained, apart from `aside`."""
-        return (self.layers - self.frozen) * self.layer + self.outer
+    def live(self) -> int:
+        """Tokens whose activations exist at once."""
+        return self.tokens if self.streams else self.micro_tokens
 
     @property
     def slack(self) -> int:
@@ -99,11 +96,8 @@ _SAVED: dict[tuple, tuple[float, float]] = {}
 
 
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
-    """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens.
-
-    Found by running a layer on three short rows, once for each configuration: the bytes grow with the tokens, with
-    their square if attention keeps its matrix, and some, such as those made of weights, do not.
-    """
+    """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens: found by
+    running a layer, once for each configuration."""
     key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype
     if key not in _SAVED:
         small = copy.deepcopy(config)
@@ -112,18 +106,33 @@ def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
             small.layer_types = small.layer_types[:1]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(small, dtype=dtype)
-        parts = split(model.to_empty(device="cpu"))  # with arbitrary weights
-        layer, found = parts.layers[0], []
-        for tokens in (4, 8, 16):
-            hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
-            hidden, arguments = layer_arguments(parts, hidden)
-            call = partial(type(layer).forward, layer, hidden, **arguments[0])
-            found.append(saved_by(call, layer.parameters()))
-        first, second = (found[1] - found[0]) / 4, (found[2] - found[1]) / 8
-        square = (second - first) / 12
-        _SAVED[key] = first - 12 * square, square
+        _SAVED[key] = _saved_by_length(split(model.to_empty(device="cpu")), dtype)  # with arbitrary weights
     each, square = _SAVED[key]
     return round(each + square * seq)
+
+
+def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
+    """The same for a model whose layers have more than their configuration says, such as adapters."""
+    each, square = _saved_by_length(split(model), dtype)
+    return round(each + square * seq)
+
+
+def _saved_by_length(parts: Parts, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes per token that the first layer saves, and how many more per token of a row. The layer runs on three short
+    rows: bytes grow with the tokens, with their square if attention keeps its matrix, and some do not."""
+    layer, found = parts.layers[0], []
+    for tokens in (4, 8, 16):
+        hidden = torch.zeros(1, tokens, parts.base.config.hidden_size, dtype=dtype, device=_device_of(layer))
+        hidden, arguments = layer_arguments(parts, hidden.requires_grad_())
+        call = partial(type(layer).forward, layer, hidden, **arguments[0])
+        found.append(saved_by(call, layer.parameters()))
+    first, second = (found[1] - found[0]) / 4, (found[2] - found[1]) / 8
+    square = (second - first) / 12
+    return first - 12 * square, square
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def work_of(
@@ -132,7 +141,7 @@ def work_of(
     trained: Collection[nn.Parameter] | None = None, loss_head: bool = True, hidden: int | None = None,
     saved: int | None = None, cuda: bool = True,
 ) -> Work:  # fmt: skip
-    """The counts for a step of `rows` × `seq` tokens, `micro_batch` rows at a time.
+    """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
     layers      the stack of alike layers (None: a Hugging Face decoder's own)
     trained     the parameters that are trained (None: those that require a gradient)
@@ -190,35 +199,48 @@ def _count(params: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in params)
 
 
+def in_mode(work: Work, mode: str, head: str) -> Work:
+    """The same work in a mode, with an output layer, which takes a micro-batch at a time or, in mode slide, the batch.
+    On entry, `work.workspace` is the budget of head `fused`. Raises `T1Error` as `with_head` does."""
+    slide = mode == "slide"
+    tokens = work.tokens if slide and head not in BY_ROWS else work.micro_tokens
+    work = replace(work, head_tokens=tokens, streams=slide, together=work.together or mode == "fsdp")
+    return with_head(work, head)
+
+
 def with_head(work: Work, head: str) -> Work:
-    """The same work with the given output layer; on entry, `work.workspace` is the budget of head `fused`."""
-    logits = 4 * work.head_tokens * work.vocabulary * (head == "full")
-    return replace(work, workspace=head_bytes(head, work), logits=logits, head_moves=HEADS.get(head, HEADS["fused"]))
-
-
-def head_bytes(head: str, work: Work) -> int:
-    """Peak bytes that a head holds beyond its inputs and gradients.
+    """The same work with an output layer: the peak bytes that it holds beyond inputs and gradients, in place of the
+    budget of head `fused`; and the bytes that it moves per logit, beside the products (by notebook cce).
 
     full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
               weight's gradient is made when these are freed
     chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
+    torch     likewise, or later a copy of the gradients; each of its small chunks reads and writes that of the weight
     fused     what its plan within the workspace needs, no more than full (less if `chunked` runs in its place)
 
     Raises `T1Error` for a workspace that is too small for head `fused`.
     """
-    logits = work.head_tokens * work.vocabulary
+    tokens, vocabulary, size = work.head_tokens, work.vocabulary, work.itemsize
+    count, held, moved = tokens * vocabulary, work.workspace, 1.5
     if head == "full":
-        return max(12 * logits - work.head * work.itemsize * (work.outer > 0), 0)
-    if head == "chunked":
-        return 8 * logits // CHUNKS
-    return min(_fused_bytes(work), 12 * logits) if logits and work.itemsize <= 4 else work.workspace
+        held, moved = max(12 * count - work.head * size * (work.outer > 0), 0), 20.0
+    elif head == "chunked":
+        held, moved = count, 10.5  # of eight chunks
+    elif head == "torch" and count:
+        share = -(-tokens // -(-vocabulary // work.hidden))
+        rows = max(2 ** (share - 1).bit_length() // 2, 1)  # of its chunks, a power of two
+        held = max(8 * rows * vocabulary, (work.head + tokens * work.hidden) * size)
+        moved = 2 * size * work.hidden / rows
+    elif count and size <= 4:
+        held = min(_fused_bytes(work), 12 * count)
+    return replace(work, workspace=held, logits=4 * count * (head == "full"), head_moves=moved)
 
 
 def _fused_bytes(work: Work) -> int:
     """For this GPU, or for an H200 if there is none."""
+    tokens, vocabulary, hidden = work.head_tokens, work.vocabulary, work.hidden
     device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
-    dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
-    shape = Shape(work.head_tokens, work.vocabulary, work.hidden, dtype, de=True, dw=True)
-    early = work.workspace >= early_from(work.head_tokens, work.vocabulary, work.hidden, work.itemsize, cuda=True)
+    shape = Shape(tokens, vocabulary, hidden, torch.bfloat16 if work.itemsize == 2 else torch.float32, de=True, dw=True)
+    early = work.workspace >= early_from(tokens, vocabulary, hidden, work.itemsize, cuda=True)
     chosen = plan("early" if early else "late", shape, work.workspace, device)
     return min(work.workspace, bytes_needed(shape, chosen, early))

@@ -54,10 +54,8 @@ class LanguageSession:
         require(known <= held, f"the tokenizer has {known} tokens, the model's vocabulary {held}")
 
     def step(self) -> StepRecord:
-        """Train on the next batch; the trainer is given the one after it, too."""
-        now = self.trainer.steps
-        batch, upcoming = (self.corpus.batch(step, self._size, self.data_seed) for step in (now, now + 1))
-        return self.trainer.step(batch, upcoming=upcoming)
+        """Train on the next batch."""
+        return self.trainer.step(self.corpus.batch(self.trainer.steps, self._size, self.data_seed))
 
     def train(self, steps: int) -> list[StepRecord]:
         """Train for `steps` steps; returns each step's record."""

@@ -4,7 +4,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,7 @@ from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark
 
 
-@dataclass
-class Piece:
+class Piece(NamedTuple):
     """Some rows of a batch on their way through a layer: hidden states (b, …), and the layer's other arguments."""
 
     hidden: Tensor
@@ -33,16 +33,14 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
     if rows is None or rows >= count:
         return [piece]
 
-    def cut(at: slice, value: Any) -> Any:
+    def cut(start: int, value: Any) -> Any:
         own = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
-        return value[at] if own else value
+        return value[start : start + rows] if own else value
 
-    found = []
-    for start in range(0, count, rows):
-        at = slice(start, start + rows)
-        args, kwargs = tree_map(lambda value, at=at: cut(at, value), (piece.args, piece.kwargs))
-        found.append(Piece(piece.hidden[at], args, kwargs))
-    return found
+    return [
+        Piece(piece.hidden[start : start + rows], *tree_map(partial(cut, start), (piece.args, piece.kwargs)))
+        for start in range(0, count, rows)
+    ]
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -69,21 +67,18 @@ class Autocast:
         return torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
-@dataclass
 class Randomness:
-    """The state of the random number generators before a layer ran, if it drew from them."""
+    """The state of the random number generators before a layer ran. used: whether the layer drew from them"""
 
-    states: list[Tensor]
-    device: torch.device
-    used: bool = False
+    def __init__(self, device: torch.device) -> None:
+        self._devices = [device] if device.type == "cuda" else []
+        self._states, self.used = self._now(), False
 
-    @classmethod
-    def now(cls, device: torch.device) -> "Randomness":
-        return cls(_random_states(device), device)
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
 
     def note_use(self) -> None:
-        after = _random_states(self.device)
-        self.used = not all(torch.equal(a, b) for a, b in zip(self.states, after, strict=True))
+        self.used = not all(torch.equal(a, b) for a, b in zip(self._states, self._now(), strict=True))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -91,22 +86,11 @@ class Randomness:
         if not self.used:
             yield
             return
-        now = _random_states(self.device)
-        _set_random_states(self.states, self.device)
-        try:
+        with torch.random.fork_rng(self._devices):
+            torch.set_rng_state(self._states[0])
+            for device in self._devices:
+                torch.cuda.set_rng_state(self._states[1], device)
             yield
-        finally:
-            _set_random_states(now, self.device)
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _set_random_states(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 @dataclass(eq=False)
@@ -145,8 +129,8 @@ class Inputs:
         self.outward.after(self.compute.mark())
         with self.outward.active(), self.trace().span("out", "inputs", layer, self.outward.stream):
             buffer.copy_(tensor, non_blocking=True)
-        found = OnHost(self, buffer, tensor.detach(), self.outward.mark(), layer)
-        found.before = weakref.ref(self._leaving[-1]) if self._leaving else None
+        before = self._leaving[-1] if self._leaving else None
+        found = OnHost(self, layer, buffer, tensor.detach(), self.outward.mark(), before)
         self._leaving.append(found)
         for old in self._leaving[:-LEAVING]:
             old.let_go()
@@ -157,16 +141,17 @@ class Inputs:
 class OnHost:
     """A tensor that waits on the host. before: the one that was put there before it, which is wanted after it"""
 
-    def __init__(self, inputs: Inputs, buffer: Tensor, tensor: Tensor, left: Mark, layer: int) -> None:
-        self._inputs, self._buffer, self._tensor, self._left, self._layer = inputs, buffer, tensor, left, layer
+    def __init__(
+        self, inputs: Inputs, layer: int, buffer: Tensor, tensor: Tensor, left: Mark, before: "OnHost | None"
+    ) -> None:
+        self._inputs, self._layer, self._buffer, self._tensor, self._left = inputs, layer, buffer, tensor, left
+        self._before = (lambda: None) if before is None else weakref.ref(before)
         self._back: Mark = None
-        self.before: weakref.ref[OnHost] | None = None
 
     def let_go(self) -> None:
         """Free the device's copy once it has left."""
-        if self._left is not None or self._tensor is not None:
-            self._inputs.compute.after(self._left)
-            self._left = self._tensor = None
+        self._inputs.compute.after(self._left)
+        self._left = self._tensor = None
 
     def prefetch(self) -> None:
         """Start bringing it back."""
@@ -178,28 +163,27 @@ class OnHost:
                 self._tensor.copy_(self._buffer, non_blocking=True)
             self._back = lane.mark()
 
-    def __del__(self) -> None:
-        """Of a forward without a backward: nothing is used again while its copies may run."""
-        if self._buffer is not None:
-            self.take_back()
-
-    def take_back(self) -> None:
-        """Give the buffer back, once the copies have ended."""
-        buffer, self._buffer = self._buffer, None
-        self._inputs.compute.after(self._left, self._back)
-        self._inputs.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
-
-    def take(self) -> Tensor | None:
-        """The tensor on the device, and start bringing back the one before it; None if it was taken already."""
+    def take(self) -> Tensor:
+        """The tensor on the device; and start bringing back the one before it."""
         self.prefetch()
-        before = None if self.before is None else self.before()
+        before = self._before()
         if before is not None:
             before.prefetch()
-        found, self._tensor = self._tensor, None
-        if self._buffer is not None:
-            self.take_back()
-        self.before = self._left = None
+        found = self._tensor
+        self._give_back()
         return found
+
+    def __del__(self) -> None:
+        """Also of a forward without a backward."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Let the buffer be used again, once the copies have ended."""
+        if self._buffer is not None:
+            buffer, self._buffer, self._tensor = self._buffer, None, None
+            self._inputs.compute.after(self._left, self._back)
+            self._left = self._back = None
+            self._inputs.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
 
 def kept_graph(buffer: Callable[[], Tensor] | None) -> AbstractContextManager:

@@ -28,7 +28,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["count"])
     def adamw_kernel(
-        weight, grad, first, second, master, low, scale, numel, count, times, rate, corrected_rate, correction, decay,
+        weight, grad, first, second, master, low, scale, numel, count, sign, rate, corrected_rate, correction, decay,
         beta1, rest1, beta2, rest2, eps, NARROW: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ if triton is not None:
         g = tl.load(grad + at, inside, 0).to(tl.float32)
         if scale is not None:  # rounded, as clipping in place rounds it
             g = (g * tl.load(scale).to(tl.float32)).to(grad.dtype.element_ty).to(tl.float32)
-        g *= times
+        g *= sign
         m, v = tl.load(first + at, inside, 0), tl.load(second + at, inside, 0)
         if NARROW:
             m, v = _widened(m), _widened(v)
@@ -73,16 +73,16 @@ def has_kernel(weight: Tensor) -> bool:
 @torch.no_grad()
 def adamw_(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], rule: dict[str, Any], count: int,
-    scale: Tensor | float = 1.0,
+    scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update a 16-bit `weight` (N) and its `state` in place. All tensors are contiguous and on one device.
 
     grad    (N), 16 or 32 bits
     state   "exp_avg" and "exp_avg_sq", float32, or bfloat16 with stochastic rounding (seeded by the count, so that a
-            run can be repeated); and the master: "master" float32, or "low" int16 (`t1lib.train.narrow.join`)
+            run can be repeated); and the master: "master" float32, or "low" int16 (`t1lib.train.update.join`)
     rule    a group of `torch.optim.AdamW`: lr, betas, eps, weight_decay, maximize
     count   updates so far, including this one
-    scale   factor of the gradient: a number, or a tensor () on the device
+    scale   factor of the gradient, (), on the device
 
     Weight decay is decoupled from the gradient, and bias is corrected (Loshchilov and Hutter, arXiv:1711.05101).
     """
@@ -92,12 +92,11 @@ def adamw_(
         first, second = first.view(torch.int16), second.view(torch.int16)
     low = state.get("low")
     weight = weight if low is None else weight.view(torch.int16)
-    by, times = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
     beta1, beta2 = rule["betas"]
     correction1, correction2 = 1 - beta1**count, 1 - beta2**count
     with torch.cuda.device_of(weight):
         adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-            weight, grad, first, second, state.get("master"), low, by, weight.numel(), count,
-            -times if rule["maximize"] else times, rule["lr"], rule["lr"] / correction1, math.sqrt(correction2),
+            weight, grad, first, second, state.get("master"), low, scale, weight.numel(), count,
+            -1.0 if rule["maximize"] else 1.0, rule["lr"], rule["lr"] / correction1, math.sqrt(correction2),
             rule["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, rule["eps"], narrow, BLOCK,
         )  # fmt: skip

@@ -5,14 +5,17 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from t1lib.train.layers import HostLayer
 
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device, tuple)  # tuples: keys, and types with lengths
 OWN = ("forward", "training", "layer_idx")  # attributes that each streamed layer has for itself
-SMALL = 2**20  # bytes; see `_Input.take`
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
 
 
@@ -21,17 +24,36 @@ class LayerGraphs:
     the first time, is captured the second time, and is replayed from then on. All graphs share their memory: they run
     one after the other, and none needs anything that another one left there.
 
-    layers   those that may be run; their modules' settings tell which of them are alike
+    layers    the model's; their modules' settings tell which of them are alike
+    allowed   numbers of those that may be run
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], allowed: set[int]) -> None:
         kinds: dict[Any, int] = {}
         self.kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
+        self.allowed, self._inner = allowed, [list(layer.modules())[1:] for layer in layers]
         self._graphs: dict[Any, _Graph] = {}
-        self._inputs: dict[Any, _Input] = {}  # by layout, and by number among a call's inputs of this layout
+        self._inputs: dict[Any, Tensor] = {}  # by layout, and by number among a call's inputs of this layout
         self._outputs: dict[Any, Tensor] = {}  # by layout
         self._seen: set[Any] = set()
-        self._refused = False  # a capture failed: none is tried again
+        self._pool: Any = None
+
+    def allow(self, index: int) -> bool:
+        """Whether the layer may be run: a replay would call no hooks of the modules inside it."""
+        return index in self.allowed and not any(vars(m)[name] for m in self._inner[index] for name in HOOKS)
+
+    def stop(self) -> None:
+        """Run no more graphs: a layer does something that replays do not. What they hold may still be in use."""
+        self.allowed.clear()
+
+    def note_gradients(self, layer: HostLayer, replayed: bool) -> None:
+        """Call after a layer's backward. A replay does not tell which parameters have got a gradient: it must be all of
+        them, as when such layers ran eagerly."""
+        trained = {name for name, param in layer.params.items() if param.requires_grad}
+        if replayed and not layer.reached:
+            layer.reached = trained
+        elif layer.reached != trained:
+            self.stop()
 
     def run(self, index: int, place: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
         """Return function(*inputs) for layer `index`.
@@ -44,109 +66,76 @@ class LayerGraphs:
         """
         tensors, rest = [], []
         _take_apart(inputs, tensors, rest)
-        key = self.kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
         if not all(isinstance(value, SIMPLE) or value is Tensor for value in rest):  # such as a cache, or a mask object
             return function(*inputs)
-        if key in self._graphs:
-            return self._graphs[key].replay(tensors)
-        if self._refused or key not in self._seen or len(self._graphs) == LIMIT:
-            self._seen.add(key)
-            return function(*inputs)
-        other = next(iter(self._graphs.values()), None)
-        try:
-            graph = _Graph(function, inputs, self._places_of(tensors), self._outputs, other)
-        except RuntimeError as error:
-            warnings.warn(f"layers run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
-            self._refused = True
-            return function(*inputs)
-        self._graphs[key] = graph
-        return graph.replay(tensors)
+        key = self.kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
+        if key not in self._graphs:
+            if key not in self._seen or len(self._graphs) == LIMIT:
+                self._seen.add(key)
+                return function(*inputs)
+            try:
+                self._graphs[key] = self._captured(function, inputs, tensors)
+            except RuntimeError as error:
+                warnings.warn(f"layers run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
+                self.stop()
+                return function(*inputs)
+        graph = self._graphs[key]
+        for own, given in zip(graph.inputs, tensors, strict=True):
+            own.copy_(given)
+        graph.graph.replay()
+        return None if graph.made is None else graph.made.clone()
 
-    def _places_of(self, tensors: Sequence[Tensor]) -> list["_Input"]:
+    def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> "_Graph":
+        """Capture a call. Nothing is computed yet; other threads may go on using the device."""
+        own = self._inputs_like(tensors)
+        left = iter(own)  # in the order in which `_take_apart` found them
+        arguments = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, inputs)
+        graph, device, collecting = torch.cuda.CUDAGraph(), tensors[0].device, gc.isenabled()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        gc.collect()
+        gc.disable()  # a collection may free graphs or pinned memory, which must not happen during a capture
+        try:
+            with (
+                torch.cuda.device(device),
+                torch.cuda.stream(torch.cuda.current_stream(device)),  # restores the stream, even if the capture fails
+                torch.cuda.graph(graph, self._pool, _capturing(device), capture_error_mode="thread_local"),
+            ):
+                made = function(*arguments)
+                if made is not None:
+                    if _layout(made) not in self._outputs:
+                        self._outputs[_layout(made)] = torch.empty_like(made)
+                    made = self._outputs[_layout(made)].copy_(made.detach())
+        finally:
+            if collecting:
+                gc.enable()
+        return _Graph(graph, own, made)
+
+    def _inputs_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """From where graphs read such inputs."""
         found, count = [], Counter()
         for tensor in tensors:
             layout = _layout(tensor)
             key, count[layout] = (layout, count[layout]), count[layout] + 1
             if key not in self._inputs:
-                self._inputs[key] = _Input(tensor)
+                self._inputs[key] = tensor.detach().clone()
             found.append(self._inputs[key])
         return found
 
 
-class _Input:
-    """A place from which graphs read an input."""
+class _Graph(NamedTuple):
+    """A captured call, what it reads its inputs from, and the tensor that every replay fills with its result."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.tensor = like.detach().clone()
-        self._holds: tuple[Tensor, int] | None = None
-
-    def take(self, given: Tensor) -> None:
-        """Copy `given` to this place unless it is there already."""
-        if self._holds is None or self._holds[0] is not given or self._holds[1] != given._version:
-            self.tensor.copy_(given)
-            small = given.nbytes <= SMALL  # larger ones are new each time; holding them would cost memory
-            self._holds = (given, given._version) if small else None
-
-
-class _Graph:
-    """A captured call, which reads its inputs from `places` and leaves its result in one of `outputs`."""
-
-    def __init__(
-        self, function: Callable[..., Tensor | None], inputs: Any, places: list[_Input], outputs: dict[Any, Tensor],
-        other: "_Graph | None",
-    ) -> None:  # fmt: skip
-        arguments = _put_together(inputs, iter([place.tensor for place in places]))
-
-        def call() -> Tensor | None:
-            made = function(*arguments)
-            if made is None:
-                return None
-            if _layout(made) not in outputs:
-                outputs[_layout(made)] = torch.empty_like(made)
-            return outputs[_layout(made)].copy_(made.detach())
-
-        self._places = places
-        with torch.cuda.device(places[0].tensor.device):
-            self._graph, self._made = capture(call, None if other is None else other._graph)
-
-    def replay(self, tensors: list[Tensor]) -> Tensor | None:
-        for place, given in zip(self._places, tensors, strict=True):
-            place.take(given)
-        self._graph.replay()
-        return None if self._made is None else self._made.clone()
+    graph: "torch.cuda.CUDAGraph"
+    inputs: list[Tensor]
+    made: Tensor | None
 
 
 def _layout(tensor: Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def capture(
-    function: Callable[[], Tensor | None], other: "torch.cuda.CUDAGraph | None"
-) -> tuple["torch.cuda.CUDAGraph", Tensor | None]:
-    """Capture the function's work. Returns the graph and the tensor that every replay fills; nothing is computed yet.
-
-    Other threads may go on using the device meanwhile. other: a graph whose memory pool is shared with the new one.
-    """
-    device = torch.cuda.current_device()
-    graph = torch.cuda.CUDAGraph()
-    pool = None if other is None else other.pool()
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()  # a collection may free graphs or pinned memory, which must not happen during a capture
-    try:
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),  # restores the stream, even if the capture fails
-            torch.cuda.graph(graph, pool=pool, stream=_capturing(device), capture_error_mode="thread_local"),
-        ):
-            made = function()
-    finally:
-        if collecting:
-            gc.enable()
-    return graph, made
-
-
 @cache
-def _capturing(device: int) -> "torch.cuda.Stream":
+def _capturing(device: torch.device) -> "torch.cuda.Stream":
     """One stream for all captures on a device. Of high priority: PyTorch hands out the others round-robin, also to
     lanes."""
     return torch.cuda.Stream(device, priority=-1)
@@ -162,13 +151,13 @@ def _kind(layer: nn.Module, index: int) -> Any:
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What makes the module compute what it does, apart from its weights; objects by their identity."""
     for name, value in vars(module).items():
-        if isinstance(value, SIMPLE[:5]) and name not in ("layer_idx", "training"):
-            yield name, value
-        elif name not in OWN and not name.startswith("_") and not isinstance(value, SIMPLE[:5]):
-            yield name, id(value)
+        plain = isinstance(value, bool | int | float | str | None)
+        if name not in OWN and (plain or not name.startswith("_")):
+            yield name, value if plain else id(value)
 
 
 def _take_apart(value: Any, tensors: list[Tensor], rest: list[Any]) -> None:
+    """Sort what a call is given into its tensors and a key for all else."""
     if isinstance(value, Tensor):
         tensors.append(value)
         rest.append(Tensor)
@@ -182,14 +171,3 @@ def _take_apart(value: Any, tensors: list[Tensor], rest: list[Any]) -> None:
             _take_apart(each, tensors, rest)
     else:
         rest.append(value)
-
-
-def _put_together(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same structure with its tensors replaced, in the order in which `_take_apart` found them."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {k: _put_together(v, tensors) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_put_together(v, tensors) for v in value)
-    return value

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
@@ -62,61 +63,56 @@ def wait_for(mark: Mark) -> None:
         mark.synchronize()
 
 
-class _Job:
-    """An update that was submitted, and what follows it."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.actions: list[Callable[[], None]] = []
-
-
 class UpdateThread:
-    """Runs jobs on a thread of its own; of those waiting, the one with the lowest number goes first.
-
-    The next forward needs layer 0 first, although its gradients come last. An error in a job is raised by `wait`,
-    `then` or `check`. The thread starts with the first job.
+    """Runs jobs on a thread of its own; of those waiting, the one with the lowest number goes first: the next forward
+    needs layer 0 first, although its gradients come last. After an error no job runs, and `wait` and `check` raise it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._queue: queue.PriorityQueue = queue.PriorityQueue()
         self._count = itertools.count()  # of two jobs of one number, the earlier goes first
-        self._jobs: dict[int, _Job] = {}
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self._jobs: dict[int, Future] = {}  # that are not done
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, number: int, update: Callable[[], None]) -> None:
+        """Run `update` on the thread, which starts with the first job."""
         self.check()
         if self._thread is None:
             # It knows the queue, not the engine: an engine that nobody holds any more can be freed.
             self._thread = threading.Thread(target=self._run, name="t1-update", daemon=True)
             self._thread.start()
             atexit.register(self.close)  # the interpreter would abort if it ended during an update
-        job = self._jobs[number] = _Job()
+        job = self._jobs[number] = Future()
         self._queue.put((number, next(self._count), update, job))
 
-    def then(self, number: int, action: Callable[[], None]) -> None:
-        """Run `action` once the job of this number is done: now, or later on the thread; never after an error."""
-        job = self._jobs.get(number)
-        with self._lock:
-            later = job is not None and not job.done.is_set()
-            if later:
-                job.actions.append(action)
-        if not later:
-            self.check()
-            action()
+    def then(self, number: int, action: Callable[[], None]) -> Future:
+        """Run `action` once the job of this number is done: now, or later on the thread, but not after an error. The
+        future tells when, or raises the error."""
+        done, job = Future(), self._jobs.get(number)
+
+        def act(_: Future | None = None) -> None:
+            try:
+                self.check()
+                done.set_result(action())
+            except Exception as error:
+                done.set_exception(error)
+
+        if job is None:
+            act()
+        else:
+            job.add_done_callback(act)
+        return done
 
     def wait(self, number: int) -> None:
         """Wait until the job of this number, if there is one, is done."""
         job = self._jobs.get(number)
         if job is not None:
-            job.done.wait()
-            self._jobs.pop(number, None)
+            job.result()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a job, if one failed."""
         if self._error is not None:
             raise self._error
 
@@ -144,23 +140,17 @@ class UpdateThread:
 
     def _run_next(self) -> bool:
         """Run one job. Nothing of it is held while the thread waits for the next: that would keep the engine alive."""
-        _, _, update, job = self._queue.get()
+        number, _, update, job = self._queue.get()
         if update is None:
             return False
-        self._try(update)
-        with self._lock:
-            job.done.set()
-            actions, job.actions = job.actions, []
-        for action in actions:
-            self._try(action)
-        return True
-
-    def _try(self, action: Callable[[], None]) -> None:
         try:
-            if self._error is None:
-                action()
-        except BaseException as error:  # raised later in the waiting thread
+            self.check()
+            update()
+        except Exception as error:
             self._error = error
+        del self._jobs[number]  # before anybody learns that it is done, and submits another one of this number
+        job.set_result(None)
+        return True
 
 
 @contextmanager

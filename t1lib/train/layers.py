@@ -1,8 +1,8 @@
 """Layers on the host: flat pinned buffers, the parameters that are views of them, and gradients that wait there."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
 from t1lib.train.lanes import Mark, wait_for
-from t1lib.train.travel import Span
+from t1lib.train.travel import Span, Traveller, Update
+from t1lib.train.update import Rule, follow
 
 ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat buffer, which suits the device's loads
 
@@ -24,12 +25,10 @@ class Streamed(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in SHAPES:
             for param in _streamed_in((*args, *(kwargs or {}).values())):
-                home = param.__dict__.get("_home")
-                if home is not None and func == GET_GRADIENT:
-                    return home.gradient(param)
-                if home is not None and func == SET_GRADIENT:
-                    return home.set_gradient(param, args[1])
-                if home is not None:
+                home, grad = param.__dict__.get("_home"), func in (GET_GRADIENT, SET_GRADIENT)
+                if grad and isinstance(home, HostLayer):
+                    return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, args[1])
+                if home is not None and not grad:
                     home.visit()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -40,7 +39,7 @@ SHAPES = {  # what says nothing about values
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "device", "dtype", "requires_grad", "is_cuda", "ndim")),
     *(getattr(torch.Tensor, name).__get__ for name in ("layout", "is_leaf", "grad_fn", "is_meta", "is_sparse")),
     *(getattr(torch.Tensor, name) for name in ("numel", "size", "dim", "stride", "element_size", "is_contiguous")),
-    *(getattr(torch.Tensor, name) for name in ("is_floating_point", "is_complex", "__hash__", "nelement")),
+    *(getattr(torch.Tensor, name) for name in ("is_floating_point", "is_complex", "nelement")),
 }
 
 
@@ -50,6 +49,17 @@ def _streamed_in(values: Iterable[Any]) -> Iterator[Streamed]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _streamed_in(value)
+
+
+def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method use streamed parameters without counting as somebody who looks at them."""
+
+    @wraps(method)
+    def run(*args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return method(*args)
+
+    return run
 
 
 class Layout:
@@ -96,54 +106,48 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
     return list(first)
 
 
-def _reached(layer: "weakref.ref[HostLayer]", name: str, _: Tensor) -> None:
-    held = layer()
-    if held is not None:
-        held.reached.add(name)
+class HostLayer(Traveller):
+    """One streamed layer: its parameters, and the flat host buffers that hold them.
 
-
-class HostLayer:
-    """One streamed layer: its module, and its parameters in a flat host buffer.
-
+    counts    updates that parameters have seen, by parameter
     trained   whether its parameters are trained (all of those that stream, or none)
+    travels   whether the device updates it, to which its state travels; else the CPU does
     grads     gradients that were copied to the host, flat; None until there are any
-    left      mark at which the host's weights and state are up to date
-    update    queues the update that waits for its turn; None: there is none
+    update    the one that waits for its turn; None: there is none
     """
 
     def __init__(
-        self, module: nn.Module, index: int, layout: Layout, device: torch.device, groups: dict[int, int]
-    ) -> None:
-        self.module, self.index, self.layout, self._device = module, index, layout, device
+        self, module: nn.Module, index: int, layout: Layout, device: torch.device, groups: dict[int, int],
+        counts: dict[nn.Parameter, int],
+    ) -> None:  # fmt: skip
+        super().__init__(index, pinned_zeros(layout.numel, layout.dtype, device))
+        self.layout, self.counts, self._device = layout, counts, device
         own = dict(module.named_parameters())
         self.params = {n: own[n] for n in layout.shapes}
         self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
         self.trained = any(p.requires_grad for p in self.params.values())
-        self.flat = pinned_zeros(layout.numel, layout.dtype, device)
+        self.travels, self.keeps_gradients = False, True  # the schedule says, and
+        self.settle: Callable[[HostLayer], None] = lambda layer: None  # what finishes this layer's updates and copies
         self.views = layout.views(self.flat)
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
             param.data = self.views[name]
-        self.state: dict[str, Tensor] = {}  # the optimizer's, flat, by key; laid out like the weights
-        self.counts = dict.fromkeys(self.params, 0)  # updates so far
-        self.kind = index  # equal for layers that may share CUDA graphs
+        self.touched = False  # somebody may have written to the host's weights
+        self.update: Update | None = None
         self.grads: Tensor | None = None
         self.grad_views: dict[str, Tensor] = {}
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
+        self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: list[Tensor] | None = None  # of `grads`, by parameter; None: not known
-        self.touched = False  # somebody may have written to the host's weights
-        self.left: Mark = None
         self.arrived: Mark = None  # when `grads` are complete
-        self.update: Any = None
-        self.settle: Any = None  # finishes a pending update of this layer; set by the schedule
-        self.keeps_gradients = True  # False: updates are made in the backward, and leave none
-        self.reached: set[str] = set()  # parameters that this backward gave a gradient
+        me = weakref.ref(self)
         self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(_reached, weakref.ref(self), name))
+            param.register_post_accumulate_grad_hook(lambda _, name=name: me().reached.add(name))
             for name, param in self.params.items() if param.requires_grad
         ]  # fmt: skip
-        self.hide()
+        for param in self.params.values():  # whoever looks at it waits for what is still under way
+            param.__class__, param._home = Streamed, self
 
     @property
     def has_gradients(self) -> bool:
@@ -154,41 +158,26 @@ class HostLayer:
         """Whether the next update covers every parameter."""
         return not self.absent and len(self.groups) == len(self.params)
 
-    def spans(self) -> list[Span]:
-        """What the next update covers, which it counts: parameters that have a gradient, by group; on a CPU each alone,
-        as PyTorch would update it."""
+    def spans(self, rules: list[Rule]) -> list[Span]:
+        """What the next update covers, which it counts: parameters that have a gradient, by the rules of their groups;
+        on a CPU each alone, as PyTorch would update it."""
         found: list[Span] = []
         for name, group in self.groups.items():
             if name in self.absent:
                 continue
-            self.counts[name] += 1
-            at, count = self.layout.span(name), self.counts[name]
-            near = found and found[-1][1:] == (group, count) and at.start - found[-1].at.stop < ALIGN
+            param, rule, at = self.params[name], rules[group], self.layout.span(name)
+            self.counts[param] = count = self.counts[param] + 1
+            near = found and found[-1][1:] == (rule, count) and at.start - found[-1].at.stop < ALIGN
             if near and self._device.type == "cuda":
                 at = slice(found.pop().at.start, at.stop)
-            found.append(Span(at, group, count))
+            found.append(Span(at, rule, count))
         return found
 
     # -- what she sees -----------------------------------------------------------------------------------------------
 
-    def hide(self) -> None:
-        """From here on, whoever looks at the parameters waits for what is still under way."""
-        for param in self.params.values():
-            param.__class__ = Streamed
-            param._home = self
-
-    def show(self) -> None:
-        """Make them ordinary parameters again."""
-        for hook in self._hooks:
-            hook.remove()
-        for param in self.params.values():
-            param.__class__ = nn.Parameter
-            del param._home
-
     def visit(self) -> None:
         """Somebody looks at the weights: finish the update, wait for copies, and note that they may be changed."""
-        if self.settle is not None:
-            self.settle(self)
+        self.settle(self)
         wait_for(self.left)
         self.touched = True
 
@@ -207,8 +196,7 @@ class HostLayer:
     def see_gradients(self) -> None:
         """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
         reads them, and multiplies them by `scale`, before we do."""
-        if self.settle is not None:
-            self.settle(self)
+        self.settle(self)
         wait_for(self.arrived)
         if self.scale is not None:
             torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))
@@ -259,23 +247,29 @@ class HostLayer:
             param.data, param.grad = self.views[name], None
             param.__class__ = Streamed
 
-    def give_back(self) -> None:
-        """Make the module's parameters ordinary ones on the host, gradients included. Updates must be finished."""
+    def give_back(self, device: torch.device | None = None) -> None:
+        """Make the module's parameters ordinary ones on the host, gradients included, or on a device. Updates must be
+        finished."""
         if self.has_gradients and self.keeps_gradients:
             self.see_gradients()
-        self.show()
+        for hook in self._hooks:
+            hook.remove()
         for name, param in self.params.items():
-            param.data = self.views[name].clone()
+            param.__class__ = nn.Parameter
+            del param._home
+            param.data = self.views[name].to(device, copy=True)
             gone = name in self.absent or not self.keeps_gradients
             param.grad = None if gone else self.grad_views[name].clone()
 
+    @unwatched
     def take_over(self) -> None:
-        """Take over tensors that were assigned to `p.data`."""
+        """Take over what was written to the host's weights, or assigned to `p.data`: masters follow."""
+        self.touched = False
         for name, param in self.params.items():
-            with torch._C.DisableTorchFunctionSubclass():
-                given = param.data
-            if given.data_ptr() != self.views[name].data_ptr():
-                require(given.shape == self.views[name].shape, f"p.data of {name!r} was given another shape")
-                self.views[name].copy_(given)
-                with torch._C.DisableTorchFunctionSubclass():
-                    param.data = self.views[name]
+            given, own = param.data, self.views[name]
+            if given.data_ptr() != own.data_ptr():
+                require(given.shape == own.shape, f"p.data of {name!r} was given another shape")
+                own.copy_(given)
+                param.data = own
+        if "master" in self.state:
+            follow(self.state["master"], self.flat)

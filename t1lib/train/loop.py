@@ -155,10 +155,8 @@ class Trainer:
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
+    def step(self, batch: dict[str, Tensor]) -> StepRecord:
         """Train on one batch: `input_ids` (B, S), and `labels` (B, S) if they differ from the inputs.
-
-        upcoming: the next step's batch, if it is known; slide prepares for it. The next step may still get another one.
 
         The loss is the mean over the whole batch, however many micro-batches it is computed in. Returns when the device
         has finished the step. Raises `T1Error` for a batch that does not fit the model, before anything is changed, and

@@ -12,9 +12,9 @@ from t1lib.train.update import (
     Precision,
     Rule,
     check_state,
+    follow,
     new_state,
     norms_of,
-    rule_of,
     shown_state,
     take_state,
     update,
@@ -53,14 +53,16 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def rules_of(groups: list[dict[str, Any]], device: torch.device) -> list[Rule]:
     """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is kept;
     beside a GPU, the fused one moves the least memory."""
-    rules = [rule_of(group) for group in groups]
-    for rule in rules if device.type == "cuda" else ():
-        rule["foreach"], rule["fused"] = False, True
-    return rules
+    own = {"foreach": False, "fused": True} if device.type == "cuda" else {}
+    return [{k: v for k, v in group.items() if k != "params"} | {"lr": float(group["lr"])} | own for group in groups]
 
 
 class ResidentUpdates:
-    """Updates parameters whose state is on their own device, by the rules of their groups."""
+    """Updates parameters whose state is on their own device, by the rules of their groups.
+
+    state    by parameter
+    counts   updates so far, by parameter; of a parameter that is not in it, the state is made when it is first needed
+    """
 
     def __init__(self, precision: Precision, state: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         self.precision, self.state = precision, state
@@ -69,16 +71,15 @@ class ResidentUpdates:
 
     def state_of(self, param: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
         """The parameter's state; its master follows values that were written to it since the last update."""
-        state = self.state.get(param)
         if param not in self.counts:
-            state, self.counts[param] = new_state(param, rule, self.precision), 0
-            self._versions[param] = param._version
+            self.counts[param], self._versions[param] = 0, param._version
+            state = new_state(param, rule, self.precision)
             if state:
                 self.state[param] = state
-        elif state and "master" in state and self._versions.get(param, param._version) != param._version:
-            master = state["master"]
-            torch.where(master.to(param.dtype) == param.data, master, param.data.float(), out=master)
-        return state or {}
+        state = self.state.get(param, {})
+        if "master" in state and param in self._versions and self._versions[param] != param._version:
+            follow(state["master"], param.data)
+        return state
 
     def step(self, groups: list[dict[str, Any]], rules: list[Rule], own: Callable[[nn.Parameter], bool]) -> None:
         """Update every parameter for which own(parameter) holds and that has a gradient."""
@@ -128,7 +129,6 @@ class StreamOptimizer(torch.optim.Optimizer):
                 layer.forget_gradients()
             elif layer.has_gradients:
                 layer.see_gradients()
-                layer.settle(layer)
                 layer.grads.zero_()
         for param in self._engine.others():
             if set_to_none:
@@ -174,20 +174,27 @@ class StreamOptimizer(torch.optim.Optimizer):
             return torch.zeros((), device=engine.device)
         return torch.linalg.vector_norm(torch.stack(ordered))
 
-    # -- state -----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """As of `torch.optim`, after all updates have ended. Tensors are the optimizer's own, not copies; 16-bit
         parameters that have a float32 master show it under "master"."""
         self._engine.drain()
-        own = self.state
+        own, counts = self.state, self._engine.resident.counts
         try:
-            weight, count = self._engine.weight_of, self._engine.count_of
-            shown = {p: shown_state(weight(p), state, count(p)) for p, state in own.items() if count(p)}
+            shown = {p: self.shown(p) for p in own if counts[p]}
             self.state = shown if self._before is None else self._before
             return super().state_dict()
         finally:
             self.state = own
+
+    def shown(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """A parameter's state as `state_dict` shows it. Updates must have ended."""
+        state = self._state_of(param)
+        return shown_state(self._engine.weight_of(param), state, self._engine.resident.counts[param])
+
+    def _state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
+        return self._engine.resident.state_of(param, self.param_groups[self._engine.groups[id(param)]])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -206,31 +213,38 @@ class StreamOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         found = dict(zip(params, saved, strict=True))
         if self._before is None:
-            self.check(found)
+            self._check(found)
         for mine, given in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in given.items() if k != "params"})
-        if self._before is not None:  # nothing has its place yet
+        if self._before is None:
+            self._take_over(found)
+        else:  # nothing has its place yet
             self._before = found
-        else:
-            self.take_over(found)
 
-    def check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+    def take_over_before(self) -> None:
+        """Call when everything has its place: take over the state that has waited for it."""
+        before, self._before = self._before, None
+        self._check(before)
+        self._take_over(before)
+
+    def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Raise `T1Error` unless these states, by parameter, fit."""
-        engine, rules, groups = self._engine, self.rules(), groups_of(self)
-        names = {p: n for n, p in engine.model.named_parameters()}
+        names = {p: n for n, p in self._engine.model.named_parameters()}
         for param, saved in found.items():
-            state = engine.state_of(param, rules[groups[id(param)]])
-            check_state(engine.weight_of(param), state, saved, repr(names[param]))
+            check_state(self._engine.weight_of(param), self._state_of(param), saved, repr(names[param]))
 
     @torch.no_grad()
-    def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+    def _take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
-        engine, rules, groups = self._engine, self.rules(), groups_of(self)
-        engine.drain()
+        self._engine.drain()
         for param, saved in found.items():
-            state = engine.state_of(param, rules[groups[id(param)]])
-            engine.set_count(param, take_state(engine.weight_of(param), state, saved))
-        engine.changed()
+            self.restore(param, saved)
+        self._engine.changed()
+
+    def restore(self, param: nn.Parameter, saved: dict[str, Tensor]) -> None:
+        """Take over a parameter's state, as `shown` returned it. Afterwards call the engine's `changed`."""
+        weight, state = self._engine.weight_of(param), self._state_of(param)
+        self._engine.resident.counts[param] = take_state(weight, state, saved)
 
     def drain(self) -> None:
         """Wait until all updates have ended, and new weights are on the host."""

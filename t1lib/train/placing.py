@@ -1,6 +1,7 @@
 """What is decided before anything moves: whether a model can be streamed, and what a budget keeps where."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from t1lib.optimizers import OptimizerSpec, spec_for
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
-from t1lib.plan.work import Work, saved_by, with_head, work_of
+from t1lib.plan.work import Work, saved_by, saved_by_layer, with_head, work_of
 from t1lib.train.activations import Piece, split_rows
 from t1lib.train.layers import Layout
 from t1lib.train.update import Precision, Rule
@@ -44,7 +45,7 @@ def require_host_memory(
 ) -> None:
     """Raise `T1Error` unless the host can hold the layers with their state."""
     like = torch.empty(0, dtype=layout.dtype)
-    kinds = {k: d for rule in rules for k, d in precision.kinds(like, rule).items()}
+    kinds = precision.kinds_by(rules, like)
     each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * (not in_backward)
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in stack)
     # Weights move layer by layer, so that only one layer's are held twice.
@@ -70,7 +71,7 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
     """What to keep where for batches of `rows` × `seq` tokens within the budget. piece: as in `work_in`"""
     held = len(engine.stack) * engine.layout.numel * engine.layout.dtype.itemsize  # is on the host already
     work = work_in(engine, piece, rows, seq)
-    return choose_plan(work, engine.wish[0], this_machine(), host_available() * 9 // 10 + held)
+    return choose_plan(work, engine.budget, this_machine(), host_available() * 9 // 10 + held)
 
 
 def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
@@ -92,21 +93,34 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
         work = work_of(
             inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=engine.micro_batch, workspace=workspace,
             together=not engine.in_backward, layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
-            **_measured(engine, piece, inner),
+            **_measured(engine, piece, inner, seq),
         )  # fmt: skip
-    return with_head(work, head["head"])  # it computes the whole batch at a time
+    if not work.vocabulary:
+        return work
+    own = not patches and engine.head is None  # a model's own loss returns its logits, too
+    given = work.tokens * work.vocabulary * work.itemsize * own
+    work = with_head(work, head["head"])
+    return replace(work, workspace=work.workspace + given)
 
 
-def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module) -> dict[str, int]:
-    """Width of a layer's input, and bytes per token that a layer saves, of a model that is no decoder of
-    transformers: found by running one layer on one row."""
-    if hasattr(inner, "config"):
+def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:
+    """Width of a layer's input, and bytes per token that a layer saves, where the model's configuration does not tell:
+    for a model that is none of transformers, found by running one layer on one row; for one with adapters, on short
+    rows."""
+    layer, held = engine.stack[0], next(iter(engine.host), None)
+    adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
+    if hasattr(inner, "config") and not adapted:
         return {}
-    require(piece is not None, "plan_for is for models of transformers; leave it out: the first batch decides")
-    held, row = engine.host[0], split_rows(piece, 1)[0]
-    held.bind({n: view.to(engine.device) for n, view in held.views.items()})
+    require(piece is not None or hasattr(inner, "config"),
+            "plan_for is for models of transformers; leave it out: the first batch decides")  # fmt: skip
+    if held is not None:
+        held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
-        saved = saved_by(lambda: engine._call(0, row.hidden.detach(), row), held.params.values())
+        if hasattr(inner, "config"):
+            return {"saved": saved_by_layer(inner, engine.layout.dtype, seq)}
+        row = split_rows(piece, 1)[0]
+        saved = saved_by(lambda: engine.forwards[0](row.hidden.detach(), *row.args, **row.kwargs), held.params.values())
     finally:
-        held.unbind()
+        if held is not None:
+            held.unbind()
     return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}

@@ -9,22 +9,21 @@ Each column is a lane, and all lanes overlap. A layer's weights are not sent bef
 holds is known at any time, so stale weights are never read.
 """
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from t1lib.errors import require
 from t1lib.memory import pinned_zeros
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
 from t1lib.train.layers import HostLayer, Layout
-from t1lib.train.narrow import Scratch
-from t1lib.train.travel import Span, Travel, Traveller, Update
-from t1lib.train.update import Precision, Rule, norms_of, update
+from t1lib.train.travel import Travel, Update
+from t1lib.train.update import Precision, Rule, Scratch, norms_of, update
 
 
 class Slots:
@@ -42,7 +41,7 @@ class Slots:
 
 
 class Schedule:
-    """Moves the weights, gradients and optimizer state of `layers`, by index.
+    """Moves the weights, gradients and optimizer state of `layers`, by index. Calls for other layers do nothing.
 
     slots, grad_slots   device buffers for weights and for gradients
     on_host             indices of the layers that the CPU updates
@@ -59,50 +58,43 @@ class Schedule:
         on_host: set[int], in_backward: bool, precision: Precision, rules: Callable[[], list[Rule]], overlap: bool,
         trace: Callable[[], NoTrace], guests: Sequence[Tensor] = (), trains: bool = True,
     ) -> None:  # fmt: skip
-        self.layers, self.layout, self.device, self.on_host = layers, layout, device, on_host
+        self.layers, self.layout, self.device = layers, layout, device
         self.in_backward, self._rules, self.overlap, self._trace = in_backward, rules, overlap, trace
-        self.weights = Slots(min(slots, len(layers)), layout, device)
         trained = [i for i, layer in layers.items() if layer.trained and trains]
+        self.weights = Slots(min(slots, len(layers)), layout, device)
         self.grads = Slots(min(grad_slots, len(trained)), layout, device)
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
-        self._coming: dict[int, threading.Event] = {}
+        self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
+        self._coming: dict[int, Future] = {}  # by layer: when the copy of its weights is queued
         self._following = -1  # layer to fetch into a slot once the update that reads it is queued
-        self._reached: dict[int, set[str]] = {}  # parameters that got a gradient, by the kind of layer
         self._scratch = Scratch()  # the update thread's
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
-        kinds = self._make_state(trained, precision)
+        # Joining and splitting masters takes the CPU longer than moving them.
         whole = replace(precision, masters="whole") if precision.masters == "split" else precision
-        if 0 < len(on_host) < len(trained):  # joining and splitting masters takes the CPU longer than moving them
-            self._make_state([i for i in trained if i in on_host], whole)
-        for rule in rules() if guests else ():
-            kinds |= precision.kinds(guests[0], rule)
-        there = [i for i in trained if i not in on_host]
+        both = 0 < len(on_host) < len(trained)
+        for index in trained:
+            self._make_state(layers[index], whole if both and index in on_host else precision)
+        for layer in layers.values():
+            layer.travels = layer.index in trained and layer.index not in on_host
+            layer.settle, layer.keeps_gradients = self.settle, not in_backward
+        like = torch.empty(0, dtype=layout.dtype)
+        kinds = precision.kinds_by(rules(), like) if trained or guests else {}
         # Updates that need nothing but weights and gradients are made in the slots, and the new weights leave.
         self.stateless = in_backward and not kinds
-        self.has_state = bool(kinds)
-        travels = (there and not self.stateless) or guests
+        # Others read the weights in their slot, right after the backward, unless a master rebuilds them.
+        self._read_slots = in_backward and bool(kinds) and "master" not in kinds
+        any_travels = guests or (not self.stateless and any(layer.travels for layer in layers.values()))
         kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
-        self.travel = Travel(device, kinds if travels else {}, numel, trace)
-        self.travellers = {i: Traveller(layers[i].state, layers[i].flat, i, self.travel.size) for i in there}
-        self._master = "master" in kinds
-        for layer in layers.values():
-            layer.settle, layer.keeps_gradients = self.settle, not in_backward
+        self.travel = Travel(device, kinds if any_travels else {}, numel, trace)
 
-    def _make_state(self, trained: list[int], precision: Precision) -> dict[str, torch.dtype]:
-        """Give each trained layer its optimizer state, flat on the host; returns the state's keys and dtypes."""
-        kinds: dict[str, torch.dtype] = {}
-        for rule in self._rules() if trained else ():
-            kinds |= precision.kinds(self.layers[trained[0]].flat, rule)
-        for index in trained:
-            layer = self.layers[index]
-            layer.state.clear()
-            for key, dtype in kinds.items():
-                layer.state[key] = pinned_zeros(self.layout.numel, dtype, self.device)
-            if "master" in kinds:
-                layer.state["master"].copy_(layer.flat)
-        return kinds
+    def _make_state(self, layer: HostLayer, precision: Precision) -> None:
+        """Give the layer its optimizer state, flat on the host."""
+        for key, dtype in precision.kinds_by(self._rules(), layer.flat).items():
+            layer.state[key] = pinned_zeros(self.layout.numel, dtype, self.device)
+        if "master" in layer.state:
+            layer.state["master"].copy_(layer.flat)
 
     # -- weights come in -----------------------------------------------------------------------------------------------
 
@@ -116,26 +108,30 @@ class Schedule:
             self.weights.holds[slot] = index
             self._begin_update(layer)
             return
-        queued = threading.Event()
         phase = "weights again" if again else "weights"
         try:
-            self.weights.holds[slot], self._coming[index] = index, queued
-            self.thread.then(index, partial(self._copy_in, index, phase, queued, self._trace()))
+            self.weights.holds[slot] = index
+            self._coming[index] = self.thread.then(index, partial(self._copy_in, index, phase, self._trace()))
         except BaseException:
             self.weights.holds[slot] = None
-            self._coming.pop(index, None)
             raise
 
-    def _copy_in(self, index: int, phase: str, queued: threading.Event, trace: NoTrace) -> None:
+    def _copy_in(self, index: int, phase: str, trace: NoTrace) -> None:
         slot, lane = self.weights.of(index), self.inward
         lane.after(self.weights.freed[slot], self.layers[index].left)
         with lane.active(), trace.span("in", phase, index, lane.stream):
             self.weights.flat[slot].copy_(self.layers[index].flat, non_blocking=True)
         self.weights.filled[slot] = lane.mark()
-        queued.set()
+
+    def _arrive(self, index: int) -> None:
+        if index in self._coming:
+            self._coming[index].result()
+            del self._coming[index]
 
     def bind(self, index: int, again: bool = False) -> None:
         """Point the layer's parameters at its slot; the device waits until the slot is filled before it uses them."""
+        if index not in self.layers:
+            return
         slot, layer = self.weights.of(index), self.layers[index]
         if layer.touched:
             self._take_over_weights(layer)
@@ -147,55 +143,47 @@ class Schedule:
         layer.bind(self.weights.views[slot])
 
     def _take_over_weights(self, layer: HostLayer) -> None:
-        """Take over what may have been written to the host's weights: masters follow them, and no slot holds them."""
+        """Take over what may have been written to the host's weights; no slot holds them."""
         self.finish(layer)
         wait_for(layer.left)
         layer.take_over()
-        layer.touched, slot = False, self.weights.of(layer.index)
+        slot = self.weights.of(layer.index)
         if self.weights.holds[slot] == layer.index:
             self._arrive(layer.index)
             self.weights.holds[slot] = None
-        if "master" in layer.state:
-            master = layer.state["master"]
-            torch.where(master.to(layer.flat.dtype) == layer.flat, master, layer.flat.float(), out=master)
-
-    def _arrive(self, index: int) -> None:
-        queued = self._coming.get(index)
-        while queued is not None and not queued.wait(0.2):
-            self.thread.check()
-        self._coming.pop(index, None)
 
     def buffer(self, index: int) -> Tensor:
         """The device buffer that holds the layer's weights while they are bound."""
         return self.weights.flat[self.weights.of(index)]
 
-    def place(self, index: int, gradients: bool = False) -> tuple[Any, ...]:
+    def place(self, index: int, gradients: bool = False) -> tuple[int, int | None]:
         """Where the layer's weights and gradients lie on the device: equal for layers that take turns there."""
         trained = gradients and self.layers[index].trained
         return self.weights.of(index), self.grads.of(index) if trained else None
 
     def release(self, index: int, following: int, again: bool = False) -> None:
         """Point the parameters back at the host; layer `following` comes in once the device has left the slot."""
-        slot = self.weights.of(index)
-        self.layers[index].unbind()
+        if index not in self.layers:
+            return
+        slot, layer = self.weights.of(index), self.layers[index]
+        layer.unbind()
         self.weights.freed[slot] = self.compute.mark()
-        reads = again and self._reads_slot(index)
-        self._following = following if reads and self.overlap else -1
-        if self.overlap and not reads and following in self.layers and self.weights.holds[slot] != following:
+        waits = again and self._read_slots and layer.travels
+        self._following = following if waits and self.overlap else -1
+        if self.overlap and not waits and following in self.layers and self.weights.holds[slot] != following:
             self.fetch(following, again)
-
-    def _reads_slot(self, index: int) -> bool:
-        """Whether the layer is updated right after its backward and reads its weights from their slot, because its
-        state has no master to rebuild them from."""
-        return self.in_backward and index in self.travellers and not self.stateless and not self._master
 
     # -- gradients leave -----------------------------------------------------------------------------------------------
 
     def want_gradients(self, index: int) -> None:
         """Give the layer's parameters a slot for their gradients: zeroed, or with what has been summed so far."""
-        layer = self.layers[index]
-        if not layer.trained:
+        layer = self.layers.get(index)
+        if layer is None or not layer.trained:
             return
+        if self.in_backward:
+            twice = "a second backward before step(), with update_in_backward=True: leave that out to accumulate"
+            require(index not in self.updated, twice)
+            self.updated.add(index)
         slot, layer.reached = self.grads.of(index), set()
         self.compute.after(self.grads.freed[slot])
         if layer.has_gradients:
@@ -208,58 +196,67 @@ class Schedule:
         for name, param in layer.params.items():
             param.grad = self.grads.views[slot][name]
 
-    def gradients_done(self, index: int, graphed: bool) -> None:
-        """Call when the layer's gradients are complete, before `release`: their norms are computed, and updates that
-        need no state are made. graphed: a CUDA graph made them, and may have called no hooks"""
-        layer = self.layers[index]
-        if not layer.trained:
+    def backward_done(self, index: int, following: int) -> None:
+        """Release the layer, whose gradients are complete. They, or new weights, leave for the host; with updates in
+        the backward, the layer's begins."""
+        layer = self.layers.get(index)
+        if layer is None or not layer.trained:
+            self.release(index, following, again=True)
             return
         slot = self.grads.of(index)
-        if graphed and not layer.reached:  # then it reaches what it did when a layer of this kind ran eagerly
-            layer.reached = set(self._reached[layer.kind])
-        self._reached[layer.kind] = layer.reached
-        layer.norms = norms_of(list(self.grads.views[slot].values()), exact=self.device.type == "cpu")
-        if self.stateless and index in self.travellers:
-            held, rules = self.weights.of(index), self._rules()
-            layer.absent -= layer.reached
-            with self._trace().span("compute", "update", index):
-                for at, group, count in layer.spans():
-                    update([self.weights.flat[held][at]], [self.grads.flat[slot][at]], [{}], rules[group], count)
-                self.grads.flat[slot].copy_(self.weights.flat[held])
-        self.grads.filled[slot] = self.compute.mark()
-
-    def send(self, index: int) -> None:
-        """Call after `release`: gradients, or new weights, leave for the host; in the backward, an update begins."""
-        layer = self.layers[index]
-        if not layer.trained:
-            return
-        slot, lane, there = self.grads.of(index), self.outward, index in self.travellers
         layer.absent -= layer.reached
-        if self.in_backward and there and not self.stateless:
+        layer.norms = norms_of(list(self.grads.views[slot].values()), exact=self.device.type == "cpu")
+        new_weights = self.stateless and layer.travels
+        if new_weights:
+            self._update_in_slot(layer)
+        self.grads.filled[slot] = self.compute.mark()
+        self.release(index, following, again=True)
+        if self.in_backward and layer.travels and not new_weights:
             known = (self.grads.filled[slot],)
-            layer.update = Update(self.grads.flat[slot], layer.spans(), self._rules(), 1.0, known, layer.whole)
+            layer.update = Update(self.grads.flat[slot], layer.spans(self._rules()), None, known, layer.whole)
             layer.absent = set(layer.params)
             self.grads.freed[slot] = self._begin_update(layer)
             if self._following in self.layers:
                 self.fetch(self._following, again=True)
-            return
-        to = layer.flat if self.stateless and there else layer.room_for_gradients()
+        elif new_weights:
+            layer.left = self._send(layer, layer.flat, "weights")
+            layer.absent = set(layer.params)
+        else:
+            layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
+            if self.in_backward:
+                self.begin(layer, self._rules())
+                layer.absent = set(layer.params)
+            if not self.overlap:
+                self.compute.after(layer.arrived)
+
+    def _update_in_slot(self, layer: HostLayer) -> None:
+        """Update the weights in their slot, and put them in place of the gradients."""
+        grads, weights = self.grads.flat[self.grads.of(layer.index)], self.buffer(layer.index)
+        with self._trace().span("compute", "update", layer.index):
+            for at, rule, count in layer.spans(self._rules()):
+                update([weights[at]], [grads[at]], [{}], rule, count)
+            grads.copy_(weights)
+
+    def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
+        """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
+        slot, lane = self.grads.of(layer.index), self.outward
         lane.after(self.grads.filled[slot], layer.arrived)
-        what = "weights" if to is layer.flat else "gradients"
-        with lane.active(), self._trace().span("out", what, index, lane.stream):
+        with lane.active(), self._trace().span("out", what, layer.index, lane.stream):
             to.copy_(self.grads.flat[slot], non_blocking=True)
         self.grads.freed[slot] = arrived = lane.mark()
-        if to is layer.flat:
-            layer.left, layer.absent = arrived, set(layer.params)
-            return
-        layer.arrived, layer.scale = arrived, None
-        if self.in_backward:
-            self.begin(layer, self._rules())
-            layer.absent = set(layer.params)
-        if not self.overlap:
-            self.compute.after(arrived)
+        return arrived
 
     # -- updates -------------------------------------------------------------------------------------------------------
+
+    def step(self, rules: list[Rule]) -> None:
+        """Begin the updates of all layers that have gradients; the first layers' turn comes next."""
+        self.updated.clear()
+        for layer in self.layers.values():
+            if layer.has_gradients:
+                self.begin(layer, rules)
+        for index in list(self.layers)[: len(self.weights.flat)] if self.overlap else ():
+            if self.layers[index].update is not None or self.weights.holds[self.weights.of(index)] != index:
+                self.fetch(index)
 
     def begin(self, layer: HostLayer, rules: list[Rule]) -> None:
         """Begin the layer's update, whose gradients wait on the host: the CPU starts when they have arrived; on the
@@ -267,67 +264,61 @@ class Schedule:
         self.finish(layer)
         if layer.touched:
             self._take_over_weights(layer)
-        slot, scale = self.weights.of(layer.index), 1.0 if layer.scale is None else layer.scale
-        if layer.index in self.travellers:
+        if layer.travels:
             known = layer.arrived, self.compute.mark()
-            layer.update = Update(layer.grads, layer.spans(), rules, scale, known, layer.whole)
+            layer.update = Update(layer.grads, layer.spans(rules), layer.scale, known, layer.whole)
         else:
+            slot = self.weights.of(layer.index)
             if self.weights.holds[slot] == layer.index:
                 self.weights.holds[slot] = None  # stale from here on
-            arguments = layer, layer.spans(), rules, layer.arrived, *self._on_host(scale), self._trace()
+            scale, mark = self._on_host(layer.scale)
+            given = Update(layer.grads, layer.spans(rules), scale, (layer.arrived, mark), layer.whole)
             if not layer.state.keys() & {"master", "low"}:
                 layer.scale = None  # this update multiplies the gradients themselves
-            self.thread.submit(layer.index, partial(self._update_on_host, *arguments))
+            self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()))
         if not self.overlap:
             self.finish(layer)
 
-    def _on_host(self, scale: Tensor | float) -> tuple[Tensor | float, Mark]:
+    def _on_host(self, scale: Tensor | None) -> tuple[Tensor | None, Mark]:
         """A factor for the CPU's updates, and the mark at which it has arrived. All layers have the same factor."""
-        if not (isinstance(scale, Tensor) and scale.is_cuda):
+        if scale is None or not scale.is_cuda:
             return scale, None
         if self._sent is None or self._sent[0] is not scale:
-            lane, host = self.outward, pinned_zeros(1, torch.float32, self.device)
+            lane, host = self.outward, pinned_zeros(1, torch.float32, self.device).view(())
             lane.after(self.compute.mark())
             with lane.active():
-                host.copy_(lane.uses(scale).view(1), non_blocking=True)
+                host.copy_(lane.uses(scale), non_blocking=True)
             self._sent = scale, host, lane.mark()
         return self._sent[1:]
 
-    def _update_on_host(
-        self, layer: HostLayer, spans: list[Span], rules: list[Rule], arrived: Mark, scale: Tensor | float, mark: Mark,
-        trace: NoTrace,
-    ) -> None:  # fmt: skip
+    def _update_on_host(self, layer: HostLayer, given: Update, trace: NoTrace) -> None:
         """On the update thread."""
-        wait_for(arrived)
-        wait_for(mark)
+        for mark in given.known:
+            wait_for(mark)
         with trace.host_span("update", "update", layer.index):
-            by = float(scale) if self.device.type == "cuda" else scale
-            for at, group, count in spans:
+            for at, rule, count in given.spans:
                 state = {key: flat[at] for key, flat in layer.state.items()}
-                update([layer.flat[at]], [layer.grads[at]], [state], rules[group], count, by, self._scratch)
+                update([layer.flat[at]], [given.grads[at]], [state], rule, count, given.scale, self._scratch)
 
     def _begin_update(self, layer: HostLayer) -> Mark:
         """Queue the pending update on the device, onto the layer's slot if it holds this layer; returns the mark at
         which its gradients have been read. Queuing one takes the host a millisecond: to queue all at once would leave
         the device idle."""
-        with uninterrupted():
-            return self._queue_update(layer)
-
-    def _queue_update(self, layer: HostLayer) -> Mark:
         given, index = layer.update, layer.index
         held = self.weights.of(index)
-        onto = self.weights.flat[held] if self.weights.holds[held] == index else None
-        there = onto is not None and self._reads_slot(index)
-        if onto is not None:
-            self._arrive(index)
-            given = given._replace(known=(*given.known, self.weights.freed[held], self.weights.filled[held]))
-        marks = self.travel.update(self.travellers[index], given, layer.left, onto, there)
-        layer.left, layer.update, layer.arrived = marks.left, None, marks.read
-        if onto is not None:
-            self.weights.filled[held] = self.weights.freed[held] = marks.updated
-        if not self.overlap:
-            self.compute.after(marks.left)
-        return marks.read
+        with uninterrupted():
+            onto = self.weights.flat[held] if self.weights.holds[held] == index else None
+            if onto is not None:
+                self._arrive(index)
+                given = given._replace(known=(*given.known, self.weights.freed[held], self.weights.filled[held]))
+            there = onto is not None and self._read_slots
+            layer.arrived, updated = self.travel.update(layer, given, onto, there)
+            layer.update = None
+            if onto is not None:
+                self.weights.filled[held] = self.weights.freed[held] = updated
+            if not self.overlap:
+                self.compute.after(layer.left)
+        return layer.arrived
 
     def finish(self, layer: HostLayer) -> None:
         """Begin what is pending for the layer, and wait for the CPU's update if there is one."""
@@ -343,17 +334,10 @@ class Schedule:
             self._arrive(layer.index)
             wait_for(self.weights.filled[slot])
 
-    def start(self) -> None:
-        """Call after the updates have begun: the first layers' turn comes next."""
-        for index in list(self.layers)[: len(self.weights.flat)] if self.overlap else ():
-            if self.layers[index].update is not None or self.weights.holds[self.weights.of(index)] != index:
-                self.fetch(index)
-
     def drain(self) -> None:
         """Wait for all updates, and for weights on their way to the host."""
         for layer in self.layers.values():
             self.finish(layer)
-        self.thread.drain()
         for layer in self.layers.values():
             wait_for(layer.left)
 

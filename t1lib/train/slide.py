@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.plan.cost import Choice
-from t1lib.timing import PhaseTimer
 from t1lib.train.loop import StepRecord, Trainer
 from t1lib.train.resident import make_optimizer
 from t1lib.train.stream import stream
@@ -70,24 +69,18 @@ class SlideTrainer(Trainer):
         with self.trace.span("compute", "update", -1) if resident else nullcontext():
             self.optimizer.step()
 
-    def step(self, batch: dict[str, Tensor], upcoming: dict[str, Tensor] | None = None) -> StepRecord:
-        self.engine.trace, self._upcoming = self.trace, upcoming
-        return super().step(batch, upcoming)
-
-    def _back(self, loss: Tensor, timer: PhaseTimer) -> Tensor:
-        if self._upcoming is not None and self.engine.outer is not None:
-            self.engine.outer.announce(lambda batch=self._upcoming: [self._checked(batch)[0]])
-        return super()._back(loss, timer)
+    def step(self, batch: dict[str, Tensor]) -> StepRecord:
+        self.engine.trace = self.trace
+        return super().step(batch)
 
     def _weight(self, name: str) -> Tensor:
         return self.engine.weight_of(self.model.get_parameter(name))
 
-    def _state(self, name: str) -> tuple[State, int]:
-        engine, param = self.engine, self._own[name]
-        return engine.state_of(param, self.optimizer.rules()[0]), engine.count_of(param)
+    def _saved(self, name: str) -> State:
+        return self.optimizer.shown(self._own[name])
 
-    def _set_count(self, name: str, count: int) -> None:
-        self.engine.set_count(self._own[name], count)
+    def _restore(self, name: str, saved: State) -> None:
+        self.optimizer.restore(self._own[name], saved)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -95,9 +88,9 @@ class SlideTrainer(Trainer):
 
     def device_tensors(self) -> list[Tensor]:
         engine = self.engine
-        away = {*engine._homes, *map(id, self._unused)}
+        away = {*engine.streamed, *map(id, self._unused)}
         there = [p for p in self.model.parameters() if id(p) not in away]
-        state = [v for p in there if not engine._travels(p) for v in self.optimizer.state.get(p, {}).values()]
+        state = [v for p in there if id(p) not in engine.travelling for v in self.optimizer.state.get(p, {}).values()]
         return [*there, *self.model.buffers(), *state, *engine.schedule.device_tensors()]
 
     def drain(self) -> None:

@@ -84,7 +84,7 @@ def stream(
         require(budget is None, "gpu_memory and choice: give one of them")
     engine = Engine(
         model, optimizer, stack, usable(device), Precision(master_weights, moments), micro_batch, update_in_backward,
-        overlap, (budget, plan_for, choice), head,
+        overlap, budget, plan_for, choice, head,
     )  # fmt: skip
     return model, engine.optimizer
 

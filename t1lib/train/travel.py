@@ -6,8 +6,7 @@ piece of a layer's state comes in while another is updated and a third leaves, a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -16,49 +15,50 @@ from torch import Tensor
 from t1lib.plan.cost import PIECE, slots_for
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark
-from t1lib.train.narrow import Scratch
-from t1lib.train.update import Rule, update
+from t1lib.train.update import Rule, Scratch, update
 
 TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often
 
 
-class Marks(NamedTuple):
-    """When gradients have been read, weights are updated, and the state is back on the host."""
-
-    read: Mark
-    updated: Mark
-    left: Mark
-
-
 class Span(NamedTuple):
-    """Elements of a flat buffer that are updated by the rule of one parameter group; count: updates so far, including
-    the coming one."""
+    """Elements of a flat buffer that are updated by one rule; count: updates so far, including the coming one."""
 
     at: slice
-    group: int
+    rule: Rule
     count: int
 
 
-@dataclass(frozen=True)
-class Traveller:
-    """What one update covers, such as a layer: its optimizer state by key, and its weights, flat on the host.
+class Update(NamedTuple):
+    """An update to be made: gradients (flat; on the host they come in with the state), what of them to apply, their
+    factor, and marks to wait for before both are read."""
 
-    weights      None: they are on the device only
-    number       the layer's, for the trace
-    size         elements per piece, for which a slot has room
+    grads: Tensor
+    spans: list[Span]
+    scale: Tensor | None
+    known: Sequence[Mark]
+    whole: bool  # whether the spans cover everything: then weights are rebuilt of their masters, and need not come in
+
+
+@dataclass
+class Traveller:
+    """What one update covers, a layer or a matrix.
+
+    index   the layer's number, for the trace
+    flat    its weights on the host, or None: they are on the device only
+    state   the optimizer's, on the host, by key; flat, in the order of the weights
+    left    mark at which the host's weights and state are up to date
     """
 
-    state: dict[str, Tensor]
-    weights: Tensor | None
-    number: int
-    size: int
+    index: int
+    flat: Tensor | None
+    state: dict[str, Tensor] = field(default_factory=dict)
+    left: Mark = None
 
-    @cached_property
-    def pieces(self) -> list["Piece"]:
+    def pieces(self, size: int) -> list["Piece"]:
         """The buffers cut into pieces of at most `size` elements."""
-        held = self.state | ({} if self.weights is None else {"weight": self.weights})
+        held = self.state | ({} if self.flat is None else {"weight": self.flat})
         numel = len(next(iter(held.values())))
-        cuts = [slice(start, min(start + self.size, numel)) for start in range(0, numel, self.size)]
+        cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
         return [Piece(at, {key: flat[at] for key, flat in held.items()}) for at in cuts]
 
 
@@ -69,84 +69,75 @@ class Piece(NamedTuple):
     held: dict[str, Tensor]
 
 
-class Update(NamedTuple):
-    """An update to be made: gradients (flat; on the host they come in with the state), what of them to apply, by which
-    groups' rules, the gradients' factor, and marks to wait for before gradients and factor are read."""
-
-    grads: Tensor
-    spans: list[Span]
-    rules: list[Rule]
-    scale: Tensor | float
-    known: Sequence[Mark]
-    whole: bool  # whether the spans cover everything: then weights are rebuilt of their masters, and need not come in
-
-
 class Travel:
     """Lanes and device slots through which state travels.
 
     kinds    dtypes of what a piece holds, by key: state, "weight", and "grad" if gradients wait on the host
-    numel    elements of the largest layer
+    numel    elements of the largest traveller
     """
 
     def __init__(
         self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, trace: Callable[[], NoTrace]
     ) -> None:
-        self.size, self._trace = max(1, min(PIECE, numel)), trace
+        self._size, self._trace = max(1, min(PIECE, numel)), trace
         self.lanes = Lane(device, True), Lane(device, True, urgent=True), Lane(device, True)  # in, update, out
         count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
         self._slots = [
-            {key: torch.zeros(self.size, dtype=dtype, device=device) for key, dtype in kinds.items()}
+            {key: torch.zeros(self._size, dtype=dtype, device=device) for key, dtype in kinds.items()}
             for _ in range(count)
         ]
         self._freed: list[Mark] = [None] * count  # marks at which a slot's content has left
         self._turn, self._scratch = 0, Scratch()
+        self._pieces: dict[int, list[Piece]] = {}  # by the traveller's index
 
-    def update(self, traveller: Traveller, given: Update, left: Mark, onto: Tensor | None, there: bool) -> Marks:
-        """Queue an update with all its pieces. Arguments as of `by_piece`."""
-        for marks in self.by_piece(traveller, given, left, onto, there):
-            found = marks
-        return found
+    def pieces(self, traveller: Traveller) -> list[Piece]:
+        if traveller.index not in self._pieces:
+            self._pieces[traveller.index] = traveller.pieces(self._size)
+        return self._pieces[traveller.index]
+
+    def update(self, traveller: Traveller, given: Update, onto: Tensor | None, there: bool) -> tuple[Mark, Mark]:
+        """Queue an update with all its pieces. Arguments and result as of `by_piece`."""
+        *_, marks = self.by_piece(traveller, given, onto, there)
+        return marks
 
     def by_piece(
-        self, traveller: Traveller, given: Update, left: Mark, onto: Tensor | None, there: bool,
-        together: int = TOGETHER,
-    ) -> Iterator[Marks]:  # fmt: skip
-        """Queue an update, `together` pieces at a time.
+        self, traveller: Traveller, given: Update, onto: Tensor | None, there: bool, together: int = TOGETHER
+    ) -> Iterator[tuple[Mark, Mark]]:
+        """Queue an update, `together` pieces at a time; gives the marks at which gradients have been read, and weights
+        are updated.
 
-        left     mark at which the state of the previous update is back on the host
         onto     flat, on the device: receives the new weights, too, or alone if the host has none
         there    whether `onto` holds the weights already, so that they need not come in
         """
         inward, lane, outward = self.lanes
         come_too = not given.grads.is_cuda and "grad" in self._slots[0]
-        there = there or traveller.weights is None
+        there = there or traveller.flat is None
         absent = {"weight"} if there or ("master" in traveller.state and given.whole) else set()
-        inward.after(left, *(given.known if come_too else ()))
+        inward.after(traveller.left, *(given.known if come_too else ()))
         lane.after(*given.known)
-        if isinstance(given.scale, Tensor):
+        if given.scale is not None:
             lane.uses(given.scale)
-        pieces = traveller.pieces
+        pieces = self.pieces(traveller)
         for at in range(0, len(pieces), together):
-            underway = []
+            few, come, marks = pieces[at : at + together], given.grads if come_too else None, []
             with inward.active():
-                for piece in pieces[at : at + together]:
-                    underway.append((piece, *self._bring(traveller, piece, given.grads if come_too else None, absent)))
+                underway = [(piece, *self._bring(traveller, piece, come, absent)) for piece in few]
             with lane.active():
-                for number, (piece, slot, turn, arrived) in enumerate(underway):
+                for piece, slot, _, arrived in underway:
                     lane.after(arrived)
-                    with self._trace().span("update", "device update", traveller.number, lane.stream):
+                    with self._trace().span("update", "device update", traveller.index, lane.stream):
                         grad = slot["grad"] if come_too else given.grads[piece.at]
                         self._update(piece, slot, grad, given, None if onto is None else onto[piece.at], there)
-                    underway[number] = piece, slot, turn, lane.mark()
-            updated = lane.mark()
+                    marks.append(lane.mark())
             with outward.active():
-                for piece, slot, turn, mark in underway:
+                for (piece, slot, turn, _), mark in zip(underway, marks, strict=True):
                     outward.after(mark)
-                    with self._trace().span("out", "state", traveller.number, outward.stream):
+                    with self._trace().span("out", "state", traveller.index, outward.stream):
                         home = list(piece.held.values())
                         torch._foreach_copy_(home, [slot[key] for key in piece.held], non_blocking=True)
                     self._freed[turn] = outward.mark()
-            yield Marks(inward.mark() if come_too else updated, updated, outward.mark())
+            traveller.left = outward.mark()
+            yield (inward.mark() if come_too else marks[-1]), marks[-1]
 
     def _bring(
         self, traveller: Traveller, piece: Piece, grads: Tensor | None, absent: set[str]
@@ -159,7 +150,7 @@ class Travel:
         come = {key: flat for key, flat in piece.held.items() if key not in absent}
         come |= {} if grads is None else {"grad": grads[piece.at]}
         inward.after(self._freed[turn])
-        with self._trace().span("in", "state", traveller.number, inward.stream):
+        with self._trace().span("in", "state", traveller.index, inward.stream):
             torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
         return slot, turn, inward.mark()
 
@@ -170,11 +161,11 @@ class Travel:
         weight = onto if there else slot["weight"]
         state = {key: slot[key] for key in piece.held if key != "weight"}
         start, stop = piece.at.start, piece.at.stop
-        for whole, group, count in given.spans:
+        for whole, rule, count in given.spans:
             at = slice(max(whole.start, start) - start, min(whole.stop, stop) - start)
             if at.start < at.stop:
                 parts = {key: flat[at] for key, flat in state.items()}
-                update([weight[at]], [grad[at]], [parts], given.rules[group], count, given.scale, self._scratch)
+                update([weight[at]], [grad[at]], [parts], rule, count, given.scale, self._scratch)
         if there and "weight" in piece.held:
             slot["weight"].copy_(weight)
         elif not there and onto is not None:

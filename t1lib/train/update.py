@@ -16,7 +16,6 @@ from torch.optim.sgd import sgd
 
 from t1lib.errors import choose, require
 from t1lib.train.adamw import adamw_, has_kernel
-from t1lib.train.narrow import Scratch, join, split
 
 DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
 PIECE = 1 << 17  # values that each core of the host updates at a time: their float32 state stays in its caches
@@ -63,12 +62,9 @@ class Precision:
         master = {"low": torch.int16} if self.masters == "split" else {"master": torch.float32}
         return found | (master if wide else {})
 
-
-def rule_of(group: dict[str, Any]) -> Rule:
-    """The hyperparameters of a group as they are now."""
-    rule = {k: v for k, v in group.items() if k != "params"}
-    rule["lr"] = float(rule["lr"])
-    return rule
+    def kinds_by(self, rules: Sequence[Rule], param: Tensor) -> dict[str, torch.dtype]:
+        """The same for state that any of these rules may need."""
+        return {key: dtype for rule in rules for key, dtype in self.kinds(param, rule).items()}
 
 
 def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
@@ -79,33 +75,88 @@ def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
     return state
 
 
+def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
+    """float32 whose bits are those of the bfloat16 `high`, shifted to the upper half, plus the int16 `low`."""
+    bits = torch.empty(high.shape, dtype=torch.int32, device=high.device) if out is None else out.view(torch.int32)
+    bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+    return bits.view(torch.float32)
+
+
+def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
+    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it.
+
+    Ties round away from zero, so that `low` fits 16 bits. `wide` is overwritten.
+    """
+    bits = wide.view(torch.int32)
+    low.copy_(bits)  # its lower half, as a signed number
+    high.view(torch.int16).copy_(bits.add_(32768).bitwise_right_shift_(16))
+
+
+def follow(master: Tensor, weight: Tensor) -> None:
+    """Let a master follow its weight, where somebody has written to it: where it is not the master's rounding."""
+    torch.where(master.to(weight.dtype) == weight, master, weight.float(), out=master)
+
+
+class Scratch:
+    """Reusable float32 buffers for one piece, and the noise for the stochastic rounding of moments."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._noise: Tensor | None = None
+
+    def _buffer(self, key: str, like: Tensor) -> Tensor:
+        held = self._buffers.get(key)
+        if held is None or held.numel() < like.numel() or held.device != like.device:
+            held = self._buffers[key] = torch.empty(like.numel(), device=like.device)
+        return held[: like.numel()]
+
+    def widen(self, key: str, value: Tensor) -> Tensor:
+        return self._buffer(key, value).copy_(value)
+
+    def join(self, high: Tensor, low: Tensor) -> Tensor:
+        return join(high, low, out=self._buffer("master", high))
+
+    def round_by_chance(self, wide: Tensor, out: Tensor, step: int) -> None:
+        """out (bfloat16) ← wide, stochastically rounded: P(up) is the relative distance from the lower neighbour.
+
+        The noise is drawn once. Where a piece starts reading it depends only on the step and the piece's size, so that
+        a run can be repeated. `wide` is overwritten.
+        """
+        if self._noise is None or self._noise.numel() < 2 * wide.numel():
+            generator = torch.Generator().manual_seed(0)
+            size = 2 * max(wide.numel(), 1 << 16)
+            self._noise = torch.randint(1 << 16, (size,), dtype=torch.int32, generator=generator).to(wide.device)
+        start = step * 7919 % wide.numel()
+        bits = wide.view(torch.int32)
+        bits.add_(self._noise[start : start + wide.numel()]).bitwise_right_shift_(16)
+        out.view(torch.int16).copy_(bits)
+
+
 @torch.no_grad()
 def update(
     weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], rule: Rule, count: int,
-    scale: Tensor | float = 1.0, scratch: Scratch | None = None,
+    scale: Tensor | None = None, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """Update tensors and their states in place; gradients may be overwritten.
+    """Update tensors of one dtype and their states in place; gradients may be overwritten.
 
     count   updates of these tensors so far, including this one
-    scale   factor of the gradients
+    scale   factor of the gradients, (), on their device
     """
-    wide = [i for i, state in enumerate(states) if state.keys() & {"master", "low"}]
-    plain = [i for i in range(len(weights)) if i not in set(wide)]
-    if plain:
-        given = [grads[i] for i in plain]
-        if isinstance(scale, Tensor) or scale != 1.0:
-            # A Python number would be rounded to the gradients' dtype.
-            torch._foreach_mul_(given, scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64))
-        _torchs([weights[i] for i in plain], given, [states[i] for i in plain], rule, count)
-    for i in wide:
-        _wide(weights[i].view(-1), grads[i].view(-1), states[i], rule, count, scale, scratch or Scratch())
+    if any(state.keys() & {"master", "low"} for state in states):
+        for weight, grad, state in zip(weights, grads, states, strict=True):
+            _wide(weight.view(-1), grad.view(-1), state, rule, count, scale, scratch or Scratch())
+        return
+    if scale is not None:
+        torch._foreach_mul_(grads, scale)
+    _torchs(weights, grads, states, rule, count)
 
 
-def _torchs(weights: list[Tensor], grads: list[Tensor], states: list[State], rule: Rule, count: int) -> None:
+def _torchs(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], rule: Rule, count: int
+) -> None:
     """PyTorch's update. Its own choice of implementation is kept on a CPU that computes, so that results are the same
     bits; elsewhere the fused one is taken, which moves the least memory."""
-    common = {k: rule[k] for k in ("lr", "weight_decay", "maximize")}
-    common |= {k: rule[k] for k in ("foreach", "fused")}
+    common = {k: rule[k] for k in ("lr", "weight_decay", "maximize", "foreach", "fused")}
     if "betas" in rule:
         steps = [torch.full((), count - 1.0, device=w.device if rule["fused"] else "cpu") for w in weights]
         adamw(
@@ -128,7 +179,7 @@ def _torchs(weights: list[Tensor], grads: list[Tensor], states: list[State], rul
 
 
 def _wide(
-    weight: Tensor, grad: Tensor, state: State, rule: Rule, count: int, scale: Tensor | float, scratch: Scratch
+    weight: Tensor, grad: Tensor, state: State, rule: Rule, count: int, scale: Tensor | None, scratch: Scratch
 ) -> None:
     """Update a flat 16-bit tensor that has a master: with one kernel, or piece by piece."""
     flat = {k: v.view(-1) for k, v in state.items()}
@@ -140,7 +191,7 @@ def _wide(
         piece = slice(start, start + size)
         part = {k: v[piece] for k, v in flat.items()}
         g = scratch.widen("grad", grad[piece])
-        if isinstance(scale, Tensor) or scale != 1.0:
+        if scale is not None:
             g.mul_(scale)
             g.copy_(g.to(grad.dtype))  # rounded, as clipping in place rounds it
         low, master = part.pop("low", None), part.pop("master", None)

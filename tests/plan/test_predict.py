@@ -18,9 +18,9 @@ from t1lib.optimizers import OptimizerSpec
 from t1lib.plan import predict as predicting
 from t1lib.plan import rates, work
 from t1lib.plan.choose import choose_plan
-from t1lib.plan.predict import Setting, predict, recommended, would_fit
+from t1lib.plan.predict import Setting, predict, recommended, work_for, would_fit
 from t1lib.plan.rates import H200, Machine
-from t1lib.plan.work import head_bytes, with_head, work_of
+from t1lib.plan.work import HEADS, MODES, in_mode, with_head, work_of
 from t1lib.train import make_trainer
 
 SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)
@@ -39,20 +39,36 @@ def test_heads_workspaces_are_those_that_were_measured():
     """Notebook cce, shape Q, MiB beyond the gradients: full 13619, chunked 1203, fused with a workspace of 512: 442."""
     model = shape_only("qwen3-1.7b", torch.bfloat16)
     asked = work_of(model, OptimizerSpec("adamw", master_weights=True), rows=8, seq=1024)
-    # dE, which `full` does not hold yet at its peak; `head_bytes` deducts only dW.
+    # dE, which `full` does not hold yet at its peak; `with_head` deducts only dW.
     gradients = 8192 * 2048 * 2
-    assert (head_bytes("full", asked) - gradients) / 2**20 == pytest.approx(13619, rel=0.01)
-    assert head_bytes("chunked", asked) / 2**20 == pytest.approx(1203, rel=0.02)
-    assert head_bytes("fused", asked) / 2**20 == pytest.approx(442, rel=0.02)
+    held = {head: with_head(asked, head).workspace / 2**20 for head in ("full", "chunked", "fused")}
+    assert held["full"] - gradients / 2**20 == pytest.approx(13619, rel=0.01)
+    assert held["chunked"] == pytest.approx(1203, rel=0.02)
+    assert held["fused"] == pytest.approx(442, rel=0.02)
+
+
+def test_pytorchs_own_head_is_as_it_was_measured():
+    """8192 tokens, 256000 × 2304: 1163 MiB beyond the gradients; 244 ms, of which three products take 42."""
+    model = shape_only("gemma-2-2b", torch.bfloat16)
+    found = with_head(work_of(model, OptimizerSpec("sgd"), rows=1, seq=8192), "torch")
+    assert found.workspace / 2**20 == pytest.approx(1163, rel=0.01)
+    assert found.head_moves * 8192 * 256000 / H200.memory * 1e3 == pytest.approx(244 - 42, rel=0.02)
+
+
+def test_in_slide_some_heads_take_a_micro_batch_at_a_time_and_others_make_chunks_of_the_batch():
+    asked = work_for(replace(SETTING, micro_batch=4))
+    tokens = {head: in_mode(asked, "slide", head).head_tokens for head in HEADS}
+    assert tokens == {"full": 4096, "chunked": 16384, "fused": 16384, "torch": 4096}
+    assert {in_mode(asked, "ckpt", head).head_tokens for head in HEADS} == {4096}
 
 
 def test_a_workspace_that_is_too_small_for_the_head_is_why_that_alone_does_not_fit(capsys):
     why, small = "workspace of 1024 bytes is too small for head 'fused'", replace(SETTING, workspace=1024)
     found = predict(small, 141 * GIB, None, H200)
-    assert [(p.mode, p.head) for p in found] == [(m, h) for m in predicting.MODES for h in predicting.HEADS]
+    assert [(p.mode, p.head) for p in found] == [(m, h) for m in MODES for h in HEADS]
     assert all((why in p.why and p.reserved == inf) == (p.head == "fused") for p in found)
     assert recommended(found).head == "chunked"
-    with pytest.raises(T1Error, match="nothing fits; the least is mode slide with head chunked"):
+    with pytest.raises(T1Error, match="nothing fits; the least is mode slide with head torch, which needs "):
         recommended(predict(small, GIB, None, H200))
     with pytest.raises(T1Error, match=why):
         predicting.predict_point(small, "gpu", "fused", H200)
@@ -60,7 +76,7 @@ def test_a_workspace_that_is_too_small_for_the_head_is_why_that_alone_does_not_f
     out = capsys.readouterr().out
     assert "inf" not in out and "nan" not in out
     rows = [line.split(maxsplit=7) for line in out.splitlines() if why in line]
-    assert [(row[1], row[2:7]) for row in rows] == [("fused", ["-"] * 5)] * 3
+    assert [(row[1], row[2:7]) for row in rows] == [("fused", ["-"] * 5)] * 4
 
 
 def test_without_a_budget_the_command_names_the_memory_that_is_free(capsys, monkeypatch):
@@ -76,7 +92,7 @@ def test_without_a_budget_the_command_names_the_memory_that_is_free(capsys, monk
 
 def test_without_a_limit_everything_fits_and_less_memory_takes_longer():
     plenty = predict(SETTING, 1000 * GIB, None, H200)
-    assert len(plenty) == 9 and all(not p.why for p in plenty)
+    assert len(plenty) == 16 and all(not p.why for p in plenty)
     times = [recommended(predict(SETTING, size * GIB, None, H200)).ms for size in (6, 16, 40, 141)]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
@@ -113,7 +129,7 @@ def test_where_not_even_the_least_fits_its_need_is_what_a_budget_must_be():
     found = by_name(predict(SETTING, GIB, None, H200))
     assert not any(not p.why for p in found.values())
     with pytest.raises(T1Error, match=f"the least that works .* is {found['slide', 'fused'].reserved // 2**20 + 1}MiB"):
-        choose_plan(with_head(predicting._work(SETTING), "fused"), GIB, H200)
+        choose_plan(in_mode(work_for(SETTING), "slide", "fused"), GIB, H200)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +162,7 @@ def test_on_a_cpu_tensors_held_between_steps_are_within_the_prediction(mode):
 def test_the_command_prints_the_table_and_a_command_to_train(capsys):
     assert main(["plan", "--model", "qwen3-8b", "--seq", "4096", "--vram", "16GiB", "--host", "128GiB"]) == 0
     out = capsys.readouterr().out
-    assert out.count("GiB on the device") == 6 and "recommended: mode slide, head fused" in out
+    assert out.count("GiB on the device") == 8 and "H200 step" in out and "recommended: mode slide, head fused" in out
     assert "python -m t1lib train --model qwen3-8b --mode slide --head fused --seq 4096" in out
     assert "--gpu-memory 16GiB" in out and "an H200's rates, not this machine's" in out
 
@@ -230,19 +246,20 @@ def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(capsys, monk
 
 
 def test_a_busy_moment_of_the_host_does_not_count(monkeypatch):
-    def measures(device):
-        busy = iter([1.7, 0.9, 0.9, 1.5, 0.9, 0.9, 1.8])
-        return {name: lambda: 1.0 for name in ("link", "update", "flops", "attention", "memory")} | {
-            "launch_ms": busy.__next__
-        }
+    now, calls = [0.0], []
 
-    monkeypatch.setattr(rates, "_measures", measures)
+    def launch():
+        calls.append(1)
+        now[0] += 0.0017 if len(calls) % 3 == 0 else 0.0009
+
+    measures = dict.fromkeys(rates.PRACTICE, (1, lambda: now.__setitem__(0, now[0] + 1))) | {"launch_ms": (1, launch)}
+    monkeypatch.setattr(rates, "_measures", lambda device: measures)
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(rates, "PAUSE", 0)
-    assert rates.measure_machine(torch.device("cpu")).launch_ms == 0.9
+    assert rates.measure_machine(torch.device("cpu")).launch_ms == pytest.approx(0.9)
 
 
 def test_modes_and_heads_are_known_elsewhere():
-    from t1lib.heads import HEADS
-    from t1lib.train import MODES
+    from t1lib import heads, train
 
-    assert set(predicting.MODES) <= set(MODES) and set(predicting.HEADS) <= set(HEADS)
+    assert set(MODES) <= set(train.MODES) and set(HEADS) == set(heads.HEADS)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from t1lib.optimizers import OptimizerSpec, state_bytes
-from t1lib.train.narrow import join, split
 from t1lib.train.resident import precision_of
-from t1lib.train.update import new_state
+from t1lib.train.update import join, new_state, split
 
 
 def test_bytes_per_parameter():

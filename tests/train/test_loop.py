@@ -96,13 +96,6 @@ def test_what_slide_keeps_where_changes_no_bit(choice, options):
     assert_same(found[1], expected[1])
 
 
-def test_the_batch_that_is_announced_may_be_another_one():
-    trainers = [make_trainer(model(), "slide", optimizer=ADAMW, choice=Choice(outer="host")) for _ in range(2)]
-    data = ragged(4)
-    for batch, upcoming in zip(data, [data[1], data[3], None, None], strict=True):
-        assert trainers[0].step(batch, upcoming).loss == trainers[1].step(batch).loss
-
-
 @pytest.mark.parametrize("head", [{"head": "full"}, {"head_options": {"chunks": 2}}, {"head": "chunked"}], ids=str)
 def test_a_budget_chooses_what_is_kept_where(head):
     options = {"optimizer": ADAMW, **head}

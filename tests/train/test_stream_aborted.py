@@ -251,6 +251,18 @@ def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
     return [weakref.ref(model), weakref.ref(own), weakref.ref(model.blocks[1].up.weight)]
 
 
+@pytest.mark.parametrize("choice", [Choice(), Choice(inputs="host", outer="host"), Choice(resident=2, keep=2)], ids=str)
+def test_a_model_that_is_given_back_keeps_no_buffers(choice):
+    model = blocks()
+    streamed, own = stream(model, adamw(model), layers=model.blocks, choice=choice)
+    train(streamed, own, data()[:3])
+    schedule = weakref.ref(own._engine.schedule)
+    own.close()
+    del own
+    gc.collect()
+    assert schedule() is None
+
+
 @pytest.mark.parametrize("end", ["after a step", "in the middle", "broken", "closed"])
 @pytest.mark.parametrize("options", [*PLACES, AT_ONCE])
 def test_what_is_dropped_is_gone(options, end):

@@ -1,12 +1,15 @@
 """What loops on a CPU do not meet by themselves: found by reading."""
 
+from functools import partial
+
 import pytest
 import torch
 from stream_cases import adamw, compare, loop, streaming, train, weights
-from stream_models import adapted, blocks, data, llama
+from stream_models import adapted, adapters_of, blocks, data, llama
 from torch import nn
 
 from t1lib.plan.cost import Choice
+from t1lib.train import placing
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.layers import HostLayer, Layout
 
@@ -33,10 +36,11 @@ def test_weights_without_a_gradient_are_left_alone(dtype):
 def test_an_update_covers_no_parameter_between_two_others():
     module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(16, 16, bias=False))
     params = dict(module.named_parameters())
-    held = HostLayer(module, 0, Layout(params), torch.device("cpu"), dict.fromkeys(map(id, params.values()), 0))
+    groups, counts = dict.fromkeys(map(id, params.values()), 0), dict.fromkeys(params.values(), 0)
+    held = HostLayer(module, 0, Layout(params), torch.device("cpu"), groups, counts)
     held._device, held.absent = torch.device("cuda"), {"1.weight"}
     inside = held.layout.span("1.weight")
-    assert all(span.at.stop <= inside.start or span.at.start >= inside.stop for span in held.spans())
+    assert all(span.at.stop <= inside.start or span.at.start >= inside.stop for span in held.spans([{}]))
     assert not held.whole
     held.absent = set()
     assert held.whole
@@ -86,7 +90,34 @@ def test_layers_with_adapters_run_without_graphs():
     model = adapted(dropout=0.0)
     with streaming(model, adamw(model)) as (streamed, own):
         train(streamed, own, data(1))
-        assert not own._engine._alike
+        assert not own._engine.passes.for_graphs
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_layers_with_hooks_inside_run_without_graphs(kind):
+    """A replay would not call them. Hooks of the layer itself are called outside of it."""
+    register = f"register_{kind}"
+    layer = nn.Sequential(nn.Linear(4, 4))
+    graphs = LayerGraphs([layer], {0})
+    getattr(layer, register)(lambda *_: None)
+    assert graphs.allow(0)
+    hook = getattr(layer[0], register)(lambda *_: None)
+    assert not graphs.allow(0)
+    hook.remove()
+    assert graphs.allow(0)
+
+
+def test_gradients_of_replayed_layers_are_those_of_eager_ones():
+    """A replay calls no hooks that tell which parameters were reached: it is all of them, or graphs are given up."""
+    module = nn.Linear(4, 4)
+    params = dict(module.named_parameters())
+    groups, counts = dict.fromkeys(map(id, params.values()), 0), dict.fromkeys(params.values(), 0)
+    held, graphs = HostLayer(module, 0, Layout(params), torch.device("cpu"), groups, counts), LayerGraphs([module], {0})
+    graphs.note_gradients(held, replayed=True)
+    assert held.reached == {"weight", "bias"} and graphs.allow(0)
+    held.reached = {"weight"}
+    graphs.note_gradients(held, replayed=False)
+    assert held.reached == {"weight"} and not graphs.allow(0)
 
 
 class Windowed(nn.Module):
@@ -98,16 +129,30 @@ class Windowed(nn.Module):
 def test_layers_that_compute_otherwise_share_no_graph():
     first, second = [int(n) for n in "64"], [int(n) for n in "32"]  # tuples that are not the same object
     layers = [Windowed(tuple(first)), Windowed(tuple(second))]
-    assert len(set(LayerGraphs(layers).kinds)) == 2
+    assert len(set(LayerGraphs(layers, set()).kinds)) == 2
     config = object()
     alike = [nn.Linear(4, 4) for _ in range(2)]
     for layer in alike:
         layer.config = config
-    assert len(set(LayerGraphs(alike).kinds)) == 1
+    assert len(set(LayerGraphs(alike, set()).kinds)) == 1
 
 
 def test_calls_with_unknown_objects_are_not_captured():
-    graphs, calls = LayerGraphs([nn.Linear(4, 4)]), []
+    graphs, calls = LayerGraphs([nn.Linear(4, 4)], {0}), []
     for _ in range(3):
         graphs.run(0, "place", lambda x, cache: calls.append(cache) or x, torch.ones(2, 4), object())
     assert len(calls) == 3 and not graphs._seen
+
+
+@pytest.mark.parametrize("planned_for", [None, (2, 6)])
+def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
+    """In bfloat16, adapters save their inputs once more, in float32."""
+    seen = []
+    monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
+    for build in (llama, partial(adapted, base=llama)):
+        model = build(torch.bfloat16)
+        with streaming(model, adamw(model), gpu_memory="1GiB", plan_for=planned_for) as (streamed, own):
+            train(streamed, own, data(2))
+    plain, with_adapters = (work.saved for work in seen)
+    own = sum(m.lora_A["default"].in_features * 4 for m in adapters_of(model)[0].modules() if hasattr(m, "lora_A"))
+    assert plain + own <= with_adapters <= plain + 2.5 * own

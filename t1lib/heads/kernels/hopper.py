@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from t1lib.heads.kernels import tiles
-from t1lib.heads.kernels.logits import HEADROOM, NEVER
+from t1lib.heads.kernels.logits import NEVER, exponentials, gradients, load_factors, settled_offset, store_sums, work_of
 
 # -- the ring of operands: stages of two halves of A and one B, each with a barrier for full and one for empty --------
 
@@ -38,14 +38,14 @@ def _ring(a, b, S: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tiles(x, w, ring, work, group, first, hidden, N: gl.constexpr, S: gl.constexpr, GRADIENT: gl.constexpr):
+def _copy_tiles(x, w, ring, work, group, first, hidden, N: gl.constexpr, S: gl.constexpr, FLAGS: gl.constexpr):
     """Copy the operands of this program's tiles, step after step: x's two halves of rows, and w."""
     m, _, begin, end, stride, blocks, across = work
     a0, a1, b0, full, empty = ring
     it = 0
     for index in range(begin, end, stride):
         n = index
-        if GRADIENT:
+        if FLAGS.gradient:
             m, n = tiles.grouped(index, blocks, across, group)
         for k in range(0, hidden, 64):
             s = it % S
@@ -96,167 +96,82 @@ def _put_tile(target, row, column, buffers, value):
 
 
 @gluon.jit
-def _bias_ahead(bias, column, vocab, N: gl.constexpr, BIAS: gl.constexpr):
-    """A tile's bias, asked for before its product: afterwards each thread would wait for 64 loads of its own."""
-    columns = column + gl.arange(0, N, gl.BlockedLayout([N // 128], [32], [4], [0]))
-    if BIAS:
-        return gl.load(bias + columns, mask=columns < vocab, other=0.0)
-    else:
-        return columns
-
-
-@gluon.jit
 def _reciprocal(x):
     """Of numbers from 1 to infinity, to the last bit but one: a plain division also looks at how large they are."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _finish_logits(acc, ahead, softcap, BIAS: gl.constexpr, SOFTCAP: gl.constexpr):
-    """As `tiles.finish_logits`, the logits in units that all share, so what these multiply can wait."""
-    if BIAS:
-        acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, acc.type.layout)).to(gl.float32), 0)
-    if SOFTCAP > 0:
-        t = 1.0 - 2.0 * _reciprocal(gl.exp2(acc * (2.0 * tiles.LOG2E / softcap)) + 1.0)
-        if SOFTCAP == 2:
-            small = acc * (1.0 / softcap)
-            t = gl.where(gl.maximum(small, -small) < 0.4, tiles.small_tanh(small), t)
-        return t, 1.0 - t * t
-    else:
-        return acc, acc
-
-
-@gluon.jit
 def _multiply_tiles(
-    a, ring, buffers, z, bias, class_weight, row, target, flag, sums, half,
-    work, sizes, softcap, filter_eps, N: gl.constexpr, S: gl.constexpr, GRADIENT: gl.constexpr, STORE: gl.constexpr,
-    REDO: gl.constexpr, BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_SHARE: gl.constexpr, WEIGHTED: gl.constexpr,
-    RAGGED: gl.constexpr, FILTER: gl.constexpr,
+    a, ring, buffers, half, z, vectors, work, sizes, softcap, filter_eps,
+    N: gl.constexpr, S: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's half of each of this program's tiles, finished as `logits` says."""
+    bias, class_weight, row, packed_target, flag, sums = vectors
     m, split, begin, end, stride, blocks, across = work
     tokens, start, live, capacity, vocab, hidden, first, group, splits = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    unit = softcap * tiles.LOG2E if SOFTCAP > 0 else 1.0 * tiles.LOG2E
-    rows = m * 128 + half + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
+    rows = m * 128 + half + gl.arange(0, 64, by_row)
     shift = gl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
-    if REDO:
-        highest = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+    nothing = gl.full((64,), -float("inf"), gl.float32, by_row)
+    if FLAGS.redo:
+        highest = nothing
         for part in range(splits):
             highest = gl.maximum(highest, gl.load(sums + (splits + part) * capacity + rows))
-        shift = gl.where(highest - shift > HEADROOM, highest, shift)
-    total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
-    pull = gl.zeros((64,), gl.float32, gl.SliceLayout(1, layout))
-    top = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+        shift = settled_offset(highest, shift)
+    found = (gl.zeros((64,), gl.float32, by_row), nothing, gl.zeros((64,), gl.float32, by_row))
     it = 0
     for index in range(begin, end, stride):
         n = index
-        if GRADIENT:  # all that is loaded, before the product
+        if FLAGS.gradient:  # all that is loaded, before the product
             m, n = tiles.grouped(index, blocks, across, group)
-            rows = m * 128 + half + gl.arange(0, 64, gl.SliceLayout(1, layout))
+            rows = m * 128 + half + gl.arange(0, 64, by_row)
             here = row + start + rows
-            y = gl.load(target + rows)
-            shift = gl.load(here + tiles.OFFSET * tokens, mask=rows < live, other=NEVER)
-            log_total = gl.load(here + tiles.LOG_TOTAL * tokens, mask=rows < live, other=0.0)
-            by_p = gl.load(here + tiles.SOFTMAX * tokens, mask=rows < live, other=0.0)
-            fix = by_p - gl.load(here + tiles.TARGET * tokens, mask=rows < live, other=0.0)
-        ahead = _bias_ahead(bias, first + n * N, vocab, N, BIAS)
+            y = gl.load(packed_target + rows)
+            factors = load_factors(here, tokens, rows < live)
+        if bias is not None:  # before the product: afterwards each thread would wait for 64 loads of its own
+            at = first + n * N + gl.arange(0, N, gl.BlockedLayout([N // 128], [32], [4], [0]))
+            ahead = gl.load(bias + at, mask=at < vocab, other=0.0)
         acc, it = _multiply(it, gl.cdiv(hidden, 64), a, ring[2], ring[3], ring[4], N, S)
         columns = first + n * N + gl.arange(0, N, gl.SliceLayout(0, layout))
-        logits, slope = _finish_logits(acc, ahead, softcap, BIAS, SOFTCAP)
-        if GRADIENT:
-            hit = gl.expand_dims(columns, 0) == gl.expand_dims(y, 1)
-            p = gl.exp2((logits * unit - gl.expand_dims(shift, 1)) - gl.expand_dims(log_total, 1))
-            p = gl.where(hit, p - 1.0, p)
-            gradient = p * gl.expand_dims(by_p, 1) + gl.where(hit, gl.expand_dims(fix, 1), 0.0)
-            if EVEN_SHARE:
-                even = gl.expand_dims(gl.load(here + tiles.EVEN * tokens, mask=rows < live, other=0.0), 1)
-                if WEIGHTED:
-                    weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
-                    even = even * gl.expand_dims(weight, 0)
-                gradient -= even
-            if SOFTCAP > 0:
-                gradient *= slope
-            if FILTER:
-                gradient = gl.where((p < filter_eps) & (p > -filter_eps), 0.0, gradient)
-            _put_tile(z, m * 128 + half, n * N, buffers, gradient)
+        if bias is not None:
+            acc += gl.expand_dims(gl.convert_layout(ahead, gl.SliceLayout(0, layout)).to(gl.float32), 0)
+        z2, slope = tiles.capped(acc, softcap, FLAGS.precise, _reciprocal)
+        if FLAGS.gradient:
+            even = gl.load(here + tiles.EVEN * tokens, mask=rows < live, other=0.0)
+            p = gradients(z2 * unit, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
         else:
-            inside = gl.expand_dims(columns < vocab, 0)
-            if EVEN_SHARE:
-                pulled = logits
-                if WEIGHTED:
-                    weight = gl.load(class_weight + columns, mask=columns < vocab, other=0.0)
-                    pulled = pulled * gl.expand_dims(weight, 0)
-                if RAGGED:
-                    pulled = gl.where(inside, pulled, 0.0)
-                pull += gl.sum(pulled, 1)
-            if RAGGED:
-                logits = gl.where(inside, logits, -float("inf"))
-            top = gl.maximum(top, gl.max(logits, 1))
-            p = gl.exp2(logits * unit - gl.expand_dims(shift, 1))
-            total += gl.sum(p, 1)
-            if STORE:
-                if SOFTCAP > 0:
-                    p *= slope
-                _put_tile(z, m * 128 + half, n * N, buffers, p)
-    if not GRADIENT:
-        top *= unit
-        out = sums + split * capacity + rows
-        gl.store(out, total)
-        gl.store(out + splits * capacity, top)
-        if EVEN_SHARE:
-            gl.store(out + 2 * splits * capacity, pull * unit)
-        if not REDO:
-            over = gl.max((top - shift > HEADROOM).to(gl.int32), 0)
-            if over > 0:
-                gl.store(flag + m, over)
+            p, found = exponentials(z2, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
+        if z is not None:
+            _put_tile(z, m * 128 + half, n * N, buffers, p)
+    if not FLAGS.gradient:
+        store_sums(sums + split * capacity + rows, splits * capacity, found, unit, shift, flag + m, FLAGS)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=tiles.VARYING)
 def logits(
-    x, w, z, bias, class_weight, row, target, flag, sums,
+    x, w, z, bias, class_weight, row, packed_target, flag, sums,
     number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits, softcap, filter_eps,
-    N: gl.constexpr, S: gl.constexpr, GRADIENT: gl.constexpr, STORE: gl.constexpr, REDO: gl.constexpr,
-    BIAS: gl.constexpr, SOFTCAP: gl.constexpr, EVEN_SHARE: gl.constexpr, WEIGHTED: gl.constexpr,
-    RAGGED: gl.constexpr, FILTER: gl.constexpr,
+    FLAGS: gl.constexpr, N: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """As `kernels.logits.logits`."""
     live = tiles.live_rows(number, start, size)
-    across = gl.cdiv(held, N)
-    m, split = tiles.grouped(gl.program_id(0), gl.cdiv(size, 128), splits, group)
-    blocks = gl.cdiv(live, 128)
-    begin = split * across // splits
-    end = (split + 1) * across // splits
-    stride = 1
-    needed = m * 128 < live
-    if REDO:
-        needed = needed & (gl.load(flag + m) != 0)
-    if GRADIENT:
-        begin = gl.program_id(0)
-        end = blocks * across
-        stride = gl.num_programs(0)
-        needed = begin < end
-    work = (m, split, begin, end, stride, blocks, across)
+    needed, work = work_of(live, size, held, splits, group, flag, 128, N, FLAGS)
+    vectors = (bias, class_weight, row, packed_target, flag, sums)
     sizes = (tokens, start, live, capacity, vocab, hidden, first, group, splits)
     if needed:
         ring = _ring(x, w, S)
-        if STORE:
+        if z is not None:
             c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
             c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
         else:
             c0 = ring[3]
             c1 = ring[3]
         gl.warp_specialize([
-            (_multiply_tiles, (
-                ring[0], ring, c0, z, bias, class_weight, row, target, flag, sums, 0,
-                work, sizes, softcap, filter_eps,
-                N, S, GRADIENT, STORE, REDO, BIAS, SOFTCAP, EVEN_SHARE, WEIGHTED, RAGGED, FILTER,
-            )),
-            (_multiply_tiles, (
-                ring[1], ring, c1, z, bias, class_weight, row, target, flag, sums, 64,
-                work, sizes, softcap, filter_eps,
-                N, S, GRADIENT, STORE, REDO, BIAS, SOFTCAP, EVEN_SHARE, WEIGHTED, RAGGED, FILTER,
-            )),
-            (_copy_tiles, (x, w, ring, work, group, first, hidden, N, S, GRADIENT)),
+            (_multiply_tiles, (ring[0], ring, c0, 0, z, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
+            (_multiply_tiles, (ring[1], ring, c1, 64, z, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
+            (_copy_tiles, (x, w, ring, work, group, first, hidden, N, S, FLAGS)),
         ], [4, 1], [240, 24])  # fmt: skip

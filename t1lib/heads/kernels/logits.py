@@ -1,5 +1,7 @@
 """The logits of a chunk, tile by tile in registers; from each tile its exponentials or, later, its gradient."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,10 +12,20 @@ NEVER = tl.constexpr(1e30)  # offset of a row without a token: its exponentials 
 LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, which no row's maximum is below
 
 
+class Flags(NamedTuple):
+    """What a kernel of logits is compiled for, beside which of its arguments are None; see `logits`."""
+
+    gradient: bool
+    redo: bool
+    precise: bool  # a softcap of at least `tiles.LARGE`
+    even_share: bool  # label smoothing
+    ragged: bool  # there are columns beyond the vocabulary
+
+
 @triton.jit(do_not_specialize=tiles.VARYING)
 def target_logits(
     e, w, bias, order, target, row, number, tokens, hidden, e_row, e_column, w_stride, softcap,
-    M: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program per M tokens in order: at ← z2 of the token's target; offset ← the first guess of its exponentials'.
 
@@ -35,9 +47,10 @@ def target_logits(
         acc = tl.dot(a.to(w.dtype.element_ty), b.T, acc, input_precision=PRECISION)
     j = tl.arange(0, M)
     z = tl.sum(tl.where(j[:, None] == j[None, :], acc, 0.0), 1)
-    if BIAS:
+    if bias is not None:
         z += tl.load(bias + y, mask=real, other=0.0).to(tl.float32)
-    z2 = tiles.tanh(z / softcap, SOFTCAP == 2) * (softcap * tiles.LOG2E) if SOFTCAP > 0 else z * tiles.LOG2E
+    unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
+    z2 = tiles.capped(z, softcap, PRECISE, tiles.reciprocal)[0] * unit
     tl.store(row + tiles.AT * tokens + i, z2, mask=live)
     tl.store(row + tiles.OFFSET * tokens + i, tl.where(real, tl.floor(z2) + LEAD, NEVER), mask=live)
 
@@ -49,122 +62,149 @@ def settled_offset(highest, guess):
 
 
 @triton.jit
-def logit_gradient(
-    z2, slope, columns, row, positions, live, tokens, y, class_weight, vocab, filter_eps,
-    EVEN_SHARE: tl.constexpr, WEIGHTED: tl.constexpr, SOFTCAP: tl.constexpr, FILTER: tl.constexpr,
-):  # fmt: skip
+def work_of(live, size, held, splits, group, flag, M: tl.constexpr, N: tl.constexpr, FLAGS: tl.constexpr):
+    """Whether this program has tiles; and (its row block, range of the vocabulary, first tile, end and step; row blocks
+    and tiles across in all)."""
+    across = tl.cdiv(held, N)
+    m, split = tiles.grouped(tl.program_id(0), tl.cdiv(size, M), splits, group)
+    blocks = tl.cdiv(live, M)
+    begin = split * across // splits
+    end = (split + 1) * across // splits
+    stride = 1
+    needed = m * M < live
+    if FLAGS.redo:
+        needed = needed & (tl.load(flag + m) != 0)
+    if FLAGS.gradient:
+        begin = tl.program_id(0)
+        end = blocks * across
+        stride = tl.num_programs(0)
+        needed = begin < end
+    return needed, (m, split, begin, end, stride, blocks, across)
+
+
+@triton.jit
+def load_factors(here, tokens, live):
+    """Of each row: offset and log_total, by which logits become p; A, and A − B."""
+    shift = tl.load(here + tiles.OFFSET * tokens, mask=live, other=NEVER)
+    log_total = tl.load(here + tiles.LOG_TOTAL * tokens, mask=live, other=0.0)
+    by_p = tl.load(here + tiles.SOFTMAX * tokens, mask=live, other=0.0)
+    return shift, log_total, by_p, by_p - tl.load(here + tiles.TARGET * tokens, mask=live, other=0.0)
+
+
+@triton.jit
+def gradients(z2, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS: tl.constexpr):
     """A tile of dL/d(raw logits): with p the softmax, slope · (A (p − [v = y]) + (A − B) [v = y] − E c_v).
 
-    p − 1 is made first, so that nothing cancels as p_y → 1. FILTER drops entries with |p − [v = y]| < filter_eps.
+    p − 1 is made first, so that nothing cancels as p_y → 1. `filter_eps` drops entries with |p − [v = y]| < filter_eps.
     """
+    shift, log_total, by_p, fix = factors
     hit = columns[None, :] == y[:, None]
-    shift = tl.load(row + tiles.OFFSET * tokens + positions, mask=live, other=NEVER)
-    log_total = tl.load(row + tiles.LOG_TOTAL * tokens + positions, mask=live, other=0.0)
-    by_p = tl.load(row + tiles.SOFTMAX * tokens + positions, mask=live, other=0.0)
-    fix = by_p - tl.load(row + tiles.TARGET * tokens + positions, mask=live, other=0.0)
     p = tl.exp2((z2 - shift[:, None]) - log_total[:, None])
     p = tl.where(hit, p - 1.0, p)
-    gradient = p * by_p[:, None] + tl.where(hit, fix[:, None], 0.0)
-    if EVEN_SHARE:
-        even = tl.load(row + tiles.EVEN * tokens + positions, mask=live, other=0.0)[:, None]
-        if WEIGHTED:
+    found = p * by_p[:, None] + tl.where(hit, fix[:, None], 0.0)
+    if FLAGS.even_share:
+        even = even[:, None]
+        if class_weight is not None:
             even = even * tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
-        gradient -= even
-    if SOFTCAP > 0:
-        gradient *= slope
-    if FILTER:
-        gradient = tl.where((p < filter_eps) & (p > -filter_eps), 0.0, gradient)
-    return gradient
+        found -= even
+    if softcap is not None:
+        found *= slope
+    if filter_eps is not None:
+        found = tl.where((p < filter_eps) & (p > -filter_eps), 0.0, found)
+    return found
+
+
+@triton.jit
+def exponentials(logits, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS: tl.constexpr):
+    """A tile of 2^(z2 − offset), times the softcap's slope, where z2 = `unit` · logits; and what is `found` with it, of
+    each row: their sum, the largest logit, and Σ c · logits."""
+    total, top, pull = found
+    if FLAGS.even_share:
+        pulled = logits
+        if class_weight is not None:
+            pulled = pulled * tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
+        if FLAGS.ragged:
+            pulled = tl.where((columns < vocab)[None, :], pulled, 0.0)
+        pull += tl.sum(pulled, 1)
+    if FLAGS.ragged:
+        logits = tl.where((columns < vocab)[None, :], logits, -float("inf"))
+    top = tl.maximum(top, tl.max(logits, 1))
+    p = tl.exp2(logits * unit - shift[:, None])
+    total += tl.sum(p, 1)
+    if softcap is not None:
+        p *= slope
+    return p, (total, top, pull)
+
+
+@triton.jit
+def store_sums(out, step, found, unit, shift, flag, FLAGS: tl.constexpr):
+    """Store what `exponentials` found, `step` apart, and set `flag` where one of them may have been too large."""
+    total, top, pull = found
+    top *= unit
+    tl.store(out, total)
+    tl.store(out + step, top)
+    if FLAGS.even_share:
+        tl.store(out + 2 * step, pull * unit)
+    if not FLAGS.redo:
+        over = tl.max((top - shift > HEADROOM).to(tl.int32), 0)
+        if over > 0:
+            tl.store(flag, over)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def logits(
-    x, w, z, bias, class_weight, row, target, flag, sums,
-    number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits,
-    x_stride, w_stride, z_stride, softcap, filter_eps,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GRADIENT: tl.constexpr, STORE: tl.constexpr, REDO: tl.constexpr,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, EVEN_SHARE: tl.constexpr, WEIGHTED: tl.constexpr, RAGGED: tl.constexpr,
-    FILTER: tl.constexpr, TMA: tl.constexpr, TMA_W: tl.constexpr, PRECISION: tl.constexpr,
+    x, w, z, bias, class_weight, row, packed_target, flag, sums,
+    number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits, softcap, filter_eps,
+    x_stride, w_stride, z_stride, FLAGS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x (capacity, hidden) packed hidden states; w (vocab, hidden); z (capacity, held): columns of w's rows from
-    `first` on; target (capacity): of the packed rows. In two ways:
+    `first` on. In two ways:
 
     Exponentials. Program (row block, one of `splits` ranges of the vocabulary), in the order of `tiles.grouped`:
-    sums (3, splits, capacity) ← Σ 2^(z2 − offset), max z2, Σ c z2 of its rows. STORE: z ← 2^(z2 − offset), times the
-    softcap's slope. A fixed offset instead of a running maximum saves the rescaling, and makes one scale per row hold
-    for all of z; where it was too small, `flag` is set, and a second launch (REDO) makes those rows again from their
-    largest logit. RAGGED: vocab is no multiple of N.
+    sums (3, splits, capacity) ← Σ 2^(z2 − offset), max z2, Σ c z2 of its rows. z, if given, ← `exponentials`. A fixed
+    offset instead of a running maximum saves the rescaling, and makes one scale per row hold for all of z; where it was
+    too small, `flag` is set, and a second launch (FLAGS.redo) makes those rows again from their largest logit.
 
-    GRADIENT, once the log-sum-exp is known: persistent programs, tile after tile: z ← `logit_gradient`.
+    FLAGS.gradient, once the log-sum-exp is known: persistent programs, tile after tile: z ← `gradients`.
     """
     live = tiles.live_rows(number, start, size)
-    row_blocks = tl.cdiv(size, M)
-    m, split = tiles.grouped(tl.program_id(0), row_blocks, splits, group)
-    across = tl.cdiv(held, N)
-    begin = split * across // splits
-    end = (split + 1) * across // splits
-    stride = 1
-    rows = m * M + tl.arange(0, M)
-    shift = tl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
-    if GRADIENT:
-        row_blocks = tl.cdiv(live, M)
-        begin = tl.program_id(0)
-        end = row_blocks * across
-        stride = tl.num_programs(0)
-    elif m * M >= live:
+    needed, work = work_of(live, size, held, splits, group, flag, M, N, FLAGS)
+    if not needed:
         return
-    if REDO:
-        if tl.load(flag + m) == 0:
-            return
+    m, split, begin, end, stride, blocks, across = work
+    rows = m * M + tl.arange(0, M)
+    unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
+    shift = tl.load(row + tiles.OFFSET * tokens + start + rows, mask=rows < live, other=NEVER)
+    if FLAGS.redo:
         highest = tl.full([M], -float("inf"), tl.float32)
         for part in range(splits):
             highest = tl.maximum(highest, tl.load(sums + (splits + part) * capacity + rows))
         shift = settled_offset(highest, shift)
-    total = tl.zeros([M], tl.float32)
-    top = tl.full([M], -float("inf"), tl.float32)
-    pull = tl.zeros([M], tl.float32)
+    found = (tl.zeros([M], tl.float32), tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32))
     for index in tl.range(begin, end, stride, flatten=True):
-        if GRADIENT:
-            m, n = tiles.grouped(index, row_blocks, across, group)
-        else:
-            n = index
+        n = index
+        if FLAGS.gradient:
+            m, n = tiles.grouped(index, blocks, across, group)
+            rows = m * M + tl.arange(0, M)
         acc = tl.zeros([M, N], tl.float32)
         for k in range(0, hidden, K):
-            a = tiles.load_tile(x, m * M, k, capacity, hidden, x_stride, M, K, TMA)
-            b = tiles.load_tile(w, first + n * N, k, vocab, hidden, w_stride, N, K, TMA_W)
+            a = tiles.load_tile(x, m * M, k, capacity, hidden, x_stride, M, K)
+            b = tiles.load_tile(w, first + n * N, k, vocab, hidden, w_stride, N, K)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         columns = first + n * N + tl.arange(0, N)
-        z2, slope = tiles.finish_logits(acc, columns, bias, vocab, softcap, BIAS, SOFTCAP)
-        if GRADIENT:
-            at = m * M + tl.arange(0, M)
-            gradient = logit_gradient(
-                z2, slope, columns, row, start + at, at < live, tokens, tl.load(target + at), class_weight, vocab,
-                filter_eps, EVEN_SHARE, WEIGHTED, SOFTCAP, FILTER,
-            )  # fmt: skip
-            tiles.store_tile(z, m * M, n * N, capacity, held, z_stride, gradient, False, 1, TMA)
+        if bias is not None:
+            acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
+        z2, slope = tiles.capped(acc, softcap, FLAGS.precise, tiles.reciprocal)
+        if FLAGS.gradient:
+            here = row + start + rows
+            factors = load_factors(here, tokens, rows < live)
+            even = tl.load(here + tiles.EVEN * tokens, mask=rows < live, other=0.0)
+            y = tl.load(packed_target + rows)
+            p = gradients(z2 * unit, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS)
         else:
-            if EVEN_SHARE:
-                pulled = z2
-                if WEIGHTED:
-                    pulled *= tl.load(class_weight + columns, mask=columns < vocab, other=0.0)[None, :]
-                if RAGGED:
-                    pulled = tl.where((columns < vocab)[None, :], pulled, 0.0)
-                pull += tl.sum(pulled, 1)
-            if RAGGED:
-                z2 = tl.where((columns < vocab)[None, :], z2, -float("inf"))
-            top = tl.maximum(top, tl.max(z2, 1))
-            p = tl.exp2(z2 - shift[:, None])
-            total += tl.sum(p, 1)
-            if STORE:
-                if SOFTCAP > 0:
-                    p *= slope
-                tiles.store_tile(z, m * M, n * N, capacity, held, z_stride, p, False, 1, TMA)
-    if not GRADIENT:
-        out = sums + split * capacity + rows
-        tl.store(out, total)
-        tl.store(out + splits * capacity, top)
-        if EVEN_SHARE:
-            tl.store(out + 2 * splits * capacity, pull)
-        if not REDO:
-            over = tl.max((top - shift > HEADROOM).to(tl.int32), 0)
-            tl.store(flag + m, over, mask=over > 0)
+            p, found = exponentials(z2, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
+        if z is not None:
+            tiles.store_tile(z, m * M, n * N, capacity, held, z_stride, p, False, 1)
+    if not FLAGS.gradient:
+        store_sums(sums + split * capacity + rows, splits * capacity, found, unit, shift, flag + m, FLAGS)

@@ -7,30 +7,18 @@ import triton.language as tl
 from t1lib.heads.kernels import tiles
 
 
-@triton.jit
-def _even_share(even_sum, class_weight, classes, inside, d, hidden, WEIGHTED: tl.constexpr):
-    """(classes, d): c ⊗ even_sum, what label smoothing takes evenly from these rows of dW; c is 1 unless WEIGHTED."""
-    share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
-    per_class = tl.full(classes.shape, 1.0, tl.float32)
-    if WEIGHTED:
-        per_class *= tl.load(class_weight + classes, mask=inside, other=0.0)
-    return per_class[:, None] * share
-
-
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
-    z, zt, w, x, de, dw, even_sum, class_weight, number, tokens, start, size, capacity, hidden,
+    z, zt, w, x, de, dw, even_sum, class_weight, number, start, size, capacity, hidden,
     vocab, first, held, x_rows, parts, z_stride, w_stride, x_stride, de_stride, dw_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DE: tl.constexpr, DW: tl.constexpr,
-    ADD_DE: tl.constexpr, ADD_DW: tl.constexpr, EVEN_SHARE: tl.constexpr, WEIGHTED: tl.constexpr,
-    TMA: tl.constexpr, TMA_W: tl.constexpr, TMA_DW: tl.constexpr, PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
+    PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs: first whole units of dE, long and all at the same columns; then tiles of dW, evenly dealt.
 
     z (capacity, held): columns of w's rows from `first` on; zt is z in the transposed product's tiles.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
-    EVEN_SHARE: dw −= c ⊗ even_sum (label smoothing).
+    even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights.
     Programs with one unit of dE fewer take so many tiles of dW first that all end together.
     """
     pid = tl.program_id(0)
@@ -39,7 +27,7 @@ def products(
     across = tl.cdiv(hidden, N)
     units = 0
     unit_steps = 0
-    if DE:
+    if de is not None:
         steps = tl.cdiv(held, K)
         unit_steps = tl.cdiv(steps, parts)
         blocks = tl.cdiv(rows, M)
@@ -50,12 +38,12 @@ def products(
             part = unit // (across * blocks)
             acc = tl.zeros([M, N], tl.float32)
             for k in range(part * unit_steps, tl.minimum((part + 1) * unit_steps, steps)):
-                a = tiles.load_tile(z, m * M, k * K, capacity, held, z_stride, M, K, TMA)
-                b = tiles.load_tile(w, first + k * K, n * N, vocab, hidden, w_stride, K, N, TMA_W)
+                a = tiles.load_tile(z, m * M, k * K, capacity, held, z_stride, M, K)
+                b = tiles.load_tile(w, first + k * K, n * N, vocab, hidden, w_stride, K, N)
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
             at = part * capacity + m * M
-            tiles.store_tile(de, at, n * N, parts * capacity, hidden, de_stride, acc, ADD_DE, PIECES_DE, TMA)
-    if DW:
+            tiles.store_tile(de, at, n * N, parts * capacity, hidden, de_stride, acc, ADD_DE, PIECES_DE)
+    if dw is not None:
         inner = tl.cdiv(rows, K)
         total = tl.cdiv(held, M) * across
         if ADD_DW and rows == 0:
@@ -71,23 +59,26 @@ def products(
             n = tile % across
             acc = tl.zeros([M, N], tl.float32)
             for k in range(0, inner):
-                a = tiles.load_tile(zt, k * K, v * M, capacity, held, z_stride, K, M, TMA)
-                b = tiles.load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N, TMA)
+                a = tiles.load_tile(zt, k * K, v * M, capacity, held, z_stride, K, M)
+                b = tiles.load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N)
                 acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-            if EVEN_SHARE:
-                r = first + v * M + tl.arange(0, M)
-                acc -= _even_share(even_sum, class_weight, r, r < vocab, n * N + tl.arange(0, N), hidden, WEIGHTED)
-            tiles.store_tile(dw, first + v * M, n * N, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW, TMA_DW)
+            if even_sum is not None:
+                d = n * N + tl.arange(0, N)
+                share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
+                if class_weight is not None:
+                    r = first + v * M + tl.arange(0, M)
+                    share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
+                acc -= share
+            tiles.store_tile(dw, first + v * M, n * N, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def frequent_rows(
-    columns, x, sums, frequent, frequent_number, even_sum, class_weight,
-    number, tokens, start, size, capacity, hidden, width, x_rows, columns_stride, x_stride, sums_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    EVEN_SHARE: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    columns, x, frequent_sums, frequent_number, number, start, size, capacity, hidden,
+    width, x_rows, columns_stride, x_stride, frequent_sums_stride,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums[h] += Σ_n columns[n, h] x[n], in float32. EVEN_SHARE: −= c ⊗ even_sum, as in `products`.
+    """frequent_sums[h] += Σ_n columns[n, h] x[n], in float32.
 
     Program (M frequent targets, N columns of dW). columns (capacity, width), zero rows up to a multiple of K; x: scaled
     hidden states, likewise.
@@ -102,23 +93,19 @@ def frequent_rows(
     inside = (h < count)[:, None] & (d < hidden)[None, :]
     acc = tl.zeros([M, N], tl.float32)
     for k in range(0, tiles.live_rows(number, start, size), K):
-        a = tiles.load_tile(columns, k, above, capacity, width, columns_stride, K, M, TMA)
-        b = tiles.load_tile(x, k, left, x_rows, hidden, x_stride, K, N, TMA)
+        a = tiles.load_tile(columns, k, above, capacity, width, columns_stride, K, M)
+        b = tiles.load_tile(x, k, left, x_rows, hidden, x_stride, K, N)
         acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-    at = sums + h.to(tl.int64)[:, None] * sums_stride + d[None, :]
-    acc += tl.load(at, mask=inside, other=0.0)
-    if EVEN_SHARE:
-        y = tl.load(frequent + h, mask=h < count, other=0)
-        acc -= _even_share(even_sum, class_weight, y, h < count, d, hidden, WEIGHTED)
-    tl.store(at, acc, mask=inside)
+    at = frequent_sums + h.to(tl.int64)[:, None] * frequent_sums_stride + d[None, :]
+    tl.store(at, acc + tl.load(at, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def target_rows(
-    dw, db, sums, e, order, target, segment_end, row, slot, number, tokens, hidden, e_row, e_column, sums_stride,
-    dw_stride, HEIGHT: tl.constexpr, BLOCK: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
+    dw, db, frequent_sums, e, order, target, segment_end, row, slot, number, tokens, hidden, e_row, e_column,
+    frequent_sums_stride, dw_stride, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw[y] ← (sums[slot[y]] where that is not −1, else dw[y]) + Σ_{n: y_n = y} τ_n e_n for every target y.
+    """dw[y] ← (frequent_sums[slot[y]] where that is not −1, else dw[y]) + Σ_{n: y_n = y} τ_n e_n for every target y.
     db[y] += Σ τ_n.
 
     Program (position, block of columns). Tokens are sorted by target, and the first of each target writes; a target is
@@ -141,18 +128,18 @@ def target_rows(
         n = begin + tl.arange(0, HEIGHT)
         factor = tl.load(row + tiles.TAU * tokens + n, mask=n < end, other=0.0)
         factors += factor
-        if DW:
+        if dw is not None:
             token = tl.load(order + n, mask=n < end, other=0)
             at = e + token[:, None] * e_row + d.to(tl.int64)[None, :] * e_column
             value = tl.load(at, mask=(n < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
             parts += value * factor[:, None]
-    if DW:
+    if dw is not None:
         out = dw + y * dw_stride + d
         where = tl.load(slot + y).to(tl.int64)
         if where >= 0:
-            before = tl.load(sums + where * sums_stride + d, mask=inside, other=0.0)
+            before = tl.load(frequent_sums + where * frequent_sums_stride + d, mask=inside, other=0.0)
         else:
             before = tl.load(out, mask=inside, other=0.0).to(tl.float32)
         tl.store(out, (before + tl.sum(parts, 0)).to(dw.dtype.element_ty), mask=inside)
-    if DB and tl.program_id(1) == 0:
+    if db is not None and tl.program_id(1) == 0:
         tl.store(db + y, tl.load(db + y) + tl.sum(factors, 0))

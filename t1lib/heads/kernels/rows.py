@@ -9,14 +9,11 @@ from t1lib.heads.kernels.logits import settled_offset
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def pack(
-    e, x, order, target, packed_target, flag, number, tokens, start, size, capacity, hidden,
-    above, e_row, e_column, x_stride,
+    e, x, order, target, packed_target, flag, number, start, size, hidden, above, e_row, e_column, x_stride,
     M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: x[above + i] ← the token's hidden state, zero where no token is; its target, else −1.
-
-    And flag ← 0 for each block of M rows.
-    """
+    """Program per row: x[above + i] ← the token's hidden state, zero where no token is; packed_target ← its target,
+    else −1; and flag ← 0 for each block of M rows."""
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
     token = tl.load(order + start + i, mask=live, other=0)
@@ -32,7 +29,7 @@ def pack(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def finish_rows(
-    row, sums, number, tokens, start, size, capacity, hidden, splits, SPLITS: tl.constexpr, PULLED: tl.constexpr
+    row, sums, number, tokens, start, size, capacity, splits, SPLITS: tl.constexpr, EVEN_SHARE: tl.constexpr
 ):
     """Program per row: combine the parts of the vocabulary to the token's statistics."""
     i = tl.program_id(0)
@@ -52,44 +49,24 @@ def finish_rows(
     # two products of the same operands may differ in their last bits
     close = z2 >= highest - 1e-6 * tl.maximum(tl.abs(highest), 1.0)
     tl.store(here + tiles.CORRECT * tokens, close.to(tl.float32))
-    if PULLED:
+    if EVEN_SHARE:
         pull = tl.sum(tl.load(where + 2 * splits * capacity, mask=inside, other=0.0), 0)
         tl.store(here + tiles.PULL * tokens, pull * tiles.LN2)
-
-
-@triton.jit
-def _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK: tl.constexpr):
-    """x[i] ← scale · x[capacity + i]."""
-    for begin in range(0, hidden, BLOCK):
-        d = begin + tl.arange(0, BLOCK)
-        value = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
-        value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
-        tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
-
-
-@triton.jit
-def _copy_frequent(z, columns, frequent, count, i, y, live, z_stride, columns_stride, BLOCK: tl.constexpr):
-    """columns[i] ← z[i] at the frequent targets, 0 at its own, and all 0 in a row without a token."""
-    for begin in range(0, count, BLOCK):
-        h = begin + tl.arange(0, BLOCK)
-        v = tl.load(frequent + h, mask=h < count, other=0)
-        at = z + i.to(tl.int64) * z_stride + v
-        value = tl.load(at, mask=(h < count) & (v != y) & live, other=0.0)
-        tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def scale_rows(
     z, x, row, packed_target, frequent, frequent_number, columns,
     number, tokens, start, size, capacity, hidden, z_stride, x_stride, columns_stride, softcap, z_loss,
-    BLOCK: tl.constexpr, DW: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
 
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
     τ = slope · (A (p_y − 1) + A − B). The target's entry of z becomes 0: neither cancellation nor the rounding of s
-    touches τ. For dW the rows of x are scaled by s, and z's columns of the frequent targets are copied:
-    columns (capacity, number of them). Rows up to the next whole tile take part in products, so they become 0.
+    touches τ. For dW the rows of x, from `capacity` on, are scaled by s into its first rows, and z's columns of the
+    frequent targets are copied into columns (capacity, number of them), 0 at a row's own target. Rows up to the next
+    whole tile take part in products, so they become 0.
     """
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
@@ -98,12 +75,12 @@ def scale_rows(
     log_total = tl.load(here + tiles.LOG_TOTAL * tokens, mask=live, other=0.0)
     a = tl.load(here + tiles.SOFTMAX * tokens, mask=live, other=0.0)
     offset = tl.load(here + tiles.OFFSET * tokens, mask=live, other=0.0)
-    if Z_LOSS:
+    if z_loss is not None:
         r = tl.load(here + tiles.TOKEN * tokens, mask=live, other=0.0)
         a += 2.0 * z_loss * r * (offset + log_total) * tiles.LN2
     logprob = tl.load(here + tiles.LOGPROB * tokens, mask=live, other=0.0) * tiles.LOG2E
     own = a * (tl.exp2(logprob) - 1.0) + (a - tl.load(here + tiles.TARGET * tokens, mask=live, other=0.0))
-    if SOFTCAP:
+    if softcap is not None:
         t = ((logprob + log_total) + offset) / (softcap * tiles.LOG2E)
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
@@ -111,17 +88,26 @@ def scale_rows(
     tl.store(z + i.to(tl.int64) * z_stride + y, tl.zeros([], z.dtype.element_ty), mask=live & (y >= 0))
     tl.store(here + tiles.SCALE * tokens, scale, mask=live)
     tl.store(here + tiles.TAU * tokens, own, mask=live)
-    if DW:
-        _scale_row(x, i, capacity, scale, hidden, x_stride, BLOCK)
+    if columns is not None:
+        for begin in range(0, hidden, BLOCK):
+            d = begin + tl.arange(0, BLOCK)
+            value = tl.load(x + (capacity + i).to(tl.int64) * x_stride + d, mask=d < hidden, other=0.0)
+            value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
+            tl.store(x + i.to(tl.int64) * x_stride + d, value, mask=d < hidden)
         count = tl.load(frequent_number)
-        _copy_frequent(z, columns, frequent, count, i, y, live, z_stride, columns_stride, BLOCK)
+        for begin in range(0, count, BLOCK):
+            h = begin + tl.arange(0, BLOCK)
+            v = tl.load(frequent + h, mask=h < count, other=0)
+            at = z + i.to(tl.int64) * z_stride + v
+            value = tl.load(at, mask=(h < count) & (v != y) & live, other=0.0)
+            tl.store(columns + i.to(tl.int64) * columns_stride + h, value, mask=h < count)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def finish_input_gradient(
     de, out, w, row, order, packed_target, even_vector,
     number, tokens, start, size, capacity, hidden, parts, de_stride, out_stride, w_stride,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, EVEN_SHARE: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it.
 
@@ -142,7 +128,7 @@ def finish_input_gradient(
         own = tl.load(w + y.to(tl.int64) * w_stride + d, mask=inside & (y >= 0), other=0.0).to(tl.float32)
         tau = tl.load(here + tiles.TAU * tokens, mask=live, other=0.0)
         sums = sums * tl.load(here + tiles.SCALE * tokens, mask=live, other=0.0) + tau * own
-        if EVEN_SHARE:
+        if even_vector is not None:
             even = tl.load(here + tiles.EVEN * tokens, mask=live, other=0.0)
             sums -= even * tl.load(even_vector + d, mask=inside, other=0.0)
     where = tl.cast(i, tl.int64) if PACKED else tl.load(order + start + i)
@@ -152,7 +138,7 @@ def finish_input_gradient(
 @triton.jit(do_not_specialize=tiles.VARYING)
 def sum_rows(
     x, factor, out, number, start, size, columns, row_stride, column_stride,
-    BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WEIGHED: tl.constexpr,
+    BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns, part of the rows): out[part] += Σ_i factor_i · x[i]."""
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -165,11 +151,11 @@ def sum_rows(
         i = begin + tl.arange(0, HEIGHT)
         at = i.to(tl.int64)[:, None] * row_stride + d.to(tl.int64)[None, :] * column_stride
         counts = i < rows
-        if WEIGHED:  # rows of factor 0 are not read, whatever is there
+        if factor is not None:  # rows of factor 0 are not read, whatever is there
             f = tl.load(factor + i, mask=counts, other=0.0)
             counts = counts & (f != 0.0)
         value = tl.load(x + at, mask=counts[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        if WEIGHED:
+        if factor is not None:
             value *= f[:, None]
         sums += value
     at_out = out + part * columns + d

@@ -6,7 +6,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 VARYING = ("tokens", "start", "size", "group", "splits", "parts", "above")  # no kernel of its own for each of them
-PRECISE = 64.0  # softcap from which on tanh(z / softcap) must be right to its last digits, because they are multiplied
+LARGE = 64.0  # softcap from which on tanh(z / softcap) must be right to its last digits, because they are multiplied
 
 FIELDS = (
     "at",  # z2 of the token's target
@@ -42,11 +42,9 @@ def grouped(index, blocks, across, group):
 
 
 @triton.jit
-def load_tile(
-    source, row, column, rows, columns, row_stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
-):
-    """(HEIGHT, WIDTH) at (row, column), zero outside the matrix; `source` is a descriptor if TMA, else a pointer."""
-    if TMA:
+def load_tile(source, row, column, rows, columns, row_stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """(HEIGHT, WIDTH) at (row, column), zero outside the matrix; `source` is a descriptor or a pointer."""
+    if isinstance(source, tl.tensor_descriptor):
         return source.load([row, column])
     else:
         r = row + tl.arange(0, HEIGHT)
@@ -57,14 +55,12 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    target, row, column, rows, columns, row_stride, value, ADD: tl.constexpr, PIECES: tl.constexpr, TMA: tl.constexpr
-):
+def store_tile(target, row, column, rows, columns, row_stride, value, ADD: tl.constexpr, PIECES: tl.constexpr):
     """Write `value` at (row, column), or add it (ADD). Nobody else touches the tile, so adding is deterministic.
 
     PIECES (1, 2 or 4): a descriptor takes the tile in so many parts, each of which needs shared memory of its size.
     """
-    if TMA:
+    if isinstance(target, tl.tensor_descriptor):
         if PIECES == 1:
             if ADD:  # the copy engine's reduction: summed in the L2 cache, and nothing waits for it
                 target.atomic_add([row, column], value.to(target.dtype))
@@ -74,8 +70,8 @@ def store_tile(
             half: tl.constexpr = value.shape[1] // 2
             pairs = tl.permute(tl.reshape(value, (value.shape[0], 2, half)), (0, 2, 1))
             left, right = tl.split(pairs)
-            store_tile(target, row, column, rows, columns, row_stride, left, ADD, PIECES // 2, TMA)
-            store_tile(target, row, column + half, rows, columns, row_stride, right, ADD, PIECES // 2, TMA)
+            store_tile(target, row, column, rows, columns, row_stride, left, ADD, PIECES // 2)
+            store_tile(target, row, column + half, rows, columns, row_stride, right, ADD, PIECES // 2)
     else:
         r = row + tl.arange(0, value.shape[0])
         c = column + tl.arange(0, value.shape[1])
@@ -87,34 +83,24 @@ def store_tile(
 
 
 @triton.jit
-def small_tanh(x):
-    """tanh of |x| < 0.4 by its series, to the last float32 digits."""
-    s = x * x
-    return x + x * s * (-0.333333333 + s * (0.133333333 + s * (-0.0539682540 + s * (0.0218694885 - s * 0.00886323553))))
+def reciprocal(x):
+    return 1.0 / x
 
 
 @triton.jit
-def tanh(x, SMALL: tl.constexpr):
-    """Right to a few float32 roundings of 1, and with SMALL of x; saturates without overflow."""
-    t = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
-    if SMALL:
-        t = tl.where(tl.abs(x) < 0.4, small_tanh(x), t)
-    return t
+def capped(z, softcap, PRECISE: tl.constexpr, RECIPROCAL: tl.constexpr):
+    """tanh(z / softcap) and its slope, 1 − tanh²; without a softcap z itself.
 
-
-@triton.jit
-def finish_logits(acc, columns, bias, vocab, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """From a tile of products to logits in units of log 2; and 1 − tanh² of the softcap.
-
-    SOFTCAP: 0 without one, 1 with one, 2 with one from `PRECISE` on.
+    Right to a few float32 roundings of 1, and if PRECISE of the tanh; saturates without overflow.
     """
-    if BIAS:
-        acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
-    if SOFTCAP > 0:
-        t = tanh(acc * (1.0 / softcap), SOFTCAP == 2)
-        slope = 1.0 - t * t
-        z2 = t * (softcap * LOG2E)
+    if softcap is not None:
+        t = 1.0 - 2.0 * RECIPROCAL(tl.exp2(z * (2.0 * LOG2E / softcap)) + 1.0)
+        if PRECISE:
+            x = z * (1.0 / softcap)
+            s = x * x  # the series of tanh, to the last float32 digits
+            series = -0.0539682540 + s * (0.0218694885 - s * 0.00886323553)
+            series = x + x * s * (-0.333333333 + s * (0.133333333 + s * series))
+            t = tl.where(tl.maximum(x, -x) < 0.4, series, t)
+        return t, 1.0 - t * t
     else:
-        slope = acc
-        z2 = acc * LOG2E
-    return z2, slope
+        return z, z

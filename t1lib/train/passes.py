@@ -1,0 +1,207 @@
+"""How a streamed model's layers run: each as one autograd function of the whole batch, `micro_batch` rows at a time.
+
+The forward keeps the layer's input; the backward recomputes the layer from it, with the same random numbers. The last
+`keep` layers keep their activations instead. Where launches bind, layers run as CUDA graphs.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from t1lib.errors import T1Error, require
+from t1lib.plan.cost import Choice
+from t1lib.plan.work import launch_bound
+from t1lib.timing import NoTrace
+from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
+from t1lib.train.graphs import LayerGraphs
+from t1lib.train.lanes import uninterrupted
+from t1lib.train.outer import Outer
+from t1lib.train.recompute import Recomputation
+from t1lib.train.schedule import Schedule
+
+CACHES = ("past_key_values", "past_key_value")  # a recomputation would append to them a second time
+
+
+class Passes:
+    """Forward and backward of the layers in `stack`, whose own forwards are `forwards`."""
+
+    def __init__(
+        self, stack: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]], schedule: Schedule,
+        outer: Outer | None, choice: Choice, micro_batch: int | None, trace: Callable[[], NoTrace],
+    ) -> None:  # fmt: skip
+        self.stack, self._forwards, self._schedule, self._outer = stack, forwards, schedule, outer
+        self.device, self._micro_batch, self._trace = schedule.device, micro_batch, trace
+        self._slots, self._kept = choice.slots, len(stack) - choice.keep  # the first layer that keeps its activations
+        plain = all(getattr(f, "__func__", None) is type(m).forward for m, f in zip(stack, forwards, strict=True))
+        self._recomputation = Recomputation(whole=not plain)  # of a compiled one, for example, nothing can be left out
+        lanes = schedule.inward, schedule.outward
+        self._inputs = Inputs(self.device, *lanes, trace) if choice.inputs == "host" else None
+        self._anchor = torch.zeros((), device=self.device, requires_grad=True)
+        # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
+        self.for_graphs = {i for i, h in schedule.layers.items() if len(h.params) == len([*stack[i].parameters()])}
+        self._graphs = LayerGraphs(stack, self.for_graphs) if self.device.type == "cuda" else None
+        self._graph_tokens = launch_bound(schedule.layout.numel)
+
+    def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
+        layer, grad = self.stack[index], torch.is_grad_enabled()
+        trains = grad and any(p.requires_grad for p in layer.parameters())
+        if not (trains or (grad and hidden.requires_grad)):
+            with torch.no_grad():
+                return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
+        again = getattr(layer, "gradient_checkpointing", False) and layer.training
+        require(not again, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
+        needy = any(t.requires_grad for t in tensors_in(args, kwargs))
+        require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
+        kwargs |= {name: None for name in CACHES if kwargs.get(name) is not None}
+        return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
+        """Run the layer on a batch; returns the output and, with `save`, what the backward needs. wanted: whether the
+        input needs a gradient"""
+        keep = save and index >= self._kept
+        saved, outputs = Saved(Autocast.now(self.device), graphs=[] if keep else None), []
+        cached = any(whole.kwargs.get(name) is not None for name in CACHES)
+        self._schedule.bind(index)
+        try:
+            for piece in split_rows(whole, None if cached else self._micro_batch):
+                random = Randomness(self.device) if save and not keep else None
+                with saved.autocast.again(), self._trace().span("compute", "forward", index):
+                    if keep:
+                        out = self._with_graph(index, piece, saved, wanted)
+                    elif self._may_replay(index, piece):
+                        key = self._schedule.place(index), self.stack[index].training
+                        call = partial(self._call, index)
+                        out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
+                    else:
+                        out = self._call(index, *piece)
+                outputs.append(out.detach())
+                if random is not None:
+                    random.note_use()
+                    saved.random.append(random)
+                    if random.used and self._graphs is not None:
+                        self._graphs.stop()
+            if self._outer is not None:
+                self._outer.forward_done(index, saved if save else None)
+        finally:
+            following = index + self._slots
+            self._schedule.release(index, following if save else following % len(self.stack))
+        if save and not keep and self._inputs is not None:
+            saved.input = self._inputs.put(whole.hidden, index)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), saved
+
+    def _call(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        out = self._forwards[index](hidden, *args, **kwargs)
+        kind = type(out).__name__
+        require(isinstance(out, Tensor), f"layer {index} returns a {kind}; allowed: one tensor, the hidden states")
+        return out
+
+    def _with_graph(self, index: int, piece: Piece, saved: Saved, wanted: bool) -> Tensor:
+        """Run the layer, and keep its activations with the autograd graph."""
+        x = piece.hidden.detach().requires_grad_(wanted)
+        buffer = partial(self._schedule.buffer, index) if index in self._schedule.layers else None
+        with torch.enable_grad(), kept_graph(buffer):
+            out = self._call(index, x, piece.args, piece.kwargs)
+        saved.graphs.append((x, out))
+        return out
+
+    def _may_replay(self, index: int, piece: Piece) -> bool:
+        """Whether the layer may run as a CUDA graph: it is launch-bound, and does the same every time."""
+        if self._graphs is None or piece.hidden.shape[:-1].numel() > self._graph_tokens:
+            return False
+        odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled()
+        cached = any(piece.kwargs.get(name) is not None for name in CACHES)
+        return not odd and not cached and self._graphs.allow(index)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(self, index: int, whole: Piece, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
+        """Return the gradient of the layer's input, given that of its output, and send off the layer's own."""
+        schedule, found, replayed = self._schedule, [], False
+        if self._outer is not None:
+            self._outer.backward_begins(index, saved)
+        schedule.bind(index, again=True)
+        try:
+            parts = grad.split(self._micro_batch or len(grad))
+            for k, (piece, part) in enumerate(zip(split_rows(whole, self._micro_batch), parts, strict=True)):
+                kept = saved.graphs is not None
+                if not (kept or saved.random[k].used or saved.autocast.enabled) and self._may_replay(index, piece):
+                    found.append(self._replay(index, piece, part, wanted, first=k == 0))
+                    replayed = True
+                    continue
+                x, out = saved.graphs[k] if kept else self._again(index, piece, saved, k, wanted)
+                if k == 0:
+                    schedule.want_gradients(index)  # not before: it waits for a slot
+                with self._trace().span("compute", "backward", index):
+                    torch.autograd.backward(out, part)
+                found.append(x.grad)
+            if index in schedule.layers and self._graphs is not None:
+                self._graphs.note_gradients(schedule.layers[index], replayed)
+            with uninterrupted():
+                schedule.backward_done(index, index - self._slots)
+        except BaseException:
+            schedule.release(index, -1, again=True)
+            raise
+        if not wanted:
+            return None
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _again(self, index: int, piece: Piece, saved: Saved, k: int, wanted: bool) -> tuple[Tensor, Tensor]:
+        """Recompute the layer for micro-batch k; returns its input and its output, with the graph between them."""
+        span = self._trace().span("compute", "recompute", index)
+        with saved.autocast.again(), saved.random[k].again(), span:
+            return self._recomputed(index, wanted, *piece)
+
+    def _recomputed(
+        self, index: int, wanted: bool, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        x = hidden.detach().requires_grad_(wanted)
+        with torch.enable_grad():
+            call = partial(self._call, index, x, args, kwargs)
+            return x, self._recomputation.run(self.stack[index], call)
+
+    def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool, first: bool) -> Tensor | None:
+        """Recompute the layer and run its backward as one CUDA graph; returns the input's gradient."""
+
+        def call(hidden: Tensor, grad: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+            x, out = self._recomputed(index, wanted, hidden, args, kwargs)
+            torch.autograd.backward(out, grad)
+            return x.grad
+
+        if first:
+            self._schedule.want_gradients(index)
+        key = self._schedule.place(index, gradients=True), self.stack[index].training, wanted
+        with self._trace().span("compute", "backward", index):
+            return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
+
+
+class _Layer(torch.autograd.Function):
+    """One layer on the whole batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
+    ) -> Tensor:
+        ctx.passes, ctx.index, ctx.args, ctx.kwargs = passes, index, args, kwargs
+        out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), save=True, wanted=ctx.needs_input_grad[1])
+        on_device = ctx.saved.graphs is None and ctx.saved.input is None
+        ctx.save_for_backward(*([hidden] if on_device else []))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved, ctx.saved = ctx.saved, None
+        if saved is None:
+            raise T1Error("a second backward through a streamed layer; run the forward again")
+        if saved.graphs is not None:
+            hidden = torch.cat([x for x, _ in saved.graphs]) if len(saved.graphs) > 1 else saved.graphs[0][0]
+        else:
+            hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
+        piece = Piece(hidden.detach(), ctx.args, ctx.kwargs)
+        return None, ctx.passes.backward(ctx.index, piece, saved, grad, ctx.needs_input_grad[1]), None, None, None, None

@@ -1,0 +1,60 @@
+"""The numbers in docs/results.md are those of the committed reference runs, and its rows say what ran."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from t1lib.claims import PAGE, doubts, read_claims
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = (ROOT / PAGE).read_text(encoding="utf-8")
+REFERENCE = ROOT / "outputs" / "h200"
+EXPERIMENTS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
+SHORT = ROOT / "outputs" / "h200-short" / "frontier"
+RUNS = [*(REFERENCE / name for name in EXPERIMENTS), SHORT]
+CLAIMS = read_claims(RESULTS)
+
+
+def test_there_are_claims_of_every_committed_run():
+    assert {claim.experiment for claim in CLAIMS} == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.key)
+def test_a_claims_number_is_the_reference_runs(claim):
+    numbers = json.loads((REFERENCE / claim.experiment / "numbers.json").read_text(encoding="utf-8"))
+    assert numbers[claim.key]["text"] == claim.ours
+    assert claim.holds(numbers[claim.key]["value"])
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_reference_run_is_no_others(experiment):
+    assert doubts(REFERENCE / experiment, experiment) is None
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+def test_a_committed_run_is_of_an_h200_and_whole(folder):
+    """The manifest names the device, a commit without changes (or the page says what ran), and the hash of every file
+    beside it."""
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert "H200" in manifest["environment"]["gpu"]
+    told = f"The manifest of `{folder.name}` names {manifest['commit'][:7]} with changes" in RESULTS
+    assert (manifest["dirty"] is False or told) and re.fullmatch(r"[0-9a-f]{40}", manifest["commit"])
+    for name, entry in manifest["files"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"], name
+    assert {"executed.ipynb", "samples.csv", "numbers.json"} <= manifest["files"].keys()
+
+
+def test_what_is_quoted_of_the_second_run_is_its_own():
+    numbers = json.loads((SHORT / "numbers.json").read_text(encoding="utf-8"))
+    names = ("time.within_20", "reserved.within_10", "reserved.largest", "allocated.within_5")
+    time, reserved, largest, allocated = (numbers[f"frontier.accuracy.{name}"]["value"] for name in names)
+    assert f"a second run: {time:.2f}," in RESULTS and f"{100 * time:.0f} % of the times are within 20 %" in RESULTS
+    assert f"{100 * reserved:.0f} % of reserved memory within 10 % (at most {100 * largest:.0f} %)" in RESULTS
+    assert allocated == 1
+
+
+def test_the_reference_is_small():
+    assert sum(path.stat().st_size for path in REFERENCE.rglob("*") if path.is_file()) < 15e6
