@@ -31,10 +31,10 @@ def _state(experiment: str, profile: str) -> str:
     folder = paths.outputs(profile, experiment)
     content = manifest.read(folder)
     if content is None:
-        return "missing"
-    made_of = manifest.ingredients(experiment, params.resolve(experiment, profile))
-    why = manifest.difference(folder, manifest.fingerprint_of(made_of), made_of)
-    measured = f"measured {content['started']} on {content['made_of']['device']} in {content['seconds']:.0f} s"
+        why = manifest.damage(folder)
+        return "missing" if why == "missing" else f"stale    {why}"
+    why = manifest.difference(folder, experiment, params.resolve(experiment, profile))
+    measured = f"measured {content['started']} on {manifest.device(content)} in {content['seconds']:.0f} s"
     return f"stale    {why}; {measured}" if why else f"done     {measured}"
 
 

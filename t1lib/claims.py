@@ -16,6 +16,7 @@ from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require
 from t1lib.measure import manifest
 from t1lib.measure.records import Numbers, Records
+from t1lib.report import numbers_of
 
 PROFILE = "h200"  # that the claims are about
 PAGE = "docs/results.md"  # that holds them
@@ -83,11 +84,9 @@ def doubts(folder: Path, experiment: str) -> str | None:
     The manifest must be this experiment's, the parameters the profile's, every file the one that the manifest lists,
     and the numbers must come out of the samples again.
     """
-    from t1lib.report import NUMBERS
-
     content, wanted = manifest.read(folder), params.resolve(experiment, PROFILE)
     if content is None:
-        return f"{manifest.NAME} is missing or broken"
+        return manifest.damage(folder)
     of = content.get("experiment"), content.get("profile")
     if of != (experiment, PROFILE) or not {SAMPLES, NUMBERS_FILE} <= content["files"].keys():
         return f"{manifest.NAME} is not that of a finished run of {experiment} with profile {PROFILE}"
@@ -96,12 +95,11 @@ def doubts(folder: Path, experiment: str) -> str | None:
         added = isinstance(now, list) and isinstance(value, list) and all(x in now for x in value)
         if now != value and not added:  # no claim speaks of what was added to a list and is not measured yet
             return f"run with {name}={value!r}, params/{PROFILE} has {now!r}"
-    for name in content["files"]:
-        if manifest.changed(folder, name):
-            return f"{name} is not the file that the manifest lists"
+    if why := manifest.damage(folder):
+        return why
     again = Numbers()
     try:
-        NUMBERS[experiment](Records.load(folder / SAMPLES).frame(), again)
+        numbers_of(experiment)(Records.load(folder / SAMPLES).frame(), again)
     except T1Error as error:
         return str(error)
     kept = Numbers.load_json(folder / NUMBERS_FILE)
@@ -110,8 +108,9 @@ def doubts(folder: Path, experiment: str) -> str | None:
 
 
 def _about(content: dict[str, Any]) -> str:
-    commit = str(content.get("commit", "unknown"))[:7] + " with changes" * (content.get("dirty") is True)
-    return f"commit {commit}, {content.get('made_of', {}).get('device', 'unknown')}, {content.get('started', '')}"
+    commit = str(content["commit"])[:7] + " with changes" * (content["dirty"] is True)
+    whole = f"{len(content['files'])} files as the manifest lists them, numbers as {SAMPLES} gives them"
+    return f"commit {commit}, {manifest.device(content)}, {content['started']}; {whole}"
 
 
 def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
@@ -120,9 +119,8 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
     if not (folder / manifest.NAME).is_file():
         print(f"{experiment}: {NOT_RUN}; python -m t1lib run {experiment} --profile {PROFILE}")
         return [NOT_RUN] * len(claims)
-    content, why = manifest.read(folder) or {"files": {}}, doubts(folder, experiment)
-    sound = f"{len(content['files'])} files as the manifest lists them, numbers as {SAMPLES} gives them"
-    print(f"{experiment}: {_about(content)}; {why or sound}")
+    why = doubts(folder, experiment)
+    print(f"{experiment}: {why or _about(manifest.read(folder) or {})}")
     numbers: dict[str, Any] = Numbers.load_json(folder / NUMBERS_FILE) if why is None else {}
     verdicts = []
     for claim in claims:
@@ -131,6 +129,15 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
         measured = f"{found['text']} {found['unit']}".strip()
         print(f"  {verdicts[-1]}  {claim.key}: {measured} (claimed: {claim.ours}, {claim.bound})")
     return verdicts if why is None else verdicts or [FAIL]
+
+
+def _check_others() -> list[str]:
+    """FAIL for each run of another profile that is not as it was left; says what is wrong with it."""
+    folders = sorted(path.parent for path in (paths.root() / "outputs").glob(f"*/*/{manifest.NAME}"))
+    damaged = {folder: manifest.damage(folder) for folder in folders if folder.parent.name != PROFILE}
+    for folder in (folder for folder, why in damaged.items() if why):
+        print(f"{FAIL}  {paths.shown(folder)}: {damaged[folder]}")
+    return [FAIL for why in damaged.values() if why]
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -148,6 +155,7 @@ def check(arguments: argparse.Namespace) -> int:
     verdicts = []
     for name in (name for name in known if name in chosen):
         verdicts += _check_run(name, [claim for claim in claims if claim.experiment == name])
+    verdicts += _check_others() if every else []
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (PASS, FAIL, NOT_RUN))
     print(f"{len(verdicts)} checks: {counts}")
     return int(FAIL in verdicts)

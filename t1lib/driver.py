@@ -6,11 +6,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
+
+from tqdm import tqdm
 
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require
@@ -24,12 +26,11 @@ EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 @dataclass(frozen=True)
 class Job:
-    """One experiment under one profile, with its resolved parameters and what its results depend on."""
+    """One experiment under one profile, with its resolved parameters."""
 
     experiment: str
     profile: str
     parameters: dict[str, Any]
-    made_of: dict[str, str]
 
     @property
     def label(self) -> str:
@@ -45,7 +46,7 @@ class Job:
 
     def difference(self) -> str | None:
         """Return why the experiment has to run; None if its outputs are up to date."""
-        return manifest.difference(self.final, manifest.fingerprint_of(self.made_of), self.made_of)
+        return manifest.difference(self.final, self.experiment, self.parameters)
 
     def expected_seconds(self) -> float | None:
         """Return how long the last run took, else the estimate in the notebook's metadata, else None."""
@@ -63,7 +64,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     known = params.experiments()
     require(bool(known), f"no experiments: {paths.shown(paths.notebooks())}/ holds no notebook with parameters")
     chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
-    profile = default_profile() if profile == "auto" else profile
+    profile = overrides.get("profile", default_profile()) if profile == "auto" else profile
     choose("profile", profile, [*params.profiles(), "auto"])
     declared = {name: params.declared(name) for name in dict.fromkeys(chosen)}
     for name in overrides:
@@ -71,8 +72,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     jobs = []
     for name, known_to in declared.items():
         own = {key: value for key, value in overrides.items() if key in known_to}
-        parameters = params.resolve(name, profile, own)
-        jobs.append(Job(name, profile, parameters, manifest.ingredients(name, parameters)))
+        jobs.append(Job(name, profile, params.resolve(name, profile, own)))
     _require_writable(paths.root() / "outputs" / profile)
     return jobs
 
@@ -86,50 +86,22 @@ def _require_writable(folder: Path) -> None:
         raise T1Error(f"cannot write to the output folder {paths.shown(folder)}: {error.strerror}") from None
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class _Progress:
-    """One line per notebook: refreshed in place on a terminal, otherwise printed at its start and at its end."""
-
-    def __init__(self, label: str, expected: float | None, stream: TextIO) -> None:
-        self.label, self.stream, self.live = label, stream, stream.isatty()
-        self.expected = f"expected {_clock(expected)}" if expected else "expected time unknown"
-        self.began = time.monotonic()
-        if not self.live:
-            print(f"{label}: started, {self.expected}", file=stream, flush=True)
-
-    def tick(self) -> None:
-        if self.live:
-            self.stream.write(f"\r\x1b[K{self.label}: {_clock(time.monotonic() - self.began)}, {self.expected}")
-            self.stream.flush()
-
-    def end(self, outcome: str) -> None:
-        clear = "\r\x1b[K" if self.live else ""
-        took = _clock(time.monotonic() - self.began)
-        print(f"{clear}{self.label}: {outcome} after {took}", file=self.stream, flush=True)
-
-
-def _run_one(job: Job, progress: _Progress) -> None:
+def _run_one(job: Job, tick: Callable[[], object]) -> None:
     """Run one experiment and publish its folder. Raises `T1Error` if another process is running it."""
     with locked(job.staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
-        _run_alone(job, progress)
+        _run_alone(job, tick)
 
 
-def _run_alone(job: Job, progress: _Progress) -> None:
+def _run_alone(job: Job, tick: Callable[[], object]) -> None:
     shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
     job.staging.mkdir(parents=True)
     started, clock = manifest.utc_now(), time.perf_counter()
-    execute(job.experiment, job.parameters, job.staging, progress.tick)
+    execute(job.experiment, job.parameters, job.staging, tick)
     manifest.write(
         job.staging,
         experiment=job.experiment,
         profile=job.profile,
         parameters=job.parameters,
-        made_of=job.made_of,
         started=started,
         seconds=time.perf_counter() - clock,
     )
@@ -163,10 +135,12 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     for job in jobs:
         why = job.difference()
         if why or force:
+            manifest.require_replaceable(job.final)
             due.append(job)
             print(f"{job.label} to run: {why or 'forced'}")
         else:
-            print(f"{job.label} up to date (measured {(manifest.read(job.final) or {})['started']})")
+            content = manifest.read(job.final) or {}
+            print(f"{job.label} up to date (measured {content['started']} on {manifest.device(content)})")
     if not due:
         print(f"nothing to do: {len(jobs)} experiments up to date")
         return EXIT_OK
@@ -184,16 +158,22 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
 
 
 def _attempt(job: Job) -> bool:
-    progress = _Progress(job.label, job.expected_seconds(), sys.stderr)
+    """Run one experiment, with a line on a terminal that shows the time; returns whether it finished."""
+    expected, outcome, began = job.expected_seconds(), "interrupted", time.monotonic()
+    about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
+    print(f"{job.label}: started, {about}", file=sys.stderr, flush=True)
+    bar = tqdm(desc=job.label, bar_format=f"{{desc}}: {{elapsed}}, {about}", leave=False, disable=None)
     try:
-        _run_one(job, progress)
+        _run_one(job, bar.refresh)
+        outcome = "done"
     except (NotebookError, T1Error) as error:
-        progress.end("failed")
+        outcome = "failed"
+        bar.close()
         print(f"error: {job.label} {error}", file=sys.stderr)
-        print(f"       its notebook as far as it came: {paths.shown(job.staging)}/executed.ipynb", file=sys.stderr)
-        return False
-    except KeyboardInterrupt:
-        progress.end("interrupted")
-        raise
-    progress.end("done")
-    return True
+        if isinstance(error, NotebookError):
+            print(f"       its notebook as far as it came: {paths.shown(job.staging)}/executed.ipynb", file=sys.stderr)
+    finally:
+        bar.close()
+        took = tqdm.format_interval(time.monotonic() - began)
+        print(f"{job.label}: {outcome} after {took}", file=sys.stderr, flush=True)
+    return outcome == "done"

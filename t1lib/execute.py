@@ -5,20 +5,22 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
 from t1lib import params, paths
+from t1lib.measure import manifest
 
 
 class NotebookError(RuntimeError):
     """A notebook did not reach its end. The message names the cell and the exception, in one line."""
 
 
-def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick: Callable[[], None]) -> None:
+def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick: Callable[[], object]) -> None:
     """Execute an experiment's notebook into `staging`/executed.ipynb, calling `tick` twice a second.
 
     Raises `NotebookError` for a cell that fails, a kernel that dies, and a notebook that ends
@@ -34,7 +36,8 @@ def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick:
 
     # A thread of its own leaves the main one free for the progress line and for Ctrl-C.
     worker = threading.Thread(target=work, daemon=True)
-    with _environment(staging):
+    # The kernel inherits its staging folder, and that this Python's kernels come before the user's own.
+    with patch.dict(os.environ, {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}):
         worker.start()
         try:
             while worker.is_alive():
@@ -46,7 +49,7 @@ def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick:
     executed = staging / "executed.ipynb"
     if failure:
         raise NotebookError(_explain(failure[0], executed))
-    if not (staging / "samples.csv").is_file():
+    if not (staging / manifest.NOTES).is_file():
         raise NotebookError("the notebook ended without run.finish()")
     _forget_root(executed)
 
@@ -86,22 +89,6 @@ def _explain(error: BaseException, executed: Path) -> str:
     first = params.source(begun[-1]).strip().partition("\n")[0][:60] if begun else "before the first"
     told = str(error).strip().splitlines()
     return f"cell `{first}`: {type(error).__name__}: {told[0] if told else ''}"
-
-
-@contextlib.contextmanager
-def _environment(staging: Path) -> Iterator[None]:
-    """Set variables for the kernel to inherit: its staging folder, and this Python's kernels before the user's own."""
-    given = {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _stop_kernel(worker: threading.Thread) -> None:

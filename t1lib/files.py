@@ -76,10 +76,13 @@ def signed(content: dict[str, Any]) -> bytes:
 
 
 def read_signed(path: Path) -> dict[str, Any]:
-    """What `signed` was given. Raises `T1Error` for a file that cannot be read, or is not as it was written."""
+    """What `signed` was given. Raises `T1Error` for a file that cannot be read, or is not as it was written, to the
+    byte."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        whole = content.pop("sha256") == _digest(content)
+        data = path.read_bytes()
+        content = json.loads(data)
+        del content["sha256"]
+        whole = data == signed(content)
     except OSError as error:
         raise T1Error(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):

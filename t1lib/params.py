@@ -1,32 +1,33 @@
 """Parameters of experiments: declared in the notebook, set by a profile, checked before anything runs.
 
-A notebook declares its parameters in one cell tagged `parameters`, as annotated literals with a
-comment as help: `steps: int = 10  # measured steps, ≥ 1`. A bound in the comment (`≥ 1`, `> 0` or
-`one of a, b`) applies to the value, or to each item of a list, which then must not be empty. papermill only
-warns about a parameter that the notebook does not declare, and checks no types; here both are errors.
+A notebook declares its parameters in one cell tagged `parameters`, as annotated literals with a comment as help:
+`steps: int = 10  # measured steps, ≥ 1`. A bound in the comment (`≥ 1`, `> 0` or `one of a, b`) applies to the value,
+or to each item of a list, which then must not be empty.
 """
 
 import ast
+import copy
 import io
 import json
 import re
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from t1lib import paths
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import T1Error, choose, require, shown
 
-_SCALARS = {"int": int, "float": float, "str": str, "bool": bool}
-TYPES = (*_SCALARS, "list", *(f"list[{name}]" for name in _SCALARS))
-_SIMPLE = (bool, int, float, str, list, tuple, dict, type(None))
-_IPYTHON_NAMES = {"In", "Out", "exit", "quit", "open", "get_ipython"}
+SCALARS = {"int": int, "float": float, "str": str, "bool": bool}
+TYPES = (*SCALARS, *(f"list[{name}]" for name in SCALARS))
 _BOUND = re.compile(r"(≥|>) (-?\d+(?:\.\d+)?)")
 _CHOICE = re.compile(r"one of (\w+(?:, \w+)*)")
-_CHECKED = "_t1_parameters_checked"
+_INJECTED = "# Parameters"  # the first line of the cell in which papermill sets parameters
+# What PyYAML raises besides its own errors, for `2024-13-45`, `0x_`, `!!bool abc` or three thousand brackets.
+_BAD_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 
 
 class Parameter(NamedTuple):
@@ -36,17 +37,17 @@ class Parameter(NamedTuple):
     default: Any
     help: str
 
-    def check(self, where: str, name: str, value: Any) -> None:
-        """Raise a `T1Error` if the comment has a bound and `value` does not keep to it."""
+    def field(self) -> tuple[Any, Any]:
+        """The parameter as a field of a pydantic model."""
+        item = SCALARS[self.type.removeprefix("list[").removesuffix("]")]
         bound, choice = _BOUND.search(self.help), _CHOICE.search(self.help)
-        items = value if isinstance(value, list) else [value]
-        require(bool(items) or not (bound or choice), f"{where}: {name!r} is empty; it needs at least one item")
-        for item in items:
-            if bound:
-                within = item >= float(bound[2]) if bound[1] == "≥" else item > float(bound[2])
-                require(within, f"{where}: {name!r} is {value!r}; it must be {bound[0]}")  # NaN is never within
-            if choice:
-                choose(f"{name} in {where}:", item, choice[1].split(", "))
+        if choice:
+            item = Literal[tuple(choice[1].split(", "))]
+        elif bound:
+            item = Annotated[item, Field(**{"ge" if bound[1] == "≥" else "gt": float(bound[2])})]
+        if self.type.startswith("list"):
+            item = Annotated[list[item], Field(min_length=1 if bound or choice else 0)]
+        return item, ...
 
 
 def profiles() -> list[str]:
@@ -101,77 +102,79 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
     comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
     found = {}
     for node in body:
-        line = ast.get_source_segment(text, node) or ""
-        form = f"{where}: the parameters cell allows only `name: type = literal  # help`, not `{line}`"
+        line = shown(ast.get_source_segment(text, node) or "")
+        form = f"{where}: the parameters cell allows only `name: type = literal  # help`, not {line}"
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None):
             raise T1Error(form)
         kind, name = ast.unparse(node.annotation), node.target.id
         choose(f"type of the parameter {name!r} in {where}:", kind, TYPES)
         try:
-            literal = ast.literal_eval(node.value)
+            found[name] = Parameter(kind, ast.literal_eval(node.value), comments.get(node.end_lineno or 0, ""))
         except ValueError:
             raise T1Error(form) from None
-        default = _convert(where, name, kind, literal)
-        found[name] = Parameter(kind, default, comments.get(node.end_lineno or 0, ""))
-        found[name].check(where, name, default)
-    return found
+    defaults = _check(found, {name: parameter.default for name, parameter in found.items()}, where)
+    return {name: parameter._replace(default=defaults[name]) for name, parameter in found.items()}
 
 
-def _convert(where: str, name: str, kind: str, value: Any) -> Any:
-    """Return `value` as the declared type, or raise a `T1Error` that says where the value comes from."""
-    if kind.startswith("list"):
-        if isinstance(value, list):
-            flat = not any(isinstance(item, list | dict) for item in value)
-            require(flat, f"{where}: {name!r} is nested; a list may hold numbers, texts and true/false only")
-            item_kind = kind[5:-1]
-            return [_convert(where, name, item_kind, item) for item in value] if item_kind else value
-    elif kind == "float":
-        # YAML 1.1 reads `1e-4` (no dot) as a string; a string that parses as a number is meant as one.
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
-                return float(value)
-            except ValueError:
-                pass
-    elif type(value) is _SCALARS[kind]:  # exact, because True is an int to isinstance
-        return value
-    raise T1Error(f"{where}: {name!r} is {value!r} ({type(value).__name__}); expected {kind}")
-
-
-def _check(experiment: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    known = declared(experiment)
+def _check(known: Mapping[str, Parameter], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `values` as the declared types; raise a `T1Error` that says `where` a wrong one comes from."""
     for name in values:
-        choose(f"parameter of {experiment} in {where}:", name, known)
-    converted = {name: _convert(where, name, known[name].type, value) for name, value in values.items()}
-    for name, value in converted.items():
-        known[name].check(where, name, value)
-    return converted
+        choose(f"parameter in {where}:", name, known)
+    fields = {f"p_{name}": known[name].field() for name in values}  # pydantic reserves some names
+    model: type[BaseModel] = create_model("Parameters", __config__=ConfigDict(strict=True), **fields)
+    try:
+        checked = model(**{f"p_{name}": value for name, value in values.items()})
+    except ValidationError as found:
+        first = found.errors()[0]
+        name = str(first["loc"][0]).removeprefix("p_")
+        wrong = first["msg"].replace("Input", "it", 1)
+        raise T1Error(f"{where}: {name!r} is {shown(values[name])}; {wrong} ({known[name].type})") from None
+    return {name: getattr(checked, f"p_{name}") for name in values}
 
 
-def _read_yaml(experiment: str, profile: str) -> dict[str, Any]:
+class _Loader(yaml.SafeLoader):
+    """Reads `1e-4` as a number, as YAML 1.2 does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
+
+
+def _read_yaml(experiment: str, profile: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
     path = paths.params_file(profile, experiment)
     where = paths.shown(path)
     require(path.is_file(), f"{experiment} has no parameters for the profile {profile!r}: {where} is missing")
     try:
         text = path.read_text(encoding="utf-8")
-        values, tree = yaml.safe_load(text) or {}, yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise T1Error(f"{where} is not YAML: {' '.join(str(error).split())}") from None
+        values, tree = yaml.load(text, _Loader) or {}, yaml.compose(text, _Loader)
+    except UnicodeDecodeError:
+        raise T1Error(f"{where} is not UTF-8") from None
+    except OSError as error:
+        raise T1Error(f"cannot read {where}: {error.strerror}") from None
+    except _BAD_YAML as error:
+        told = " ".join(str(error).split())[:150]
+        raise T1Error(f"{where} is not YAML that can be read: {told or type(error).__name__}") from None
     flat = isinstance(values, dict) and all(isinstance(key, str) for key in values)
     flat = flat and not any(isinstance(value, dict) for value in values.values())
     require(flat, f"{where} is not flat; write one `name: value` a line")
     names = [key.value for key, _ in tree.value] if values else []
     twice = [name for name in values if names.count(name) > 1]
     require(not twice, f"{where} has {', '.join(twice)} twice; write it once")
-    return _check(experiment, values, where)
+    values = _check(known, values, where)
+    # Plain papermill knows the profile from this parameter alone, and outputs are saved under it.
+    if values.get("profile", profile) != profile:
+        raise T1Error(f"{where}: 'profile' is {values['profile']!r}; it must be {profile!r}, like the folder's name")
+    return values
 
 
-def parse_text(kind: str, text: str) -> Any:
+def _parse_text(kind: str, text: str) -> Any:
     """Return what a command line's `text` means for a parameter of type `kind` (unchecked)."""
     if kind == "str":
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml.load(text, _Loader)
+    except _BAD_YAML:
         return text
 
 
@@ -185,38 +188,95 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
     known = declared(experiment)
     choose("profile", profile, profiles())
     values = {name: parameter.default for name, parameter in known.items()}
-    values |= _read_yaml(experiment, profile)
+    values |= _read_yaml(experiment, profile, known)
     given = dict(overrides or {})
     for name, value in given.items():
         if name in known and isinstance(value, str):
-            given[name] = parse_text(known[name].type, value)
-    values |= _check(experiment, given, "-p")
-    # Plain papermill knows the profile from this parameter alone, and outputs are saved under it.
-    if values.get("profile", profile) != profile:
-        where = paths.shown(paths.params_file(profile, experiment))
-        raise T1Error(f"{where}: 'profile' is {values['profile']!r}; it must be {profile!r}, like the folder's name")
+            given[name] = _parse_text(known[name].type, value)
+    values |= _check(known, given, "-p")
+    named = values.get("profile", profile)
+    require(named == profile, f"-p: 'profile' is {named!r}, with --profile {profile}; name one profile")
     return values
 
 
-def check_injected(experiment: str, namespace: dict[str, Any]) -> dict[str, Any]:
-    """Check the parameters of a notebook that plain papermill or JupyterLab runs, and return them.
+class Live:
+    """The parameters of a running notebook as attributes: whatever their cells say now, checked.
 
-    `namespace` is the notebook's `globals()` in its second code cell, when it holds nothing but
-    parameters, imports, and IPython's own names. papermill injects a misspelt parameter with a
-    mere warning; here it shows up as a variable that is not declared. Only the first call in a
-    kernel can detect that, because at a second Run All the variables of later cells exist, too; so
-    the success of the first call is remembered in `namespace`.
+    Whoever names a profile gets its values: where the notebook's variables still are what the parameters cell says, the
+    profile's file replaces them. What papermill or another cell has set stays.
 
-    Raises `T1Error` for an undeclared or missing name, and for a value of the wrong type or outside its bound.
+    namespace  the notebook's global variables, with IPython's list `In` of what was run
+    note       called with the name and the value of each parameter that is read
+    allow      called with all of them when one has changed; raises `T1Error` for what must not be run here
     """
-    known = declared(experiment)
-    missing = [name for name in known if name not in namespace]
-    require(not missing, f"{experiment}: {', '.join(missing)} not set; run the cell tagged `parameters` first")
-    present = [name for name, value in namespace.items() if isinstance(value, _SIMPLE)]
-    named = {name for name in present if not name.startswith("_") and name not in _IPYTHON_NAMES}
-    relevant = {name: namespace[name] for name in namespace if name in known or name in named}
-    if namespace.get(_CHECKED):
-        relevant = {name: namespace[name] for name in known}
-    values = _check(experiment, relevant, "the notebook")
-    namespace[_CHECKED] = True
-    return {name: values[name] for name in known}
+
+    def __init__(
+        self,
+        experiment: str,
+        namespace: dict[str, Any],
+        note: Callable[[str, Any], None],
+        allow: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._experiment, self._namespace, self._note, self._allow = experiment, namespace, note, allow
+        self._seen: tuple[int, dict[str, Any]] = 0, {}
+        self._values: dict[str, Any] = {}
+        known = self._declared()
+        require("profile" in known, f"the notebook of {experiment} must declare the parameter `profile: str`")
+        for name in self._injected():  # papermill only warns about one that is not declared
+            choose("parameter in the notebook:", name, known)
+
+    def _ran(self) -> list[str]:
+        """What was run, the latest first."""
+        return self._namespace.get("In", [])[::-1]
+
+    def _declared(self) -> dict[str, Parameter]:
+        """The parameters as the cell that was run declares them, whether or not it was saved."""
+        cell = next((text for text in self._ran() if re.search(r"^profile\s*:\s*str", text, re.M)), None)
+        return declared(self._experiment) if cell is None else _parse(cell, "the parameters cell")
+
+    def _injected(self) -> list[str]:
+        cell = next((text for text in self._ran() if text.startswith(_INJECTED)), "")
+        targets = [node.targets[0] for node in ast.parse(cell).body if isinstance(node, ast.Assign)]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+
+    def values(self) -> dict[str, Any]:
+        """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is
+        missing, and for a profile that has no file."""
+        if not self._values or self._now() != self._seen:
+            self._values = self._load()
+            self._seen = copy.deepcopy(self._now())
+        return self._values
+
+    def unchecked(self) -> dict[str, Any]:
+        """All parameters as the variables are, right or wrong."""
+        return self._now()[1]
+
+    def _now(self) -> tuple[int, dict[str, Any]]:
+        return len(self._ran()), {name: self._namespace.get(name) for name in self._values}
+
+    def _load(self) -> dict[str, Any]:
+        known, namespace = self._declared(), self._namespace
+        missing = [name for name in known if name not in namespace]
+        require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
+        values = _check(known, {name: namespace[name] for name in known}, "the notebook")
+        profile = choose("profile", values["profile"], profiles())
+        given, kept = _read_yaml(self._experiment, profile, known), self._injected()
+        loaded = {
+            name: value
+            for name, value in given.items()
+            if value != values[name] == known[name].default and name not in kept
+        }
+        if loaded:
+            told = ", ".join(f"{name}={value!r}" for name, value in loaded.items())
+            print(f"{paths.shown(paths.params_file(profile, self._experiment))} sets {told}")
+        namespace |= loaded
+        self._allow(values | loaded)
+        return values | loaded
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as the methods that copy and pickle look for
+            raise AttributeError(name)
+        values = self.values()
+        choose("parameter", name, values)
+        self._note(name, values[name])
+        return values[name]

@@ -62,12 +62,14 @@ def outputs(profile: str, experiment: str) -> Path:
     return root() / "outputs" / profile / experiment
 
 
-def staging(profile: str, experiment: str) -> Path:
-    """Return the folder that a run fills before it is published as `outputs(profile, experiment)`.
+def staging(profile: str, experiment: str, process: int | None = None) -> Path:
+    """Return the folder that a run fills before it is published as `outputs(profile, experiment)`: the driver's, of
+    which there is one at a time, or that of a notebook in the process with this number.
 
     It lies beside the final folder, so that publishing is a rename within one file system.
     """
-    return root() / "outputs" / profile / f".{experiment}.partial"
+    name = experiment if process is None else f"{experiment}.{process}"
+    return root() / "outputs" / profile / f".{name}.partial"
 
 
 def shown(path: Path) -> str:

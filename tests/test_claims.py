@@ -1,14 +1,16 @@
 """`python -m t1lib check` passes what was measured, and nothing else."""
 
 import json
+import random
 import shutil
 
 import pytest
 
 from t1lib import paths
 from t1lib.__main__ import main
-from t1lib.claims import PAGE, Claim, read_claims
+from t1lib.claims import PAGE, Claim, doubts, read_claims
 from t1lib.errors import T1Error
+from t1lib.files import signed
 from t1lib.measure import manifest
 
 ROW = "| a claim | – | {ours} | {bound} | `t1m3.head.full.over_floor` |"
@@ -71,6 +73,7 @@ def kit(tmp_path, monkeypatch):
     for folder in ("notebooks", "params"):
         shutil.copytree(root / folder, tmp_path / folder)
     shutil.copytree(root / "outputs/h200/t1m3", tmp_path / "outputs/h200/t1m3")
+    shutil.copyfile(root / "outputs/h200/t1m3.pdf", tmp_path / "outputs/h200/t1m3.pdf")
     numbers = json.loads((root / "outputs/h200/t1m3/numbers.json").read_text(encoding="utf-8"))
     ours = numbers["t1m3.head.full.over_floor"]["text"]
     rows = [ROW.format(ours=ours, bound="5 %"), ROW.format(ours="9.5", bound="5 %").replace("full", "fused")]
@@ -101,7 +104,32 @@ def test_an_edited_file_fails_every_claim(kit, capsys):
     path.write_bytes(b"another picture")
     assert main(["check", "t1m3"]) == 1
     told = capsys.readouterr().out
-    assert f"figures/{path.name} is not the file that the manifest lists" in told and "2 FAIL" in told
+    assert f"figures/{path.name} is not as the run left it" in told and "2 FAIL" in told
+
+
+def test_a_flipped_byte_is_noticed(kit):
+    """Anywhere in the run's folder, its manifest, or the report that was built from it."""
+    draw, root = random.Random(0), kit / "outputs/h200"
+    files = [*(root / "t1m3").rglob("*.*"), root / "t1m3.pdf"]
+    places = [(path, draw.randrange(path.stat().st_size)) for path in files]
+    listing = root / "t1m3/manifest.json"
+    places += [(listing, place) for place in range(0, listing.stat().st_size, 31)]
+    for path, place in places:
+        before = path.read_bytes()
+        data = bytearray(before)
+        data[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        assert doubts(root / "t1m3", "t1m3"), (path, place)
+        path.write_bytes(before)
+    assert doubts(root / "t1m3", "t1m3") is None
+
+
+def test_a_damaged_run_of_another_profile_fails_too(kit, capsys):
+    shutil.copytree(kit / "outputs/h200", kit / "outputs/mine")
+    (kit / "outputs/mine/t1m3/samples.csv").write_text("made up")
+    main(["check"])
+    told = capsys.readouterr().out
+    assert "FAIL  outputs/mine/t1m3: samples.csv is not as the run left it" in told and "2 FAIL" in told
 
 
 def test_a_run_with_other_parameters_fails(kit, capsys):
@@ -132,14 +160,15 @@ def test_an_experiment_that_there_is_not_is_an_error(kit, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("<<<<<<< broken", "manifest.json is missing or broken"),
+        ("<<<<<<< broken", "manifest.json is not as the run left it"),
         ('{"files": {}}', "not that of a finished run of t1m3 with profile h200"),
         ('{"experiment": "cce", "profile": "h200", "files": {"samples.csv": {}, "numbers.json": {}}}', "not that of"),
     ],
 )
 def test_a_manifest_that_is_no_answer_fails(kit, capsys, content, message):
     """Also without a claim about the run."""
-    (kit / "outputs/h200/t1m3/manifest.json").write_text(content, encoding="utf-8")
+    path = kit / "outputs/h200/t1m3/manifest.json"
+    path.write_bytes(content.encode() if content.startswith("<") else signed(json.loads(content)))
     assert main(["check", "t1m3"]) == 1
     assert message in capsys.readouterr().out
     page = kit / PAGE

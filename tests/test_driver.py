@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
-from t1lib import driver
+from t1lib import driver, paths
 from t1lib.__main__ import main
+from t1lib.files import locked
 from t1lib.measure import manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter's own dependencies
@@ -123,6 +124,18 @@ def test_plain_papermill_with_an_unknown_parameter_fails_in_the_notebook(checkou
     assert "executed.ipynb" not in manifest.read(checkout.outputs("demo"))["files"]
 
 
+def test_a_run_beside_another_names_no_folder_of_its(checkout, capsys):
+    checkout.add("demo")
+    staging = paths.staging("smoke", "demo")
+    staging.mkdir(parents=True)
+    (staging / "executed.ipynb").write_text("{}")
+    with locked(staging.with_suffix(".lock"), "the other's"):
+        assert run("demo") == 1
+    told = capsys.readouterr().err
+    assert "demo [smoke] is being run by another process" in told and ".partial" not in told
+    assert (staging / "executed.ipynb").is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -133,7 +146,7 @@ def test_plain_papermill_with_an_unknown_parameter_fails_in_the_notebook(checkou
         (["run", "--profile", "laptop"], "unknown profile 'laptop'; allowed: smoke, auto."),
         (["run", "--profile", "smoke", "-p", "stpes", "1"], "unknown parameter 'stpes'"),
         (["run", "other", "--profile", "smoke", "-p", "steps", "1"], "unknown parameter 'steps'; allowed: profile."),
-        (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many' (str); expected int"),
+        (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many'; it should be a valid integer"),
         (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
     ],
 )

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from t1lib import params
+from t1lib.cells import _names
 from t1lib.measure import manifest
 from t1lib.measure.language import from_params
 from t1lib.measure.records import COLUMNS
-from t1lib.report import FIGURES, TABLES
+from t1lib.report import figures_of, tables_of
 from t1lib.report.t1m1 import ROUNDING
 
 pytest_plugins = ["smoke_run"]
@@ -70,8 +71,8 @@ def test_format_and_metadata(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
 def test_figures_and_tables_are_all_there_once(path):
     text = "\n".join(source(cell) for cell in code(read(path)))
-    assert sorted(DRAWS.findall(text)) == sorted(FIGURES[path.stem])
-    assert sorted(re.findall(r'run\.table\("(\w+)"\)', text)) == sorted(TABLES[path.stem])
+    assert sorted(DRAWS.findall(text)) == sorted(figures_of(path.stem))
+    assert sorted(re.findall(r'run\.table\("(\w+)"\)', text)) == sorted(tables_of(path.stem))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
@@ -83,6 +84,18 @@ def test_one_sentence_says_what_each_figure_shows(path):
             sentence = source(before).strip()
             assert re.match(r"\*\*Figure \d+\*\* shows ", sentence), sentence
             assert sentence.endswith(".") and not re.search(r"[.!?]\s", sentence), sentence
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_no_cell_changes_what_another_has_read(path):
+    """Neither a parameter nor a variable that a cell before it uses: that one could not be run again by itself."""
+    known, makers, used = params.declared(path.stem), {}, set()
+    for cell in code(read(path))[1:]:
+        direct, called, stored = _names(source(cell), {})
+        used |= {name for name in direct | called if name in makers}
+        assert not stored & known.keys(), cell["id"]
+        assert not {name for name in stored & used if makers[name] != cell["id"]}, cell["id"]
+        makers |= dict.fromkeys(stored, cell["id"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,8 +120,8 @@ def finished(request, smoke_outputs):
 
 def test_a_run_leaves_every_file_and_its_manifest(finished):
     name = finished.name
-    expected = FILES | {f"figures/{figure}.{kind}" for figure in FIGURES[name] for kind in ("pdf", "png")}
-    expected |= {f"tables/{table}.tex" for table in TABLES[name]}
+    expected = FILES | {f"figures/{figure}.{kind}" for figure in figures_of(name) for kind in ("pdf", "png")}
+    expected |= {f"tables/{table}.tex" for table in tables_of(name)}
     content = manifest.read(finished)
     assert set(content["files"]) == expected
     assert {path.relative_to(finished).as_posix() for path in finished.rglob("*") if path.is_file()} == (
@@ -132,7 +145,7 @@ def test_figures_are_shown_in_the_cell_that_draws_them_and_nowhere_else(finished
         names = DRAWS.findall(source(cell))
         assert len(pictures) == len(names), cell["id"]
         drawn += names
-    assert sorted(drawn) == sorted(FIGURES[finished.name])
+    assert sorted(drawn) == sorted(figures_of(finished.name))
 
 
 def test_all_modes_have_the_same_losses(smoke_outputs):

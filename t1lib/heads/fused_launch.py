@@ -1,7 +1,6 @@
 """Head `fused`: the kernels' launches, for the chunk of tokens at hand."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,11 +134,11 @@ class Chunk:
     """
 
     def __init__(self, o: Operands, kind: str) -> None:
-        by_target = kind == "early" and (o.needs[1] or o.needs[2])
-        self.o, self.plan, self.opts, self.tokens = o, o.plan(kind), o.opts, Tokens(o.opts, by_target)
-        empty, zeros = (partial(f, device=o.e.device) for f in (torch.empty, torch.zeros))
-        self.dw = empty(o.w.shape, dtype=o.dw_dtype) if o.needs[1] and kind != "loss" else None
-        self.db = zeros(o.opts.vocab) if o.needs[2] and kind != "loss" else None
+        _, dw, db = o.needs if kind != "loss" else (False,) * 3
+        self.o, self.plan, self.opts = o, o.plan(kind), o.opts
+        self.tokens = Tokens(o.opts, by_target=kind == "early" and (dw or db))
+        self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=o.e.device) if dw else None
+        self.db = torch.zeros(o.opts.vocab, device=o.e.device) if db else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
         self.memory = memory = allocate(o.e.device, layout(o.shape, self.plan, kind == "early"))
         self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens

@@ -145,14 +145,16 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
     if scaled:
         frequent = min(FREQUENT, shape.tokens)
         found |= {"columns": Buffer(rows, frequent, narrow), "frequent_sums": Buffer(frequent, hidden)}
-    if shape.ranks:  # what the shards of the vocabulary exchange: statistics, and rows of dE
-        found |= {"shares": Buffer(4 * (1 + shape.ranks), rows), "rows": Buffer(rows * shape.de, hidden)}
+    if shape.ranks:  # what the shards of the vocabulary exchange
+        found["rows"] = Buffer(rows * shape.de, hidden)
     return found
 
 
 def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
     """Bytes of a plan, including what is allocated outside of its buffers."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
+    if shape.ranks:  # four statistics of a chunk's tokens, from each rank
+        loose += 16 * (1 + shape.ranks) * plan.capacity
     return sum(b.nbytes for b in layout(shape, plan, early).values()) + loose + SLACK
 
 

@@ -40,14 +40,9 @@ def combine(c: Chunk) -> None:
     The offset stays what the exponentials here were made with; with it, log_total gives the whole log-sum-exp. All is
     taken relative to the largest offset: nearly always they are one, and no digit of the large number is lost.
     """
-    names = ("offset", "log_total", "correct", "pull")
     here = {name: field[c.start : c.start + c.size] for name, field in c.tokens.fields.items()}
-    shares, size = c.memory["shares"].view(-1), 4 * c.size
-    mine = torch.stack([here[name] for name in names], out=shares[:size].view(4, -1))
-    shards = c.opts.settings.shards
-    every = shares[size : size * (1 + shards.size)]
-    shards.gather(mine.view(-1), every)
-    offset, log_total, correct, pull = every.view(shards.size, 4, -1).unbind(1)
+    mine = torch.stack([here[name] for name in ("offset", "log_total", "correct", "pull")])
+    offset, log_total, correct, pull = c.opts.settings.shards.gather(mine).view(-1, *mine.shape).unbind(1)
     common = offset.amax(0)
     # finite: a shard far below the others sums up to 0, and to −inf
     parts = (log_total + (offset - common)).clamp_(min=-NEVER.value) * LN2.value
@@ -67,10 +62,10 @@ class InputGradient:
 
     def __init__(self, c: Chunk) -> None:
         self.c, self.shards, self._pending = c, c.opts.settings.shards, None
-        like = c.opts.own(c.o.e)
+        tokens = c.opts.shape.numel()
         spare = self.shards is not None  # a last row for those that are not of this process's tokens
-        self._rows = torch.zeros(len(like) + spare, like.shape[1], dtype=like.dtype, device=like.device)
-        self.out = self._rows[: len(like)]
+        self._rows = c.o.e.new_zeros(tokens + spare, c.hidden)
+        self.out = self._rows[:tokens]
 
     def add(self) -> None:
         """Write the rows of the chunk at hand: the sums of products in its memory, completed by `finish_input`."""

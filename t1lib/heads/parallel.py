@@ -47,9 +47,9 @@ class Shards:
     first = property(lambda self: sum(self.rows[: self.rank]))
     size = property(lambda self: len(self.rows))
 
-    def gather(self, mine: Tensor, every: Tensor | None = None) -> Tensor:
-        """(size · n, …): the values (n, …) of every process, in rank order; into `every`, which is contiguous."""
-        every = mine.new_empty(self.size * len(mine), *mine.shape[1:]) if every is None else every
+    def gather(self, mine: Tensor) -> Tensor:
+        """(size · n, …): the values (n, …) of every process, in rank order."""
+        every = mine.new_empty(self.size * len(mine), *mine.shape[1:])
         all_gather(every, mine.contiguous(), group=self.group)
         return every
 

@@ -12,7 +12,7 @@ Tools for measuring any training loop:
 """
 
 from t1lib.measure.environment import environment
-from t1lib.measure.floors import Link, measure_link, three_products_ms
+from t1lib.measure.floors import Link, measure_link
 from t1lib.measure.memory import AllocatorTimeline, HostPeak, Peak, pinned_bytes
 from t1lib.measure.timing import interleaved_ms
 from t1lib.timing import PhaseTimer, Span, Trace
@@ -29,5 +29,4 @@ __all__ = [
     "interleaved_ms",
     "measure_link",
     "pinned_bytes",
-    "three_products_ms",
 ]

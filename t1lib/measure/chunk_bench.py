@@ -1,12 +1,13 @@
 """An output layer measured in one process: time interleaved with its floor, exact memory, errors, ignored tokens.
 
-The notebook `chunks` runs this. One process is enough for its memory claims: the allocator's own history counts the
-bytes that a call requests, whatever was cached before it.
+The notebook `chunks` runs this, and `t1m3` a `HeadSession` for each head. One process is enough for its memory claims:
+the allocator's own history counts the bytes that a call requests, whatever was cached before it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +172,41 @@ class OutputLayer:
             if way == "padded":
                 found |= {f"error_{k}": v for k, v in compare(inside, exact).items()}
         return found
+
+
+class HeadSession(OutputLayer):
+    """An output layer that one head computes, for a process of its own (`t1lib.measure.isolate`).
+
+    options  of the head: `chunks`, `workspace`, …
+    """
+
+    def __init__(
+        self, *, head: str, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str, seed: int = 0,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(tokens=tokens, vocabulary=vocabulary, hidden=hidden, dtype=dtype, device=device, seed=seed)
+        self.call = Call(head, options=options)
+
+    def step(self) -> dict[str, float]:
+        """Times in ms of the phases."""
+        return self.times(self.call)
+
+    def workspace(self) -> int:
+        """Peak bytes beyond the inputs and the two gradients."""
+        return self.memory(self.call)["workspace"]
+
+    def error(self) -> dict[str, float]:
+        """Relative errors of loss, dE and dW against the reference."""
+        errors = compare(self.result(self.call), self.exact("mean"))
+        self.e.grad = self.w.grad = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return errors
+
+    def floor(self) -> float:
+        """Time in ms of the three matrix products: the sum of their medians."""
+        samples = [self.product_times() for _ in range(6)][1:]
+        return sum(median(sample[name] for sample in samples) for name in samples[0])
 
 
 def compare(found: Result, exact: Result) -> dict[str, float]:

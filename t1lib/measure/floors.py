@@ -1,7 +1,6 @@
 """Floors: the least time the hardware allows, measured in the same process as what is compared with them."""
 
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -94,14 +93,3 @@ def products_ms(e: Tensor, w: Tensor, results: tuple[Tensor, Tensor, Tensor], le
     torch.mm(z.T, e, out=d_w)
     timer.mark("dW")
     return timer.stop()[1]
-
-
-def three_products_ms(
-    tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype, device: torch.device, repeats: int = 5
-) -> dict[str, float]:
-    """Median times in ms of the output layer's three matrix products (logits, dE, dW) on random operands."""
-    e = torch.randn(tokens, hidden, dtype=dtype, device=device)
-    w = torch.randn(vocabulary, hidden, dtype=dtype, device=device) * 0.02
-    results, lead = (e @ w.T, torch.empty_like(e), torch.empty_like(w)), LeadIn(device)
-    samples = [products_ms(e, w, results, lead) for _ in range(repeats + 1)][1:]
-    return {name: median(sample[name] for sample in samples) for name in samples[0]}

@@ -58,7 +58,7 @@ def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, An
         while True:
             method, kwargs = pipe.recv()
             pipe.send(("ok", getattr(session, method)(**kwargs)))
-    except EOFError:
+    except (EOFError, ConnectionError):  # closed, perhaps during a call
         return
     except BaseException as error:
         pipe.send(told(error))
@@ -120,11 +120,6 @@ class Isolated:
 Protocol = Callable[[str, Callable[..., Any]], Generator[None, None, None]]
 
 
-def _judged(rows: list[dict[str, Any]], variant: str, phase: str) -> bool:
-    """Whether the protocol itself has recorded a status for the variant, such as `wrong`."""
-    return any((r["variant"], r["phase"], r["metric"]) == (variant, phase, "status") for r in rows)
-
-
 def measure_variants(
     factory: Callable[..., Any],
     variants: dict[str, dict[str, Any]],
@@ -147,7 +142,6 @@ def measure_variants(
             measure_variants(factory, {name: settings}, protocol, records, phase=phase)
         return
     running: dict[str, tuple[Isolated, Generator[None, None, None]]] = {}
-    before = len(records.rows)
 
     def turn(name: str, action: Callable[[], Any]) -> Any:
         try:
@@ -157,7 +151,7 @@ def measure_variants(
         except UnavailableError:
             records.status(name, "unavailable", phase=phase)
         except StopIteration:
-            if not _judged(records.rows[before:], name, phase):
+            if not any((r["variant"], r["phase"], r["metric"]) == (name, phase, "status") for r in records.own):
                 records.status(name, "ok", phase=phase)
         if name in running:
             running.pop(name)[0].close()

@@ -1,8 +1,8 @@
 """The manifest of a finished run, and how a run's staging folder replaces the previous one.
 
-Only a folder whose manifest.json lists every file with its correct hash counts as finished. The
-manifest is written last, into the staging folder, which then replaces the final folder by a
-rename: a run killed at any moment leaves either the old folder or the new one.
+Only a folder whose manifest.json lists every file with its correct hash, and is itself as it was written, counts as
+finished. The manifest is written last, into the staging folder, which then replaces the final folder by a rename: a run
+killed at any moment leaves either the old folder or the new one.
 """
 
 import hashlib
@@ -14,52 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import t1lib
-from t1lib import params, paths
+from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import write_json
+from t1lib.files import read_signed, write_signed
 from t1lib.measure.environment import device_name, environment, git_state
 
 NAME = "manifest.json"
-INPUTS = "inputs.json"  # exists during a run: name → sha256 of what it read besides its parameters
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _digest_json(value: Any) -> str:
-    return _digest(json.dumps(value, sort_keys=True).encode())
-
-
-def ingredients(experiment: str, parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a run's results depend on: notebook, parameters and t1lib as sha256, torch and device by name."""
-    import torch
-
-    cells = params.read_notebook(paths.notebook(experiment))["cells"]
-    package = Path(t1lib.__file__).parent
-    # Line endings differ between checkouts on Windows and elsewhere; the sources do not.
-    sources = {
-        path.relative_to(package).as_posix(): _digest(path.read_bytes().replace(b"\r\n", b"\n"))
-        for path in sorted(package.rglob("*.py"))
-    }
-    return {
-        "notebook": _digest_json([[cell["cell_type"], params.source(cell)] for cell in cells]),
-        "parameters": _digest_json(dict(parameters)),
-        "t1lib": _digest_json(sources),
-        "torch": torch.__version__,
-        "device": device_name(),
-    }
-
-
-def fingerprint(experiment: str, parameters: Mapping[str, Any]) -> str:
-    """Return the sha256 over the `ingredients` of a run; a run with the same fingerprint need not be repeated."""
-    return fingerprint_of(ingredients(experiment, parameters))
-
-
-def fingerprint_of(made_of: Mapping[str, str]) -> str:
-    """Return the sha256 over `ingredients` that were taken earlier."""
-    return _digest_json(dict(made_of))
+REPORT = "report"  # in a manifest: hash and size of the PDF that was built from the run
+NOTES = "notes.json"  # exists during a run: what the notebook leaves for the manifest, `made_of` and `inputs`
 
 
 def utc_now() -> str:
@@ -67,94 +29,97 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def _entry(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return each file under `folder` except the manifest and hidden ones, with its sha256 and size in bytes."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != NAME and not path.name.startswith("."):
-            data = path.read_bytes()
-            found[name] = {"sha256": _digest(data), "bytes": len(data)}
-    return found
-
-
-def _take_inputs(folder: Path) -> dict[str, str]:
-    path = folder / INPUTS
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.unlink(missing_ok=True)
-    return found
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: _entry(path) for name, path in found.items() if name != NAME and not path.name.startswith(".")}
 
 
 def write(
-    folder: Path,
-    *,
-    experiment: str,
-    profile: str,
-    parameters: Mapping[str, Any],
-    made_of: Mapping[str, str],
-    started: str,
-    seconds: float,
+    folder: Path, *, experiment: str, profile: str, parameters: Mapping[str, Any], started: str, seconds: float
 ) -> None:
-    """Write manifest.json for everything in `folder`.
+    """Write manifest.json for everything in `folder`, which holds the notebook's `NOTES`; these are removed.
 
-    `made_of` are the `ingredients` as they were when the run began, so that an edit made during
-    the run makes it stale; `started` is the start time in UTC, ISO 8601.
+    started   start time in UTC, ISO 8601
     """
+    notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+    (folder / NOTES).unlink()
     content = {
         "experiment": experiment,
         "profile": profile,
         "parameters": dict(parameters),
-        "fingerprint": fingerprint_of(made_of),
-        "made_of": dict(made_of),
-        "inputs": _take_inputs(folder),
+        **notes,
         **git_state(),
         "environment": environment(),
         "started": started,
         "seconds": round(seconds, 1),
         "files": _files(folder),
     }
-    write_json(folder / NAME, content)
+    write_signed(folder / NAME, content)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Return a folder's manifest, or None when there is none or it does not parse."""
+    """Return a folder's manifest, or None when there is none or it is not as it was written."""
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_signed(folder / NAME)
+    except T1Error:
         return None
-    return content if isinstance(content, dict) and isinstance(content.get("files"), dict) else None
+    return content if isinstance(content.get("files"), dict) else None
 
 
-def difference(folder: Path, wanted: str, made_of: Mapping[str, str] | None = None) -> str | None:
-    """Return a short reason why `folder` is not the finished run with the fingerprint `wanted`, or None if it is.
+def device(content: Mapping[str, Any]) -> str:
+    """The name of the GPU that a run was measured on or, without one, of the CPU."""
+    return content["environment"].get("gpu") or content["environment"]["cpu"]
 
-    `made_of`, the ingredients of `wanted`, allows the reason to name those that changed.
-    """
+
+def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> str | None:
+    """Return a short reason why `folder` is not the finished run of this notebook with these parameters, by code of the
+    same meaning; None if it is."""
     content = read(folder)
     if content is None:
-        return "missing"
+        return damage(folder)
     if "executed.ipynb" not in content["files"]:
         return "not run by `python -m t1lib run`"
-    if content.get("fingerprint") != wanted:
-        before = content.get("made_of", {})
-        other = [name for name, value in (made_of or {}).items() if before.get(name) != value]
-        return f"{', '.join(other) or 'something it was made of'} changed"
-    for name in content["files"]:
-        if changed(folder, name):
-            return f"{name} is not as the run left it"
-    return None
+    made_of = content["made_of"]
+    modules = made_of.get("modules", {})
+    now = fingerprint.of(modules)
+    changed_modules = [name for name, value in modules.items() if now[name] != value]
+    changed_parts = [f"{', '.join(changed_modules[:3])}{' …' * (len(changed_modules) > 3)}"] if changed_modules else []
+    changed_parts += ["the kit"] if not modules else []  # by a kit that noted no modules
+    changed_parts += ["notebook"] if made_of["notebook"] != fingerprint.notebook(experiment) else []
+    changed_parts += ["parameters"] if content["parameters"] != dict(parameters) else []
+    return f"{', '.join(changed_parts)} changed" if changed_parts else damage(folder)
+
+
+def damage(folder: Path) -> str | None:
+    """Return which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are."""
+    content = read(folder)
+    if content is None:
+        return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
+    names = [*content["files"], *([REPORT] if REPORT in content else [])]
+    return next((f"{name} is not as the run left it" for name in names if changed(folder, name)), None)
 
 
 def changed(folder: Path, name: str) -> bool:
-    """Return whether a file differs from the one that the folder's manifest lists, is missing, or is not listed."""
-    listed = (read(folder) or {"files": {}})["files"].get(name, {})
-    path = folder / name
-    return not path.is_file() or _digest(path.read_bytes()) != listed.get("sha256")
+    """Return whether a file (or the `REPORT`) is missing, or is not the one that the folder's manifest lists."""
+    content = read(folder) or {"files": {}}
+    path = _report(folder) if name == REPORT else folder / name
+    listed = content.get(REPORT) if name == REPORT else content["files"].get(name)
+    return not path.is_file() or _entry(path) != listed
 
 
-def matches(folder: Path, wanted: str) -> bool:
-    """Return whether `folder` is the finished, unmodified run with the fingerprint `wanted`."""
-    return difference(folder, wanted) is None
+def _report(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.pdf")
+
+
+def note_report(folder: Path) -> None:
+    """Note in the manifest the PDF that was built from a run, beside its folder."""
+    write_signed(folder / NAME, (read(folder) or {}) | {REPORT: _entry(_report(folder))})
 
 
 def refresh(folder: Path, names: Iterable[str]) -> None:
@@ -168,7 +133,18 @@ def refresh(folder: Path, names: Iterable[str]) -> None:
     redrawn = tuple(names)
     kept = {name: entry for name, entry in content["files"].items() if not name.startswith(redrawn)}
     kept |= {name: entry for name, entry in _files(folder).items() if name.startswith(redrawn)}
-    write_json(folder / NAME, {**content, "files": dict(sorted(kept.items()))})
+    write_signed(folder / NAME, {**content, "files": dict(sorted(kept.items()))})
+
+
+def require_replaceable(final: Path) -> None:
+    """Raise `T1Error` if `final` holds what another GPU has measured: only the same kind may measure it again."""
+    content = read(final)
+    other = content is not None and "gpu" in content["environment"] and device(content) != device_name()
+    require(
+        not other,
+        f"{paths.shown(final)} was measured on {device(content) if other else ''}, and this is {device_name()}; "
+        "allowed: another profile (copy its folder in params/), or that folder moved away",
+    )
 
 
 def _aside(final: Path) -> Path:
@@ -186,11 +162,14 @@ def recover(final: Path) -> None:
 def publish(staging: Path, final: Path) -> None:
     """Replace `final` by the complete `staging` folder.
 
-    Raises `T1Error` if `staging` holds no manifest yet, or if a file of the old folder is held open (Windows).
+    Raises `T1Error` if `staging` holds no manifest yet, if another GPU measured what `final` holds, or if a file there
+    is held open (Windows).
     """
     require((staging / NAME).is_file(), f"{paths.shown(staging)} is not complete: it holds no {NAME}")
     recover(final)
+    require_replaceable(final)
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
         if final.exists():
             os.replace(final, _aside(final))
         os.replace(staging, final)

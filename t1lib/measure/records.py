@@ -7,7 +7,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,10 +23,53 @@ PLACES = ("device", "host", "streamed", "parked")  # where a plan puts things; r
 
 
 class Records:
-    """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged."""
+    """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged.
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+    The rows are kept by the part that made them (in a notebook, a cell), so that a part that is made again replaces its
+    own rows and no others.
+
+    left_out  returns the parts whose rows do not hold any more; called with whether the others are about to be shown
+    """
+
+    def __init__(self, left_out: Callable[[bool], Collection[str]] = lambda shown: ()) -> None:
+        self.parts: dict[str, list[dict[str, Any]]] = {}
+        self._left_out = left_out
+        self.begin("")
+
+    def begin(self, part: str) -> None:
+        """What is added from now on replaces the rows of `part`, in their place."""
+        self.own = self.parts[part] = []
+
+    def end(self, part: str, keep: bool) -> bool:
+        """`part` is what the rows since `begin` belong to; they are removed unless they are to be kept. Returns whether
+        there were any."""
+        self.parts = {part if rows is self.own else name: rows for name, rows in self.parts.items()}
+        had = bool(self.own)
+        if not keep:
+            self.own.clear()
+        return had
+
+    def replaced(self, part: str) -> list[str]:
+        """Remove the other parts that hold a sample of a variant, phase and metric that `part` holds too; their names.
+        Statuses do not count."""
+
+        def kinds(rows: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+            return {(r["variant"], r["phase"], r["metric"]) for r in rows if r["metric"] != "status"}
+
+        mine = kinds(self.parts[part])
+        found = [other for other, rows in self.parts.items() if other != part and mine & kinds(rows)]
+        for other in found:
+            del self.parts[other]
+        return found
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows that hold, part by part."""
+        return self._rows(shown=False)
+
+    def _rows(self, shown: bool) -> list[dict[str, Any]]:
+        out = self._left_out(shown)
+        return [row for part, rows in self.parts.items() if part not in out for row in rows]
 
     def add(
         self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
@@ -46,21 +89,20 @@ class Records:
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows given as mappings with the names of `COLUMNS`; phase, step and unit may be left out."""
         for row in rows:
-            for name in row:
-                choose("column of records", name, COLUMNS)
-            missing = [name for name in ("variant", "metric", "value") if name not in row]
-            require(not missing, f"a row of records lacks {', '.join(missing)}: {dict(row)}")
+            whole = dict(phase="", step="", unit="") | dict(row)
+            allowed = f"a row of records has {', '.join(row)}; allowed: {', '.join(COLUMNS)}"
+            require(whole.keys() == set(COLUMNS), allowed)
             if row["metric"] == "status":
-                self.status(row["variant"], row["value"], row.get("phase", ""))
+                self.status(row["variant"], row["value"], whole["phase"])
             else:
-                self.add(**row)
+                self.add(**whole)
 
     def _append(self, *values: Any) -> None:
-        self.rows.append(dict(zip(COLUMNS, values, strict=True)))
+        self.own.append(dict(zip(COLUMNS, values, strict=True)))
 
     def frame(self) -> pd.DataFrame:
-        """Return the rows as a table. `value` holds floats, or text in rows with metric `status`."""
-        return pd.DataFrame(self.rows, columns=list(COLUMNS))
+        """Return the rows that hold as a table. `value` holds floats, or text in rows with metric `status`."""
+        return pd.DataFrame(self._rows(shown=True), columns=list(COLUMNS))
 
     def save(self, path: Path) -> None:
         """Write the rows as CSV; floats in the shortest form that reads back exactly."""

@@ -104,10 +104,8 @@ def gate_ranks(records: Records, mode: str, bound: float) -> float:
 
 
 def _is_wrong(records: Records, variant: str, phase: str) -> None:
-    records.rows = [
-        r for r in records.rows
-        if not (r["variant"] == variant and r["phase"] == phase and r["metric"].endswith("_ms"))
-    ]  # fmt: skip
+    for rows in records.parts.values():
+        rows[:] = [r for r in rows if (r["variant"], r["phase"]) != (variant, phase) or not r["metric"].endswith("_ms")]
     records.status(variant, "wrong", phase=phase)
 
 

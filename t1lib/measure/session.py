@@ -1,18 +1,16 @@
-"""Sessions: a trainer or a head, with its data and measurements, behind methods that take and return plain values.
+"""A trainer with its data and measurements, behind methods that take and return plain values.
 
 The notebooks run what they measure in such a session, in a separate process (`t1lib.measure.isolate`).
 """
 
 from dataclasses import asdict
-from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from t1lib.errors import choose
-from t1lib.heads import HEADS, linear_cross_entropy
-from t1lib.measure.floors import measure_copy, measure_link, measure_product, three_products_ms
+from t1lib.heads import HEADS
+from t1lib.measure.floors import measure_copy, measure_link, measure_product
 from t1lib.measure.memory import (
     AllocatorTimeline,
     HostPeak,
@@ -25,7 +23,6 @@ from t1lib.measure.memory import (
     unpinned_bytes,
 )
 from t1lib.measure.records import PLACES
-from t1lib.measure.timing import LeadIn, phases_ms
 from t1lib.models import build_model, split
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.plan.cost import device_bytes
@@ -232,59 +229,3 @@ def update_bytes(trainer: SlideTrainer) -> int:
         state = sum(flat.nbytes for flat in layer.state.values())
         total += 2 * state + layer.flat.nbytes * (2 + ("master" not in layer.state))
     return total
-
-
-class HeadSession:
-    """An output layer alone: random hidden states (N, D) and weight (V, D), loss and both gradients."""
-
-    def __init__(
-        self, *, head: str, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str, seed: int = 0,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        self.device, self.dtype = torch.device(device), getattr(torch, dtype)
-        self.shape, self.head, self.options = (tokens, vocabulary, hidden), head, options
-        torch.manual_seed(seed)
-        self.e = torch.randn(tokens, hidden, device=self.device).to(self.dtype).requires_grad_()
-        self.w = (torch.randn(vocabulary, hidden, device=self.device) * 0.02).to(self.dtype).requires_grad_()
-        self.y = torch.randint(vocabulary, (tokens,), device=self.device)
-
-    @cached_property
-    def _lead(self) -> LeadIn:
-        return LeadIn(self.device)
-
-    def step(self) -> dict[str, float]:
-        """Times in ms of the phases, measured behind queued work (`t1lib.measure.timing.phases_ms`)."""
-        self.e.grad = self.w.grad = None
-        call = partial(linear_cross_entropy, self.e, self.w, self.y, head=self.head, **self.options)
-        return phases_ms(call, Tensor.backward, self.device, self._lead)
-
-    def workspace(self) -> int:
-        """Peak bytes beyond the inputs and the two gradients."""
-        self.e.grad = self.w.grad = None
-        must = self.e.nbytes + self.w.nbytes
-        inputs = storage_bytes([self.e, self.w, self.y])
-        with AllocatorTimeline(self.device, inputs) as timeline:
-            linear_cross_entropy(self.e, self.w, self.y, head=self.head, **self.options).backward()
-        peak = timeline.peak
-        return peak.allocated - peak.baseline - must
-
-    def error(self) -> dict[str, float]:
-        """Relative error of loss, dE and dW against float64."""
-        e, w = (t.detach().double().requires_grad_() for t in (self.e, self.w))
-        exact = linear_cross_entropy(e, w, self.y, head="chunked", chunks=16)
-        exact.backward()
-        self.e.grad = self.w.grad = None
-        loss = linear_cross_entropy(self.e, self.w, self.y, head=self.head, **self.options)
-        loss.backward()
-        pairs = {"loss": (loss, exact), "dE": (self.e.grad, e.grad), "dW": (self.w.grad, w.grad)}
-        pairs = {k: (a.detach().double(), b.detach()) for k, (a, b) in pairs.items()}
-        errors = {k: float((a - b).norm() / b.norm()) for k, (a, b) in pairs.items()}
-        self.e.grad = self.w.grad = None
-        del pairs, e, w, exact, loss
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return errors
-
-    def floor(self) -> dict[str, float]:
-        """Times in ms of the three matrix products of this shape."""
-        return three_products_ms(*self.shape, self.dtype, self.device)

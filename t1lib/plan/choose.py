@@ -17,19 +17,17 @@ from t1lib.plan.work import Work
 # Of the streamed layers, updated by the CPU. Between a quarter and all of them, runs were up to a fifth slower than
 # predicted, as the CPU and the link share the host's memory (H200).
 SHARES = 0.0, 1 / 4, 1.0
-# Device buffers for layer weights: more than two give the link work while resident layers run, if updates wait for the
-# forward; otherwise a third would gain 1 %.
-SLOTS = 2, 4, 6
 
 
 def kinds(work: Work) -> Iterator[Choice]:
-    """All choices but for how many layers are resident or kept."""
+    """All choices but for how many layers are resident or kept. A third slot helps where updates read the weights."""
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
-    weights = SLOTS if work.together and work.state else SLOTS[:1]
+    waits = work.together and work.state > 0  # then more slots give the link work while resident layers run
+    weights = (2, 4, 6) if waits else (2,) if work.masters else (2, 3)
     for outer, inputs, slots, places, share in product(outers, ("device", "host"), weights, gradients, shares):
-        yield Choice(slots, inputs=inputs, outer=outer, grad_slots=places, host_share=share)
+        yield Choice(slots, 0, 0, inputs, outer, places, share)
 
 
 def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:

@@ -38,7 +38,10 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, streamed * weights))
     # Streamed layers come first, and run ahead of the link by the gradients that have a slot on the device.
     ahead = (choice.grad_slots - 1) * copies / np.maximum(moving, 1)
-    backward = _longer(backward, copies - ahead + choice.resident / work.layers * backward * (moving > 0))
+    first = moving / work.layers * backward
+    backward = backward - first + _longer(first, copies - ahead)
+    if choice.host_share < 1 and not work.masters and choice.slots == 2:
+        backward = backward + (streamed > 0) * weights * link  # an update reads the slot for which the next ones wait
     if work.together:
         forward = _updating_forward_ms(work, choice, machine, forward, link * (outer + inputs))
     else:

@@ -1,46 +1,38 @@
 """Figures, tables and numbers of each experiment, as functions of its records alone."""
 
-from t1lib.report import (
-    cce,
-    cce_numbers,
-    cce_tables,
-    chunks,
-    chunks_tables,
-    convergence,
-    frontier,
-    frontier_numbers,
-    parallel,
-    parallel_tables,
-    t1m1,
-    t1m1_tables,
-    t1m3,
-    t1m3_tables,
-)
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
-FIGURES = {
-    "cce": cce.FIGURES,
-    "chunks": chunks.FIGURES,
-    "convergence": convergence.FIGURES,
-    "frontier": frontier.FIGURES,
-    "parallel": parallel.FIGURES,
-    "t1m1": t1m1.FIGURES,
-    "t1m3": t1m3.FIGURES,
+# Where an experiment's FIGURES, TABLES and `numbers` are. Imported one by one, because they import seaborn, and because
+# a run is out of date once a module that it has loaded changes.
+_MODULES = {
+    "cce": ("cce", "cce_tables", "cce_numbers"),
+    "chunks": ("chunks", "chunks_tables", "chunks_tables"),
+    "convergence": ("convergence", "convergence", "convergence"),
+    "frontier": ("frontier", "frontier", "frontier_numbers"),
+    "parallel": ("parallel", "parallel_tables", "parallel_tables"),
+    "t1m1": ("t1m1", "t1m1_tables", "t1m1_tables"),
+    "t1m3": ("t1m3", "t1m3_tables", "t1m3_tables"),
 }
-TABLES = {
-    "cce": cce_tables.TABLES,
-    "chunks": chunks_tables.TABLES,
-    "convergence": convergence.TABLES,
-    "frontier": frontier.TABLES,
-    "parallel": parallel_tables.TABLES,
-    "t1m1": t1m1_tables.TABLES,
-    "t1m3": t1m3_tables.TABLES,
-}
-NUMBERS = {
-    "cce": cce_numbers.numbers,
-    "chunks": chunks_tables.numbers,
-    "convergence": convergence.numbers,
-    "frontier": frontier_numbers.numbers,
-    "parallel": parallel_tables.numbers,
-    "t1m1": t1m1_tables.numbers,
-    "t1m3": t1m3_tables.numbers,
-}
+
+
+def figures_of(experiment: str) -> dict[str, Callable[..., Any]]:
+    """An experiment's figures by name, each a function of its records' frame that returns a Matplotlib figure."""
+    return _of(experiment, 0, "FIGURES", {})
+
+
+def tables_of(experiment: str) -> dict[str, Callable[..., Any]]:
+    """An experiment's tables by name, each a function of the frame that returns a `t1lib.report.tables.Table`."""
+    return _of(experiment, 1, "TABLES", {})
+
+
+def numbers_of(experiment: str) -> Callable[..., None]:
+    """The function that enters an experiment's numbers, computed from the frame, into a `Numbers`."""
+    return _of(experiment, 2, "numbers", lambda frame, out: None)
+
+
+def _of(experiment: str, place: int, name: str, otherwise: Any) -> Any:
+    """An experiment of the user's own may have none of these."""
+    modules = _MODULES.get(experiment)
+    return getattr(import_module(f"{__name__}.{modules[place]}"), name) if modules else otherwise

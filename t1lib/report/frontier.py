@@ -223,9 +223,9 @@ def table2_points(frame: pd.DataFrame) -> Table:
     for _, p in points(frame).iterrows():
         rows.append({
             "model": p["model"], "mode": p["mode"], "head": p["head"], "tokens": f"{p['seq']}", "status": p["status"],
-            "allocated (GiB)": p["allocated_gib"], "allocated, predicted": p["predicted_allocated_gib"],
-            "reserved (GiB)": p["reserved_gib"], "reserved, predicted": p["predicted_reserved_gib"],
-            "step (ms)": p["wall_ms"], "step, predicted": p["predicted_ms"],
+            "allocated (GiB)": p["allocated_gib"], "allocated, predicted (GiB)": p["predicted_allocated_gib"],
+            "reserved (GiB)": p["reserved_gib"], "reserved, predicted (GiB)": p["predicted_reserved_gib"],
+            "step (ms)": p["wall_ms"], "step, predicted (ms)": p["predicted_ms"],
         })  # fmt: skip
     return make_table(rows, text_columns=5)
 

@@ -59,6 +59,7 @@ def _build_one(outputs: Path) -> Path:
         write_context(content, folder / "context.tex")
         _compile(folder, outputs.name, content["started"])
         _publish(folder / f"{outputs.name}.pdf", final)
+    manifest.note_report(outputs)
     return final
 
 
@@ -97,7 +98,7 @@ def write_context(content: Mapping[str, Any], path: Path) -> None:
     """
     numbers = Numbers()
     run = {name: content[name] for name in ("experiment", "profile", "commit", "dirty", "started", "seconds")}
-    run |= {"date": content["started"][:10], "device": content["made_of"]["device"]}
+    run |= {"date": content["started"][:10], "device": manifest.device(content)}
     for group, entries in (("run", run), ("env", content["environment"]), ("param", content["parameters"])):
         for name, value in entries.items():
             numbers.set(f"{group}.{name}", _shown(value))

@@ -7,11 +7,7 @@ from matplotlib.figure import Figure
 from t1lib.measure.records import format_number
 from t1lib.report.select import median, pick
 from t1lib.report.style import BEHIND, PHASE_COLOURS, VARIANTS, bar_labels, subplots
-
-
-def memory_unit(gib: list[float]) -> tuple[float, str]:
-    """(factor from GiB, unit) in which the values are easy to read: MiB if all are small, else GiB."""
-    return (1024.0, "MiB") if max(gib, default=0.0) < 0.1 else (1.0, "GiB")
+from t1lib.report.tables import memory_unit
 
 
 def draw_grouped(

@@ -8,6 +8,7 @@ import pandas as pd
 from t1lib.measure.records import escape_latex, format_number
 
 MISSING = "–"
+EM = 0.54  # width of a character
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,47 @@ def cell(value: object) -> str:
 
 
 def make_table(rows: Iterable[dict[str, object]], text_columns: int = 1) -> Table:
-    """A table from rows of column → value; the first `text_columns` are left-aligned text, the others numbers."""
-    frame = pd.DataFrame([{k: cell(v) for k, v in row.items()} for row in rows])
-    columns = list(frame.columns)
-    align = "l" * text_columns + "r" * (len(columns) - text_columns)
-    lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule"]
-    lines.append(" & ".join(_tex(c) for c in columns) + r" \\ \midrule")
-    lines += [" & ".join(_tex(v) for v in row) + r" \\" for row in frame.itertuples(index=False)]
-    lines += [r"\bottomrule", r"\end{tabular}"]
-    return Table(frame, "\n".join(lines))
+    """A table from rows of column → value; the first `text_columns` are left-aligned text, the others numbers. Columns
+    in GiB are shown in MiB if all of their values are small."""
+    frame = pd.DataFrame([{k: cell(v) for k, v in row.items()} for row in _in_unit(list(rows))])
+    return Table(frame, _latex(frame, text_columns))
+
+
+def memory_unit(gib: Iterable[float]) -> tuple[float, str]:
+    """(factor from GiB, unit) in which the values are easy to read: MiB if all are small, else GiB."""
+    return (1024.0, "MiB") if max(gib, default=0.0) < 0.1 else (1.0, "GiB")
+
+
+def _in_unit(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The rows with each column that is in GiB in the unit that suits it."""
+    frame = pd.DataFrame(rows, dtype=object)
+    for name in [name for name in frame if "(GiB)" in name]:
+        values = pd.to_numeric(frame[name], errors="coerce")
+        scale, unit = memory_unit(values.dropna())
+        if values.notna().any() and unit != "GiB":
+            frame[name] = values * scale
+            frame = frame.rename(columns={name: name.replace("(GiB)", f"({unit})")})
+    return frame.to_dict("records")
+
+
+def _latex(frame: pd.DataFrame, text_columns: int) -> str:
+    """LaTeX for any document that loads `array`, `booktabs` and `graphicx`: headers and text wrap, and what is still
+    wider than the line is scaled down to it."""
+    most = max(14, 90 // max(len(frame.columns), 1))
+    columns = [_column(name, frame[name], index < text_columns, most) for index, name in enumerate(frame.columns)]
+    table = frame.map(_tex).rename(columns=_tex).style.hide(axis="index")
+    body = table.to_latex(column_format="".join(columns), hrules=True).rstrip()
+    fitted = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
+    return f"{{\\footnotesize\\setlength{{\\tabcolsep}}{{3pt}}%\n{fitted}\n{body}}}}}%"
+
+
+def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
+    """The LaTeX specification of a column as wide as its longest cell (of text, at `most` this many characters) or as
+    the longest word of its header."""
+    longest = int(cells.str.len().max()) if len(cells) else 0
+    width = max(min(longest, most) if text else longest, *map(len, name.split()), 1)
+    ragged, kind = ("raggedright", "p") if text else ("raggedleft", "b")
+    return rf">{{\{ragged}\arraybackslash}}{kind}{{{width * EM + 0.3:.2f}em}}"
 
 
 def mean_std(values: pd.Series) -> str:

@@ -4,7 +4,7 @@
     batch = corpus.batch(step, size=16, seed=0)    # {"input_ids": (16, 512)}
 
 The 11.5 MB of Python 3.12 support about 79,000 tokens, because an identifier counts as one word, together with the
-character before it; GPT-2's splitting, which cuts at every underscore, reaches only 44,000.
+character before it.
 """
 
 import os
@@ -27,6 +27,7 @@ ENDS = (END, "<|im_end|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of 
 SMALLEST, LARGEST = 257, 2**20  # tokens: the 256 bytes and END; and what the trainer may reserve memory for
 # Bounded, because training time grows with the square of a word's length; the library's longest run has 95 characters.
 WORDS = r"[^\r\n\w]?\w{1,256}|[^\s\w]{1,256}[\r\n]{0,256}|\s{0,256}[\r\n]{1,256}|\s{1,256}(?!\S)|\s{1,256}"
+HELD_OUT = 0.05  # share of the rows; one row at least
 _RECIPE = "4"  # part of the cache's key; to be raised with every change to the recipe
 
 
@@ -99,37 +100,33 @@ def _train(texts: dict[str, str], vocabulary: int) -> Tokenizer:
 
 def load_corpus(
     vocabulary: int | None, seq: int, *, source: str | Path = LIBRARY, limit: int | str | None = None,
-    held_out: float = 0.05, seed: int = 0, tokenizer: str | Path | None = None,
+    seed: int = 0, tokenizer: str | Path | None = None,
 ) -> Corpus:  # fmt: skip
     """Texts in an order drawn from `seed`, joined with an end token after each and cut into rows of `seq` tokens.
 
     source, limit   as in `t1lib.text.texts.read_texts`
-    held_out        share of the rows; one row at least
     tokenizer       a tokenizer.json; without it a tokenizer of `vocabulary` tokens is trained, on all texts
 
     Raises `T1Error` for an empty corpus, one that has less than two rows, and a vocabulary that it does not support.
     """
     require(seq >= 2, f"seq {seq}; allowed: 2 or more")
-    require(0 < held_out < 1, f"held_out {held_out}; allowed: a share between 0 and 1")
     texts = read_texts(source, limit)
-    trained = byte_pairs(texts, vocabulary) if tokenizer is None else _read_tokenizer(Path(tokenizer))
+    trained = byte_pairs(texts, vocabulary) if tokenizer is None else _read_tokenizer(tokenizer)
     order, end = sorted(texts, key=lambda name: sha256(str(seed), name)), [_end_of(trained)]
     encoded = trained.encode_batch([texts[name] for name in order], add_special_tokens=False)
     ids = torch.cat([torch.tensor(text.ids + end) for text in encoded])
     require(len(ids) >= 2 * seq, f"the corpus has {len(ids)} tokens, less than two rows of {seq}; take more bytes")
     rows = ids[: len(ids) // seq * seq].reshape(-1, seq)
-    first = min(round((1 - held_out) * len(rows)), len(rows) - 1) or 1
+    first = min(round((1 - HELD_OUT) * len(rows)), len(rows) - 1) or 1
     size = sum(len(text.encode()) for text in texts.values())
     return Corpus(rows[:first], rows[first:], corpus_hash(texts), len(texts), size, trained)
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def _read_tokenizer(path: str | Path) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
         raise T1Error(f"cannot read tokenizer {path}: {str(error)[:100]}") from None
-    _end_of(tokenizer)
-    return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -139,6 +136,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _end_of(tokenizer: Tokenizer) -> int:
-    end = next((tokenizer.token_to_id(end) for end in ENDS if tokenizer.token_to_id(end) is not None), None)
-    require(end is not None, f"the tokenizer has no end token; known: {', '.join(ENDS)}")
-    return end
+    found = [tokenizer.token_to_id(end) for end in ENDS if tokenizer.token_to_id(end) is not None]
+    require(bool(found), f"the tokenizer has no end token; known: {', '.join(ENDS)}")
+    return found[0]

@@ -1,12 +1,10 @@
 """Training runs in a folder: metrics of every step, checkpoints to resume from, and a plot."""
 
-import json
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 import torch
@@ -14,64 +12,95 @@ import torch
 from t1lib import __version__
 from t1lib.errors import T1Error, require, shown
 from t1lib.files import held, read_signed, whole, write_signed, writing
+from t1lib.memory import GIB
 from t1lib.signals import noted
 from t1lib.text.session import LanguageSession
+from t1lib.text.settings import absolute, decided, session_of
 from t1lib.text.texts import METRICS, RUN
-from t1lib.train import Schedule, StepRecord
+from t1lib.train import StepRecord
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from t1lib.train.ranks import ALONE, Ranks
 
+SITTING = {  # options that are given anew each time a run is resumed
+    "out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every",
+}  # fmt: skip
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "wall_ms", "device_gib", "host_gib", "held_out_loss",
 )  # fmt: skip
-FREE = {"steps", "device"}  # settings that may change when a run is resumed
-GIB = 2**30
 
 
 class TrainRun:
-    """A run in `folder`, held until `close`: run.json (its settings, the text's hash), metrics.csv, checkpoints/.
+    """A run in `folder`, held until `close`: run.json (its options, the text's hash), metrics.csv, checkpoints/.
 
-    settings   arguments of `LanguageSession`, and `steps`
-    resume     continue from the folder's last checkpoint; otherwise the folder must not hold a run
-    ranks      the processes that train; rank 0 manages the folder, the others need it only to resume
+    given   options of the command `train` that are given; with "resume" the others are those that the run has
+    usual   the others of a new run
+    ranks   the processes that train; rank 0 manages the folder, the others need it only to resume
 
     Raises `T1Error`, having written nothing, if another process holds the folder; if it holds a run but should not, or
-    none but should; if that run has other settings or another text; and if settings or text differ between ranks.
+    none but should; if that run has other options or another text; and if options or text differ between ranks.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool, ranks: Ranks = ALONE) -> None:
-        self.folder, self.settings, self.ranks = folder, json.loads(json.dumps(dict(settings))), ranks
-        ranks.agree(self.settings)
+    def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any], ranks: Ranks = ALONE) -> None:
+        self.folder, self.ranks = folder, ranks
         taken = f"another process trains in {folder}; wait for it, or take another --out"
         with ExitStack() as stack:
             ranks.first(lambda: stack.enter_context(held(folder, RUN, taken)))
-            self._begin(resume)
+            before = self._before("resume" in given)
+            self.options = self._options(absolute(given), usual, before.get("options", {}))
+            ranks.agree(self.options)
+            self.session = LanguageSession(**session_of(self.options))
+            self._begin(before.get("corpus"))
             self._holding = stack.pop_all()
 
-    def _begin(self, resume: bool) -> None:
-        folder, ranks = self.folder, self.ranks
-        before, begun = ranks.first(lambda: (read_settings(folder), self._begun()))
+    def _before(self, resume: bool) -> dict[str, Any]:
+        """The content of run.json, if the run is resumed."""
+        folder, kept = self.folder, self.folder / RUN
+        before, begun = self.ranks.first(lambda: (read_signed(kept) if kept.exists() else {}, self._begun()))
         require(resume or not begun, f"{folder} holds a run; --resume goes on with it, or take another --out")
-        require(not resume or before is not None, f"{folder} holds no run to go on with: no {RUN}")
-        if resume:
-            self._compare(before["settings"])
-        self.session = LanguageSession(**{k: v for k, v in self.settings.items() if k != "steps"})
-        self.about = self.session.about()
-        ranks.agree({"the text (its sha256)": self.about["sha256"]})
-        if resume:
-            same = before["corpus"] == self.about["sha256"]
-            require(same, f"the text is not the one that the run in {folder} was begun with")
-            if ranks.first(self._has_checkpoints):  # otherwise it ended before the first one
-                load_checkpoint(self.session.trainer, folder / "checkpoints")
+        require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
+        other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
+        require(not resume or "options" in before, other)
+        return before if resume else {}
+
+    def _options(self, given: dict[str, Any], usual: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted((given.keys() & before.keys()) - {"steps", "device"}):
+            was, now = before[name], given[name]
+            only = f"{name} is {shown(now)}; the run in {self.folder} has {shown(was)} and goes on with that alone"
+            require(was == now, only)
+        options, size = decided(usual | before | given), self.ranks.size
+        mode, rows, same = options["mode"], options["batch"], options["data"] == str(self.folder.resolve())
+        require(not same, f"--out {self.folder} is the folder of --data; a run's files are no text: take another")
+        one = f"mode {mode} trains in one process, and there are {size}; take --mode fsdp, or start one"
+        require(size == 1 or mode == "fsdp", one)
+        require(rows >= size, f"--batch {rows} for {size} processes; allowed: {size} rows or more")
+        return options
+
+    def _begin(self, before: str | None) -> None:
+        """Go on from the last checkpoint, if there is one. before: hash of the text of the run that is resumed"""
+        folder, ranks, text = self.folder, self.ranks, self.session.corpus.sha256
+        ranks.agree({"the text (its sha256)": text})
+        require(before in (None, text), f"the text is not the one that the run in {folder} was begun with")
+        if before is not None and ranks.first(self._has_checkpoints):  # otherwise it ended before the first one
+            load_checkpoint(self.session.trainer, folder / "checkpoints")
         most = f"the run in {folder} is at step {self.steps}; allowed: --steps {self.steps} or more, or none"
-        require(self.steps <= self.settings["steps"], most)
-        made = {"t1lib": __version__, "torch": torch.__version__, "corpus": self.about["sha256"]}
-        ranks.first(lambda: write_signed(folder / RUN, made | {"settings": self.settings}))
+        require(self.steps <= self.options["steps"], most)
+        own = {name: value for name, value in self.options.items() if name not in SITTING}
+        made = {"t1lib": __version__, "torch": torch.__version__, "corpus": text, "options": own}
+        ranks.first(lambda: write_signed(folder / RUN, made))
 
     @property
     def steps(self) -> int:
         """Steps done so far, including those before a resume."""
         return self.session.trainer.steps
+
+    def about(self) -> str:
+        """What is trained, on what, and how it is kept, in two lines."""
+        found, options, spec = self.session.about(), self.options, self.session.trainer.spec
+        texts = f"{found['train_tokens']:,} tokens of {found['files']} texts, {found['held_out_tokens']:,} held out"
+        masters = " with float32 masters" if spec.master_weights else ""
+        moments = f", moments in {spec.moments}" if spec.name == "adamw" else ""
+        trained = f"{options['model']}: {found['params']:,} parameters; {texts}, sha256 {found['sha256'][:12]}"
+        return f"{trained}; {self.folder}\n{spec.name}: weights in {options['dtype']}{masters}{moments}"
 
     def _begun(self) -> bool:
         """Whether the folder's run completed a step: if it failed before that, it may be started over."""
@@ -80,53 +109,50 @@ class TrainRun:
     def _has_checkpoints(self) -> bool:
         return has_checkpoint(self.folder / "checkpoints")
 
-    def _compare(self, before: dict[str, Any]) -> None:
-        for name in sorted((self.settings.keys() | before.keys()) - FREE):
-            was, now = (settings.get(name) for settings in (before, self.settings))
-            if name == "schedule":
-                was, now = ({k: v for k, v in schedule.items() if k != "total"} for schedule in (was, now))
-            only = f"{name} is {shown(now)}; the run in {self.folder} has {shown(was)} and goes on with that alone"
-            require(was == now, only)
-
-    def train(
-        self, *, checkpoint_every: int, evaluate_every: int, evaluate_rows: int, report_every: int, out: TextIO
-    ) -> bool:
-        """Train up to `steps` of the settings; returns whether that was reached.
+    def train(self) -> bool:
+        """Train up to the option `steps`; returns whether that was reached.
 
         Interrupting one process (Ctrl-C) stops all of them after the current step or checkpoint. However training ends,
         the metrics are in their file; after an interrupt or the last step there is also a checkpoint. An interval of 0
         turns that checkpoint, evaluation or report off.
         Raises `T1Error` if metrics cannot be written, after saving a checkpoint of that step.
         """
-        last, saved = self.settings["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
+        last, saved = self.options["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)
             while self.steps < last and not any(self.ranks.share(interrupted)):
                 record = self.session.step()
-                wanted = evaluate_every and (record.step % evaluate_every == 0 or record.step == last)
-                row = self._row(record, self.session.evaluate(evaluate_rows) if wanted else None)
+                ends = record.step == last
+                wanted = self._due("eval_every", ends)
+                row = self._row(record, self.session.evaluate(self.options["eval_rows"]) if wanted else None)
                 try:
                     self.ranks.first(partial(self._add_metrics, row))
                 except T1Error:
-                    self._save(out)
+                    self._save()
                     raise
-                if report_every and (record.step % report_every == 0 or record.step == last or interrupted()):
-                    print(_line(row, last), file=out, flush=True)
-                if checkpoint_every and record.step % checkpoint_every == 0:
-                    saved = self._save(out)
+                if self._due("report_every", ends or interrupted()):
+                    print(_line(row, last), flush=True)
+                if self._due("checkpoint_every", False):
+                    saved = self._save()
             if saved != self.steps:
-                self._save(out)
+                self._save()
         return self.steps >= last
 
-    def _save(self, out: TextIO) -> int:
+    def _due(self, interval: str, anyway: bool) -> bool:
+        """Whether it is time for what is done at this interval, unless it is 0."""
+        every = self.options[interval]
+        return every > 0 and (anyway or self.steps % every == 0)
+
+    def _save(self) -> int:
         began = time.monotonic()
         path = save_checkpoint(self.session.trainer, self.folder / "checkpoints")
-        print(f"checkpoint {path} in {time.monotonic() - began:.1f} s", file=out, flush=True)
+        print(f"checkpoint {path} in {time.monotonic() - began:.1f} s", flush=True)
         return self.steps
 
     def _row(self, record: StepRecord, held_out: float | None) -> dict[str, float | None]:
-        lr = self.settings["optimizer"]["lr"] * Schedule(**self.settings["schedule"])(record.step - 1)
-        peak = None if self.settings["device"] == "cpu" else torch.cuda.max_memory_reserved() / GIB
+        trainer = self.session.trainer
+        lr = trainer.spec.lr * trainer.schedule(record.step - 1)
+        peak = None if self.options["device"] == "cpu" else torch.cuda.max_memory_reserved() / GIB
         return {
             "step": record.step, "loss": record.loss, "grad_norm": record.grad_norm, "lr": lr, "tokens": record.tokens,
             "tokens_per_s": record.tokens / record.wall_ms * 1e3, "wall_ms": record.wall_ms, "device_gib": peak,
@@ -146,11 +172,6 @@ class TrainRun:
     def close(self) -> None:
         with self._holding:
             self.session.trainer.close()
-
-
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The content of the folder's run.json, None if there is none. Raises `T1Error` if the file is damaged."""
-    return read_signed(folder / RUN) if (folder / RUN).exists() else None
 
 
 def _read_metrics(path: Path) -> list[list[str]]:

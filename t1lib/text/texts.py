@@ -6,7 +6,6 @@ import os
 import re
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,7 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [p for p in _files(root, _SKIPPED) if p.suffix == ".py" and not p.match("_sysconfigdata*")]
         return _within(_below(root, files), limit, "the standard library's sources")
-    path, there = Path(source), False
-    with suppress(OSError, ValueError):  # a name that is too long, or holds a NUL
-        there = str(source) != "" and path.exists()
+    path, there = Path(source), str(source) != "" and os.path.exists(source)
     require(there, f"no corpus at {shown(str(source))}; allowed: a file, a folder, or {LIBRARY!r}")
     if path.is_file():
         found = _records(path, path.name)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from t1lib.measure.floors import Link, measure_link, three_products_ms
+from t1lib.measure.floors import Link, measure_link
 
 CPU = torch.device("cpu")
 LINK = Link(host_to_device=100.0, device_to_host=50.0, both_in=80.0, both_out=40.0)  # bytes/s
@@ -31,9 +31,3 @@ def test_a_link_that_goes_both_ways_at_once_hides_the_shorter_direction():
 def test_measured_rates_are_positive():
     link = measure_link(CPU, nbytes=2**22, repeats=3)
     assert min(link.host_to_device, link.device_to_host, link.both_in, link.both_out) > 0
-
-
-def test_three_products_are_timed():
-    times = three_products_ms(32, 64, 16, torch.float32, CPU, repeats=2)
-    assert list(times) == ["logits", "dE", "dW"]
-    assert min(times.values()) > 0

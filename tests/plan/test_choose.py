@@ -171,6 +171,11 @@ def test_gradients_with_a_place_let_computing_run_ahead_of_the_link():
     assert choose_plan(TOGETHER, 60 * 2**30).grad_slots == 2
 
 
+def test_the_last_layer_that_becomes_resident_costs_no_time():
+    all_but_one, everything = (step_ms(WORK, Choice(resident=n, keep=28), H200) for n in (27, 28))
+    assert everything <= all_but_one < 1.03 * everything
+
+
 def test_places_for_gradients_never_cost_time_where_all_but_one_layer_stay():
     few = dataclasses.replace(WORK, layers=4)
     times = [step_ms(few, Choice(resident=3, grad_slots=slots), H200) for slots in (2, 4, 8)]

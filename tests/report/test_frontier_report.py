@@ -71,7 +71,7 @@ def test_numbers_name_the_longest_rows_and_count_what_did_not_run(frame, tmp_pat
 def test_streaming_is_set_against_ckpt_within_a_budget_and_with_all_of_the_device(frame):
     ckpt = {512: ("full", 15.0, 8.0), 4096: ("fused", 100.0, 10.0)}
     records = Records()
-    records.rows = frame.to_dict("records")
+    records.extend(frame.to_dict("records"))
     for tokens, (head, gib, us) in ckpt.items():
         variant, phase = f"qwen3-0.6b/ckpt/{head}", f"seq/{tokens}"
         records.status(variant, "ok", phase)
@@ -84,7 +84,7 @@ def test_streaming_is_set_against_ckpt_within_a_budget_and_with_all_of_the_devic
 
 def test_what_cuda_takes_is_taken_off_a_budget(frame):
     records = Records()
-    records.rows = frame.to_dict("records")
+    records.extend(frame.to_dict("records"))
     records.add("all", "context_gib", 7.5, "GiB", "facts")
     table = frontier.table1_fits(records.frame()).frame.set_index("tokens")
     assert table.loc["4096", "in 16GiB"] == "–" and table.loc["4096", "in 24GiB"] == "slide, fused: 12.0"

@@ -14,8 +14,12 @@ from matplotlib.ticker import NullFormatter
 
 from t1lib.measure.peers import PEERS, whether_available
 from t1lib.measure.records import Numbers, Records
-from t1lib.report import FIGURES, NUMBERS, TABLES
+from t1lib.report import _MODULES, figures_of, numbers_of, tables_of
 from t1lib.report.style import WIDTH, style
+
+FIGURES = {name: figures_of(name) for name in _MODULES}
+TABLES = {name: tables_of(name) for name in _MODULES}
+NUMBERS = {name: numbers_of(name) for name in _MODULES}
 
 pytest_plugins = ["smoke_run"]
 pytestmark = pytest.mark.filterwarnings("error")
@@ -142,7 +146,7 @@ def test_tables_have_rows_and_their_latex_has_as_many(frames, experiment, name):
     table = TABLES[experiment][name](frames[experiment])
     rows, columns = table.frame.shape
     assert rows > 0 and columns > 1
-    body = table.latex.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
+    body = table.latex.split("\\midrule\n")[1].split(r"\bottomrule")[0].strip().splitlines()
     assert len(body) == rows
     for line in body:
         assert len(re.findall(r"(?<!\\)&", line)) == columns - 1

@@ -1,0 +1,177 @@
+"""Which cell of a notebook made what, so that a cell that is run again makes what used it out of date.
+
+A cell depends on the parameters that it read, by their values, and on the cells that made the variables it uses.
+Variables that a cell changes in place, without assigning them, are not followed.
+"""
+
+import dis
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+_MISSING = object()
+_INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
+
+
+@dataclass
+class Cell:
+    """One execution of a cell: what it read (variable → maker, version) and made (variable → version)."""
+
+    title: str
+    run: int
+    reads: dict[str, tuple[str, int]] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+
+class Cells:
+    """The cells that a kernel has run, by an identity that the frontend gives (their id, else their source).
+
+    namespace   the notebook's global variables
+    parameters  returns the parameters' current values
+    """
+
+    def __init__(self, namespace: dict[str, Any], parameters: Callable[[], Mapping[str, Any]]) -> None:
+        self.namespace, self.parameters = namespace, parameters
+        self.known: dict[str, Cell] = {}
+        self.measured: dict[str, None] = {}  # those that have recorded something
+        self._makers: dict[str, str] = {}
+        self._runs = 0
+        self.begin("", "")
+
+    def begin(self, key: str, source: str) -> None:
+        """A cell begins to run."""
+        self._runs += 1
+        self.running, self._before, self._earlier = key, dict(self.namespace), self.known.get(key)
+        self.known[key] = Cell(next(filter(None, map(str.strip, source.splitlines())), "")[:40], self._runs)
+
+    @property
+    def running_cell(self) -> Cell:
+        return self.known[self.running]
+
+    def title(self, key: str) -> str:
+        """A cell as an error names it: its first line."""
+        return self.known[key].title if key in self.known else ""
+
+    def end(self, key: str, source: str, done: bool, measured: bool) -> None:
+        """It has ended. `key` may differ from that of `begin` for the cell that created this object.
+
+        done      it reached its end
+        measured  it has recorded something
+        """
+        cell = self.known[key] = self.known.pop(self.running)
+        if measured:
+            self.measured[key] = None
+        self.running, cell.title = key, cell.title or source.strip().partition("\n")[0][:40]
+        direct, called, stored = _names(source, self.namespace)
+        given = self.parameters()
+        cell.parameters |= {name: given[name] for name in direct | called if name in given}
+        for name in direct | (called - stored):
+            maker = self._makers.get(name)
+            if name not in given and maker is not None and maker in self.known:
+                self._read(cell, key, name, maker)
+        for name in stored - given.keys():
+            self._make(cell, key, name)
+        if not done:
+            cell.fault = "did not finish"
+
+    def _read(self, cell: Cell, key: str, name: str, maker: str) -> None:
+        origin = self._earlier.reads.get(name) if self._earlier else None
+        if origin and origin[0] != maker and origin[0] in self.known:
+            cell.fault = f"{name} is that of another cell now; run the one that made it first"
+            cell.reads[name] = origin
+        elif maker != key:
+            cell.reads[name] = maker, self.known[maker].made.get(name, 0)
+
+    def _make(self, cell: Cell, key: str, name: str) -> None:
+        known = self._earlier.made.get(name) if self._earlier and self._makers.get(name) == key else None
+        kept = known is not None and _same(self._before.get(name, _MISSING), self.namespace.get(name))
+        cell.made[name] = known if kept else cell.run
+        self._makers[name] = key
+
+    def forget(self, key: str) -> None:
+        """The cell has been replaced by another one."""
+        self.known.pop(key, None)
+        self.measured.pop(key, None)
+
+    def runs(self) -> dict[str, int]:
+        """The number of the latest run of each cell that has recorded something."""
+        return {key: self.known[key].run for key in self.measured}
+
+    def why_out_of_date(self, key: str, found: dict[str, str | None] | None = None) -> str | None:
+        """Why what a cell made or showed no longer holds; None if it does. `found` holds answers known already."""
+        found = {} if found is None else found
+        if key not in found:
+            found[key] = None  # ends a circle
+            found[key] = self._why(key, found)
+        return found[key]
+
+    def _why(self, key: str, found: dict[str, str | None]) -> str | None:
+        cell = self.known.get(key)
+        if cell is None:
+            return "its cell has been replaced"
+        if key == self.running or cell.fault:
+            return cell.fault or None
+        given = self.parameters()
+        for name, value in cell.parameters.items():
+            if given.get(name, value) != value:
+                return f"{name} was {value!r}, is {given[name]!r}"
+        for name, (maker, version) in cell.reads.items():
+            if maker not in self.known or self.known[maker].made.get(name) != version:
+                return f"{name} has been made again"
+            if why := self.why_out_of_date(maker, found):
+                return why
+        return None
+
+
+def _names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], set[str]]:
+    """Global variables that a cell reads before it assigns them, that functions read which it calls, and that it
+    assigns. A function counts where its name is read, not where it is defined: what it uses may be made in between."""
+    try:
+        code = compile(source, "cell", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):  # the cell failed, or is one of another language
+        return set(), set(), set()
+    direct, stored, loaded = set(), set(), set()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+            loaded.add(step.argval)
+            if step.argval not in stored:
+                direct.add(step.argval)
+        elif step.opname == "STORE_NAME":
+            stored.add(step.argval)
+    called = {name for inner in _inner(code) if inner.co_name in _INLINE for name in _globals(inner)}
+    waiting, followed = loaded | called, set()
+    while waiting:
+        name = waiting.pop()
+        followed.add(name)
+        value = namespace.get(name)
+        if isinstance(value, FunctionType) and value.__globals__ is namespace:
+            used = set(_globals(value.__code__))
+            called |= used
+            waiting |= used - followed
+    return direct, called, stored
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    """Global variables that a function reads, functions within it included."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield step.argval
+    for inner in _inner(code):
+        yield from _globals(inner)
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether a variable holds what it held; False where that cannot be told."""
+    if isinstance(before, FunctionType) and isinstance(now, FunctionType):
+        return before.__code__ == now.__code__ and before.__defaults__ == now.__defaults__
+    try:
+        return before is now or (type(before) is type(now) and bool(before == now))
+    except Exception:  # such as tensors of several elements
+        return False

@@ -1,0 +1,255 @@
+"""Cells that are run again: what they made is replaced, and what no longer holds is not shown or published."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from t1lib import paths
+from t1lib.measure import manifest
+from t1lib.measure.records import Records
+
+PARAMETERS = 'profile: str = "smoke"\nsteps: int = 3  # measured steps, ≥ 1\nscale: float = 0.5  # > 0\n'
+SETUP = 'from t1lib.notebook import Run\nrun = Run.start("demo", globals())\np, records = run.params, run.records'
+CELLS = {
+    "parameters": PARAMETERS,
+    "setup": SETUP,
+    "sizes": "factor = 10 * p.scale",
+    "head": 'for step in range(2):\n    records.add("head", "wall", factor, "ms", step=step)',
+    "step": 'for step in range(p.steps):\n    records.add("slide", "wall", step, "ms", "step", step)\n',
+    "show": (
+        'values = records.frame()\nprint(values[values["variant"] == "slide"]["value"].tolist(),'
+        ' values[values["variant"] == "head"]["value"].tolist())'
+    ),
+    "finish": "run.finish()",
+}
+
+
+class Notebook:
+    """A notebook whose cells an IPython shell in this process runs: named by their ids, as JupyterLab does, or not, as
+    nbclient does."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        InteractiveShell.clear_instance()
+        self.shell, self._capsys = InteractiveShell.instance(), capsys
+        self.cells = dict(CELLS)
+
+    def run(self, *names: str, ids: bool = True) -> str:
+        """What the last of these cells printed, or the error that ended it."""
+        for name in names:
+            self._capsys.readouterr()
+            done = self.shell.run_cell(self.cells[name], store_history=True, cell_id=name if ids else None)
+            error = done.error_in_exec
+        told = self._capsys.readouterr().out
+        return told if error is None else f"{type(error).__name__}: {error}"
+
+    def everything(self, ids: bool = True) -> str:
+        return self.run(*self.cells, ids=ids)
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        assert old in self.cells[name]
+        self.cells[name] = self.cells[name].replace(old, new)
+
+
+@pytest.fixture
+def kernel(checkout, capsys):
+    checkout.add("demo", parameters=PARAMETERS, yaml="profile: smoke\n")
+    yield Notebook(capsys)
+    InteractiveShell.clear_instance()
+
+
+def published(checkout) -> list[tuple[str, float]]:
+    records = Records.load(checkout.outputs("demo") / "samples.csv")
+    return [(row["variant"], row["value"]) for row in records.rows]
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_parameter_is_changed_and_three_cells_run_again(checkout, kernel, ids):
+    assert kernel.everything(ids) == ""
+    assert published(checkout) == [("head", 5.0)] * 2 + [("slide", float(step)) for step in range(3)]
+    kernel.edit("parameters", "steps: int = 3", "steps: int = 2")
+    assert kernel.run("parameters", "step", "show", ids=ids).endswith("[0.0, 1.0] [5.0, 5.0]\n")
+    assert kernel.run("finish", ids=ids) == ""
+    assert published(checkout) == [("head", 5.0)] * 2 + [("slide", 0.0), ("slide", 1.0)]
+    assert manifest.read(checkout.outputs("demo"))["parameters"]["steps"] == 2
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_what_is_downstream_of_a_change_is_left_out_and_refused(checkout, kernel, ids):
+    kernel.everything(ids)
+    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
+    told = kernel.run("parameters", "show", ids=ids)
+    assert "scale was 0.5, is 2.0" in told and told.endswith("[0.0, 1.0, 2.0] []\n")
+    told = kernel.run("finish", ids=ids)
+    assert told.startswith("T1Error: ") and "scale was 0.5, is 2.0" in told and len(told) < 320
+    assert published(checkout)[0] == ("head", 5.0)  # the published run is as it was
+    kernel.run("sizes", ids=ids)
+    assert "factor has been made again" in kernel.run("finish", ids=ids)
+    assert kernel.run("head", "show", "finish", ids=ids) == ""
+    assert published(checkout)[:2] == [("head", 20.0)] * 2
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_running_again_without_a_change_changes_nothing(checkout, kernel, ids):
+    kernel.everything(ids)
+    before = published(checkout)
+    assert kernel.run("parameters", "setup", "step", "head", "step", "show", ids=ids).endswith("2.0] [5.0, 5.0]\n")
+    assert kernel.run("finish", ids=ids) == "" and published(checkout) == before
+    assert kernel.everything(ids) == "" and published(checkout) == before
+
+
+def test_an_interrupt_leaves_no_number(checkout, kernel):
+    kernel.everything()
+    whole = kernel.cells["step"]
+    kernel.cells["step"] += "    if step == 1: raise KeyboardInterrupt"
+    assert kernel.run("step").startswith("KeyboardInterrupt")
+    assert kernel.run("show").endswith("[] [5.0, 5.0]\n")
+    assert "did not finish" in kernel.run("finish")
+    kernel.cells["step"] = whole
+    assert kernel.run("step", "show", "finish") == ""
+    assert len(published(checkout)) == 5
+
+
+def test_an_edited_cell_replaces_what_it_measured_before(checkout, kernel):
+    """Under nbclient too, which does not say that it is the same cell."""
+    kernel.everything(ids=False)
+    kernel.edit("step", "range(p.steps)", "range(1)")
+    assert kernel.run("step", "show", ids=False).endswith("[0.0] [5.0, 5.0]\n")
+    assert kernel.run("finish", ids=False) == "" and len(published(checkout)) == 3
+
+
+def test_a_table_made_before_its_records_is_refused(checkout, kernel):
+    table = 'from t1lib import notebook\nnotebook._tabulate = lambda *_: None\nrun.table("any")'
+    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"} | {"table": table}
+    kernel.cells["finish"] = CELLS["finish"]
+    assert kernel.everything() == ""
+    assert "`any`: drawn before its records" in kernel.run("step", "finish")
+    assert kernel.run("table", "finish") == ""
+    kernel.cells["failing"] = table.replace("None", "1 / 0")
+    assert "`any`: drawn before its records" in kernel.run("failing", "finish")
+    assert kernel.run("table", "finish") == ""
+
+
+def test_a_wrong_parameter_leaves_out_what_was_measured_with_a_right_one(checkout, kernel):
+    kernel.everything()
+    kernel.edit("parameters", "steps: int = 3", "steps: int = -3")
+    assert kernel.run("parameters", "show").endswith("[] [5.0, 5.0]\n")
+
+
+def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
+    kernel.cells = {**{name: kernel.cells[name] for name in ("parameters", "setup", "sizes", "head")},
+                    "later": "factor = 1000", "finish": "run.finish()"}  # fmt: skip
+    assert kernel.everything() == ""
+    assert "factor is that of another cell now" in kernel.run("head", "finish")
+    assert kernel.run("sizes", "head", "finish") == ""
+    assert published(checkout) == [("head", 5.0)] * 2
+
+
+def test_a_corrected_parameter_is_accepted_though_the_file_holds_the_wrong_one(checkout, kernel):
+    checkout.add("demo", parameters=PARAMETERS.replace("steps: int = 3", "steps: int = 0"), yaml="profile: smoke\n")
+    kernel.edit("parameters", "steps: int = 3", "steps: int = 0")
+    assert "'steps' is 0" in kernel.run("parameters", "setup")
+    kernel.edit("parameters", "steps: int = 0", "steps: int = 1")
+    assert kernel.everything() == "" and len(published(checkout)) == 3
+    kernel.edit("parameters", "steps: int = 1", "steps: int = -1")
+    assert "'steps' is -1" in kernel.run("parameters", "step")
+    kernel.edit("parameters", "steps: int = -1", "steps: int = 2")
+    assert kernel.run("parameters", "step") == ""
+
+
+def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel):
+    folder = checkout.root / "params" / "mine"
+    folder.mkdir()
+    (folder / "demo.yaml").write_text("profile: mine\nsteps: 1\nscale: 3\n")
+    kernel.edit("parameters", '"smoke"', '"mine"')
+    kernel.cells["own"] = "scale = 4.0"
+    kernel.cells["measure"] = 'records.add("all", "scale", p.scale)\nrecords.add("all", "steps", p.steps)'
+    assert "params/mine/demo.yaml sets steps=1, scale=3.0" in kernel.run("parameters", "setup")
+    assert kernel.run("own", "measure", "finish") == ""
+    content = manifest.read(checkout.root / "outputs" / "mine" / "demo")
+    assert content["parameters"] == {"profile": "mine", "steps": 1, "scale": 4.0}
+    kernel.edit("parameters", '"mine"', '"nobody"')
+    assert "unknown profile 'nobody'" in kernel.run("parameters", "measure")
+    kernel.edit("parameters", '"nobody"', '"smoke"')
+    (folder.parent / "smoke" / "demo.yaml").unlink()
+    assert "params/smoke/demo.yaml is missing" in kernel.run("parameters", "measure")
+
+
+def test_a_cell_under_a_magic_depends_on_what_it_reads(checkout, kernel):
+    kernel.cells["head"] = "%%time\n" + kernel.cells["head"]
+    kernel.cells["wrong"] = "this is no Python"
+    kernel.run("parameters", "setup", "sizes", "head", "wrong", "step", "show")
+    kernel.edit("sizes", "10", "20")
+    assert "factor has been made again" in kernel.run("sizes", "finish")
+
+
+def test_a_profile_for_gpus_is_refused_without_one_as_soon_as_it_is_named(checkout, kernel, monkeypatch):
+    monkeypatch.setattr(sys.modules["t1lib.measure.environment"], "_gpu", lambda: None)
+    folder = checkout.root / "params" / "h200"
+    folder.mkdir()
+    (folder / "demo.yaml").write_text("profile: h200\n")
+    kernel.everything()
+    kernel.edit("parameters", '"smoke"', '"h200"')
+    assert "profile 'h200' is for a GPU" in kernel.run("parameters", "step")
+    assert not (checkout.root / "outputs" / "h200").exists()
+
+
+class Kernel:
+    """A kernel of its own, for cells of the notebook t1m3."""
+
+    def __init__(self, notebook: nbformat.NotebookNode, folder: Path) -> None:
+        self.notebook, self.at = notebook, {cell["id"]: index for index, cell in enumerate(notebook.cells)}
+        where = {"metadata": {"path": str(folder)}}
+        self.client = NotebookClient(notebook, kernel_name="python3", resources=where, interrupt_on_timeout=True)
+
+    def run(self, *names: str) -> str:
+        """The outputs of the last of these cells (all of them, if none is named), or the error that ended it."""
+        for name in names or self.at:
+            try:
+                self.client.execute_cell(self.notebook.cells[self.at[name]], self.at[name])
+            except CellExecutionError as error:
+                return str(error)
+        return json.dumps(self.notebook.cells[self.at[name]].get("outputs"))
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        cell = self.notebook.cells[self.at[name]]
+        assert old in cell.source
+        cell.source = cell.source.replace(old, new)
+
+
+@pytest.mark.slow
+def test_t1m3_with_another_length_and_an_interrupt(tmp_path, monkeypatch):
+    """As issue 29 has it: other `seq` and `iters`, then the measuring cell and the table."""
+    root = Path(__file__).resolve().parent.parent
+    for folder in ("notebooks", "params"):
+        shutil.copytree(root / folder, tmp_path / folder)
+    monkeypatch.setenv("T1_ROOT", str(tmp_path))
+    monkeypatch.delenv("T1_STAGING", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    kernel = Kernel(nbformat.read(paths.notebook("t1m3"), 4), tmp_path)
+    kernel.edit("parameters", "iters: int = 10", "iters: int = 4")
+    with kernel.client.setup_kernel():
+        assert "Error" not in kernel.run()
+        kernel.edit("parameters", "seq: int = 128", "seq: int = 64")
+        kernel.edit("parameters", "iters: int = 4", "iters: int = 2")
+        table = kernel.run("parameters", "step", "table1")
+        assert "<td>2</td>" in table and "<td>4</td>" not in table
+        assert "seq was 128, is 64" in kernel.run("table2")
+        assert "seq was 128, is 64" in kernel.run("finish")
+        kernel.client.timeout = 6  # interrupts the cell
+        kernel.edit("parameters", "iters: int = 2", "iters: int = 100000")
+        assert "Interrupt" in kernel.run("parameters", "step")
+        kernel.client.timeout = None
+        assert "<td>ok<" not in kernel.run("table1") and "did not finish" in kernel.run("finish")
+        kernel.edit("parameters", "iters: int = 100000", "iters: int = 3")
+        assert "Error" not in kernel.run()
+    folder = tmp_path / "outputs" / "smoke" / "t1m3"
+    rows = [tuple(row.values()) for row in Records.load(folder / "samples.csv").rows]
+    walls = [row[2] for row in rows if (row[0], row[1], row[3]) == ("full", "step", "wall_ms")]
+    assert walls == [0, 1, 2] and manifest.read(folder)["parameters"]["seq"] == 64
