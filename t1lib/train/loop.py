@@ -276,9 +276,10 @@ class Trainer:
         self.drain()
         weights, states = {}, {}
         for name in self.state_parts()[part]:
-            weights[name] = self._whole(name, self._weight(name))
+            weight = self._weight(name)
+            weights[name] = self._whole(name, weight)
             if name in self._own:
-                found = saved_state(self.optimizer, self._own[name])
+                found = saved_state(self.optimizer, self._own[name], weight)
                 states[name] = {key: self._whole(name, value) for key, value in found.items()}
         return {"model": weights, "optimizer": states}
 
@@ -288,10 +289,11 @@ class Trainer:
         self.check_state(state)
         self.drain()
         for name in dict(self.model.named_parameters()):
-            self._weight(name).copy_(self._part(state["model"][name]))
+            weight = self._weight(name)
+            weight.copy_(self._part(state["model"][name]))
             if name in self._own:
                 saved = {key: self._part(value) for key, value in state["optimizer"][name].items()}
-                restore_state(self.optimizer, self._own[name], saved)
+                restore_state(self.optimizer, self._own[name], weight, saved)
         self.steps = state["step"]
 
     def check_state(self, state: dict[str, Any]) -> None:

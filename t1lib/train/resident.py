@@ -43,28 +43,31 @@ class ResidentOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         self.updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
 
-    def shown(self, param: nn.Parameter) -> State:
-        state = self.updates.state_of(param, self.param_groups[0])
-        return shown_state(param.data, state, self.updates.counts[param])
 
-    def restore(self, param: nn.Parameter, saved: State) -> None:
-        state = self.updates.state_of(param, self.param_groups[0])
-        self.updates.counts[param] = take_state(param.data, state, saved)
-
-
-def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> State:
-    """A parameter's state, however it is kept; before the first update, what it starts from."""
-    ours = isinstance(optimizer, ResidentOptimizer | StreamOptimizer)
-    return optimizer.shown(param) if ours else _plain_state(optimizer, param)
+def updates_of(optimizer: torch.optim.Optimizer) -> ResidentUpdates | None:
+    """What keeps the optimizer's state; None: it is one of PyTorch's own."""
+    if isinstance(optimizer, StreamOptimizer):
+        return optimizer._engine.resident
+    return optimizer.updates if isinstance(optimizer, ResidentOptimizer) else None
 
 
-def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, saved: State) -> None:
+def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor) -> State:
+    """A parameter's state, however it is kept; before the first update, what it starts from. weight: its values"""
+    updates = updates_of(optimizer)
+    if updates is None:
+        return _plain_state(optimizer, param)
+    state = updates.state_of(param, optimizer.param_groups[0])
+    return shown_state(weight, state, updates.counts[param])
+
+
+def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, saved: State) -> None:
     """Take over what `saved_state` returned."""
-    if isinstance(optimizer, ResidentOptimizer | StreamOptimizer):
-        optimizer.restore(param, saved)
+    updates = updates_of(optimizer)
+    if updates is not None:
+        updates.counts[param] = take_state(weight, updates.state_of(param, optimizer.param_groups[0]), saved)
         return
     state = _plain_state(optimizer, param)
-    count = take_state(param.data, {k: v for k, v in state.items() if k != "step"}, saved)
+    count = take_state(weight, {key: value for key, value in state.items() if key != "step"}, saved)
     if "step" in state:
         state["step"].fill_(count)
 
