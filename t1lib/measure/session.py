@@ -205,16 +205,15 @@ def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
     schedule, together = trainer.engine.schedule, not trainer.late
     forward, backward, out = 0, 0, 0
     held = len(schedule.weights.flat)
-    for place, (index, layer) in enumerate(schedule.layers.items()):
+    for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
-        updated_there = layer.trained and index in schedule.travellers
-        travels = updated_there and not schedule.stateless
+        travels = layer.travels and not schedule.stateless
         # The last layers are still in their slots when the backward starts; the first ones when it ends, up to date if
         # the device has updated them meanwhile.
         backward += weights * (place < len(schedule.layers) - held)
         if travels and together:
             forward += state + weights * (1 + ("master" not in layer.state))  # its gradient, and its weights
-        elif not (updated_there and place < held):
+        elif not (layer.travels and place < held):
             forward += weights
         backward += state * (travels and not together)
         out += weights * layer.trained * (not travels or together) + (state + weights) * travels
@@ -224,8 +223,8 @@ def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
 def update_bytes(trainer: SlideTrainer) -> int:
     """Fewest bytes that the updates of a step on the host move in its memory: state both ways, gradients in, weights
     out, and in as well if there are no masters."""
-    schedule, total = trainer.engine.schedule, 0
-    for layer in (schedule.layers[i] for i in schedule.on_host if schedule.layers[i].trained):
+    total = 0
+    for layer in (layer for layer in trainer.engine.schedule.layers.values() if layer.trained and not layer.travels):
         state = sum(flat.nbytes for flat in layer.state.values())
         total += 2 * state + layer.flat.nbytes * (2 + ("master" not in layer.state))
     return total

@@ -131,8 +131,10 @@ def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
         require(has_checkpoint(folder), f"no checkpoint in {folder}: no {META}")
         meta = read_signed(folder / META)
         path, sums = folder / meta["folder"], meta["files"]
+        own = list(sums)[trainer.ranks.rank :: trainer.ranks.size]
         with ThreadPoolExecutor(READERS) as pool:
-            list(pool.map(partial(_verify, path, sums), list(sums)[trainer.ranks.rank :: trainer.ranks.size]))
+            for name, digest in zip(own, pool.map(lambda name: _digest(path / name), own), strict=True):
+                require(digest == sums[name], f"{path / name} is damaged: its checksum is not the one written")
         parts = [_read(path / name) for name in sums]
         state.update({kind: {n: v for part in parts for n, v in part[kind].items()} for kind in KINDS})
         state["step"] = meta["step"]
@@ -143,12 +145,6 @@ def load_checkpoint(trainer: Trainer, folder: str | Path) -> int:
     require(same, f"ranks find different checkpoints in {folder}")
     trainer.load_state_dict(state)
     return trainer.steps
-
-
-def _verify(folder: Path, sums: dict[str, str], name: str) -> None:
-    """Raise `T1Error` for a file that is not as it was written."""
-    intact = _digest(folder / name) == sums[name]
-    require(intact, f"{folder / name} is damaged: its checksum is not the one written")
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -28,9 +28,16 @@ from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.ranks import ALONE, Ranks
-from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, precision_of, set_count, state_of
+from t1lib.train.resident import (
+    ResidentOptimizer,
+    check_saved,
+    make_optimizer,
+    precision_of,
+    restore_state,
+    saved_state,
+)
 from t1lib.train.stream import usable
-from t1lib.train.update import State, norms_of, shown_state, take_state
+from t1lib.train.update import norms_of
 from t1lib.train.wrap import wrap_layers
 
 MODES = ("gpu", "gpu-graph", "ckpt", "slide", "fsdp")
@@ -272,7 +279,7 @@ class Trainer:
             weight = self._weight(name)
             weights[name] = self._whole(name, weight)
             if name in self._own:
-                found = shown_state(weight, *self._state(name))
+                found = saved_state(self.optimizer, self._own[name], weight)
                 states[name] = {key: self._whole(name, value) for key, value in found.items()}
         return {"model": weights, "optimizer": states}
 
@@ -286,7 +293,7 @@ class Trainer:
             weight.copy_(self._part(state["model"][name]))
             if name in self._own:
                 saved = {key: self._part(value) for key, value in state["optimizer"][name].items()}
-                self._set_count(name, take_state(weight, self._state(name)[0], saved))
+                restore_state(self.optimizer, self._own[name], weight, saved)
         self.steps = state["step"]
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -297,13 +304,6 @@ class Trainer:
     def _weight(self, name: str) -> Tensor:
         """This process's shard of a parameter, where it lies."""
         return self.model.get_parameter(name).data
-
-    def _state(self, name: str) -> tuple[State, int]:
-        """A trained parameter's optimizer state, this process's shard, where it lies; and how many updates it saw."""
-        return state_of(self.optimizer, self._own[name])
-
-    def _set_count(self, name: str, count: int) -> None:
-        set_count(self.optimizer, self._own[name], count)
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         """A whole copy, on the CPU, of a tensor (weights or state) of which each process has the parameter's shard."""

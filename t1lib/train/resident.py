@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from t1lib.errors import require, shown
 from t1lib.optimizers import OptimizerSpec
-from t1lib.train.optimizer import ResidentUpdates, rules_of
-from t1lib.train.update import Precision, State, check_state, new_state
+from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, rules_of
+from t1lib.train.update import Precision, State, check_state, new_state, shown_state, take_state
 
 
 def precision_of(spec: OptimizerSpec) -> Precision:
@@ -44,27 +44,43 @@ class ResidentOptimizer(torch.optim.Optimizer):
         self.updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
 
 
-def state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> tuple[State, int]:
-    """A parameter's state where it lies, made if there is none yet; and how many updates it has seen."""
-    rule = optimizer.param_groups[0]
-    if isinstance(optimizer, ResidentOptimizer):
-        return optimizer.updates.state_of(param, rule), optimizer.updates.counts[param]
-    state = optimizer.state[param]
-    for key, value in new_state(param.data, rule, Precision(None)).items():
-        if state.get(key) is None:
-            state[key] = value
+def updates_of(optimizer: torch.optim.Optimizer) -> ResidentUpdates | None:
+    """What keeps the optimizer's state; None: it is one of PyTorch's own."""
+    if isinstance(optimizer, StreamOptimizer):
+        return optimizer._engine.resident
+    return optimizer.updates if isinstance(optimizer, ResidentOptimizer) else None
+
+
+def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor) -> State:
+    """A parameter's state, however it is kept; before the first update, what it starts from. weight: its values"""
+    updates = updates_of(optimizer)
+    if updates is None:
+        return _plain_state(optimizer, param)
+    state = updates.state_of(param, optimizer.param_groups[0])
+    return shown_state(weight, state, updates.counts[param])
+
+
+def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, saved: State) -> None:
+    """Take over what `saved_state` returned."""
+    updates = updates_of(optimizer)
+    if updates is not None:
+        updates.counts[param] = take_state(weight, updates.state_of(param, optimizer.param_groups[0]), saved)
+        return
+    state = _plain_state(optimizer, param)
+    count = take_state(weight, {key: value for key, value in state.items() if key != "step"}, saved)
+    if "step" in state:
+        state["step"].fill_(count)
+
+
+def _plain_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> State:
+    """The state in one of PyTorch's own optimizers, made if there is none yet."""
+    rule, state, plain = optimizer.param_groups[0], optimizer.state[param], Precision(masters=None)
+    if any(state.get(key) is None for key in plain.kinds(param, rule)):
+        state.update(new_state(param.data, rule, plain))
     if "betas" in rule:
         there = param.device if rule["fused"] or rule["capturable"] else "cpu"
         state.setdefault("step", torch.zeros((), device=there))
-    return {k: v for k, v in state.items() if k != "step"}, int(state.get("step", 0))
-
-
-def set_count(optimizer: torch.optim.Optimizer, param: nn.Parameter, count: int) -> None:
-    """Say how many updates the parameter has seen, once `state_of` has made its state."""
-    if isinstance(optimizer, ResidentOptimizer):
-        optimizer.updates.counts[param] = count
-    elif "step" in optimizer.state[param]:
-        optimizer.state[param]["step"].fill_(count)
+    return {key: value for key, value in state.items() if value is not None}
 
 
 def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: dict[str, Collection[str]]) -> None:

@@ -11,7 +11,6 @@ from t1lib.plan.cost import Choice
 from t1lib.train.loop import StepRecord, Trainer
 from t1lib.train.resident import make_optimizer
 from t1lib.train.stream import stream
-from t1lib.train.update import State
 
 WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it is given one
 
@@ -75,13 +74,6 @@ class SlideTrainer(Trainer):
 
     def _weight(self, name: str) -> Tensor:
         return self.engine.weight_of(self.model.get_parameter(name))
-
-    def _state(self, name: str) -> tuple[State, int]:
-        param, resident = self._own[name], self.engine.resident
-        return resident.state_of(param, self.optimizer.rules()[0]), resident.counts[param]
-
-    def _set_count(self, name: str, count: int) -> None:
-        self.engine.resident.counts[self._own[name]] = count
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

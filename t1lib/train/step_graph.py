@@ -1,11 +1,11 @@
 """Mode `gpu-graph`: forward, loss, backward and update as a single CUDA graph, for steps in which launches bind."""
 
 from collections import Counter
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.timing import NoTrace, PhaseTimer
@@ -13,6 +13,7 @@ from t1lib.train.batch import Piece
 from t1lib.train.loop import Trainer
 
 WARM_UP = 3  # eager steps with batches of a shape, before one is captured
+UNTIMED = SimpleNamespace(mark=lambda phase: None)  # in place of a `PhaseTimer`: a graph has no events of its own
 
 
 class _Graph(NamedTuple):
@@ -30,11 +31,6 @@ class GraphTrainer(Trainer):
 
     late = True
 
-    def __init__(self, model: PreTrainedModel, mode: str = "gpu-graph", **common: Any) -> None:
-        self._graphs: dict[torch.Size, _Graph] = {}
-        self._seen: Counter = Counter()
-        super().__init__(model, mode, **common)
-
     def _place(self) -> None:
         require(self.device.type == "cuda", f"mode 'gpu-graph' on a {self.device.type}; allowed: a CUDA device")
         whole = self.micro_batch is None
@@ -42,6 +38,8 @@ class GraphTrainer(Trainer):
         plain = self.precision.masters is None
         require(plain, "master_weights=True in mode 'gpu-graph'; allowed: False, or a model in float32")
         super()._place()
+        self._graphs: dict[torch.Size, _Graph] = {}
+        self._seen: Counter = Counter()  # eager steps by shape
         self._rate = torch.zeros((), device=self.device)
         options = {"capturable": True} if self.spec.name == "adamw" else {}
         self.optimizer = self._resident_optimizer(**options)
@@ -76,14 +74,8 @@ class GraphTrainer(Trainer):
         trace, self.trace = self.trace, NoTrace()
         try:
             with torch.cuda.graph(graph):
-                loss, norm = super()._run([held], _Untimed())
+                loss, norm = super()._run([held], UNTIMED)
         finally:
             self.trace = trace
             self._zero_grad()
         return _Graph(graph, held, loss, norm)
-
-
-class _Untimed:
-    """Stands in for a `PhaseTimer`: a graph has no events of its own."""
-
-    def mark(self, phase: str) -> None: ...
