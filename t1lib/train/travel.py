@@ -74,13 +74,16 @@ class Travel:
 
     kinds    dtypes of what a piece holds, by key: state, "weight", and "grad" if gradients wait on the host
     numel    elements of the largest traveller
+    overlap  False: all work is queued behind the computation
     """
 
     def __init__(
-        self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, trace: Callable[[], NoTrace]
-    ) -> None:
+        self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, overlap: bool,
+        trace: Callable[[], NoTrace],
+    ) -> None:  # fmt: skip
         self._size, self._trace = max(1, min(PIECE, numel)), trace
-        self.lanes = Lane(device, True), Lane(device, True, urgent=True), Lane(device, True)  # in, update, out
+        inward, updates, outward = Lane(device, overlap), Lane(device, overlap, urgent=True), Lane(device, overlap)
+        self.lanes = inward, updates, outward
         count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
         self._slots = [
             {key: torch.zeros(self._size, dtype=dtype, device=device) for key, dtype in kinds.items()}
