@@ -196,7 +196,6 @@ class StreamOptimizer(torch.optim.Optimizer):
     def _state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
         return self._engine.resident.state_of(param, self.param_groups[self._engine.groups[id(param)]])
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state, of this class or of the plain optimizer. Raises `T1Error`, before any change, for
         groups or state that do not fit."""
@@ -213,29 +212,23 @@ class StreamOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         found = dict(zip(params, saved, strict=True))
         if self._before is None:
-            self._check(found)
-        for mine, given in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in given.items() if k != "params"})
-        if self._before is None:
             self._take_over(found)
         else:  # nothing has its place yet
             self._before = found
+        for mine, given in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in given.items() if k != "params"})
 
     def take_over_before(self) -> None:
         """Call when everything has its place: take over the state that has waited for it."""
         before, self._before = self._before, None
-        self._check(before)
         self._take_over(before)
 
-    def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """Raise `T1Error` unless these states, by parameter, fit."""
+    def _take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Copy states, by parameter, into those held here, if all of them fit. A parameter whose state is empty starts
+        anew."""
         names = {p: n for n, p in self._engine.model.named_parameters()}
         for param, saved in found.items():
             check_state(self._engine.weight_of(param), self._state_of(param), saved, repr(names[param]))
-
-    @torch.no_grad()
-    def _take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
         self._engine.drain()
         for param, saved in found.items():
             self.restore(param, saved)
