@@ -26,9 +26,10 @@ class Recomputation:
         if self._last is None:
             out, self._last = _watched(layer, call)
             return out
-        if not self._last:
+        product = layer.get_submodule(self._last)
+        if not _plain(product):  # the layer itself, or somebody looks at the product by now
             return call()
-        with _unread(layer.get_submodule(self._last)):
+        with _unread(product):
             out = call()
         if out._base is None:
             out.untyped_storage().resize_(0)  # never read, but alive for the whole backward

@@ -134,6 +134,17 @@ def test_what_graphs_would_capture_computes_the_same(rows):
     assert len(calls) == 3 * 4 * 2 * (1 if rows is None else 2)
 
 
+def test_a_hook_that_comes_later_sees_what_its_module_computes():
+    """Also in the recomputation, which leaves out a layer's last product if nobody looks at it."""
+    model, seen = llama(), []
+    with streaming(model, adamw(model)) as (streamed, own):
+        train(streamed, own, data(1))
+        layer = layers_of(model)[1]
+        layer.mlp.down_proj.register_forward_hook(lambda module, given, out: seen.append(out.detach().clone()))
+        train(streamed, own, data(1))
+    assert len(seen) == 2 and torch.equal(*seen)
+
+
 class Windowed(nn.Module):
     def __init__(self, window: tuple[int, int]) -> None:
         super().__init__()
