@@ -39,7 +39,7 @@ class Update(NamedTuple):
     whole: bool  # whether the spans cover everything: then weights are rebuilt of their masters, and need not come in
 
 
-@dataclass
+@dataclass(eq=False)
 class Traveller:
     """What one update covers, a layer or a matrix.
 
