@@ -21,23 +21,9 @@ from t1lib.errors import require
 from t1lib.memory import pinned_zeros
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
-from t1lib.train.layers import HostLayer, Layout
+from t1lib.train.layers import HostLayer, Layout, Slots
 from t1lib.train.travel import Travel, Update
 from t1lib.train.update import Precision, Rule, Scratch, norms_of, update
-
-
-class Slots:
-    """`count` flat device buffers that hold one layer each, used in turn: layer i goes to slot i mod count."""
-
-    def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
-        self.flat = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
-        self.views = [layout.views(flat) for flat in self.flat]
-        self.holds: list[int | None] = [None] * count  # index of the layer in each slot
-        self.filled: list[Mark] = [None] * count  # marks when the content is complete
-        self.freed: list[Mark] = [None] * count  # marks when the content is no longer needed
-
-    def of(self, layer: int) -> int:
-        return layer % len(self.flat)
 
 
 class Schedule:
@@ -283,11 +269,10 @@ class Schedule:
         if scale is None or not scale.is_cuda:
             return scale, None
         if self._sent is None or self._sent[0] is not scale:
-            lane, host = self.outward, pinned_zeros(1, torch.float32, self.device).view(())
+            lane = self.outward
             lane.after(self.compute.mark())
             with lane.active():
-                host.copy_(lane.uses(scale), non_blocking=True)
-            self._sent = scale, host, lane.mark()
+                self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()  # in pinned memory
         return self._sent[1:]
 
     def _update_on_host(self, layer: HostLayer, given: Update, trace: NoTrace) -> None:
