@@ -54,12 +54,9 @@ class Traveller:
     state: dict[str, Tensor] = field(default_factory=dict)
     left: Mark = None
 
-    def pieces(self, size: int) -> list["Piece"]:
-        """The buffers cut into pieces of at most `size` elements."""
-        held = self.state | ({} if self.flat is None else {"weight": self.flat})
-        numel = len(next(iter(held.values())))
-        cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
-        return [Piece(at, {key: flat[at] for key, flat in held.items()}) for at in cuts]
+    def on_host(self) -> dict[str, Tensor]:
+        """State, and the weights if they are there, by key."""
+        return self.state | ({} if self.flat is None else {"weight": self.flat})
 
 
 class Piece(NamedTuple):
@@ -94,8 +91,12 @@ class Travel:
         self._pieces: dict[int, list[Piece]] = {}  # by the traveller's index
 
     def pieces(self, traveller: Traveller) -> list[Piece]:
+        """What the host holds, cut into pieces for which a slot has room."""
         if traveller.index not in self._pieces:
-            self._pieces[traveller.index] = traveller.pieces(self._size)
+            whole, size = traveller.on_host(), self._size
+            numel = len(next(iter(whole.values())))
+            cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
+            self._pieces[traveller.index] = [Piece(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
         return self._pieces[traveller.index]
 
     def update(self, traveller: Traveller, given: Update, onto: Tensor | None, there: bool) -> tuple[Mark, Mark]:
