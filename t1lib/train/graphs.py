@@ -40,7 +40,7 @@ class LayerGraphs:
 
     def allow(self, index: int) -> bool:
         """Whether the layer may be run: a replay would call no hooks of the modules inside it."""
-        return index in self.allowed and not any(vars(m)[name] for m in self._inner[index] for name in HOOKS)
+        return index in self.allowed and not any(vars(m).get(name) for m in self._inner[index] for name in HOOKS)
 
     def stop(self) -> None:
         """Run no more graphs: a layer does something that replays do not. What they hold may still be in use."""

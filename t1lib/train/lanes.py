@@ -116,10 +116,6 @@ class UpdateThread:
         if self._error is not None:
             raise self._error
 
-    def drain(self) -> None:
-        for number in list(self._jobs):
-            self.wait(number)
-
     def close(self) -> None:
         """Finish what was submitted, then end the thread."""
         if self._thread is not None:

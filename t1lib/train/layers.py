@@ -1,4 +1,5 @@
-"""Layers on the host: flat pinned buffers, the parameters that are views of them, and gradients that wait there."""
+"""Layers on the host: flat pinned buffers, the parameters that are views of them, and gradients that wait there; and
+buffers of the same layout on the device."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,6 +80,20 @@ class Layout:
 
     def span(self, name: str) -> slice:
         return slice(self.offsets[name], self.offsets[name] + self.shapes[name].numel())
+
+
+class Slots:
+    """`count` flat device buffers that hold one layer each, used in turn: layer i goes to slot i mod count."""
+
+    def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
+        self.flat = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
+        self.views = [layout.views(flat) for flat in self.flat]
+        self.holds: list[int | None] = [None] * count  # index of the layer in each slot
+        self.filled: list[Mark] = [None] * count  # marks when the content is complete
+        self.freed: list[Mark] = [None] * count  # marks when the content is no longer needed
+
+    def of(self, layer: int) -> int:
+        return layer % len(self.flat)
 
 
 def streamed_names(layers: Sequence[nn.Module]) -> list[str]:

@@ -180,23 +180,17 @@ class StreamOptimizer(torch.optim.Optimizer):
         """As of `torch.optim`, after all updates have ended. Tensors are the optimizer's own, not copies; 16-bit
         parameters that have a float32 master show it under "master"."""
         self._engine.drain()
-        own, counts = self.state, self._engine.resident.counts
+        own, counts, weight = self.state, self._engine.resident.counts, self._engine.weight_of
         try:
-            shown = {p: self.shown(p) for p in own if counts[p]}
+            shown = {p: shown_state(weight(p), self._state_of(p), counts[p]) for p in own if counts[p]}
             self.state = shown if self._before is None else self._before
             return super().state_dict()
         finally:
             self.state = own
 
-    def shown(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """A parameter's state as `state_dict` shows it. Updates must have ended."""
-        state = self._state_of(param)
-        return shown_state(self._engine.weight_of(param), state, self._engine.resident.counts[param])
-
     def _state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
         return self._engine.resident.state_of(param, self.param_groups[self._engine.groups[id(param)]])
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state, of this class or of the plain optimizer. Raises `T1Error`, before any change, for
         groups or state that do not fit."""
@@ -213,38 +207,27 @@ class StreamOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         found = dict(zip(params, saved, strict=True))
         if self._before is None:
-            self._check(found)
-        for mine, given in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in given.items() if k != "params"})
-        if self._before is None:
             self._take_over(found)
         else:  # nothing has its place yet
             self._before = found
+        for mine, given in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in given.items() if k != "params"})
 
     def take_over_before(self) -> None:
         """Call when everything has its place: take over the state that has waited for it."""
         before, self._before = self._before, None
-        self._check(before)
         self._take_over(before)
 
-    def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """Raise `T1Error` unless these states, by parameter, fit."""
-        names = {p: n for n, p in self._engine.model.named_parameters()}
-        for param, saved in found.items():
-            check_state(self._engine.weight_of(param), self._state_of(param), saved, repr(names[param]))
-
-    @torch.no_grad()
     def _take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
+        """Copy states, by parameter, into those held here, if all of them fit. A parameter whose state is empty starts
+        anew."""
+        names, weight = {p: n for n, p in self._engine.model.named_parameters()}, self._engine.weight_of
+        for param, saved in found.items():
+            check_state(weight(param), self._state_of(param), saved, repr(names[param]))
         self._engine.drain()
         for param, saved in found.items():
-            self.restore(param, saved)
+            self._engine.resident.counts[param] = take_state(weight(param), self._state_of(param), saved)
         self._engine.changed()
-
-    def restore(self, param: nn.Parameter, saved: dict[str, Tensor]) -> None:
-        """Take over a parameter's state, as `shown` returned it. Afterwards call the engine's `changed`."""
-        weight, state = self._engine.weight_of(param), self._state_of(param)
-        self._engine.resident.counts[param] = take_state(weight, state, saved)
 
     def drain(self) -> None:
         """Wait until all updates have ended, and new weights are on the host."""

@@ -36,11 +36,6 @@ class OuterParam(Traveller):
         self.grad: Tensor | None = None  # of the update that is pending
         self.version = param._version  # changes if somebody else writes to the weights
 
-    def rows(self) -> dict[str, Tensor]:
-        """State, and the weights if the host has them, in the matrix's shape."""
-        held = self.state | ({} if self.flat is None else {"weight": self.flat})
-        return {key: flat.view(self.param.shape) for key, flat in held.items()}
-
 
 class Outer:
     """Updates matrices outside the layers through the schedule's `travel`.
@@ -258,7 +253,7 @@ class _RowsAhead:
 
     def __init__(self, own: OuterParam, schedule: Schedule) -> None:
         self.own, self._device, self._compute = own, schedule.device, schedule.compute
-        self._whole = own.rows()
+        self._whole = {key: flat.view(own.param.shape) for key, flat in own.on_host().items()}
         most, width = min(ROWS, len(own.param)), own.param.shape[1]
         self._buffers = [
             {k: pinned_zeros(most * width, v.dtype, self._device).view(most, width) for k, v in self._whole.items()}

@@ -26,9 +26,10 @@ class Recomputation:
         if self._last is None:
             out, self._last = _watched(layer, call)
             return out
-        if not self._last:
+        product = layer.get_submodule(self._last)
+        if not _plain(product):  # the layer itself, or somebody looks at the product by now
             return call()
-        with _unread(layer.get_submodule(self._last)):
+        with _unread(product):
             out = call()
         if out._base is None:
             out.untyped_storage().resize_(0)  # never read, but alive for the whole backward
@@ -37,15 +38,15 @@ class Recomputation:
 
 def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, str]:
     """What call() returns, and the name of the last product if nothing is saved for the backward after it, else ""."""
-    last, read = "", True
+    last = ""
 
     def computed(name: str, *_: Any) -> None:
-        nonlocal last, read
-        last, read = name, False
+        nonlocal last
+        last = name
 
     def saved(tensor: Tensor) -> Tensor:
-        nonlocal read
-        read = True
+        nonlocal last
+        last = ""
         return tensor
 
     products = [(n, m) for n, m in layer.named_modules() if _plain(m)]
@@ -56,7 +57,7 @@ def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, str]
     finally:
         for hook in hooks:
             hook.remove()
-    return out, "" if read else last
+    return out, last
 
 
 def _plain(module: nn.Module) -> bool:

@@ -21,23 +21,9 @@ from t1lib.errors import require
 from t1lib.memory import pinned_zeros
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
-from t1lib.train.layers import HostLayer, Layout
+from t1lib.train.layers import HostLayer, Layout, Slots
 from t1lib.train.travel import Travel, Update
 from t1lib.train.update import Precision, Rule, Scratch, norms_of, update
-
-
-class Slots:
-    """`count` flat device buffers that hold one layer each, used in turn: layer i goes to slot i mod count."""
-
-    def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
-        self.flat = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
-        self.views = [layout.views(flat) for flat in self.flat]
-        self.holds: list[int | None] = [None] * count  # index of the layer in each slot
-        self.filled: list[Mark] = [None] * count  # marks when the content is complete
-        self.freed: list[Mark] = [None] * count  # marks when the content is no longer needed
-
-    def of(self, layer: int) -> int:
-        return layer % len(self.flat)
 
 
 class Schedule:
@@ -47,7 +33,8 @@ class Schedule:
     on_host             indices of the layers that the CPU updates
     in_backward         layers are updated as soon as their gradients are complete
     rules               the parameter groups' hyperparameters; asked for when an update begins
-    overlap             False: nothing runs beside the computation (to measure what the overlap is worth)
+    overlap             False: nothing runs beside the computation, as all lanes are one queue, and the host waits for
+                        the CPU's updates (to measure what the overlap is worth)
     trace               returns what records the spans of work
     guests              parameters outside the layers whose state travels, too
     trains              False: only forwards are run, so that neither state nor gradients need room
@@ -59,7 +46,7 @@ class Schedule:
         trace: Callable[[], NoTrace], guests: Sequence[Tensor] = (), trains: bool = True,
     ) -> None:  # fmt: skip
         self.layers, self.layout, self.device = layers, layout, device
-        self.in_backward, self._rules, self.overlap, self._trace = in_backward, rules, overlap, trace
+        self.in_backward, self._rules, self._overlap, self._trace = in_backward, rules, overlap, trace
         trained = [i for i, layer in layers.items() if layer.trained and trains]
         self.weights = Slots(min(slots, len(layers)), layout, device)
         self.grads = Slots(min(grad_slots, len(trained)), layout, device)
@@ -87,7 +74,7 @@ class Schedule:
         any_travels = guests or (not self.stateless and any(layer.travels for layer in layers.values()))
         kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
-        self.travel = Travel(device, kinds if any_travels else {}, numel, trace)
+        self.travel = Travel(device, kinds if any_travels else {}, numel, overlap, trace)
 
     def _make_state(self, layer: HostLayer, precision: Precision) -> None:
         """Give the layer its optimizer state, flat on the host."""
@@ -169,8 +156,8 @@ class Schedule:
         layer.unbind()
         self.weights.freed[slot] = self.compute.mark()
         waits = again and self._read_slots and layer.travels
-        self._following = following if waits and self.overlap else -1
-        if self.overlap and not waits and following in self.layers and self.weights.holds[slot] != following:
+        self._following = following if waits else -1
+        if not waits and following in self.layers and self.weights.holds[slot] != following:
             self.fetch(following, again)
 
     # -- gradients leave -----------------------------------------------------------------------------------------------
@@ -226,8 +213,6 @@ class Schedule:
             if self.in_backward:
                 self.begin(layer, self._rules())
                 layer.absent = set(layer.params)
-            if not self.overlap:
-                self.compute.after(layer.arrived)
 
     def _update_in_slot(self, layer: HostLayer) -> None:
         """Update the weights in their slot, and put them in place of the gradients."""
@@ -254,7 +239,7 @@ class Schedule:
         for layer in self.layers.values():
             if layer.has_gradients:
                 self.begin(layer, rules)
-        for index in list(self.layers)[: len(self.weights.flat)] if self.overlap else ():
+        for index in list(self.layers)[: len(self.weights.flat)]:
             if self.layers[index].update is not None or self.weights.holds[self.weights.of(index)] != index:
                 self.fetch(index)
 
@@ -276,19 +261,18 @@ class Schedule:
             if not layer.state.keys() & {"master", "low"}:
                 layer.scale = None  # this update multiplies the gradients themselves
             self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()))
-        if not self.overlap:
-            self.finish(layer)
+            if not self._overlap:
+                self.thread.wait(layer.index)
 
     def _on_host(self, scale: Tensor | None) -> tuple[Tensor | None, Mark]:
         """A factor for the CPU's updates, and the mark at which it has arrived. All layers have the same factor."""
         if scale is None or not scale.is_cuda:
             return scale, None
         if self._sent is None or self._sent[0] is not scale:
-            lane, host = self.outward, pinned_zeros(1, torch.float32, self.device).view(())
+            lane = self.outward
             lane.after(self.compute.mark())
             with lane.active():
-                host.copy_(lane.uses(scale), non_blocking=True)
-            self._sent = scale, host, lane.mark()
+                self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()  # in pinned memory
         return self._sent[1:]
 
     def _update_on_host(self, layer: HostLayer, given: Update, trace: NoTrace) -> None:
@@ -316,8 +300,6 @@ class Schedule:
             layer.update = None
             if onto is not None:
                 self.weights.filled[held] = self.weights.freed[held] = updated
-            if not self.overlap:
-                self.compute.after(layer.left)
         return layer.arrived
 
     def finish(self, layer: HostLayer) -> None:

@@ -39,7 +39,7 @@ class Update(NamedTuple):
     whole: bool  # whether the spans cover everything: then weights are rebuilt of their masters, and need not come in
 
 
-@dataclass
+@dataclass(eq=False)
 class Traveller:
     """What one update covers, a layer or a matrix.
 
@@ -54,12 +54,9 @@ class Traveller:
     state: dict[str, Tensor] = field(default_factory=dict)
     left: Mark = None
 
-    def pieces(self, size: int) -> list["Piece"]:
-        """The buffers cut into pieces of at most `size` elements."""
-        held = self.state | ({} if self.flat is None else {"weight": self.flat})
-        numel = len(next(iter(held.values())))
-        cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
-        return [Piece(at, {key: flat[at] for key, flat in held.items()}) for at in cuts]
+    def on_host(self) -> dict[str, Tensor]:
+        """State, and the weights if they are there, by key."""
+        return self.state | ({} if self.flat is None else {"weight": self.flat})
 
 
 class Piece(NamedTuple):
@@ -74,13 +71,16 @@ class Travel:
 
     kinds    dtypes of what a piece holds, by key: state, "weight", and "grad" if gradients wait on the host
     numel    elements of the largest traveller
+    overlap  False: all work is queued behind the computation
     """
 
     def __init__(
-        self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, trace: Callable[[], NoTrace]
-    ) -> None:
+        self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, overlap: bool,
+        trace: Callable[[], NoTrace],
+    ) -> None:  # fmt: skip
         self._size, self._trace = max(1, min(PIECE, numel)), trace
-        self.lanes = Lane(device, True), Lane(device, True, urgent=True), Lane(device, True)  # in, update, out
+        inward, updates, outward = Lane(device, overlap), Lane(device, overlap, urgent=True), Lane(device, overlap)
+        self.lanes = inward, updates, outward
         count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
         self._slots = [
             {key: torch.zeros(self._size, dtype=dtype, device=device) for key, dtype in kinds.items()}
@@ -91,8 +91,12 @@ class Travel:
         self._pieces: dict[int, list[Piece]] = {}  # by the traveller's index
 
     def pieces(self, traveller: Traveller) -> list[Piece]:
+        """What the host holds, cut into pieces for which a slot has room."""
         if traveller.index not in self._pieces:
-            self._pieces[traveller.index] = traveller.pieces(self._size)
+            whole, size = traveller.on_host(), self._size
+            numel = len(next(iter(whole.values())))
+            cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
+            self._pieces[traveller.index] = [Piece(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
         return self._pieces[traveller.index]
 
     def update(self, traveller: Traveller, given: Update, onto: Tensor | None, there: bool) -> tuple[Mark, Mark]:

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from stream_cases import adamw, compare, loop, streaming, train, weights
-from stream_models import adapted, adapters_of, blocks, data, llama
+from stream_cases import adamw, compare, in_pieces, loop, own_clip, streaming, train, weights
+from stream_models import adapted, adapters_of, blocks, data, layers_of, llama
 from torch import nn
 
 from t1lib.plan.cost import Choice
@@ -118,6 +118,31 @@ def test_gradients_of_replayed_layers_are_those_of_eager_ones():
     held.reached = {"weight"}
     graphs.note_gradients(held, replayed=False)
     assert held.reached == {"weight"} and not graphs.allow(0)
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_what_graphs_would_capture_computes_the_same(rows):
+    """On a CPU it runs eagerly, each time."""
+    model, plain, calls = llama(), llama(), []
+    if rows is not None:
+        in_pieces(layers_of(plain), rows)
+    with streaming(model, adamw(model), micro_batch=rows) as (streamed, own):
+        passes = own._engine.passes
+        passes._graphs = LayerGraphs(passes.stack, passes.for_graphs)
+        passes._graphs.run = lambda index, place, call, *inputs: calls.append(place) or call(*inputs)
+        assert train(streamed, own, data(3), clip=own_clip) == train(plain, adamw(plain), data(3), clip=own_clip)
+    assert len(calls) == 3 * 4 * 2 * (1 if rows is None else 2)
+
+
+def test_a_hook_that_comes_later_sees_what_its_module_computes():
+    """Also in the recomputation, which leaves out a layer's last product if nobody looks at it."""
+    model, seen = llama(), []
+    with streaming(model, adamw(model)) as (streamed, own):
+        train(streamed, own, data(1))
+        layer = layers_of(model)[1]
+        layer.mlp.down_proj.register_forward_hook(lambda module, given, out: seen.append(out.detach().clone()))
+        train(streamed, own, data(1))
+    assert len(seen) == 2 and torch.equal(*seen)
 
 
 class Windowed(nn.Module):
