@@ -17,7 +17,6 @@ from t1lib.optimizers import OptimizerSpec, has_master, state_bytes
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one process, with offload
 HEADS = ("full", "chunked", "fused", "torch")
-BY_ROWS = ("full", "torch")  # heads that take a micro-batch at a time in mode slide; the others make chunks themselves
 SLACK = 64 * 2**20
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
 LEAST, MOST, LAUNCHED = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
@@ -201,10 +200,10 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 
 def in_mode(work: Work, mode: str, head: str) -> Work:
-    """The same work in a mode, with an output layer, which takes a micro-batch at a time or, in mode slide, the batch.
+    """The same work in a mode, with an output layer, which takes a micro-batch at a time; in mode slide, the batch.
     On entry, `work.workspace` is the budget of head `fused`. Raises `T1Error` as `with_head` does."""
     slide = mode == "slide"
-    tokens = work.tokens if slide and head not in BY_ROWS else work.micro_tokens
+    tokens = work.tokens if slide else work.micro_tokens
     work = replace(work, head_tokens=tokens, streams=slide, together=work.together or mode == "fsdp")
     return with_head(work, head)
 
