@@ -144,7 +144,8 @@ class UpdateThread:
             update()
         except Exception as error:
             self._error = error
-        del self._jobs[number]  # before anybody learns that it is done, and submits another one of this number
+        # Before anybody learns that it is done, and submits another one of this number, or counts what memory is held.
+        del update, self._jobs[number]
         job.set_result(None)
         return True
 
