@@ -52,7 +52,7 @@ def test_run_then_skip_then_redo_only_what_changed(checkout, capsys):
     assert "first [smoke] to run: parameters changed" in told.out
     assert "second [smoke] up to date" in told.out
     assert "1 run, 1 up to date, 0 failed" in told.out
-    assert "first [smoke]: started, expected 0:" in told.err
+    assert "first [smoke]: started, expected 00:" in told.err
     assert len((checkout.outputs("first") / "samples.csv").read_text().splitlines()) == 2
 
 
