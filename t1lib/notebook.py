@@ -37,10 +37,9 @@ def _draw(folder: Path, experiment: str, name: str, frame: pd.DataFrame) -> "Fig
 
     from t1lib.report.style import style
 
-    known = report.figures_of(experiment)
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     with style():  # sizes and font types apply both when a figure is drawn and when it is saved
-        figure = known[choose(f"figure of {experiment}:", name, known)](frame)
+        figure = report.figures_of(experiment)[name](frame)
         # Without a creation date, the PDF is the same from run to run.
         try:
             figure.savefig(folder / "figures" / f"{name}.pdf", metadata={"CreationDate": None})
@@ -52,8 +51,7 @@ def _draw(folder: Path, experiment: str, name: str, frame: pd.DataFrame) -> "Fig
 
 def _tabulate(folder: Path, experiment: str, name: str, frame: pd.DataFrame) -> pd.DataFrame:
     """Make one table, save its LaTeX, and return it."""
-    known = report.tables_of(experiment)
-    table = known[choose(f"table of {experiment}:", name, known)](frame)
+    table = report.tables_of(experiment)[name](frame)
     (folder / "tables").mkdir(parents=True, exist_ok=True)
     text = table.latex if table.latex.endswith("\n") else table.latex + "\n"
     (folder / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
@@ -188,10 +186,12 @@ class Run:
 
     def draw(self, name: str) -> "Figure":
         """Draw one of the experiment's figures (`t1lib.report`) from the records that hold, save and return it."""
+        choose(f"figure of {self.experiment}:", name, report.figures_of(self.experiment))
         return self._shown(_draw, name)
 
     def table(self, name: str) -> pd.DataFrame:
         """Make one of the experiment's tables (`t1lib.report`) from the records that hold, save and return it."""
+        choose(f"table of {self.experiment}:", name, report.tables_of(self.experiment))
         return self._shown(_tabulate, name)
 
     def _shown(self, make: Callable[..., Any], name: str) -> Any:

@@ -11,9 +11,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from t1lib import paths
+from t1lib import paths, report
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
+from t1lib.report.tables import make_table
 
 PARAMETERS = 'profile: str = "smoke"\nsteps: int = 3  # measured steps, ≥ 1\nscale: float = 0.5  # > 0\n'
 SETUP = 'from t1lib.notebook import Run\nrun = Run.start("demo", globals())\np, records = run.params, run.records'
@@ -124,16 +125,17 @@ def test_an_edited_cell_replaces_what_it_measured_before(checkout, kernel):
     assert kernel.run("finish", ids=False) == "" and len(published(checkout)) == 3
 
 
-def test_a_table_made_before_its_records_is_refused(checkout, kernel):
-    table = 'from t1lib import notebook\nnotebook._tabulate = lambda *_: None\nrun.table("any")'
-    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"} | {"table": table}
+def test_a_table_made_before_its_records_is_refused(checkout, kernel, monkeypatch):
+    monkeypatch.setattr(report, "tables_of", lambda experiment: {"main": lambda frame: make_table([{"n": len(frame)}])})
+    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"} | {"table": 'run.table("main")'}
     kernel.cells["finish"] = CELLS["finish"]
     assert kernel.everything() == ""
-    assert "`any`: drawn before its records" in kernel.run("step", "finish")
+    assert "`main`: drawn before its records" in kernel.run("step", "finish")
+    kernel.cells["misspelt"] = 'run.table("mian")'
+    assert "unknown table of demo: 'mian'; allowed: main" in kernel.run("misspelt")
     assert kernel.run("table", "finish") == ""
-    kernel.cells["failing"] = table.replace("None", "1 / 0")
-    assert "`any`: drawn before its records" in kernel.run("failing", "finish")
-    assert kernel.run("table", "finish") == ""
+    monkeypatch.setattr(report, "tables_of", lambda experiment: {"main": lambda frame: 1 / 0})
+    assert "`main`: drawn before its records" in kernel.run("table", "finish")
 
 
 def test_a_wrong_parameter_leaves_out_what_was_measured_with_a_right_one(checkout, kernel):
