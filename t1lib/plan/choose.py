@@ -24,8 +24,7 @@ def kinds(work: Work) -> Iterator[Choice]:
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
-    waits = work.together and work.state > 0  # then more slots give the link work while resident layers run
-    weights = (2, 4, 6) if waits else (2,) if work.masters else (2, 3)
+    weights = (2,) if work.masters else (2, 3)
     for outer, inputs, slots, places, share in product(outers, ("device", "host"), weights, gradients, shares):
         yield Choice(slots, 0, 0, inputs, outer, places, share)
 
