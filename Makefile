@@ -14,7 +14,7 @@ venv install: $(STAMP)
 # puts the kernel `python3` into the venv itself, so notebooks run in the venv's Python.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[kit,dev]"
 	@touch $@
 
 reproduce: install

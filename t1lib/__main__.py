@@ -9,74 +9,34 @@ if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NoReturn
 
-from t1lib import claims, driver, params, paths
-from t1lib.errors import T1Error, UnavailableError, choose, require
-from t1lib.measure import manifest
-from t1lib.measure.environment import default_profile
+from t1lib.errors import T1Error, UnavailableError
 from t1lib.plan import command as planning
 from t1lib.text import command as training
 
-EXIT_BAD_INPUT = 2
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    return driver.run(arguments.experiments, arguments.profile, dict(arguments.parameters), arguments.force)
+def _of_the_kit(name: str) -> Callable[[argparse.Namespace], int]:
+    """A command of `t1lib.commands`, which is imported when it is called: the plain installation lacks what it needs.
+    That is a `T1Error` of the command."""
 
+    def command(arguments: argparse.Namespace) -> int:
+        try:
+            return getattr(import_module("t1lib.commands"), f"{name}_command")(arguments)
+        except ModuleNotFoundError as error:
+            needed = (error.name or "t1lib").split(".")[0]
+            if needed == "t1lib":
+                raise
+            raise T1Error(
+                f"`{name}` needs {needed}, which is not installed; the extra kit brings all that notebooks need:\n"
+                'pip install -c constraints.txt -e ".[kit]" in the checkout'
+            ) from error
 
-def _state(experiment: str, profile: str) -> str:
-    """Return "done", "stale" (and why) or "missing" for an experiment under a profile; when and where it was run."""
-    folder = paths.outputs(profile, experiment)
-    content = manifest.read(folder)
-    if content is None:
-        why = manifest.damage(folder)
-        return "missing" if why == "missing" else f"stale    {why}"
-    why = manifest.difference(folder, experiment, params.resolve(experiment, profile))
-    measured = f"measured {content['started']} on {manifest.device(content)} in {content['seconds']:.0f} s"
-    return f"stale    {why}; {measured}" if why else f"done     {measured}"
-
-
-def _list(arguments: argparse.Namespace) -> int:
-    profiles, named = params.profiles(), arguments.experiments
-    for name in named:
-        choose("experiment", name, params.experiments())
-    print(f"profiles: {', '.join(profiles)} (auto here: {default_profile()})")
-    for experiment in named or params.experiments():
-        kit = params.read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
-        print(f"\n{experiment}  {kit.get('title', '')}".rstrip())
-        for profile in profiles:
-            has_file = paths.params_file(profile, experiment).is_file()
-            print(f"  {profile:<8} {_state(experiment, profile) if has_file else 'no parameters'}")
-        for name, parameter in params.declared(experiment).items() if named else ():
-            print(f"    -p {name} {parameter.type} = {parameter.default!r}  {parameter.help}".rstrip())
-    if not named:
-        print("\nparameters of one: python -m t1lib list EXPERIMENT")
-    return 0
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
-    from t1lib.notebook import redraw
-
-    profile = default_profile() if arguments.profile == "auto" else arguments.profile
-    choose("profile", profile, [*params.profiles(), "auto"])
-    folder = paths.root() / "outputs" / profile
-    finished = [name for name in params.experiments() if manifest.read(folder / name)]
-    require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")
-    for experiment in finished:
-        print(f"{experiment} [{profile}] redrew {len(redraw(profile, experiment))} files")
-    if arguments.no_pdf:
-        return 0
-    from t1lib.report import latex
-
-    try:
-        for path in latex.build(profile):
-            print(f"built {paths.shown(path)}")
-    except UnavailableError as error:
-        print(f"reports not built: {error}")
-    return 0
+    return command
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,17 +51,20 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
     )
-    run.set_defaults(command=_run)
+    run.set_defaults(command=_of_the_kit("run"))
 
     listing = commands.add_parser("list", help="show experiments and the state of their outputs, or all about one")
     listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")
-    listing.set_defaults(command=_list)
+    listing.set_defaults(command=_of_the_kit("list"))
 
     report = commands.add_parser("report", help="redraw everything from the samples and build the reports")
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
-    report.set_defaults(command=_report)
-    claims.add_parser(commands)
+    report.set_defaults(command=_of_the_kit("report"))
+
+    check = commands.add_parser("check", help="hold the claims of docs/results.md against outputs/h200")
+    check.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
+    check.set_defaults(command=_of_the_kit("check"))
     planning.add_parser(commands)
     training.add_parser(commands)
     return parser
@@ -118,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        return driver.EXIT_INTERRUPTED
+        return signals.EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return driver.EXIT_FAILED
+        return EXIT_FAILED
 
 
 def end(code: int) -> NoReturn:

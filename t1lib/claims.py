@@ -5,7 +5,6 @@ published value, ours, how far another run's may be from it, and the number's ke
 value (`15 %`), a limit (`≤ 0.02`), or `exact`.
 """
 
-import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,18 +139,19 @@ def _check_others() -> list[str]:
     return [FAIL for why in damaged.values() if why]
 
 
-def check(arguments: argparse.Namespace) -> int:
-    """Run the command; returns 0, or 1 if a claim fails or a run is in doubt."""
+def check(experiments: Sequence[str]) -> int:
+    """Check the claims of `experiments` ("all", or nothing, for every one) and print what was found; returns the exit
+    code: 0, or 1 if a claim fails or a run is in doubt."""
     path = paths.root() / PAGE
     try:
         claims = read_claims(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise T1Error(f"cannot read the claims in {paths.shown(path)}: {error}") from None
     known = params.experiments()
-    for name in [*arguments.experiments, *(claim.experiment for claim in claims)]:
+    for name in [*experiments, *(claim.experiment for claim in claims)]:
         choose("experiment", name, [*known, "all"])
-    every = not arguments.experiments or "all" in arguments.experiments
-    chosen = {claim.experiment for claim in claims} if every else set(arguments.experiments)
+    every = not experiments or "all" in experiments
+    chosen = {claim.experiment for claim in claims} if every else set(experiments)
     verdicts = []
     for name in (name for name in known if name in chosen):
         verdicts += _check_run(name, [claim for claim in claims if claim.experiment == name])
@@ -159,10 +159,3 @@ def check(arguments: argparse.Namespace) -> int:
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (PASS, FAIL, NOT_RUN))
     print(f"{len(verdicts)} checks: {counts}")
     return int(FAIL in verdicts)
-
-
-def add_parser(commands: Any) -> None:
-    """The command's arguments."""
-    parser = commands.add_parser("check", help=f"hold the claims of {PAGE} against outputs/h200")
-    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
-    parser.set_defaults(command=check)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def add_parser(commands: Any) -> None:
 
 def train(arguments: argparse.Namespace) -> int:
     """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
-    from t1lib.report.training import plot_metrics
-    from t1lib.text.run import METRICS, TrainRun
+    from t1lib.text.run import TrainRun
     from t1lib.train.ranks import together
 
     with together() as ranks:
@@ -67,13 +67,24 @@ def train(arguments: argparse.Namespace) -> int:
                 whole = run.train()
                 if asked["export"]:
                     print(f"model {run.session.export(folder / 'model')}")
-                print(f"plot {ranks.first(lambda: plot_metrics(folder / METRICS, folder / 'metrics.png'))}")
+                print(ranks.first(partial(_plot, folder)))
             except KeyboardInterrupt:
                 print(AT_ONCE, file=sys.stderr)
                 return EXIT_INTERRUPTED
             if not whole:
                 print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
         return 0 if whole else EXIT_INTERRUPTED
+
+
+def _plot(folder: Path) -> str:
+    """Draw a run's metrics, if Matplotlib is there; returns what to print about it."""
+    from t1lib.text.texts import METRICS
+
+    try:
+        from t1lib.report.training import plot_metrics
+    except ModuleNotFoundError as error:
+        return f"no plot: {error.name} is not installed, which the extra kit brings; {folder / METRICS} has the numbers"
+    return f"plot {plot_metrics(folder / METRICS, folder / 'metrics.png')}"
 
 
 def check(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -125,10 +125,10 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 
 def _parquet(path: Path) -> list[Any]:
-    import pandas as pd
-
     try:
-        return pd.read_parquet(path).to_dict("records")
+        from pyarrow import parquet
+
+        return parquet.ParquetFile(path).read().to_pylist()
     except Exception as error:  # pyarrow is missing, or raises errors of its own
         raise T1Error(f"cannot read {path}: {' '.join(str(error).split())[:150]}") from None
 

@@ -255,7 +255,8 @@ WAITS = {
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "module, what", [("t1lib.claims", "waits"), ("torch", "swallows"), ("t1lib.text.run", "works outside of Python")]
+    "module, what",
+    [("t1lib.text.command", "waits"), ("torch", "swallows"), ("t1lib.text.run", "works outside of Python")],
 )
 def test_interrupted_while_starting_it_ends_with_one_line(tmp_path, number, module, what):
     """At the first slow import, in a library that catches everything, and while the model would be built."""

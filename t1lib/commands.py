@@ -1,0 +1,74 @@
+"""The commands about experiments: run, list, report and check. They need what the extra `kit` installs."""
+
+import argparse
+import os
+
+from t1lib import claims, driver, params, paths
+from t1lib.errors import UnavailableError, choose, require
+from t1lib.measure import manifest
+from t1lib.measure.environment import default_profile
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run experiments; returns the exit code: 0, 1 or 130."""
+    return driver.run(arguments.experiments, arguments.profile, dict(arguments.parameters), arguments.force)
+
+
+def _state(experiment: str, profile: str) -> str:
+    """Return "done", "stale" (and why) or "missing" for an experiment under a profile; when and where it was run."""
+    folder = paths.outputs(profile, experiment)
+    content = manifest.read(folder)
+    if content is None:
+        why = manifest.damage(folder)
+        return "missing" if why == "missing" else f"stale    {why}"
+    why = manifest.difference(folder, experiment, params.resolve(experiment, profile))
+    measured = f"measured {content['started']} on {manifest.device(content)} in {content['seconds']:.0f} s"
+    return f"stale    {why}; {measured}" if why else f"done     {measured}"
+
+
+def list_command(arguments: argparse.Namespace) -> int:
+    """Print experiments and the state of their outputs; returns 0."""
+    profiles, named = params.profiles(), arguments.experiments
+    for name in named:
+        choose("experiment", name, params.experiments())
+    print(f"profiles: {', '.join(profiles)} (auto here: {default_profile()})")
+    for experiment in named or params.experiments():
+        kit = params.read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
+        print(f"\n{experiment}  {kit.get('title', '')}".rstrip())
+        for profile in profiles:
+            has_file = paths.params_file(profile, experiment).is_file()
+            print(f"  {profile:<8} {_state(experiment, profile) if has_file else 'no parameters'}")
+        for name, parameter in params.declared(experiment).items() if named else ():
+            print(f"    -p {name} {parameter.type} = {parameter.default!r}  {parameter.help}".rstrip())
+    if not named:
+        print("\nparameters of one: python -m t1lib list EXPERIMENT")
+    return 0
+
+
+def report_command(arguments: argparse.Namespace) -> int:
+    """Redraw all that is finished from its samples, and build the PDFs; returns 0."""
+    os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
+    from t1lib.notebook import redraw
+
+    profile = default_profile() if arguments.profile == "auto" else arguments.profile
+    choose("profile", profile, [*params.profiles(), "auto"])
+    folder = paths.root() / "outputs" / profile
+    finished = [name for name in params.experiments() if manifest.read(folder / name)]
+    require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")
+    for experiment in finished:
+        print(f"{experiment} [{profile}] redrew {len(redraw(profile, experiment))} files")
+    if arguments.no_pdf:
+        return 0
+    from t1lib.report import latex
+
+    try:
+        for path in latex.build(profile):
+            print(f"built {paths.shown(path)}")
+    except UnavailableError as error:
+        print(f"reports not built: {error}")
+    return 0
+
+
+def check_command(arguments: argparse.Namespace) -> int:
+    """Hold the claims against the reference; returns 0, or 1 if one fails."""
+    return claims.check(arguments.experiments)
