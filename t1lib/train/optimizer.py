@@ -229,6 +229,13 @@ class StreamOptimizer(torch.optim.Optimizer):
             self._engine.resident.counts[param] = take_state(weight(param), self._state_of(param), saved)
         self._engine.changed()
 
+    def device_tensors(self) -> list[Tensor]:
+        """What lies on the device between steps: all that does not stream, with its state, and the streams' buffers."""
+        engine = self._engine
+        there = [p for p in engine.model.parameters() if id(p) not in engine.streamed]
+        state = [v for p in there if id(p) not in engine.travelling for v in self.state.get(p, {}).values()]
+        return [*there, *engine.model.buffers(), *state, *engine.schedule.device_tensors()]
+
     def drain(self) -> None:
         """Wait until all updates have ended, and new weights are on the host."""
         self._engine.drain()

@@ -80,11 +80,8 @@ class SlideTrainer(Trainer):
         self.engine.changed()
 
     def device_tensors(self) -> list[Tensor]:
-        engine = self.engine
-        away = {*engine.streamed, *map(id, self._unused)}
-        there = [p for p in self.model.parameters() if id(p) not in away]
-        state = [v for p in there if id(p) not in engine.travelling for v in self.optimizer.state.get(p, {}).values()]
-        return [*there, *self.model.buffers(), *state, *engine.schedule.device_tensors()]
+        unused = set(map(id, self._unused))
+        return [t for t in self.optimizer.device_tensors() if id(t) not in unused]
 
     def drain(self) -> None:
         self.optimizer.drain()
