@@ -277,7 +277,10 @@ def told_to_run(kernel, numbers: dict[str, str]) -> list[str]:
 
 def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout, kernel):
     same = "runs = p.steps"
-    made = {"factors": "low, high = 10 * p.scale, 20 * p.scale", "a": f"{same}\nrecords.add('a', 'wall', low, step=runs)"}
+    made = {
+        "factors": "low, high = 10 * p.scale, 20 * p.scale",
+        "a": f"{same}\nrecords.add('a', 'wall', low, step=runs)",
+    }
     made["b"] = f"{same}\nrecords.add('b', 'wall', high, step=runs)"
     ends = {"parameters": PARAMETERS, "setup": SETUP}
     kernel.cells = ends | made | {"finish": CELLS["finish"]}
