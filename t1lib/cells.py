@@ -18,8 +18,8 @@ _INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 class Cell:
     """One execution of a cell: what it read (variable → maker, version) and made (variable → version)."""
 
-    title: str
     run: int
+    title: str = ""
     reads: dict[str, tuple[str, int]] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -39,32 +39,34 @@ class Cells:
         self.measured: dict[str, None] = {}  # those that have recorded something
         self._makers: dict[str, str] = {}
         self._runs = 0
-        self.begin("", "")
+        self.begin("")
 
-    def begin(self, key: str, source: str) -> None:
+    def begin(self, key: str) -> None:
         """A cell begins to run."""
         self._runs += 1
         self.running, self._before, self._earlier = key, dict(self.namespace), self.known.get(key)
-        self.known[key] = Cell(next(filter(None, map(str.strip, source.splitlines())), "")[:40], self._runs)
+        self.known[key] = Cell(self._runs)
 
     @property
     def running_cell(self) -> Cell:
         return self.known[self.running]
 
     def title(self, key: str) -> str:
-        """A cell as an error names it: its first line."""
+        """A cell as an error names it: by the number beside it, as several may begin with the same line."""
         return self.known[key].title if key in self.known else ""
 
-    def end(self, key: str, source: str, done: bool, measured: bool) -> None:
+    def end(self, key: str, source: str, done: bool, measured: bool, number: int | None = None) -> None:
         """It has ended. `key` may differ from that of `begin` for the cell that created this object.
 
+        number    of this execution, as frontends show it
         done      it reached its end
         measured  it has recorded something
         """
         cell = self.known[key] = self.known.pop(self.running)
         if measured:
             self.measured[key] = None
-        self.running, cell.title = key, cell.title or source.strip().partition("\n")[0][:40]
+        first = next(filter(None, map(str.strip, source.splitlines())), "")[:40]
+        self.running, cell.title = key, f"[{number}] {first}" if number else first
         direct, called, stored = _names(source, self.namespace)
         given = self.parameters()
         cell.parameters |= {name: given[name] for name in direct | called if name in given}
@@ -80,7 +82,7 @@ class Cells:
     def _read(self, cell: Cell, key: str, name: str, maker: str) -> None:
         origin = self._earlier.reads.get(name) if self._earlier else None
         if origin and origin[0] != maker and origin[0] in self.known:
-            cell.fault = f"{name} is that of another cell now; run the one that made it first"
+            cell.fault = f"{name} is that of another cell now; run `{self.title(origin[0])}` first"
             cell.reads[name] = origin
         elif maker != key:
             cell.reads[name] = maker, self.known[maker].made.get(name, 0)
@@ -100,29 +102,36 @@ class Cells:
         """The number of the latest run of each cell that has recorded something."""
         return {key: self.known[key].run for key in self.measured}
 
-    def why_out_of_date(self, key: str, found: dict[str, str | None] | None = None) -> str | None:
-        """Why what a cell made or showed no longer holds; None if it does. `found` holds answers known already."""
-        found = {} if found is None else found
+    def why_out_of_date(self, key: str) -> str | None:
+        """Why what a cell made or showed no longer holds, and which cell has to be run before it; None if it does."""
+        cause = self._cause(key, {})
+        if cause is None or cause[0] == key or cause[0] not in self.known:
+            return cause and cause[1]
+        return f"run `{self.title(cause[0])}` first: {cause[1]}"
+
+    def _cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
+        """The first cell to run again, which may have made what this one reads, and why. `found`: known already."""
         if key not in found:
             found[key] = None  # ends a circle
-            found[key] = self._why(key, found)
+            found[key] = self._find_cause(key, found)
         return found[key]
 
-    def _why(self, key: str, found: dict[str, str | None]) -> str | None:
+    def _find_cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
         cell = self.known.get(key)
         if cell is None:
-            return "its cell has been replaced"
+            return key, "its cell has been replaced"
         if key == self.running or cell.fault:
-            return cell.fault or None
+            return (key, cell.fault) if cell.fault else None
+        for maker, _ in cell.reads.values():
+            if maker in self.known and (cause := self._cause(maker, found)):
+                return cause
+        for name, (maker, version) in cell.reads.items():
+            if maker not in self.known or self.known[maker].made.get(name) != version:
+                return key, f"{name} has been made again"
         given = self.parameters()
         for name, value in cell.parameters.items():
             if given.get(name, value) != value:
-                return f"{name} was {value!r}, is {given[name]!r}"
-        for name, (maker, version) in cell.reads.items():
-            if maker not in self.known or self.known[maker].made.get(name) != version:
-                return f"{name} has been made again"
-            if why := self.why_out_of_date(maker, found):
-                return why
+                return key, f"{name} was {value!r}, is {given[name]!r}"
         return None
 
 

@@ -140,19 +140,19 @@ class Run:
 
         def begin(info: Any) -> None:
             key = str(info.cell_id or info.raw_cell)
-            self._cells.begin(key, source(info))
+            self._cells.begin(key)
             self.records.begin(key)
 
         def end(result: Any) -> None:
             key = str(result.info.cell_id or result.info.raw_cell)
-            self._end(key, source(result.info), result.success)
+            self._end(key, source(result.info), result.success, result.execution_count)
 
         shell.events.register("pre_run_cell", begin)
         shell.events.register("post_run_cell", end)
 
-    def _end(self, key: str, source: str, done: bool) -> None:
+    def _end(self, key: str, source: str, done: bool, number: int | None) -> None:
         had = self.records.end(key, keep=done)
-        self._cells.end(key, source, done, had)
+        self._cells.end(key, source, done, had, number)
         for other in self.records.replaced(key):
             self._cells.forget(other)
 

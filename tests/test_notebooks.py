@@ -56,6 +56,15 @@ def test_committed_without_outputs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_cell_ends_what_an_earlier_one_made(path):
+    """Else it could not be run again."""
+    for cell in code(read(path)):
+        direct, _, stored = _names(source(cell), {})
+        ended = set(re.findall(r"(\w+)\.(?:cleanup|close|unlink)\(", source(cell)))
+        assert not ended & (direct - stored), cell["id"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_format_and_metadata(path):
     notebook = read(path)
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
