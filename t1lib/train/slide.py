@@ -84,7 +84,8 @@ class SlideTrainer(Trainer):
         away = {*engine.streamed, *map(id, self._unused)}
         there = [p for p in self.model.parameters() if id(p) not in away]
         state = [v for p in there if id(p) not in engine.travelling for v in self.optimizer.state.get(p, {}).values()]
-        return [*there, *self.model.buffers(), *state, *engine.schedule.device_tensors()]
+        own = [] if self.closed else engine.schedule.device_tensors()
+        return [*there, *self.model.buffers(), *state, *own]
 
     def drain(self) -> None:
         self.optimizer.drain()
