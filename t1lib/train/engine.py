@@ -54,7 +54,9 @@ class Engine:
         self.streamed: set[int] = set()
         self.outer: Outer | None = None
         self.schedule: Schedule | None = None
+        self.passes: Passes | None = None
         self.closed = self.placed = False
+        self._replaced: list[tuple[nn.Module, str, dict[str, Any]]] = []  # methods, and what was there before
         if choice is None and budget is None:
             choice = Choice()
         elif choice is None and plan_for is not None:
@@ -86,13 +88,20 @@ class Engine:
         self.forwards = [layer.forward for layer in self.stack]
         me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
         for index, layer in enumerate(self.stack):
-            layer.forward = partial(_run, me, index)
-            layer._apply = partial(_stay, layer)
-        self.model.zero_grad = partial(_zero_grad, me, self.model)
+            self._replace(layer, "forward", partial(_run, me, index))
+            self._replace(layer, "_apply", partial(_stay, layer))
+        self._replace(self.model, "zero_grad", partial(_zero_grad, me, self.model))
         self.model._t1_engine = me
+
+    def _replace(self, module: nn.Module, name: str, method: Any) -> None:
+        """Give a module another method until `close`."""
+        before = {name: module.__dict__[name]} if name in module.__dict__ else {}
+        self._replaced.append((module, name, before))
+        module.__dict__[name] = method
 
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
+        self._let_go()  # of what an evaluation ran with
         for held in self.host[: choice.resident]:
             held.give_back(self.device)
             self.streamed.difference_update(map(id, held.params.values()))
@@ -129,15 +138,20 @@ class Engine:
             in_backward=self.in_backward, precision=self.precision, rules=rules, overlap=self.overlap, trace=trace,
             guests=[param for param, _ in outer], trains=trains,
         )  # fmt: skip
-        weakref.finalize(self, _end, self.schedule.thread, self.device)
+        self._ending = weakref.finalize(self, _end, self.schedule.thread, self.device)
         if outer:
             inside = {id(param) for param, _ in outer}
             embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in inside]
             self.outer = Outer(
-                outer, next(iter(embeddings), None), self.schedule, rules(), self.precision, self.resident.counts,
-                len(self.stack),
-            )  # fmt: skip
+                outer, embeddings, self.schedule, rules(), self.precision, self.resident.counts, len(self.stack)
+            )
         self.passes = Passes(self.stack, self.forwards, self.schedule, self.outer, choice, self.micro_batch, trace)
+
+    def _let_go(self) -> None:
+        """Free what runs the layers, once nothing that is queued uses it any more."""
+        if self.schedule is not None:
+            self._ending()
+            self.schedule = self.outer = self.passes = None
 
     # -- a layer -------------------------------------------------------------------------------------------------------
 
@@ -211,13 +225,11 @@ class Engine:
             for held in self.host:
                 held.give_back()
             self.host, self.streamed = [], set()
-            for layer in self.stack:
-                layer.__dict__.pop("forward", None)
-                layer.__dict__.pop("_apply", None)
-            for name in ("_t1_engine", "zero_grad"):
-                self.model.__dict__.pop(name, None)
-            if self.schedule is not None:
-                self.schedule.thread.close()
+            for module, name, before in self._replaced:
+                module.__dict__.pop(name, None)
+                module.__dict__.update(before)
+            self.model.__dict__.pop("_t1_engine", None)
+            self._let_go()
 
 
 def _end(thread: UpdateThread, device: torch.device) -> None:

@@ -154,8 +154,14 @@ class HostLayer(Traveller):
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
-        self.norms: list[Tensor] | None = None  # of `grads`, by parameter; None: not known
+        self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
+        for name, param in self.params.items():
+            if param.grad is not None:  # summed before the model was streamed
+                self.room_for_gradients()
+                self.grad_views[name].copy_(param.grad)
+                self.absent.discard(name)
+                param.grad = None
         me = weakref.ref(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(lambda _, name=name: me().reached.add(name))
@@ -199,11 +205,14 @@ class HostLayer(Traveller):
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """`p.grad`: complete, on the host."""
         name = self._name_of(param)
-        require(self.keeps_gradients, f"p.grad of {name!r}: with update_in_backward=True no gradients are kept")
+        self._require_kept(name)
         if name in self.absent:
             return None
         self.see_gradients()
         return self.grad_views[name]
+
+    def _require_kept(self, name: str) -> None:
+        require(self.keeps_gradients, f"p.grad of {name!r}: with update_in_backward=True no gradients are kept")
 
     def _name_of(self, param: nn.Parameter) -> str:
         return next(n for n, p in self.params.items() if p is param)
@@ -221,7 +230,9 @@ class HostLayer(Traveller):
         name = self._name_of(param)
         if value is None:
             self.absent.add(name)
+            self.norms = None
             return
+        self._require_kept(name)
         self.settle(self)
         self.room_for_gradients()
         self.see_gradients()
@@ -274,7 +285,7 @@ class HostLayer(Traveller):
             del param._home
             param.data = self.views[name].to(device, copy=True)
             gone = name in self.absent or not self.keeps_gradients
-            param.grad = None if gone else self.grad_views[name].clone()
+            param.grad = None if gone else self.grad_views[name].to(device, copy=True)
 
     @unwatched
     def take_over(self) -> None:

@@ -109,6 +109,7 @@ class StreamOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         # State that waits until the engine has placed everything; None from then on.
         self._before: dict[nn.Parameter, dict[str, Any]] | None = {p: dict(s) for p, s in optimizer.state.items()}
+        self._check(self._before)
 
     def rules(self) -> list[Rule]:
         return rules_of(self.param_groups, self._engine.device)
@@ -162,8 +163,9 @@ class StreamOptimizer(torch.optim.Optimizer):
             if layer.trained and (layer.norms is not None or layer.has_gradients):
                 if layer.norms is None:
                     layer.see_gradients()
-                    layer.norms = norms_of(list(layer.grad_views.values()), exact)
-                norms |= {id(p): norm for p, norm in zip(layer.params.values(), layer.norms, strict=True)}
+                    found = {n: grad for n, grad in layer.grad_views.items() if n not in layer.absent}
+                    layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
+                norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
         others = [p for p in engine.others() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:
             alike = [p for p in others if p.grad.dtype == dtype]
@@ -206,6 +208,7 @@ class StreamOptimizer(torch.optim.Optimizer):
         require(not states, f"the state has parameter {next(iter(states), 0)!r}, which is in none of its groups")
         params = [p for group in self.param_groups for p in group["params"]]
         found = dict(zip(params, saved, strict=True))
+        self._check(found)
         if self._before is None:
             self._take_over(found)
         else:  # nothing has its place yet
@@ -218,12 +221,19 @@ class StreamOptimizer(torch.optim.Optimizer):
         before, self._before = self._before, None
         self._take_over(before)
 
+    def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Raise `T1Error` unless states, by parameter, fit."""
+        names, precision = {p: n for n, p in self._engine.model.named_parameters()}, self._engine.precision
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p in found):
+                own = precision.kinds(param, group)
+                spare = precision.kinds_by(self.param_groups, param).keys() - own  # a layer has what any group needs
+                saved = {key: value for key, value in found[param].items() if key not in spare}
+                check_state(param, own, saved, repr(names[param]))
+
     def _take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """Copy states, by parameter, into those held here, if all of them fit. A parameter whose state is empty starts
-        anew."""
-        names, weight = {p: n for n, p in self._engine.model.named_parameters()}, self._engine.weight_of
-        for param, saved in found.items():
-            check_state(weight(param), self._state_of(param), saved, repr(names[param]))
+        """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
+        weight = self._engine.weight_of
         self._engine.drain()
         for param, saved in found.items():
             self._engine.resident.counts[param] = take_state(weight(param), self._state_of(param), saved)
@@ -234,7 +244,8 @@ class StreamOptimizer(torch.optim.Optimizer):
         engine = self._engine
         there = [p for p in engine.model.parameters() if id(p) not in engine.streamed]
         state = [v for p in there if id(p) not in engine.travelling for v in self.state.get(p, {}).values()]
-        return [*there, *engine.model.buffers(), *state, *engine.schedule.device_tensors()]
+        own = [] if engine.closed else engine.schedule.device_tensors()
+        return [*there, *engine.model.buffers(), *state, *own]
 
     def drain(self) -> None:
         """Wait until all updates have ended, and new weights are on the host."""

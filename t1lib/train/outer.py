@@ -34,24 +34,26 @@ class OuterParam(Traveller):
         super().__init__(index, copy, {k: _pinned(v, param.device) for k, v in state.items()})
         self.param, self.group = param, group
         self.grad: Tensor | None = None  # of the update that is pending
+        self.stays = False  # its device memory is never released: the backward reads it after the layers', too
         self.version = param._version  # changes if somebody else writes to the weights
 
 
 class Outer:
     """Updates matrices outside the layers through the schedule's `travel`.
 
-    params    with their groups' numbers; on the device, of the layers' dtype
-    embed     the model's embedding, or None if its weight is not among them
-    counts    updates that parameters have seen
-    layers    of the model, streamed or not
+    params      with their groups' numbers; on the device, of the layers' dtype
+    embeddings  whose weights are among them, the model's own first
+    counts      updates that parameters have seen
+    layers      of the model, streamed or not
     """
 
     def __init__(
-        self, params: list[tuple[nn.Parameter, int]], embed: nn.Embedding | None, schedule: Schedule,
+        self, params: list[tuple[nn.Parameter, int]], embeddings: list[nn.Embedding], schedule: Schedule,
         rules: list[Rule], precision: Precision, counts: dict[nn.Parameter, int], layers: int,
     ) -> None:  # fmt: skip
         self.held = [OuterParam(p, g, layers + k, rules[g], precision) for k, (p, g) in enumerate(params)]
-        self._schedule, self._embed, self._rules, self._counts, self._layers = schedule, embed, rules, counts, layers
+        self._schedule, self._rules, self._counts, self._layers = schedule, rules, counts, layers
+        self._looked_up = {id(embedding.weight) for embedding in embeddings}
         self._pending = False  # the update has not begun
         self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
         self._pieces = sum(len(schedule.travel.pieces(held)) for held in self.held)
@@ -62,9 +64,11 @@ class Outer:
         self._away = False  # whether the weights' device memory is released
         # What forwards whose last layer has not run backward have saved: a head's backward may still read its weight.
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._embed = embed = next(iter(embeddings), None)
         if embed is not None:
             own = next(held for held in self.held if held.param is embed.weight)
             self._rows, self._forward = _RowsAhead(own, schedule), embed.forward
+            self._replaced = vars(embed).get("forward")
             embed.forward = self.look_up
 
     # -- what the model's layers tell ----------------------------------------------------------------------------------
@@ -95,14 +99,18 @@ class Outer:
         """Call before layer `index` runs backward. When the last head's backward is done, the weights' device memory is
         released."""
         self._open.discard(saved)
-        if index < self._layers - 1 or self._open or self._pending or self._away:
+        if index < self._layers - 1:
+            return
+        for held in self.held:  # a head has its gradient by now, and that of an embedding is made without its weight
+            held.stays |= held.param.grad is None and id(held.param) not in self._looked_up
+        if self._open or self._pending or self._away:
             return
         if any(held.version != held.param._version for held in self.held):
             self.refresh()
         with uninterrupted():
             self._away = True
             self._hide()
-            for held in self.held:
+            for held in (held for held in self.held if not held.stays):
                 storage = held.param.untyped_storage()
                 if storage.resizable() and storage.nbytes() == held.param.nbytes:  # it is the parameter's own
                     storage.resize_(0)
@@ -246,6 +254,7 @@ class Outer:
         self.drain()
         if self._embed is not None:
             del self._embed.forward
+            vars(self._embed).update({} if self._replaced is None else {"forward": self._replaced})
 
 
 class _RowsAhead:

@@ -52,6 +52,9 @@ class Passes:
         if not (trains or (grad and hidden.requires_grad)):
             with torch.no_grad():
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
+        held = self._schedule.layers.get(index)
+        late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
+        require(not late, f"layer {index} was unfrozen after `stream`: close the optimizer, then stream again")
         again = getattr(layer, "gradient_checkpointing", False) and layer.training
         require(not again, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
         needy = any(t.requires_grad for t in tensors_in(args, kwargs))

@@ -110,4 +110,4 @@ def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: di
     for name, keys in trained.items():
         found = name in states and bool(states[name] or not keys)
         require(found, f"the checkpoint has no optimizer state for {name!r}")
-        check_state(params[name], dict.fromkeys(keys), states[name], repr(name))
+        check_state(params[name], keys, states[name], repr(name))

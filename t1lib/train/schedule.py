@@ -192,7 +192,8 @@ class Schedule:
             return
         slot = self.grads.of(index)
         layer.absent -= layer.reached
-        layer.norms = norms_of(list(self.grads.views[slot].values()), exact=self.device.type == "cpu")
+        norms = norms_of(list(self.grads.views[slot].values()), exact=self.device.type == "cpu")
+        layer.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in layer.absent}
         new_weights = self.stateless and layer.travels
         if new_weights:
             self._update_in_slot(layer)

@@ -58,6 +58,7 @@ def stream(
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
     under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
     a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
+    Change weights in place under `torch.no_grad()`, not through `p.data`: outside the layers that may go unnoticed.
 
     Raises `T1Error` for a model already streamed, layers that differ, an optimizer of another class, a budget too small
     and a host without enough memory, before anything is changed.

@@ -5,7 +5,7 @@ updated in pieces: each is widened, updated and rounded while it is in the proce
 does this for AdamW (`t1lib.train.adamw`). All else is PyTorch's own update.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,15 +229,16 @@ def shown_state(weight: Tensor, state: State, count: int) -> State:
     return {"step": torch.tensor(float(count)), **found} if "exp_avg" in state else found
 
 
-def check_state(weight: Tensor, state: State, saved: State, name: str) -> None:
-    """Raise `T1Error` unless `saved`, as `shown_state` or PyTorch's optimizers give it, fits into `state`."""
+def check_state(weight: Tensor, keys: Collection[str], saved: State, name: str) -> None:
+    """Raise `T1Error` unless `saved`, as `shown_state` or PyTorch's optimizers give it, fits a state of these keys."""
+    keys = set(keys)
     saved = {k: v for k, v in saved.items() if v is not None}
-    foreign = saved.keys() - state.keys() - {"master", "step"}
+    foreign = saved.keys() - keys - {"master", "step"}
     require(not foreign, f"the state of {name} has {', '.join(sorted(foreign))}: it is another optimizer's")
-    needed = (state.keys() | ({"step"} if "exp_avg" in state else set())) - {"low", "master"}
+    needed = (keys | ({"step"} if "exp_avg" in keys else set())) - {"low", "master"}
     lacking = needed - saved.keys() if saved else set()
     require(not lacking, f"the state of {name} lacks {', '.join(sorted(lacking))}")
-    for key in (state.keys() | {"master"}) & saved.keys():
+    for key in (keys | {"master"}) & saved.keys():
         shape = tuple(getattr(saved[key], "shape", ()))
         require(shape == tuple(weight.shape), f"{key} of {name} has shape {shape}; allowed: {tuple(weight.shape)}")
 

@@ -12,8 +12,8 @@ from t1lib.timing import NoTrace, Trace
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """Compile layers with `torch.compile`, before a trainer or `stream` takes the model, until that is closed: by
-    class, not one by one, as like layers share the code, and weights are only its inputs."""
+    """Compile layers with `torch.compile`, before a trainer or `stream` takes the model: by class, not one by one, as
+    like layers share the code, and weights are only its inputs. Closing a trainer undoes it."""
     compiled = cache(lambda kind: torch.compile(kind.forward))
     for layer in layers:
         layer.forward = partial(compiled(type(layer)), layer)
