@@ -151,6 +151,7 @@ class HostLayer(Traveller):
         self.update: Update | None = None
         self.grads: Tensor | None = None
         self.grad_views: dict[str, Tensor] = {}
+        self._shown = False  # whether somebody has looked at them, and may hold them
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
@@ -209,6 +210,7 @@ class HostLayer(Traveller):
         if name in self.absent:
             return None
         self.see_gradients()
+        self._shown = True
         return self.grad_views[name]
 
     def _require_kept(self, name: str) -> None:
@@ -242,11 +244,16 @@ class HostLayer(Traveller):
     def forget_gradients(self) -> None:
         """All gradients are None from here on. Memory that somebody still holds is left to them."""
         self.absent, self.norms, self.scale = set(self.params), None, None
-        own = 2 + len(self.grad_views)  # references to the memory: the buffer, its views, and the one that is asked
-        if self.grads is not None and torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > own:
+        if self._shown and self._is_held():  # by her, or by an update under way
             self.settle(self)
             wait_for(self.arrived)
-            self.grads, self.grad_views = None, {}
+            if self._is_held():
+                self.grads, self.grad_views = None, {}
+        self._shown = False
+
+    def _is_held(self) -> bool:
+        """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
+        return torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks at them or the update reads them."""

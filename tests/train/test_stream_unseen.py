@@ -181,3 +181,14 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
     plain, with_adapters = (work.saved for work in seen)
     own = sum(m.lora_A["default"].in_features * 4 for m in adapters_of(model)[0].modules() if hasattr(m, "lora_A"))
     assert plain + own <= with_adapters <= plain + 2.5 * own
+
+
+def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
+    """`zero_grad` right after `step` waits for no update, and makes no new buffer."""
+    model = blocks()
+    with streaming(model, adamw(model), choice=Choice(host_share=1.0)) as (streamed, own):
+        train(streamed, own, data(2))
+        layer = own._engine.host[0]
+        buffer, read = layer.grads, layer.grads[:4]
+        own.zero_grad()
+        assert layer.grads is buffer and read.data_ptr() == buffer.data_ptr()
