@@ -4,13 +4,16 @@ A cell depends on the parameters that it read, by their values, and on the cells
 Variables that a cell changes in place, without assigning them, are not followed.
 """
 
+import ast
 import dis
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import CO_OPTIMIZED
 from types import CodeType, FunctionType
 from typing import Any
 
 _MISSING = object()
+_LOADS = ("LOAD_NAME", "LOAD_GLOBAL")
 _INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
@@ -139,28 +142,38 @@ def _names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], 
     """Global variables that a cell reads before it assigns them, that functions read which it calls, and that it
     assigns. A function counts where its name is read, not where it is defined: what it uses may be made in between."""
     try:
-        code = compile(source, "cell", "exec", dont_inherit=True)
+        code = compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except (SyntaxError, ValueError):  # the cell failed, or is one of another language
         return set(), set(), set()
     direct, stored, loaded = set(), set(), set()
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+        if step.opname in _LOADS:
             loaded.add(step.argval)
             if step.argval not in stored:
                 direct.add(step.argval)
         elif step.opname == "STORE_NAME":
             stored.add(step.argval)
     called = {name for inner in _inner(code) if inner.co_name in _INLINE for name in _globals(inner)}
+    bodies = (inner for inner in _inner(code) if not inner.co_flags & CO_OPTIMIZED)  # of classes: they run at once
+    called |= {step.argval for body in bodies for step in dis.get_instructions(body) if step.opname in _LOADS}
     waiting, followed = loaded | called, set()
     while waiting:
         name = waiting.pop()
         followed.add(name)
-        value = namespace.get(name)
-        if isinstance(value, FunctionType) and value.__globals__ is namespace:
-            used = set(_globals(value.__code__))
+        for function in _functions(namespace.get(name), namespace):
+            used = set(_globals(function.__code__))
             called |= used
             waiting |= used - followed
     return direct, called, stored
+
+
+def _functions(value: Any, namespace: dict[str, Any]) -> Iterator[FunctionType]:
+    """The notebook's functions that may run where a value is used: itself, or methods of its class."""
+    kind = value if isinstance(value, type) else type(value)
+    own = vars(kind).values() if kind.__module__ == namespace.get("__name__") else ()
+    for each in (value, *own):
+        if isinstance(each, FunctionType) and each.__globals__ is namespace:
+            yield each
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:
@@ -170,7 +183,7 @@ def _inner(code: CodeType) -> Iterator[CodeType]:
 def _globals(code: CodeType) -> Iterator[str]:
     """Global variables that a function reads, functions within it included."""
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if step.opname in _LOADS:
             yield step.argval
     for inner in _inner(code):
         yield from _globals(inner)
@@ -178,9 +191,10 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 def _same(before: Any, now: Any) -> bool:
     """Whether a variable holds what it held; False where that cannot be told."""
-    if isinstance(before, FunctionType) and isinstance(now, FunctionType):
-        return before.__code__ == now.__code__ and before.__defaults__ == now.__defaults__
     try:
+        if isinstance(before, FunctionType) and isinstance(now, FunctionType):
+            parts = ((f.__code__, f.__defaults__, f.__kwdefaults__) for f in (before, now))
+            return before.__closure__ is now.__closure__ is None and next(parts) == next(parts)
         return before is now or (type(before) is type(now) and bool(before == now))
     except Exception:  # such as tensors of several elements
         return False

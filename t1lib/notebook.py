@@ -5,6 +5,7 @@
 
 import atexit
 import os
+import re
 import shutil
 import time
 import warnings
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
+_TIMED = re.compile(r"^(\s*)%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*", re.M)  # magics that run Python code
 _NAMED = 240  # characters of an error about cells that are out of date
 
 
@@ -134,8 +136,9 @@ class Run:
 
         def source(info: Any) -> str:
             first, _, rest = info.raw_cell.partition("\n")
+            text = _TIMED.sub(r"\1", rest if first.startswith("%%") else info.raw_cell)  # without magics
             with suppress(SyntaxError):  # the cell fails
-                return shell.transform_cell(rest if first.startswith("%%") else info.raw_cell)  # without magics
+                return shell.transform_cell(text)
             return ""
 
         def begin(info: Any) -> None:

@@ -266,11 +266,11 @@ class Live:
             for name, value in given.items()
             if value != values[name] == known[name].default and name not in kept
         }
+        self._allow(values | loaded)
         if loaded:
             told = ", ".join(f"{name}={value!r}" for name, value in loaded.items())
             print(f"{paths.shown(paths.params_file(profile, self._experiment))} sets {told}")
         namespace |= loaded
-        self._allow(values | loaded)
         return values | loaded
 
     def __getattr__(self, name: str) -> Any:

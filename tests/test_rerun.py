@@ -291,3 +291,26 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
     kernel.run("parameters")
     assert told_to_run(kernel, numbers) == ["factors", "a", "b"]
     assert published(checkout) == [("a", 20.0), ("b", 40.0)]
+
+
+@pytest.mark.parametrize(
+    ("maker", "user"),
+    [
+        ("factors = [p.scale]", "%time found = factors[0]"),
+        ("factors = [p.scale]", "found = Kind().go()"),
+        ("factors = [p.scale]", "found = kind.go()"),
+        ("factors = [p.scale]", "class A:\n    found = factors[0]\nfound = A.found"),
+        ("def make(x):\n    return lambda: x\nfactor = make(p.scale)", "found = factor()"),
+        ("factor = eval(f'lambda *, x={p.scale}: x')", "found = factor()"),
+    ],
+)
+def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
+    kind = "class Kind:\n    def go(self):\n        return factors[0]\nkind = Kind()"
+    kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "kind": kind, "maker": maker}
+    kernel.cells |= {"user": f"{user}\nrecords.add('a', 'wall', found)", "finish": CELLS["finish"]}
+    kernel.everything()
+    assert published(checkout) == [("a", 0.5)]
+    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
+    assert kernel.run("parameters", "maker", "finish").startswith("T1Error: cells to run again")
+    kernel.run("user", "finish")
+    assert published(checkout) == [("a", 2.0)]
