@@ -107,7 +107,7 @@ def _held(work: Work, choice: Choice) -> Any:
     """Bytes that no phase frees: weights and state on the device, slots."""
     weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
     slots = (choice.slots * (choice.resident < work.layers) + choice.grad_slots * (streamed > 0)) * weights
-    if work.cuda and (work.state > 0 or work.together):
+    if work.cuda and work.streams and (work.state > 0 or work.together):
         each = work.state + (1 + work.together) * work.itemsize  # pieces of state travel, with weights and gradients
         room = min(PIECE, work.layer) * slots_for(each) * each
         slots = slots + room * ((streamed > 0) & (choice.host_share < 1) | (choice.outer == "host"))

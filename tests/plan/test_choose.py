@@ -211,3 +211,13 @@ def test_activations_are_those_that_the_layer_saves(preset, tokens):
     hidden, arguments = layer_arguments(parts, torch.randn(1, tokens, 64, requires_grad=True))
     real = saved_by(lambda: parts.layers[0](hidden, **arguments[0]), parts.layers[0].parameters()) / tokens
     assert saved_bytes(model.config, torch.float32, tokens) == pytest.approx(real, rel=0.1)
+
+
+def test_pieces_of_state_have_room_wherever_something_travels():
+    """Also where the CPU updates all layers, if embedding and head travel."""
+    travels = [Choice(), Choice(outer="host", host_share=1.0)]
+    held = [
+        device_bytes(WORK, choice) - device_bytes(dataclasses.replace(WORK, cuda=False), choice) for choice in travels
+    ]
+    none = Choice(host_share=1.0)
+    assert device_bytes(WORK, none) - device_bytes(dataclasses.replace(WORK, cuda=False), none) < min(held)
