@@ -122,17 +122,13 @@ def _saved_by_length(parts: Parts, dtype: torch.dtype) -> tuple[float, float]:
     such as those made of weights, do not."""
     layer, found, config = parts.layers[0], [], parts.base.config
     for tokens in (4, 8) if config._attn_implementation == "sdpa" else (4, 8, 16):
-        hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, device=_device_of(layer))
+        hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, device=next(layer.parameters()).device)
         hidden, arguments = layer_arguments(parts, hidden.requires_grad_())
         call = partial(type(layer).forward, layer, hidden, **arguments[0])
         found.append(saved_by(call, layer.parameters()))
     first = (found[1] - found[0]) / 4
     square = ((found[2] - found[1]) / 8 - first) / 12 if len(found) == 3 else 0
     return first - 12 * square, square
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
 
 
 def work_of(
