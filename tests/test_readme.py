@@ -14,7 +14,7 @@ import pytest
 
 from t1lib.__main__ import main
 from t1lib.claims import PAGE, read_claims
-from t1lib.report.published import DIFFERENCES
+from t1lib.kit.published import DIFFERENCES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -13,7 +13,6 @@ _MODULES = {
     "frontier": ("frontier", "frontier", "frontier_numbers"),
     "parallel": ("parallel", "parallel_tables", "parallel_tables"),
     "t1m1": ("t1m1", "t1m1_tables", "t1m1_tables"),
-    "t1m3": ("t1m3", "t1m3_tables", "t1m3_tables"),
 }
 
 
@@ -23,7 +22,7 @@ def figures_of(experiment: str) -> dict[str, Callable[..., Any]]:
 
 
 def tables_of(experiment: str) -> dict[str, Callable[..., Any]]:
-    """An experiment's tables by name, each a function of the frame that returns a `t1lib.report.tables.Table`."""
+    """An experiment's tables by name, each a function of the frame that returns a `t1lib.kit.tables.Table`."""
     return _of(experiment, 1, "TABLES", {})
 
 

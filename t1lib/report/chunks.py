@@ -7,9 +7,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from t1lib.kit.select import median, present
+from t1lib.kit.style import BEHIND, FLOOR, PHASE_COLOURS, VARIANTS, plain_numbers, subplots
 from t1lib.measure.records import format_number
-from t1lib.report.select import median, present
-from t1lib.report.style import BEHIND, FLOOR, PHASE_COLOURS, VARIANTS, plain_numbers, subplots
 
 COUNTED = ("chunked", "fused")  # heads run with given numbers of chunks
 HEADS = ("full", "chunked", "chunked-vocabulary", "fused")

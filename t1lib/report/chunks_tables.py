@@ -7,6 +7,8 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
+from t1lib.kit.select import median, pick
+from t1lib.kit.tables import MISSING, Table, cell, make_table, median_iqr
 from t1lib.measure.records import Numbers, statuses
 from t1lib.report.chunks import (
     COUNTED,
@@ -22,8 +24,6 @@ from t1lib.report.chunks import (
     rates,
     shape,
 )
-from t1lib.report.select import median, pick
-from t1lib.report.tables import MISSING, Table, cell, make_table, median_iqr
 
 SIZES = {"workspace_mib": "MiB", "kept_mib": "MiB"}
 TIMES = {"forward_ms": "ms", "backward_ms": "ms", "both_ms": "ms"}
@@ -54,7 +54,7 @@ def table1(frame: pd.DataFrame) -> Table:
                 "loss alone (ms)": median(frame, "eval_ms", reduction, name),
                 "forward (ms)": median(frame, "forward_ms", reduction, name),
                 "backward (ms)": median(frame, "backward_ms", reduction, name),
-                "both, median [IQR] (ms)": median_iqr(both) if len(both) else MISSING,
+                "both, median [IQR] (ms)": median_iqr(both),
                 "× three products": median(frame, "both_ms", reduction, name) / floor,
                 "workspace (MiB)": median(frame, "workspace_mib", reduction, name),
                 "kept (MiB)": median(frame, "kept_mib", reduction, name),

@@ -12,10 +12,10 @@ import matplotlib.pyplot as plt
 from matplotlib.text import Text
 from matplotlib.ticker import NullFormatter
 
+from t1lib.kit.style import WIDTH, style
 from t1lib.measure.peers import PEERS, whether_available
 from t1lib.measure.records import Numbers, Records
 from t1lib.report import _MODULES, figures_of, numbers_of, tables_of
-from t1lib.report.style import WIDTH, style
 
 FIGURES = {name: figures_of(name) for name in _MODULES}
 TABLES = {name: tables_of(name) for name in _MODULES}
