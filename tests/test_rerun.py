@@ -131,13 +131,22 @@ def test_what_was_made_before_its_records_is_refused(checkout, kernel):
     kernel.cells |= {"number": 'run.number("demo.n", len(run.frame()))', "finish": CELLS["finish"]}
     assert kernel.everything() == ""
     told = kernel.run("step", "finish")
-    assert "`main`: made before its records" in told and "`demo.n`: made before its records" in told
-    assert "`main`" not in kernel.run("table", "finish")
+    assert "run.table(" in told and "run.number(" in told and told.count("made before its records") == 2
+    assert "run.table(" not in kernel.run("table", "finish")
     assert kernel.run("number", "finish") == ""
     whole, kernel.cells["table"] = kernel.cells["table"], "1 / 0"
     assert "did not finish" in kernel.run("table", "finish")
     kernel.cells["table"] = whole
     assert kernel.run("table", "finish") == ""
+
+
+def test_what_was_read_from_records_before_they_were_made_again_is_followed(checkout, kernel):
+    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"}
+    kernel.cells |= {"count": "total = len(run.frame())", "number": 'run.number("demo.n", total)'}
+    kernel.cells |= {"finish": CELLS["finish"]}
+    assert kernel.everything() == ""
+    assert "total = len(" in kernel.run("step", "number", "finish")
+    assert kernel.run("count", "number", "finish") == ""
 
 
 @pytest.mark.parametrize("ids", [True, False])

@@ -60,7 +60,7 @@ class Run:
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
         self._numbers = Numbers()
-        self._shown: dict[str, dict[str, dict[str, int]]] = {}  # cell → what it made → the measuring cells' runs then
+        self._shown: dict[str, set[str]] = {}  # cell → the figures, tables and numbers that it made
         self._started, self._clock = manifest.utc_now(), time.perf_counter()
         self.outdir = folder or paths.staging(given["profile"], experiment, os.getpid())
         self._final = paths.outputs(given["profile"], experiment)
@@ -169,6 +169,7 @@ class Run:
 
     def frame(self) -> pd.DataFrame:
         """The records that hold, one row each. Saved to disk as well, so that a cell that fails later loses nothing."""
+        self._cells.running_cell.seen = self._cells.runs()
         if self._measures:
             self.records.save(self.outdir / "samples.csv")
         return self.records.frame()
@@ -210,26 +211,22 @@ class Run:
 
     def _note_shown(self, name: str) -> None:
         for made in self._shown.values():
-            made.pop(name, None)
-        self._shown.setdefault(self._cells.running, {})[name] = self._cells.runs()
+            made.discard(name)
+        self._shown.setdefault(self._cells.running, set()).add(name)
 
     def _forget_shown(self, cell: str) -> None:
         """A cell that runs again makes its figures, tables and numbers again, or makes them no longer."""
-        for name in self._shown.get(cell, {}):
+        for name in self._shown.get(cell, ()):
             self._numbers.pop(name, None)
             for path in self.outdir.glob(f"*/{name}.*"):
                 path.unlink()
-        if cell in self._shown:
-            self._shown[cell] = {}
+        self._shown.get(cell, set()).clear()
 
     def _to_run_again(self) -> list[str]:
-        """What is not as in a notebook that was run from top to bottom: cells, or else figures and tables."""
+        """The cells that have recorded or made something, and are not as if the notebook had run from top to bottom."""
         made = [cell for cell, names in self._shown.items() if names or self._cells.known[cell].fault]
         whys = {key: self._cells.why_out_of_date(key) for key in [*self._cells.measured, *made]}
-        late = [f"`{self._cells.title(key)}`: {why}" for key, why in whys.items() if why]
-        now = self._cells.runs().items()
-        shown = [(name, runs) for names in self._shown.values() for name, runs in names.items()]
-        return late or [f"`{name}`: made before its records" for name, runs in shown if runs.items() - now]
+        return [f"`{self._cells.title(key)}`: {why}" for key, why in whys.items() if why]
 
     def finish(self) -> None:
         """Save records, numbers and environment. Without the driver, also publish the folder.

@@ -8,7 +8,6 @@ from typing import Any
 # a run is out of date once a module that it has loaded changes.
 _MODULES = {
     "cce": ("cce", "cce_tables", "cce_numbers"),
-    "chunks": ("chunks", "chunks_tables", "chunks_tables"),
     "convergence": ("convergence", "convergence", "convergence"),
     "frontier": ("frontier", "frontier", "frontier_numbers"),
     "parallel": ("parallel", "parallel_tables", "parallel_tables"),

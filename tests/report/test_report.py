@@ -26,16 +26,12 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 VARIANTS = {
     "cce": ("full", "torch", "chunked", "fused-32MiB"),
-    "chunks": ("full", "chunked", "chunked-vocabulary", "fused"),
     "t1m1": ("gpu", "ckpt", "slide"),
-    "t1m3": ("full", "chunked", "chunked-vocabulary", "fused", "torch"),
 }
 # Of table1: the column that names the variant; and the phase and metric of its time in the numbers.
 SUMMARY = {
     "cce": ("head", "flat.A", "both_ms"),
-    "chunks": ("head", "mean", "both_ms"),
     "t1m1": ("mode", "own", "wall_ms"),
-    "t1m3": ("head", "step", "wall_ms"),
 }
 ALL_FIGURES = [(experiment, name) for experiment in FIGURES for name in FIGURES[experiment]]
 ALL_TABLES = [(experiment, name) for experiment in TABLES for name in TABLES[experiment]]
