@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
     report.set_defaults(command=_of_the_kit("report"))
 
-    check = commands.add_parser("check", help="hold the claims of docs/results.md against outputs/h200")
+    check = commands.add_parser("check", help="hold claims.yaml against outputs/h200")
     check.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
     check.set_defaults(command=_of_the_kit("check"))
     planning.add_parser(commands)

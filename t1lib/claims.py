@@ -1,32 +1,31 @@
-"""`python -m t1lib check`: does what was measured bear out docs/results.md?
+"""`python -m t1lib check`: does what was measured bear out claims.yaml?
 
-Its tables between the marks `claims` are the one place that says what is claimed: a row has the claim, the
-published value, ours, how far another run's may be from it, and the number's key. The bound is a percentage of our
-value (`15 %`), a limit (`≤ 0.02`), or `exact`.
+claims.yaml is the one place that says what is claimed; the tables of docs/results.md are made of it (`write_page`).
 """
 
 import re
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from t1lib import params, paths
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import T1Error, choose, require, shown
 from t1lib.measure import manifest
 from t1lib.measure.records import Numbers
 
 PROFILE = "h200"  # that the claims are about
-PAGE = "docs/results.md"  # that holds them
+FILE, PAGE = "claims.yaml", "docs/results.md"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 SAMPLES, NUMBERS_FILE = "samples.csv", "numbers.json"
-_MARKED = re.compile(r"<!-- claims -->(.*)<!-- end of claims -->", re.DOTALL)
-_KEY = re.compile(r"`(\w+\.[\w.-]+)`")
+_TABLE = re.compile(r"(<!-- claims of (\w+) -->\n).*?(<!-- end of claims -->)", re.DOTALL)
+_KEY = re.compile(r"\w+\.[\w.-]+")
 _NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _OURS = re.compile(rf"({_NUMBER})(?: .*)?")
 _BOUND = re.compile(rf"(?P<percent>{_NUMBER}) %|≤ (?P<limit>{_NUMBER})|exact")
-_FORM = "| claim | published | ours | 15 %, ≤ 0.02 or exact | `experiment.key` |"
 
 
 def _value(text: str) -> float:
@@ -35,46 +34,75 @@ def _value(text: str) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A row of the tables; `ours` is the number as it is printed there, without its unit."""
+    """What is claimed of one number: `ours` as it was measured, with its unit, and how far another run's may be from
+    it, `within`: a percentage of ours (`15 %`), a limit (`≤ 0.02`), or `exact`."""
 
-    what: str
+    claim: str
     published: str
     ours: str
-    bound: str
+    within: str
     key: str
 
     @property
     def experiment(self) -> str:
         return self.key.split(".")[0]
 
+    @property
+    def number(self) -> str:
+        """`ours` without its unit."""
+        return _OURS.fullmatch(self.ours)[1]
+
     def holds(self, value: Any) -> bool:
         """Whether a run that measured this value bears the claim out (no number: it does not)."""
-        bound = _BOUND.fullmatch(self.bound)
-        if not isinstance(value, int | float) or bound is None:
+        bound = _BOUND.fullmatch(self.within)
+        if not isinstance(value, int | float):
             return False
         if bound["limit"]:
             return value <= _value(bound["limit"])
-        ours = _value(self.ours)
+        ours = _value(self.number)
         return abs(value - ours) <= abs(ours) * _value(bound["percent"] or "0") / 100
 
 
-def read_claims(text: str) -> list[Claim]:
-    """All claims in the text of docs/results.md, in its order.
+def read_claims() -> list[Claim]:
+    """All claims, in the order of claims.yaml. Raises `T1Error` if it cannot be read, holds none, or one that is not
+    of the form that the error names."""
+    path = paths.root() / FILE
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        told = " ".join(str(error).split())[:150]
+        raise T1Error(f"cannot read the claims in {paths.shown(path)}: {told}") from None
+    lists = isinstance(content, dict) and all(isinstance(rows, list) for rows in content.values())
+    require(lists and any(content.values()), f"{FILE} holds no claims; allowed: a list for each experiment")
+    return [_claim(experiment, row) for experiment, rows in content.items() for row in rows]
 
-    Raises `T1Error` if there are none, and for a row of their tables that is not of the form that it names.
-    """
-    marked = _MARKED.search(text)
-    require(marked is not None, f"{PAGE} has no tables between <!-- claims --> and <!-- end of claims -->")
-    claims = []
-    for line in marked[1].splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if not line.lstrip().startswith("|") or cells[0] == "claim" or not "".join(cells).strip("-: "):
-            continue
-        row = len(cells) == 5 and [_OURS.fullmatch(cells[2]), _BOUND.fullmatch(cells[3]), _KEY.fullmatch(cells[4])]
-        require(bool(row) and None not in row, f"{PAGE}: {line.strip()!r}; allowed: {_FORM}")
-        claims.append(Claim(cells[0], cells[1], row[0][1], cells[3], row[2][1]))
-    require(bool(claims), f"{PAGE}'s tables hold no claims")
-    return claims
+
+def _claim(experiment: str, row: Any) -> Claim:
+    texts = isinstance(row, dict) and all(isinstance(value, str) for value in row.values())
+    names = {field.name for field in fields(Claim)}
+    fits = texts and row.keys() == names and _KEY.fullmatch(row["key"]) and row["key"].split(".")[0] == experiment
+    fits = fits and _OURS.fullmatch(row["ours"]) and _BOUND.fullmatch(row["within"])
+    form = f"claim, published, ours (1.78 ×), within (15 %, ≤ 0.02 or exact), key ({experiment}.…)"
+    require(bool(fits), f"{FILE}: {shown(row)}; allowed: {form}")
+    return Claim(**row)
+
+
+def _table(claims: Iterable[Claim]) -> str:
+    lines = ["| claim | published | ours | within | key |", "| --- | --- | --- | --- | --- |"]
+    lines += [f"| {c.claim} | {c.published} | {c.ours} | {c.within} | `{c.key}` |" for c in claims]
+    return "\n".join(lines) + "\n"
+
+
+def write_page() -> None:
+    """Write the claims of each experiment into its table in docs/results.md. Raises `T1Error` as `read_claims` does."""
+    claims, path = read_claims(), paths.root() / PAGE
+    text = path.read_text(encoding="utf-8")
+    of = {name: _table(c for c in claims if c.experiment == name) for name in {c.experiment for c in claims}}
+    missing = of.keys() - {name for _, name, _ in _TABLE.findall(text)}
+    require(not missing, f"{PAGE} has no place for claims of {', '.join(sorted(missing))}")
+    made = _TABLE.sub(lambda found: found[1] + of.get(found[2], "") + found[3], text)
+    if made != text:
+        path.write_text(made, encoding="utf-8", newline="\n")
 
 
 def doubts(folder: Path, experiment: str) -> str | None:
@@ -128,7 +156,7 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
         found = numbers.get(claim.key, {"value": None, "text": "–", "unit": ""})
         verdicts.append(PASS if claim.holds(found["value"]) else FAIL)
         measured = f"{found['text']} {found['unit']}".strip()
-        print(f"  {verdicts[-1]}  {claim.key}: {measured} (claimed: {claim.ours}, {claim.bound})")
+        print(f"  {verdicts[-1]}  {claim.key}: {measured} (claimed: {claim.ours}, {claim.within})")
     return verdicts if why is None else verdicts or [FAIL]
 
 
@@ -144,11 +172,7 @@ def _check_others() -> list[str]:
 def check(experiments: Sequence[str]) -> int:
     """Check the claims of `experiments` ("all", or nothing, for every one) and print what was found; returns the exit
     code: 0, or 1 if a claim fails or a run is in doubt."""
-    path = paths.root() / PAGE
-    try:
-        claims = read_claims(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise T1Error(f"cannot read the claims in {paths.shown(path)}: {error}") from None
+    claims = read_claims()
     known = params.experiments()
     for name in [*experiments, *(claim.experiment for claim in claims)]:
         choose("experiment", name, [*known, "all"])

@@ -46,7 +46,7 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Redraw all that is finished from its samples, and build the PDFs; returns 0."""
+    """Redraw all that is finished from its samples, write the claims into docs/results.md, and build the PDFs; returns 0."""
     os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
     from t1lib.kit.redraw import redraw
 
@@ -57,6 +57,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")
     for experiment in finished:
         print(f"{experiment} [{profile}] redrew {len(redraw(profile, experiment))} files")
+    claims.write_page()
     if arguments.no_pdf:
         return 0
     from t1lib.kit import latex
