@@ -10,17 +10,18 @@ from torch import Tensor, nn
 
 from t1lib.errors import require
 from t1lib.memory import trim_heap
+from t1lib.optimizers import Precision
 from t1lib.plan.cost import Choice, updated_by_host
 from t1lib.timing import NoTrace
 from t1lib.train.activations import Piece
 from t1lib.train.lanes import UpdateThread, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names, unwatched
-from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
+from t1lib.train.optimizer import StreamOptimizer, groups_of
 from t1lib.train.outer import Outer
 from t1lib.train.passes import Passes
 from t1lib.train.placing import planned, refuse_shared, require_host_memory
+from t1lib.train.resident import rules_of
 from t1lib.train.schedule import Schedule
-from t1lib.train.update import Precision
 
 
 class Engine:
@@ -49,7 +50,6 @@ class Engine:
         self.layout = Layout({n: first[n] for n in order})
         require_host_memory(self.layout, self.stack, precision, rules_of(optimizer.param_groups, device), in_backward)
         self.optimizer = StreamOptimizer(self, optimizer)
-        self.resident = ResidentUpdates(precision, self.optimizer.state)
         self.host: list[HostLayer] = []
         self.streamed: set[int] = set()
         self.outer: Outer | None = None
@@ -74,7 +74,7 @@ class Engine:
     def _take_over(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
         for index, layer in enumerate(self.stack):
-            held = HostLayer(layer, index, self.layout, self.device, self.groups, self.resident.counts)
+            held = HostLayer(layer, index, self.layout, self.device, self.groups, self.optimizer.counts)
             self.host.append(held)
             self.streamed.update(map(id, held.params.values()))
         for module in self.model.modules():
@@ -108,7 +108,7 @@ class Engine:
         self.host = self.host[choice.resident :]
         outer = self._travelling() if choice.outer == "host" else []
         self._run_with(choice, outer, trains=True)
-        state, counts = self.optimizer.state, self.resident.counts
+        state, counts = self.optimizer.state, self.optimizer.counts
         for held in self.host:
             views = {key: self.layout.views(flat) for key, flat in held.state.items()}
             for name, param in held.params.items():
@@ -143,7 +143,7 @@ class Engine:
             inside = {id(param) for param, _ in outer}
             embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in inside]
             self.outer = Outer(
-                outer, embeddings, self.schedule, rules(), self.precision, self.resident.counts, len(self.stack)
+                outer, embeddings, self.schedule, rules(), self.precision, self.optimizer.counts, len(self.stack)
             )
         self.passes = Passes(self.stack, self.forwards, self.schedule, self.outer, choice, self.micro_batch, trace)
 
@@ -178,7 +178,7 @@ class Engine:
         rules = self.optimizer.rules()
         with uninterrupted():
             elsewhere = self.streamed | self.travelling
-            self.resident.step(self.optimizer.param_groups, rules, lambda p: id(p) not in elsewhere)
+            self.optimizer.update(rules, lambda p: id(p) not in elsewhere)
             if self.outer is not None:
                 self.outer.begin(rules)
             self.schedule.step(rules)

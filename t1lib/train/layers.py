@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
+from t1lib.optimizers import Rule
 from t1lib.train.lanes import Mark, wait_for
 from t1lib.train.travel import Span, Traveller, Update
-from t1lib.train.update import Rule, follow
+from t1lib.train.update import follow
 
 ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat buffer, which suits the device's loads
 

@@ -32,7 +32,6 @@ from t1lib.train.resident import (
     ResidentOptimizer,
     check_saved,
     make_optimizer,
-    precision_of,
     restore_state,
     saved_state,
 )
@@ -100,7 +99,7 @@ class Trainer:
             choose("option of the head", option, HEAD_OPTIONS)
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.spec = spec_for(spec, model.parameters())
-        self.precision = precision_of(self.spec)
+        self.precision = self.spec.precision
         self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
         trained = [n for n, p in model.named_parameters() if p.requires_grad]

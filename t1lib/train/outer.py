@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.memory import SMALL, pin, pinned_zeros
+from t1lib.optimizers import Precision, Rule
 from t1lib.plan.cost import GATHERED, ROWS
 from t1lib.train.lanes import Mark, uninterrupted, wait_for
 from t1lib.train.layers import Streamed, unwatched
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import PIECE, Span, Traveller, Update
-from t1lib.train.update import Precision, Rule, Scratch, follow, new_state, update
+from t1lib.train.update import Scratch, follow, new_state, update
 
 
 class OuterParam(Traveller):

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from t1lib.errors import require
 from t1lib.memory import pinned_zeros
+from t1lib.optimizers import Precision, Rule
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
 from t1lib.train.layers import HostLayer, Layout, Slots
 from t1lib.train.travel import Travel, Update
-from t1lib.train.update import Precision, Rule, Scratch, norms_of, update
+from t1lib.train.update import Scratch, norms_of, update
 
 
 class Schedule:
@@ -66,7 +67,7 @@ class Schedule:
             layer.travels = layer.index in trained and layer.index not in on_host
             layer.settle, layer.keeps_gradients = self.settle, not in_backward
         like = torch.empty(0, dtype=layout.dtype)
-        kinds = precision.kinds_by(rules(), like) if trained or guests else {}
+        kinds = precision.kinds(like, *rules()) if trained or guests else {}
         # Updates that need nothing but weights and gradients are made in the slots, and the new weights leave.
         self.stateless = in_backward and not kinds
         # Others read the weights in their slot, right after the backward, unless a master rebuilds them.
@@ -78,7 +79,7 @@ class Schedule:
 
     def _make_state(self, layer: HostLayer, precision: Precision) -> None:
         """Give the layer its optimizer state, flat on the host."""
-        for key, dtype in precision.kinds_by(self._rules(), layer.flat).items():
+        for key, dtype in precision.kinds(layer.flat, *self._rules()).items():
             layer.state[key] = pinned_zeros(self.layout.numel, dtype, self.device)
         if "master" in layer.state:
             layer.state["master"].copy_(layer.flat)

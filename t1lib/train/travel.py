@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from t1lib.optimizers import Rule
 from t1lib.plan.cost import PIECE, slots_for
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark
-from t1lib.train.update import Rule, Scratch, update
+from t1lib.train.update import Scratch, update
 
 TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often
 

@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
+from t1lib.optimizers import Precision
 from t1lib.train.adamw import BLOCK, adamw_
-from t1lib.train.update import Precision, join, new_state
+from t1lib.train.update import join, new_state
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 SPLIT, SHORT = {"masters": "split"}, {"moments": "bfloat16"}
