@@ -196,6 +196,12 @@ class HostLayer(Traveller):
             found.append(Span(at, rule, count))
         return found
 
+    def make_state(self, kinds: dict[str, torch.dtype]) -> None:
+        """Make the optimizer's state, flat on the host, of these dtypes by key."""
+        self.state = {key: pinned_zeros(self.layout.numel, dtype, self._device) for key, dtype in kinds.items()}
+        if "master" in self.state:
+            self.state["master"].copy_(self.flat)
+
     # -- what she sees -----------------------------------------------------------------------------------------------
 
     def visit(self) -> None:

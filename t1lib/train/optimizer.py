@@ -35,11 +35,6 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         require(plain, "betas that are tensors; allowed: numbers")
 
 
-def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The number of each parameter's group, by the parameter's id."""
-    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
 class StreamOptimizer(ResidentOptimizer):
     """AdamW or SGD over a streamed model: what `t1lib.train.stream` returns.
 
@@ -125,14 +120,11 @@ class StreamOptimizer(ResidentOptimizer):
         self._engine.drain()
         own, counts, weight = self.state, self.counts, self._engine.weight_of
         try:
-            shown = {p: shown_state(weight(p), self._state_of(p), counts[p]) for p in own if counts[p]}
+            shown = {p: shown_state(weight(p), self.state_of(p), counts[p]) for p in own if counts[p]}
             self.state = shown if self._before is None else self._before
             return super().state_dict()
         finally:
             self.state = own
-
-    def _state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
-        return self.state_of(param, self.param_groups[self._engine.groups[id(param)]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state, of this class or of the plain optimizer. Raises `T1Error`, before any change, for
@@ -177,7 +169,7 @@ class StreamOptimizer(ResidentOptimizer):
         weight = self._engine.weight_of
         self._engine.drain()
         for param, saved in found.items():
-            self.counts[param] = take_state(weight(param), self._state_of(param), saved)
+            self.counts[param] = take_state(weight(param), self.state_of(param), saved)
         self._engine.changed()
 
     def device_tensors(self) -> list[Tensor]:

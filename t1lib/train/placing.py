@@ -26,17 +26,15 @@ if TYPE_CHECKING:
 def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[str]) -> None:
     """Raise `T1Error` if a parameter that streams is used elsewhere, too: streaming would untie the two."""
     seen: dict[int, str] = {}
-    for index, layer in enumerate(stack):
-        for name, param in layer.named_parameters():
-            if name in streamed:
-                where = f"{name!r} of layer {index}"
-                require(id(param) not in seen, f"{where} is also {seen.get(id(param))}: stream would untie them")
-                seen[id(param)] = where
     inside = {id(m) for layer in stack for m in layer.modules()}
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False) if id(module) not in inside else ():
-            where = f"{prefix}.{name}".strip(".")
-            require(id(param) not in seen, f"{where!r} is also {seen.get(id(param))}: stream would untie them")
+    layers = [(f"layer {k}", layer.named_parameters()) for k, layer in enumerate(stack)]
+    outside = [(n, m.named_parameters(recurse=False)) for n, m in model.named_modules() if id(m) not in inside]
+    for number, (place, params) in enumerate([*layers, *outside]):
+        for name, param in params:
+            where = f"{name!r} of {place}"
+            require(id(param) not in seen, f"{where} is also {seen.get(id(param))}: stream would untie them")
+            if number < len(stack) and name in streamed:
+                seen[id(param)] = where
 
 
 def require_host_memory(

@@ -23,34 +23,33 @@ def make_optimizer(
     return torch.optim.SGD(params, momentum=spec.momentum, **common)
 
 
-def rules_of(groups: list[dict[str, Any]], device: torch.device) -> list[Rule]:
-    """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is kept;
-    beside a GPU, the fused one moves the least memory."""
-    own = {"foreach": False, "fused": True} if device.type == "cuda" else {}
-    return [{k: v for k, v in group.items() if k != "params"} | {"lr": float(group["lr"])} | own for group in groups]
-
-
 class ResidentOptimizer(torch.optim.Optimizer):
     """As the AdamW or SGD that it is made of, with state kept as `precision` says, such as float32 masters.
 
     device   where the model computes; the parameters, with their state, may be on the CPU
+    groups   number of each parameter's group, by the parameter's id
     counts   updates so far, by parameter; of a parameter that is not in it, the state is made when it is first needed
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self.precision, self._device = precision, device
+        self.groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self.counts: dict[nn.Parameter, int] = {}
         self._versions: dict[nn.Parameter, int] = {}
 
     def rules(self) -> list[Rule]:
-        return rules_of(self.param_groups, self._device)
+        """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is
+        kept; beside a GPU, the fused one moves the least memory."""
+        own = {"foreach": False, "fused": True} if self._device.type == "cuda" else {}
+        plain = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return [rule | {"lr": float(rule["lr"])} | own for rule in plain]
 
-    def state_of(self, param: nn.Parameter, rule: Rule) -> State:
+    def state_of(self, param: nn.Parameter) -> State:
         """The parameter's state; its master follows values that were written to it since the last update."""
         if param not in self.counts:
             self.counts[param], self._versions[param] = 0, param._version
-            state = new_state(param, rule, self.precision)
+            state = new_state(param, self.param_groups[self.groups[id(param)]], self.precision)
             if state:
                 self.state[param] = state
         state = self.state.get(param, {})
@@ -60,15 +59,15 @@ class ResidentOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        self.update(self.rules(), lambda _: True)
+        self.update(lambda _: True)
 
-    def update(self, rules: list[Rule], own: Callable[[nn.Parameter], bool]) -> None:
+    def update(self, own: Callable[[nn.Parameter], bool]) -> None:
         """Update every parameter for which own(parameter) holds and that has a gradient."""
-        for group, rule in zip(self.param_groups, rules, strict=True):
+        for group, rule in zip(self.param_groups, self.rules(), strict=True):
             alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
                 if own(param) and param.grad is not None:
-                    self.state_of(param, rule)
+                    self.state_of(param)
                     self.counts[param] += 1
                     alike[self.counts[param], param.dtype, param.device].append(param)
             for (count, *_), params in alike.items():
@@ -81,14 +80,14 @@ def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: T
     """A parameter's state, however it is kept; before the first update, what it starts from. weight: its values"""
     if not isinstance(optimizer, ResidentOptimizer):
         return _plain_state(optimizer, param)
-    state = optimizer.state_of(param, optimizer.param_groups[0])
+    state = optimizer.state_of(param)
     return shown_state(weight, state, optimizer.counts[param])
 
 
 def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, saved: State) -> None:
     """Take over what `saved_state` returned."""
     if isinstance(optimizer, ResidentOptimizer):
-        optimizer.counts[param] = take_state(weight, optimizer.state_of(param, optimizer.param_groups[0]), saved)
+        optimizer.counts[param] = take_state(weight, optimizer.state_of(param), saved)
         return
     state = _plain_state(optimizer, param)
     count = take_state(weight, {key: value for key, value in state.items() if key != "step"}, saved)

@@ -52,6 +52,7 @@ def test_updates_as_pytorchs_own(layout, own, dtype, scale):
         assert (state[key] - plain.state[wide][key]).norm() <= 1e-6 * state[key].norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [SHORT, SPLIT | SHORT], ids=str)
 def test_narrow_moments_are_right_on_average(layout):
     torch.manual_seed(0)
