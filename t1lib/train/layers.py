@@ -158,11 +158,9 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        for name, param in self.params.items():
+        for param in self.params.values():
             if param.grad is not None:  # summed before the model was streamed
-                self.room_for_gradients()
-                self.grad_views[name].copy_(param.grad)
-                self.absent.discard(name)
+                self.set_gradient(param, param.grad)
                 param.grad = None
         me = weakref.ref(self)
         self._hooks = [

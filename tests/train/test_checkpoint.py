@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from full_disk import largest_file
+from loop_cases import assert_same
 
 from t1lib.errors import T1Error
 from t1lib.files import read_signed, write_signed
@@ -45,12 +46,6 @@ def trained():
 
 def flat(state) -> dict[str, torch.Tensor]:
     return state["model"] | {f"{n} {k}": v for n, own in state["optimizer"].items() for k, v in own.items()}
-
-
-def assert_same(state, other) -> None:
-    one, two = flat(state), flat(other)
-    assert one.keys() == two.keys() and state["step"] == other["step"]
-    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def names(folder) -> list[str]:
