@@ -132,16 +132,16 @@ class Passes:
         try:
             pieces = saved.graphs if whole is None else split_rows(whole, self._micro_batch)
             for k, (piece, part) in enumerate(zip(pieces, grad.split(self._micro_batch or len(grad)), strict=True)):
-                if whole is not None:
+                if whole is None:
+                    x, out = piece
+                else:
                     with saved.autocast():
-                        replays = not saved.random[k].used and self._may_replay(index, piece)
-                    if replays:
-                        found.append(self._replay(index, piece, part, wanted, first=k == 0))
-                        replayed = True
-                        continue
-                    with saved.autocast(), saved.random[k].again(), self._trace().span("compute", "recompute", index):
-                        piece = self._recomputed(index, wanted, *piece)
-                x, out = piece
+                        if not saved.random[k].used and self._may_replay(index, piece):
+                            found.append(self._replay(index, piece, part, wanted, first=k == 0))
+                            replayed = True
+                            continue
+                        with saved.random[k].again(), self._trace().span("compute", "recompute", index):
+                            x, out = self._recomputed(index, wanted, *piece)
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
                 with self._trace().span("compute", "backward", index):

@@ -287,7 +287,7 @@ class Schedule:
                 self._arrive(index)
                 given = given._replace(known=(*given.known, self.weights.freed[held], self.weights.filled[held]))
             there = onto is not None and self._read_slots
-            layer.arrived, updated = self.travel.update(layer, given, onto, there)
+            *_, (layer.arrived, updated) = self.travel.by_piece(layer, given, onto, there)
             layer.update = None
             if onto is not None:
                 self.weights.filled[held] = self.weights.freed[held] = updated

@@ -100,11 +100,6 @@ class Travel:
             self._pieces[traveller.index] = [Piece(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
         return self._pieces[traveller.index]
 
-    def update(self, traveller: Traveller, given: Update, onto: Tensor | None, there: bool) -> tuple[Mark, Mark]:
-        """Queue an update with all its pieces. Arguments and result as of `by_piece`."""
-        *_, marks = self.by_piece(traveller, given, onto, there)
-        return marks
-
     def by_piece(
         self, traveller: Traveller, given: Update, onto: Tensor | None, there: bool, together: int = TOGETHER
     ) -> Iterator[tuple[Mark, Mark]]:

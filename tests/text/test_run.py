@@ -226,7 +226,8 @@ def ended(process, number):
     return out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_keeps_what_it_has(tmp_path, number):
     """In the middle: a checkpoint of the last step, all metrics, one line, exit code 130."""
     process, deadline = start(tmp_path / "a"), time.monotonic() + 120

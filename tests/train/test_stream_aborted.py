@@ -223,8 +223,8 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
 def test_an_interrupt_at_any_call(options):
     """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
     count = calls_of_a_step(options)
-    for part in range(12):
-        interrupt_at(1 + part * count // 12, options)
+    for part in range(6):
+        interrupt_at(1 + part * count // 6, options)
 
 
 @pytest.mark.slow
