@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
@@ -41,10 +41,6 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
         Piece(piece.hidden[start : start + rows], *tree_map(partial(cut, start), (piece.args, piece.kwargs)))
         for start in range(0, count, rows)
     ]
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    return [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
 
 
 def autocast_again(device: torch.device) -> Callable[[], AbstractContextManager]:

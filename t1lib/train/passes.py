@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from t1lib.errors import require
 from t1lib.plan.cost import Choice
 from t1lib.plan.work import launch_bound
 from t1lib.timing import NoTrace
-from t1lib.train.activations import Inputs, Piece, Randomness, Saved, autocast_again, kept_graph, split_rows, tensors_in
+from t1lib.train.activations import Inputs, Piece, Randomness, Saved, autocast_again, kept_graph, split_rows
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.lanes import uninterrupted
 from t1lib.train.outer import Outer
@@ -57,7 +58,7 @@ class Passes:
         require(not late, f"layer {index} was unfrozen after `stream`: close the optimizer, then stream again")
         again = getattr(layer, "gradient_checkpointing", False) and layer.training
         require(not again, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
-        needy = any(t.requires_grad for t in tensors_in(args, kwargs))
+        needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
         kwargs |= {name: None for name in CACHES if kwargs.get(name) is not None}
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
