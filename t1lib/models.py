@@ -100,7 +100,7 @@ def _loading(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         presets = f"presets that need no files: {', '.join(PRESETS)}"
-        raise T1Error(f"cannot load {shown(name)}: {reason(error)}\n{presets}") from error
+        raise T1Error(f"cannot load {shown(name)}: {reason(error)[:85]}\n{presets}") from error
 
 
 def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
