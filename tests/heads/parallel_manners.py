@@ -9,7 +9,7 @@ from unittest.mock import patch
 import parallel_cases
 import torch
 import torch.distributed as dist
-from head_cases import Problem, assert_no_worse, least_of, problem, refusal
+from head_cases import Problem, assert_no_worse, least_of, problem
 from parallel_cases import ALL, CHUNKED, FEW, ROWS, Cases, agrees, expected, on_shards, own_rows, results
 from processes import next_port
 from torch import Tensor
@@ -32,7 +32,6 @@ def manners(size: int) -> Cases:
         "chunked, tokens dealt, what is exchanged": partial(exchanged, size, True, **CHUNKED),
         "chunked, DTensor": sharded,
         "chunked, the least workspace": partial(counted, size),
-        "leading dimensions": partial(leading_dimensions, size),
         "a device mesh": partial(by_mesh, size),
         "chunked, combination left out": partial(noticed, problem(36, 257, 16), ROWS[size], 1e-2, **CHUNKED),
     }
@@ -42,7 +41,6 @@ def manners(size: int) -> Cases:
         found["fused, tokens dealt, what is exchanged"] = partial(exchanged, size, True, head="fused", chunks=2)
         found["fused, compiled"] = compiled
         found["fused, a workspace that decides for one rank alone"] = of_the_largest
-        found["fused, a weight that one rank must copy"] = strided
         found["fused, combination left out"] = partial(noticed, few, FEW[2], 1e-2, head="fused")
     return found
 
@@ -52,14 +50,6 @@ def of_the_largest() -> None:
     p = problem(40, 408, 8, dtype=torch.float32)
     limits = [early_from(40, rows, 8, 4, cuda=False) for rows in (8, 400)]
     agrees(p, (400, 8), 3e-6, head="fused", workspace=sum(limits) // 2)
-
-
-def strided() -> None:
-    p = problem(20, 100, 16, dtype=torch.float32)
-    w = p.w[own_rows(FEW[2])]
-    w = w if dist.get_rank() else w.t().contiguous().t()
-    message = refusal(lambda: linear_cross_entropy(p.e, w, p.target, group=dist.group.WORLD))
-    assert "disagree about linear_weight" in message
 
 
 def same_bits(size: int) -> None:
@@ -153,16 +143,6 @@ def sharded() -> None:
     assert isinstance(got[1], DTensor) and isinstance(got[2], DTensor) and got[1].placements == w.placements
     for g, x in zip(got, want, strict=True):
         torch.testing.assert_close(g.full_tensor() if isinstance(g, DTensor) else g, x)
-
-
-def leading_dimensions(size: int) -> None:
-    p, kwargs = problem(36, 257, 16), {"reduction": "none", "return_stats": True}
-    e, target = p.e.view(6, 6, 16).transpose(0, 1), p.target.view(6, 6).transpose(0, 1)
-    w, group = p.w[own_rows(ROWS[size])], dist.group.WORLD
-    loss, stats = linear_cross_entropy(e, w, target, group=group, **kwargs, **CHUNKED)
-    want, facts = in_one(e, p.w, target, head="full", **kwargs)
-    for got, x in zip((loss, *stats), (want, *facts), strict=True):
-        torch.testing.assert_close(got, x)
 
 
 def by_mesh(size: int) -> None:
