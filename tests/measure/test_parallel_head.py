@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from t1lib.measure import parallel_head
-from t1lib.measure.collectives import SharedLeadIn, largest, overheard, ran
+from t1lib.measure.collectives import overheard, ran
 from t1lib.measure.parallel_head import ShardCall, Share, measure_head
 from t1lib.measure.records import Records, statuses
 
@@ -80,19 +80,3 @@ def test_collectives_are_noted_with_their_sizes_and_run_again_alone():
     with overheard() as again:
         exchange.run()
     assert (again.count, again.nbytes) == (0, 0)  # the noted calls bypass any listener
-    started = []
-    exchange.note(lambda tensor, **options: started.append((tensor.shape, options)), (layer.w,), {"async_op": True})
-    exchange.run()
-    assert started == [((50, 8), {})]
-
-
-def test_a_value_that_is_no_number_on_any_rank_is_none_on_all():
-    found = largest({"a": 2.0, "b": float("nan")})
-    assert found["a"] == 2.0 and found["b"] != found["b"]
-
-
-def test_a_sample_begins_when_all_ranks_have_come(monkeypatch):
-    lead, seen = SharedLeadIn(CPU), []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: seen.append(tensor))
-    lead.queue()
-    assert len(seen) == 1
