@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from t1lib.errors import UnavailableError
-from t1lib.measure.chunk_bench import Call, HeadSession, OutputLayer, admit, compare, take_turns
+from t1lib.measure.chunk_bench import Call, OutputLayer, admit, compare, take_turns
 from t1lib.measure.records import Records, statuses
 
 TOKENS, VOCABULARY, HIDDEN = 24, 50, 8
@@ -96,12 +96,3 @@ def test_variants_take_turns_and_one_without_memory_leaves_the_others():
     steps = [(row["variant"], row["step"]) for row in records.rows if row["metric"] == "both_ms"]
     assert sorted(steps) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert statuses(records.frame()) == {"b": "oom"}
-
-
-@pytest.mark.parametrize(("head", "options"), [("full", {}), ("chunked", {"chunks": 4})])
-def test_a_head_session_measures_its_head(head, options):
-    session = HeadSession(head=head, tokens=64, vocabulary=96, hidden=16, dtype="float32", device="cpu", **options)
-    assert {"forward", "backward", "both"} <= session.step().keys()
-    assert max(session.error().values()) < 1e-5 and session.floor() > 0
-    whole = HeadSession(head="full", tokens=64, vocabulary=96, hidden=16, dtype="float32", device="cpu").workspace()
-    assert session.workspace() == whole if head == "full" else session.workspace() < whole

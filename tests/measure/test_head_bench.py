@@ -10,7 +10,7 @@ from t1lib.heads import linear_cross_entropy
 from t1lib.measure import head_run
 from t1lib.measure.head_bench import HeadBench
 from t1lib.measure.head_cases import OPTIONS, Case, Shape, comparison, make_plan
-from t1lib.measure.head_data import operands, save_operands
+from t1lib.measure.head_data import operands
 from t1lib.measure.head_run import Gate, add_bars, measure_times, measure_workspaces
 from t1lib.measure.isolate import VariantOutOfMemory
 from t1lib.measure.records import Records, statuses
@@ -88,8 +88,8 @@ def test_the_workspace_of_full_is_its_logits_and_that_of_more_chunks_less(bench)
         assert 0 < bench.workspace(case) < 5 * logits
 
 
-def loss_of(data, shape, path=None):
-    e, w, y = operands(data, shape, torch.float32, CPU, path=path)
+def loss_of(data, shape):
+    e, w, y = operands(data, shape, torch.float32, CPU)
     loss, stats = linear_cross_entropy(e, w, y, head="full", return_stats=True)
     return float(loss.detach()), stats.logprob.exp()
 
@@ -100,14 +100,6 @@ def test_flat_data_is_flat_and_peaked_data_peaked():
     assert loss == pytest.approx(math.log(5000), rel=0.02) and float(p.max()) < 0.01
     loss, p = loss_of("peaked", shape)
     assert 1.5 < loss < 4 and float((p > 0.99).float().mean()) > 0.05 and float((p < 0.01).float().mean()) > 0.05
-
-
-def test_real_data_comes_back_from_its_file(tmp_path):
-    e, w, y = operands("flat", SHAPE, torch.bfloat16, CPU)
-    save_operands(str(tmp_path / "states.pt"), e, w, y)
-    again = operands("real", SHAPE, torch.bfloat16, CPU, path=str(tmp_path / "states.pt"))
-    for one, two in zip((e, w, y), again, strict=True):
-        assert torch.equal(one, two) and one.requires_grad == two.requires_grad
 
 
 def test_sparsity_counts_what_it_says():

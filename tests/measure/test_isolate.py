@@ -109,20 +109,6 @@ def test_what_says_that_memory_ran_out(error, whether):
     assert is_out_of_memory(error) is whether
 
 
-def test_one_killed_while_another_has_its_turn_is_out_of_memory(diary):
-    def kills_the_first(call):
-        os.kill(diary.first, signal.SIGKILL)
-        assert gone([diary.first])
-        yield
-
-    def first(call):
-        diary.first = call("write", what="!")
-        yield
-        yield from twice(call)
-
-    assert diary({"A": first, "B": kills_the_first}) == {"A": "oom", "B": "ok"}
-
-
 @pytest.mark.parametrize("where", ["building", "calling"])
 def test_bad_input_comes_back_as_it_was(diary, where):
     building = where == "building"
@@ -132,16 +118,17 @@ def test_bad_input_comes_back_as_it_was(diary, where):
     assert gone(diary.pids)
 
 
-def test_any_other_error_comes_with_its_traceback(diary):
-    with pytest.raises(VariantFailed, match=r"(?s)Traceback.*in fail.*ValueError: this is value"):
-        diary({"A": twice, "B": then("fail", kind="value")})
-    assert gone(diary.pids)
-
-
 @posix
-def test_a_crash_names_its_exit_code(diary):
-    with pytest.raises(VariantFailed, match=f"exit code -{int(signal.SIGTERM)}"):
-        diary({"A": then("kill", number=int(signal.SIGTERM)), "B": twice})
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (then("fail", kind="value"), r"(?s)Traceback.*in fail.*ValueError: this is value"),
+        (then("kill", number=int(signal.SIGTERM)), f"exit code -{int(signal.SIGTERM)}"),
+    ],
+)
+def test_any_other_end_comes_with_its_traceback_or_exit_code(diary, end, message):
+    with pytest.raises(VariantFailed, match=message):
+        diary({"A": twice, "B": end})
     assert gone(diary.pids)
 
 

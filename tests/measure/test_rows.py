@@ -4,36 +4,13 @@ import pytest
 
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records, statuses
-from t1lib.measure.rows import add_link, add_memory, add_spans, add_step, add_timeline, gate_losses, gate_ranks
+from t1lib.measure.rows import add_spans, add_step, add_timeline, gate_losses, gate_ranks
 from t1lib.timing import Span
 from t1lib.train import StepRecord
 
 
 def rows(records: Records) -> list[tuple]:
     return [tuple(row.values()) for row in records.rows]
-
-
-def test_a_step_is_its_loss_its_wall_time_and_its_phases():
-    records = Records()
-    add_step(records, "slide", "own", 4, StepRecord(9, 2.5, 64, 12.0, {"forward": 3.0, "head_backward": 1.0}))
-    assert rows(records) == [
-        ("slide", "own", 4, "loss", "", 2.5),
-        ("slide", "own", 4, "wall_ms", "ms", 12.0),
-        ("slide", "own", 4, "forward_ms", "ms", 3.0),
-        ("slide", "own", 4, "head_backward_ms", "ms", 1.0),
-    ]
-
-
-def test_memory_and_link_come_in_readable_units():
-    records = Records()
-    add_memory(records, "gpu", "own", {"host": 3 * GIB // 2, "pinned": 0})
-    add_link(records, "gpu", "own", {"h2d": 5e10, "ms": 7.0})
-    assert rows(records) == [
-        ("gpu", "own", "", "host_gib", "GiB", 1.5),
-        ("gpu", "own", "", "pinned_gib", "GiB", 0.0),
-        ("gpu", "own", "", "h2d_gb_s", "GB/s", 50.0),
-        ("gpu", "own", "", "link_ms", "ms", 7.0),
-    ]
 
 
 def test_spans_and_timelines_are_rows_in_phases_of_their_own():
