@@ -185,6 +185,13 @@ def test_copies_and_files(tmp_path):
     torch.testing.assert_close(again(**batch()).loss, own(**batch()).loss)
 
 
+def test_a_replica_of_data_parallel_runs_its_own_forward():
+    ours = patch_head(build("Qwen3"))
+    replica = ours._replicate_for_data_parallel()
+    assert replica.forward.__self__ is replica
+    assert ours.forward.__self__ is ours
+
+
 def test_an_error_within_a_call_leaves_the_model_usable():
     own, ours = pair("Llama")
     inputs = batch()
