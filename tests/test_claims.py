@@ -35,13 +35,6 @@ def test_a_claim_holds_within_its_bound(ours, bound, value, holds):
     assert Claim("", "", ours, bound, "t1m3.x").holds(value) is holds
 
 
-def test_claims_are_the_marked_rows_that_name_a_key():
-    rows = "\n".join(["| --- | --- | --- | --- | --- |", ROW.format(ours="1.78 ×", bound="15 %"), "prose | of no row"])
-    found = read_claims(MARKED.format(rows=rows) + ROW.format(ours="2", bound="1 %"))
-    assert found == [Claim("a claim", "–", "1.78", "15 %", "t1m3.head.full.over_floor")]
-    assert found[0].experiment == "t1m3"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -114,14 +107,6 @@ def test_a_flipped_byte_is_noticed(kit):
     assert doubts(root / "t1m3", "t1m3") is None
 
 
-def test_a_damaged_run_of_another_profile_fails_too(kit, capsys):
-    shutil.copytree(kit / "outputs/h200", kit / "outputs/mine")
-    (kit / "outputs/mine/t1m3/samples.csv").write_text("made up")
-    main(["check"])
-    told = capsys.readouterr().out
-    assert "FAIL  outputs/mine/t1m3: samples.csv is not as the run left it" in told and "2 FAIL" in told
-
-
 def test_a_run_with_other_parameters_fails(kit, capsys):
     yaml = kit / "params/h200/t1m3.yaml"
     yaml.write_text(yaml.read_text(encoding="utf-8").replace("\niters: ", "\niters: 1"), encoding="utf-8")
@@ -143,7 +128,6 @@ def test_numbers_that_the_samples_do_not_give_fail(kit, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("<<<<<<< broken", "manifest.json is not as the run left it"),
         ('{"files": {}}', "not that of a finished run of t1m3 with profile h200"),
         ('{"experiment": "cce", "profile": "h200", "files": {"samples.csv": {}, "numbers.json": {}}}', "not that of"),
     ],
@@ -151,7 +135,7 @@ def test_numbers_that_the_samples_do_not_give_fail(kit, capsys):
 def test_a_manifest_that_is_no_answer_fails(kit, capsys, content, message):
     """Also without a claim about the run."""
     path = kit / "outputs/h200/t1m3/manifest.json"
-    path.write_bytes(content.encode() if content.startswith("<") else signed(json.loads(content)))
+    path.write_bytes(signed(json.loads(content)))
     assert main(["check", "t1m3"]) == 1
     assert message in capsys.readouterr().out
     page = kit / PAGE

@@ -85,15 +85,6 @@ def test_a_missing_number_fails_by_name_and_keeps_the_old_pdf(outputs):
     assert {path.name for path in outputs.iterdir()} == before
 
 
-@needs_tex
-def test_an_undefined_reference_fails(outputs):
-    only(outputs, "t1m3")
-    path = outputs.parent.parent / "report" / "t1m3.tex"
-    path.write_text(path.read_text().replace(r"\ref{fig:peak}", r"\ref{fig:nowhere}"))
-    with pytest.raises(T1Error, match="fig:nowhere"):
-        latex.build("smoke")
-
-
 def test_without_tex_says_what_to_install(outputs, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UnavailableError, match="pdflatex and bibtex was not found"):
@@ -120,11 +111,8 @@ def typed_numbers(source: str) -> list[str]:
 @pytest.mark.parametrize("report", [*latex.REPORTS, "training"])
 def test_no_number_is_typed_by_hand(report):
     assert typed_numbers((REPORT / f"{report}.tex").read_text(encoding="utf-8")) == []
-
-
-def test_a_typed_number_would_be_found():
-    source = r"takes \result{t1m1.own.slide_over_gpu} times (D3)" + "\n" + r"or 4.2 times \cite{t1m1}"
-    assert typed_numbers(source) == ["or 4.2 times  "]
+    typed = r"takes \result{t1m1.own.slide_over_gpu} times (D3)" + "\n" + r"or 4.2 times \cite{t1m1}"
+    assert typed_numbers(typed) == ["or 4.2 times  "]
 
 
 @pytest.mark.parametrize("report", latex.REPORTS)

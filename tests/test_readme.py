@@ -144,14 +144,3 @@ def test_a_link_leads_somewhere(page, target):
     assert path.exists()
     if part:
         assert part in [anchor(line.lstrip("# ")) for line in path.read_text("utf-8").splitlines() if line[:1] == "#"]
-
-
-def test_every_page_can_be_found_from_the_readme():
-    seen, todo = set(), ["README.md"]
-    while todo:
-        page = todo.pop()
-        seen.add(page)
-        found = [(ROOT / page).parent / target.partition("#")[0] for where, target in links() if where == page]
-        names = [path.resolve().relative_to(ROOT).as_posix() for path in found if path.suffix == ".md"]
-        todo += [name for name in names if name not in seen]
-    assert set(TEXT) <= seen
