@@ -26,15 +26,10 @@ def bench():
     return HeadBench(shape=SHAPE, dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("option", ["", *OPTIONS])
-def test_every_option_is_compared_with_a_reference_that_has_it(bench, option):
-    errors = bench.errors(Case("x", "chunked", option=option))
-    assert set(errors) == {"loss", "dE", "dW"} and max(errors.values()) < 1e-5
-
-
 @pytest.mark.parametrize(
     ("case", "names"),
     [
+        *((Case("x", "chunked", option=option), {"loss", "dE", "dW"}) for option in OPTIONS),
         (Case("x", "full", gradients=False), {"loss"}),
         (Case("x", "full", upstream=True), {"loss", "dE", "dW"}),
         (Case("x", "full", ignored=0.5), {"loss", "dE", "dW"}),

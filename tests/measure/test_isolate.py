@@ -61,17 +61,11 @@ def gone(pids):
     return True
 
 
-def test_variants_take_turns_in_processes_of_their_own(diary):
-    assert diary({"A": twice, "B": twice}) == {"A": "ok", "B": "ok"}
-    assert sorted(diary.written[:2]) == ["A+", "B+"]  # made at the same time
-    assert diary.written[2:] == ["A0", "B0", "A1", "B1", "A2", "B2"]
+@pytest.mark.parametrize(("together", "written"), [(True, "A0 B0 A1 B1 A2 B2"), (False, "A0 A1 A2 B0 B1 B2")])
+def test_variants_run_in_processes_of_their_own_in_turn_or_one_after_the_other(diary, together, written):
+    assert diary({"A": twice, "B": twice}, together=together) == {"A": "ok", "B": "ok"}
+    assert [what for what in diary.written if "+" not in what] == written.split()
     assert len({os.getpid(), *diary.pids}) == 3
-    assert gone(diary.pids)
-
-
-def test_one_after_the_other(diary):
-    assert diary({"A": twice, "B": twice}, together=False) == {"A": "ok", "B": "ok"}
-    assert diary.written == ["A+", "A0", "A1", "A2", "B+", "B0", "B1", "B2"]
     assert gone(diary.pids)
 
 
@@ -90,12 +84,6 @@ def test_one_that_cannot_run_is_a_status_and_the_others_run_on(diary, end, statu
     assert gone(diary.pids)
 
 
-@pytest.mark.parametrize(("kind", "status"), [("memory", "oom"), ("unavailable", "unavailable")])
-def test_one_that_cannot_be_built_is_a_status_too(diary, kind, status):
-    assert diary({"A": twice, "B": twice}, {"A": {"refuse": kind}}) == {"A": status, "B": "ok"}
-    assert diary.written == ["B+", "B0", "B1", "B2"]
-
-
 @pytest.mark.parametrize(
     ("error", "whether"),
     [
@@ -109,13 +97,12 @@ def test_what_says_that_memory_ran_out(error, whether):
     assert is_out_of_memory(error) is whether
 
 
-@pytest.mark.parametrize("where", ["building", "calling"])
-def test_bad_input_comes_back_as_it_was(diary, where):
-    building = where == "building"
-    with pytest.raises(T1Error) as raised:
-        diary({"A": twice, "B": twice if building else then("fail", kind="t1")}, {"B": {"refuse": "t1" * building}})
-    assert type(raised.value) is T1Error and str(raised.value) == "this is t1"
-    assert gone(diary.pids)
+def test_one_that_cannot_be_built_ends_as_one_that_cannot_run(diary):
+    assert diary({"A": twice, "B": twice}, {"A": {"refuse": "memory"}}) == {"A": "oom", "B": "ok"}
+    for end, building in ((twice, "t1"), (then("fail", kind="t1"), "")):  # bad input comes back as it was
+        with pytest.raises(T1Error, match=r"^this is t1$"):
+            diary({"A": twice, "B": end}, {"B": {"refuse": building}})
+        assert gone(diary.pids)
 
 
 @posix

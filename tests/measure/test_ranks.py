@@ -115,7 +115,6 @@ def left_behind(folder: Path, said: dict[int, tuple[float, str, str]], codes: di
     [
         ({0: (2.0, "error", "lost"), 1: (1.0, "error", "first")}, {0: 1, 1: 1}, VariantFailed, "rank 1 of 2: Error: f"),
         ({0: (1.0, "error", "lost")}, {0: 1, 1: 7}, VariantFailed, r"\Arank 1 of 2 ended with exit code 7"),
-        ({1: (1.0, "error", "first")}, {0: -6, 1: 1}, VariantFailed, "rank 1 of 2: Error: first"),
         ({1: (1.0, "oom", "no memory")}, {1: 1}, VariantOutOfMemory, "no memory"),
         ({1: (1.0, "bad", "bad input")}, {1: 1}, T1Error, r"\Abad input\Z"),
         ({1: (1.0, "unavailable", "not here")}, {1: 1}, UnavailableError, r"\Anot here\Z"),
