@@ -1,6 +1,4 @@
 import json
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -100,23 +98,6 @@ def test_numbers_round_trip(tmp_path):
     assert numbers()["t1m1.gone"] == {"value": None, "unit": "", "text": "n/a"}
     with pytest.raises(T1Error, match="'a b'"):
         numbers().set("a b", 1)
-
-
-@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs LaTeX")
-def test_latex_prints_numbers_and_stops_at_a_missing_one(tmp_path):
-    numbers().save_tex(tmp_path / "numbers.tex")
-    body = r"\documentclass{article}\begin{document}\input{numbers}\typeout{GOT \result{%s}}\result{%s}\end{document}"
-
-    def build(key: str) -> subprocess.CompletedProcess:
-        (tmp_path / "paper.tex").write_text(body % (key, key))
-        command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-
-    good, bad = build("t1m1.slide.wall_ms"), build("t1m1.slide.wal_ms")
-    assert good.returncode == 0
-    assert "GOT 41.2" in good.stdout
-    assert bad.returncode != 0
-    assert "no result with the key t1m1.slide.wal_ms" in bad.stdout
 
 
 def test_environment_names_the_machine_but_not_its_owner(checkout, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from head_cases import Recorder, refusal
-from huggingface_models import FAMILIES, SIZES, VOCAB, assert_close, batch, build, compare, gradients, pair, shifted
+from huggingface_models import FAMILIES, VOCAB, assert_close, batch, build, compare, gradients, pair, shifted
 from torch import nn
 
 from t1lib.errors import T1Error
@@ -446,12 +446,6 @@ def test_what_a_model_does_to_its_logits_is_refused_by_name(change, words):
     model = patch_head(Odd(build("Llama").config))
     message = refused(model, **batch())
     assert "Odd" in message and any(word in message for word in words.split("|"))
-
-
-def test_a_z_loss_of_the_models_own_is_refused():
-    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
-    config = transformers.BambaConfig(**{**SIZES, "hidden_size": 32}, **mamba, z_loss_coefficient=0.1)
-    assert "logsumexp" in refused(patch_head(transformers.BambaForCausalLM(config)), **batch(), use_cache=False)
 
 
 def test_a_model_that_does_not_call_its_output_layer_is_refused():
