@@ -10,7 +10,7 @@ from head_cases import OPTION_SETS, SOFTCAPS, Problem, assert_close, assert_no_w
 from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
-FAST = [("mean", "plain"), ("mean", "weighted smoothing"), ("sum", "all"), ("none", "all")]
+FAST = [("mean", "plain"), ("mean", "weighted smoothing"), ("sum", "all but smoothing"), ("none", "all")]
 SLOW = [(r, name) for r in ("mean", "sum", "none") for name in OPTION_SETS if (r, name) not in FAST]
 
 
@@ -28,7 +28,8 @@ def agrees(p: Problem, tolerance: float = 3e-6, own: dict | None = None, **kwarg
 
 @pytest.mark.parametrize("reduction, name", [*FAST, *slowly(SLOW)])
 def test_agrees_with_full(reduction, name):
-    """40 tokens make two chunks; the vocabulary and the hidden size are no multiples of tiles."""
+    """40 tokens make two chunks; the vocabulary and the hidden size are no multiples of tiles. Under a softcap with
+    label smoothing, and under "none", the backward makes the gradients."""
     p = problem(40, 140, 40, dtype=torch.float32)
     agrees(p, own={"chunks": 2}, reduction=reduction, **options(name, p))
 

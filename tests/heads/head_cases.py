@@ -62,7 +62,9 @@ def options(name: str, p: Problem, seed: int = 1) -> dict:
         "z_loss": {"z_loss": 0.05},
         "token_weight": {"token_weight": token_weight},
     }
-    return {k: v for part in single.values() for k, v in part.items()} if name == "all" else single[name]
+    every = {k: v for part in single.values() for k, v in part.items()}
+    without = {k: v for k, v in every.items() if k != "label_smoothing"}
+    return {**single, "all": every, "all but smoothing": without}[name]
 
 
 def upstream_for(loss: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from head_cases import HEADS as TRIED
-from head_cases import assert_close, least_of, options, problem, refusal, run
+from head_cases import Recorder, assert_close, least_of, options, problem, refusal, run
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy, next_token_targets, parse_bytes
@@ -96,10 +96,15 @@ def test_workspace_picks_a_chunk_or_says_the_least(own, name, dtype):
     p = problem(37, V, D, dtype=dtype)
     kwargs = options(name, p) | own
     least = least_of(lambda: run("chunked", p, workspace=100, **kwargs))
-    one = run("chunked", p, workspace=least, **kwargs)
-    assert_close(one, run("chunked", p, chunks=37 if not own else V, **kwargs), 1e-9)
     assert least_of(lambda: run("chunked", p, workspace=least - 1, **kwargs)) == least
-    assert_close(run("chunked", p, workspace="1GiB", **kwargs), run("chunked", p, chunks=1, **kwargs), 1e-9)
+    for workspace, chunks in ((least, V if own else 37), ("1GiB", 1)):
+        found = []
+        for sized in ({"workspace": workspace}, {"chunks": chunks}):
+            with Recorder() as seen:
+                found.append((run("chunked", p, **sized, **kwargs), len(seen.products)))
+        (got, products), (want, wanted) = found
+        assert products == wanted
+        assert_close(got, want, 1e-9)
 
 
 def test_full_checks_its_workspace():
