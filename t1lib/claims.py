@@ -6,6 +6,7 @@ value (`15 %`), a limit (`≤ 0.02`), or `exact`.
 """
 
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require
 from t1lib.measure import manifest
-from t1lib.measure.records import Numbers, Records
-from t1lib.report import numbers_of
+from t1lib.measure.records import Numbers
 
 PROFILE = "h200"  # that the claims are about
 PAGE = "docs/results.md"  # that holds them
@@ -96,9 +96,11 @@ def doubts(folder: Path, experiment: str) -> str | None:
             return f"run with {name}={value!r}, params/{PROFILE} has {now!r}"
     if why := manifest.damage(folder):
         return why
-    again = Numbers()
+    from t1lib.kit.redraw import numbers_again  # draws, which the other commands need not load
+
     try:
-        numbers_of(experiment)(Records.load(folder / SAMPLES).frame(), again)
+        with tempfile.TemporaryDirectory() as scratch:
+            again = numbers_again(PROFILE, experiment, Path(scratch))
     except T1Error as error:
         return str(error)
     kept = Numbers.load_json(folder / NUMBERS_FILE)

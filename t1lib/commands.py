@@ -48,7 +48,7 @@ def list_command(arguments: argparse.Namespace) -> int:
 def report_command(arguments: argparse.Namespace) -> int:
     """Redraw all that is finished from its samples, and build the PDFs; returns 0."""
     os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
-    from t1lib.notebook import redraw
+    from t1lib.kit.redraw import redraw
 
     profile = default_profile() if arguments.profile == "auto" else arguments.profile
     choose("profile", profile, [*params.profiles(), "auto"])
@@ -59,7 +59,7 @@ def report_command(arguments: argparse.Namespace) -> int:
         print(f"{experiment} [{profile}] redrew {len(redraw(profile, experiment))} files")
     if arguments.no_pdf:
         return 0
-    from t1lib.report import latex
+    from t1lib.kit import latex
 
     try:
         for path in latex.build(profile):

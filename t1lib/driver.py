@@ -73,6 +73,8 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     for name, known_to in declared.items():
         own = {key: value for key, value in overrides.items() if key in known_to}
         jobs.append(Job(name, profile, params.resolve(name, profile, own)))
+    measured = all(job.parameters.get("measure", True) for job in jobs)
+    require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
     _require_writable(paths.root() / "outputs" / profile)
     return jobs
 
@@ -129,6 +131,7 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile on a machine without a GPU.
     """
     jobs = plan(names, profile, overrides)
+    paths.remove_abandoned(jobs[0].final.parent)
     for job in jobs:
         manifest.recover(job.final)
     due = []

@@ -23,9 +23,10 @@ from t1lib.errors import T1Error, choose, require, shown
 
 SCALARS = {"int": int, "float": float, "str": str, "bool": bool}
 TYPES = (*SCALARS, *(f"list[{name}]" for name in SCALARS))
+BASE = "smoke"  # the profile whose values the committed notebooks' parameters cells repeat
 _BOUND = re.compile(r"(≥|>) (-?\d+(?:\.\d+)?)")
 _CHOICE = re.compile(r"one of (\w+(?:, \w+)*)")
-_INJECTED = "# Parameters"  # the first line of the cell in which papermill sets parameters
+INJECTED = "# Parameters"  # the first line of the cell in which papermill sets parameters
 # What PyYAML raises besides its own errors, for `2024-13-45`, `0x_`, `!!bool abc` or three thousand brackets.
 _BAD_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 
@@ -202,8 +203,8 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
 class Live:
     """The parameters of a running notebook as attributes: whatever their cells say now, checked.
 
-    Whoever names a profile gets its values: where the notebook's variables still are what the parameters cell says, the
-    profile's file replaces them. What papermill or another cell has set stays.
+    Whoever names a profile gets its values, except where a variable was set by hand, in the parameters cell or below
+    it, or by papermill: where it is not what the profile `BASE` says, which the committed parameters cells repeat.
 
     namespace  the notebook's global variables, with IPython's list `In` of what was run
     note       called with the name and the value of each parameter that is read
@@ -235,7 +236,7 @@ class Live:
         return declared(self._experiment) if cell is None else _parse(cell, "the parameters cell")
 
     def _injected(self) -> list[str]:
-        cell = next((text for text in self._ran() if text.startswith(_INJECTED)), "")
+        cell = next((text for text in self._ran() if text.startswith(INJECTED)), "")
         targets = [node.targets[0] for node in ast.parse(cell).body if isinstance(node, ast.Assign)]
         return [target.id for target in targets if isinstance(target, ast.Name)]
 
@@ -260,11 +261,11 @@ class Live:
         require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
         values = _check(known, {name: namespace[name] for name in known}, "the notebook")
         profile = choose("profile", values["profile"], profiles())
-        given, kept = _read_yaml(self._experiment, profile, known), self._injected()
+        given, kept, base = _read_yaml(self._experiment, profile, known), self._injected(), self._base(known)
         loaded = {
             name: value
             for name, value in given.items()
-            if value != values[name] == known[name].default and name not in kept
+            if value != values[name] and values[name] == base.get(name) and name not in kept
         }
         self._allow(values | loaded)
         if loaded:
@@ -272,6 +273,12 @@ class Live:
             print(f"{paths.shown(paths.params_file(profile, self._experiment))} sets {told}")
         namespace |= loaded
         return values | loaded
+
+    def _base(self, known: Mapping[str, Parameter]) -> dict[str, Any]:
+        """The values that nobody has edited: as the profile `BASE` has them or, where it says nothing, the cell."""
+        values = {name: parameter.default for name, parameter in known.items()}
+        listed = paths.params_file(BASE, self._experiment).is_file()
+        return values | (_read_yaml(self._experiment, BASE, known) if listed else {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as the methods that copy and pickle look for

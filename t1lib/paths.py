@@ -5,10 +5,16 @@ starts from the one root.
 """
 
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from t1lib.errors import T1Error
+
+_PROCESS = re.compile(r"\.(\d+)(?:\.whole)?\.partial$")
 
 
 def _is_root(folder: Path) -> bool:
@@ -70,6 +76,14 @@ def staging(profile: str, experiment: str, process: int | None = None) -> Path:
     """
     name = experiment if process is None else f"{experiment}.{process}"
     return root() / "outputs" / profile / f".{name}.partial"
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the folders in outputs/<profile>/ that notebooks were filling in processes that have ended."""
+    for path in folder.glob(".*.partial"):
+        number = _PROCESS.search(path.name)
+        if number and not psutil.pid_exists(int(number[1])):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def shown(path: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
-START = "from t1lib.notebook import Run\nrun = Run.start({name!r}, globals())\n"
+START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"
 MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step * rate, "ms", step=step)\n'
 
 
@@ -49,8 +49,10 @@ class Checkout:
         self.params(name, yaml)
         return path
 
-    def params(self, name: str, yaml: str) -> None:
-        (self.root / "params" / "smoke" / f"{name}.yaml").write_text(yaml)
+    def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
+        path = self.root / "params" / profile / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml)
 
     def outputs(self, name: str) -> Path:
         return self.root / "outputs" / "smoke" / name

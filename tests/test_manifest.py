@@ -3,17 +3,16 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from t1lib import fingerprint, notebook, paths
+from t1lib import fingerprint, paths
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
+from t1lib.kit.redraw import redraw
+from t1lib.kit.run import Run
 from t1lib.measure import manifest
-from t1lib.report import _MODULES
 
 PARAMETERS = {"profile": "smoke", "steps": 2, "rate": 0.5}
 
@@ -94,7 +93,7 @@ def test_loaded_are_the_modules_that_were_imported_and_what_they_import():
     code = "import t1lib.measure.isolate; from t1lib import fingerprint; print(*fingerprint.loaded())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"t1lib", "t1lib.measure.isolate", "t1lib.measure.records", "t1lib.errors"} <= set(told)
-    assert not {"t1lib.report.cce", "t1lib.measure.session", "t1lib.measure.pandas"} & set(told)
+    assert not {"t1lib.kit.run", "t1lib.measure.session", "t1lib.measure.pandas"} & set(told)
 
 
 @pytest.mark.parametrize("name", ["samples.csv", "manifest.json"])
@@ -148,83 +147,137 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
     assert [path.name for path in final.parent.iterdir()] == ["demo"]
 
 
-class Table:
-    latex = "a & b"
-    frame = pd.DataFrame({"a": [1]})
+MEASURE = 'if measure:\n    run.records.add("slide", "wall", 41.25, "ms")'
+FIGURE = """from matplotlib import pyplot
+figure, axes = pyplot.subplots()
+axes.plot(run.frame()["value"].astype(float))
+run.figure("wall", figure)"""
+TABLE = 'run.table("main", [{"a": 1}])'
+NUMBER = 'run.number("demo.last", run.frame()["value"].iloc[-1], "ms")'
+MADE = ["figures/wall.pdf", "figures/wall.png", "numbers.json", "numbers.tex", "tables/main.tex"]
 
 
-@pytest.fixture
-def report(monkeypatch):
-    """Stands in for t1lib.report: one figure, one table, one number of the experiment demo."""
-    import matplotlib
+def add(checkout, *more: str) -> None:
+    parameters = 'profile: str = "smoke"\nsteps: int = 2\nrate: float = 0.5\nmeasure: bool = True\n'
+    checkout.add("demo", MEASURE, FIGURE, TABLE, NUMBER, *more, parameters=parameters)
 
-    matplotlib.use("Agg")
+
+def begin(**changes):
+    return Run.start("demo", PARAMETERS | {"measure": True} | changes)
+
+
+def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout):
     from matplotlib import pyplot
 
-    def figure(frame):
-        drawn, axes = pyplot.subplots()
-        axes.plot(frame["value"].astype(float))
-        return drawn
-
-    def numbers(frame, found):
-        found.set("demo.last", frame["value"].iloc[-1], "ms")
-
-    module = types.ModuleType("t1lib.report.demo")
-    module.FIGURES, module.TABLES, module.numbers = {"wall": figure}, {"main": lambda frame: Table}, numbers
-    monkeypatch.setitem(sys.modules, "t1lib.report.demo", module)
-    monkeypatch.setitem(_MODULES, "demo", ("demo",) * 3)
-    return module
-
-
-def begin():
-    return notebook.Run.start("demo", dict(PARAMETERS))
-
-
-def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout, report, monkeypatch):
-    from matplotlib import pyplot
-
-    checkout.add("demo")
+    add(checkout)
     run = begin()
     assert run.params.steps == 2
     assert run.outdir == paths.staging("smoke", "demo", os.getpid())
     run.records.add("slide", "wall", 41.25, "ms")
-    assert run.draw("wall").axes
-    assert pyplot.get_fignums() == []  # else JupyterLab shows the figure twice
-    assert list(run.table("main")["a"]) == [1]
-    with pytest.raises(T1Error, match="unknown figure of demo: 'wal'; allowed: wall"):
-        run.draw("wal")
+    assert run.figure("wall", pyplot.figure()) and pyplot.get_fignums() == []  # else JupyterLab shows it twice
+    assert list(run.table("main", [{"a": 1}])["a"]) == ["1"]
+    run.number("demo.last", run.frame()["value"].iloc[-1], "ms")
     run.finish()
     final = checkout.outputs("demo")
     names = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
-    figures = {"figures/wall.pdf", "figures/wall.png", "tables/main.tex"}
-    assert names == {"samples.csv", "numbers.json", "numbers.tex", "environment.json", "manifest.json"} | figures
+    assert names == {"samples.csv", "environment.json", "manifest.json", *MADE}
     assert "{demo.last}{41.2}{ms}" in (final / "numbers.tex").read_text()
+    assert manifest.read(final)["parameters"] == PARAMETERS
     assert why(final) == "not run by `python -m t1lib run`"  # the driver would redo it
 
 
-def test_redraw_needs_only_the_samples(folder, report):
+def test_cells_run_again_after_the_end_keep_the_folder_whole(checkout):
+    add(checkout)
+    run = begin()
+    run.records.add("slide", "wall", 1.0, "ms")
+    run.finish()
+    run.table("main", [{"a": 1}])
+    run.finish()
+    assert "tables/main.tex" in manifest.read(checkout.outputs("demo"))["files"]
+
+
+def test_under_the_driver_nothing_is_published(checkout, monkeypatch, tmp_path):
+    add(checkout)
+    monkeypatch.setenv("T1_STAGING", str(tmp_path / "elsewhere"))
+    run = begin()
+    run.records.add("slide", "wall", 1.0, "ms")
+    run.finish()
+    assert (tmp_path / "elsewhere" / "samples.csv").is_file()
+    assert not checkout.outputs("demo").exists()
+
+
+def test_redraw_needs_only_the_samples(checkout):
+    add(checkout)
+    folder = checkout.outputs("demo")
+    finished(folder)
     before = manifest.read(folder)
-    written = notebook.redraw("smoke", "demo")
-    assert written == ["figures/wall.pdf", "figures/wall.png", "numbers.json", "numbers.tex", "tables/main.tex"]
-    assert why(folder) is None
+    assert redraw("smoke", "demo") == MADE
+    assert why(folder) is None and "{demo.last}{1.50}{ms}" in (folder / "numbers.tex").read_text()
     after = manifest.read(folder)
     assert {**after, "files": None} == {**before, "files": None}
     pdf = (folder / "figures" / "wall.pdf").read_bytes()
-    notebook.redraw("smoke", "demo")
+    redraw("smoke", "demo")
     assert (folder / "figures" / "wall.pdf").read_bytes() == pdf
-    report.TABLES["main"] = lambda frame: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        notebook.redraw("smoke", "demo")
-    assert why(folder) is None  # the old files stay
+    assert why(folder) is None
+
+
+def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout):
+    add(checkout)
+    with pytest.raises(T1Error, match="holds no finished run"):
+        begin(measure=False)
+    folder = checkout.outputs("demo")
+    finished(folder)
+    with pytest.raises(T1Error, match="was run with steps=2; steps=3 has to be measured"):
+        begin(measure=False, steps=3)
+    run = begin(measure=False)
+    with pytest.raises(T1Error, match="`measure` False"):
+        run.records.add("slide", "wall", 1.0, "ms")
+    run.table("main", [{"a": len(run.frame())}])
+    run.finish()
+    assert why(folder) is None and "tables/main.tex" in manifest.read(folder)["files"]
+
+
+def test_measure_is_not_changed_within_a_run(checkout):
+    add(checkout)
+    finished(checkout.outputs("demo"))
+    names = PARAMETERS | {"measure": True}
+    run = Run.start("demo", names)
+    names["measure"] = False
+    with pytest.raises(T1Error, match="restart the kernel"):
+        run.params.values()
+
+
+@pytest.mark.parametrize("cell", ["1 / 0", "run.records.add('slide', 'wall', 1.0)"])
+def test_a_cell_that_fails_leaves_the_old_files(checkout, cell):
+    add(checkout)
+    folder = checkout.outputs("demo")
+    finished(folder)
+    redraw("smoke", "demo")
+    add(checkout, cell)
+    before = manifest.read(folder)
+    with pytest.raises(T1Error):
+        redraw("smoke", "demo")
+    assert manifest.read(folder) == before and manifest.damage(folder) is None
     assert [path.name for path in folder.parent.iterdir()] == ["demo"]
 
 
-def test_redraw_refuses_edited_samples(checkout, report):
-    checkout.add("demo")
+def test_redraw_refuses_edited_samples(checkout):
+    add(checkout)
     with pytest.raises(T1Error, match="holds no finished run"):
-        notebook.redraw("smoke", "demo")
+        redraw("smoke", "demo")
     folder = checkout.outputs("demo")
     finished(folder)
     (folder / "samples.csv").write_text("variant,phase,step,metric,unit,value\nslide,,0,wall,ms,0.1\n")
     with pytest.raises(T1Error, match=r"samples\.csv is not the one"):
-        notebook.redraw("smoke", "demo")
+        redraw("smoke", "demo")
+
+
+def test_folders_of_processes_that_have_ended_are_removed(checkout):
+    add(checkout)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f".demo.{ended.pid}.partial", f".demo.{ended.pid}.whole.partial", f".demo.{os.getppid()}.partial"):
+        checkout.outputs(name).mkdir(parents=True)
+    begin()
+    left = {path.name for path in checkout.outputs("demo").parent.iterdir()}
+    assert left == {f".demo.{os.getppid()}.partial", f".demo.{os.getpid()}.partial"}

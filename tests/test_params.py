@@ -161,13 +161,15 @@ def test_a_parameter_that_papermill_has_set_must_be_declared(checkout):
 
 
 def test_a_profile_sets_what_nobody_else_has_set(checkout):
-    checkout.add("demo", yaml="profile: smoke\nsteps: 7\nrate: 2\n")
-    names = {"profile": "smoke", "steps": 3, "rate": 0.5, "In": ["", "# Parameters\nrate = 0.5\n"]}
-    assert live(names).values() == {"profile": "smoke", "steps": 7, "rate": 0.5} and names["steps"] == 7
-    assert live(names | {"profile": "smoke", "steps": 4}).steps == 4
-    refused(lambda: live(names | {"profile": "h200"}).steps, "unknown profile 'h200'; allowed: smoke")
+    checkout.add("demo")
+    checkout.params("demo", "profile: mine\nsteps: 7\nrate: 2\n", "mine")
+    names = {"profile": "mine", "steps": 3, "rate": 0.5, "In": ["", "# Parameters\nrate = 0.5\n"]}
     paths.params_file("smoke", "demo").unlink()
-    refused(lambda: live(names).steps, "params/smoke/demo.yaml is missing")
+    assert live(names).values() == {"profile": "mine", "steps": 7, "rate": 0.5} and names["steps"] == 7
+    assert live(names | {"steps": 4}).steps == 4
+    refused(lambda: live(names | {"profile": "h200"}).steps, "unknown profile 'h200'; allowed: mine, smoke")
+    paths.params_file("mine", "demo").unlink()
+    refused(lambda: live(names).steps, "params/mine/demo.yaml is missing")
 
 
 def test_root_is_found_upwards_or_named(checkout, monkeypatch, tmp_path):
@@ -178,3 +180,14 @@ def test_root_is_found_upwards_or_named(checkout, monkeypatch, tmp_path):
     assert paths.root() == tmp_path
     monkeypatch.setenv("T1_ROOT", str(below))
     refused(paths.root, "T1_ROOT", "notebooks/")
+
+
+def test_a_value_edited_beside_the_name_of_a_profile_stays(checkout):
+    """Also once the notebook has been saved with it. What was not edited comes from the profile."""
+    cell = 'profile: str = "mine"\nsteps: int = 4\nrate: float = 0.5\n'
+    checkout.add("demo", yaml="steps: 3\nrate: 0.5\n")
+    checkout.params("demo", "profile: mine\nsteps: 90\nrate: 2\n", "mine")
+    names = {"profile": "mine", "steps": 4, "rate": 0.5, "In": ["", cell]}
+    assert live(dict(names)).values() == {"profile": "mine", "steps": 4, "rate": 2.0}
+    checkout.add("demo", parameters=cell, yaml="steps: 3\nrate: 0.5\n")
+    assert live(dict(names)).values() == {"profile": "mine", "steps": 4, "rate": 2.0}

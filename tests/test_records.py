@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from t1lib.errors import T1Error
+from t1lib.kit.run import Run
 from t1lib.measure.environment import default_profile, device_name, environment, git_state
 from t1lib.measure.records import Numbers, Records, escape_latex, format_number, numeric, statuses
-from t1lib.notebook import Run
 
 
 def sample() -> Records:

@@ -12,13 +12,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from t1lib import paths, report
+from t1lib import paths
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
-from t1lib.report.tables import make_table
 
 PARAMETERS = 'profile: str = "smoke"\nsteps: int = 3  # measured steps, ≥ 1\nscale: float = 0.5  # > 0\n'
-SETUP = 'from t1lib.notebook import Run\nrun = Run.start("demo", globals())\np, records = run.params, run.records'
+SETUP = 'from t1lib.kit.run import Run\nrun = Run.start("demo", globals())\np, records = run.params, run.records'
 CELLS = {
     "parameters": PARAMETERS,
     "setup": SETUP,
@@ -126,17 +125,44 @@ def test_an_edited_cell_replaces_what_it_measured_before(checkout, kernel):
     assert kernel.run("finish", ids=False) == "" and len(published(checkout)) == 3
 
 
-def test_a_table_made_before_its_records_is_refused(checkout, kernel, monkeypatch):
-    monkeypatch.setattr(report, "tables_of", lambda experiment: {"main": lambda frame: make_table([{"n": len(frame)}])})
-    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"} | {"table": 'run.table("main")'}
-    kernel.cells["finish"] = CELLS["finish"]
+def test_what_was_made_before_its_records_is_refused(checkout, kernel):
+    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"}
+    kernel.cells |= {"table": 'run.table("main", [{"n": len(run.frame())}])'}
+    kernel.cells |= {"number": 'run.number("demo.n", len(run.frame()))', "finish": CELLS["finish"]}
     assert kernel.everything() == ""
-    assert "`main`: drawn before its records" in kernel.run("step", "finish")
-    kernel.cells["misspelt"] = 'run.table("mian")'
-    assert "unknown table of demo: 'mian'; allowed: main" in kernel.run("misspelt")
+    told = kernel.run("step", "finish")
+    assert "run.table(" in told and "run.number(" in told and told.count("made before its records") == 2
+    assert "run.table(" not in kernel.run("table", "finish")
+    assert kernel.run("number", "finish") == ""
+    whole, kernel.cells["table"] = kernel.cells["table"], "1 / 0"
+    assert "did not finish" in kernel.run("table", "finish")
+    kernel.cells["table"] = whole
     assert kernel.run("table", "finish") == ""
-    monkeypatch.setattr(report, "tables_of", lambda experiment: {"main": lambda frame: 1 / 0})
-    assert "`main`: drawn before its records" in kernel.run("table", "finish")
+
+
+def test_what_was_read_from_records_before_they_were_made_again_is_followed(checkout, kernel):
+    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"}
+    kernel.cells |= {"count": "total = len(run.frame())", "number": 'run.number("demo.n", total)'}
+    kernel.cells |= {"finish": CELLS["finish"]}
+    assert kernel.everything() == ""
+    assert "total = len(" in kernel.run("step", "number", "finish")
+    assert kernel.run("count", "number", "finish") == ""
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_what_an_edited_cell_makes_no_longer_is_gone(checkout, kernel, ids):
+    kernel.cells["number"] = 'run.number("demo.old", 1)\nrun.number("demo.kept", p.scale)'
+    kernel.cells["finish"] = kernel.cells.pop("finish")
+    kernel.everything(ids)
+    if ids:
+        kernel.edit("number", "demo.old", "demo.new")
+    assert kernel.run("number", "finish", ids=ids) == ""
+    numbers = json.loads((checkout.outputs("demo") / "numbers.json").read_text())
+    assert set(numbers) == {"demo.new" if ids else "demo.old", "demo.kept"}
+    kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
+    kernel.run("parameters", "sizes", "head", ids=ids)
+    assert "scale was 0.5, is 2.0" in kernel.run("finish", ids=ids)  # the number's cell, too
+    assert kernel.run("number", "finish", ids=ids) == ""
 
 
 def test_a_wrong_parameter_leaves_out_what_was_measured_with_a_right_one(checkout, kernel):

@@ -20,6 +20,7 @@ from t1lib.heads.fused_plan import TILES, device_of
 from t1lib.measure.floors import products_ms
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
+from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
 from t1lib.measure.relative import relative_error
 from t1lib.measure.timing import LeadIn, phases_ms, rounds, time_ms
@@ -247,7 +248,8 @@ def take_turns(records: Records, runners: Runners, repeats: int, warmup: int) ->
     A measurement that runs out of memory next to the others gets the status `oom` and is dropped.
     """
     running = dict(runners)
-    for step, turns in enumerate(rounds(list(runners), warmup + repeats), -warmup):
+    in_turn = progress(rounds(list(runners), warmup + repeats), "rounds", warmup + repeats)
+    for step, turns in enumerate(in_turn, -warmup):
         for variant, phase in turns:
             if (variant, phase) not in running:
                 continue

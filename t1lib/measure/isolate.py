@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from t1lib.errors import T1Error, UnavailableError
+from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
 
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
@@ -143,6 +144,7 @@ def measure_variants(
             measure_variants(factory, {name: settings}, protocol, records, phase=phase)
         return
     running: dict[str, tuple[Isolated, Generator[None, None, None]]] = {}
+    bar = progress(what=f"{phase}, {len(variants)} variants")
 
     def turn(name: str, action: Callable[[], Any]) -> Any:
         try:
@@ -167,6 +169,8 @@ def measure_variants(
         while running:
             for name in list(running):
                 turn(name, lambda name=name: next(running[name][1]))
+                bar.update()
     finally:  # there are some left if this was interrupted, or one has failed
+        bar.close()
         for worker, _ in running.values():
             worker.close(patience=0.0)

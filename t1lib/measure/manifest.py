@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from t1lib.measure.environment import device_name, environment, git_state
 
 NAME = "manifest.json"
 REPORT = "report"  # in a manifest: hash and size of the PDF that was built from the run
+DRAWN = ("figures/", "tables/", "numbers.")  # files of a run that its samples give again
 NOTES = "notes.json"  # exists during a run: what the notebook leaves for the manifest, `made_of` and `inputs`
 
 
@@ -40,6 +41,11 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: _entry(path) for name, path in found.items() if name != NAME and not path.name.startswith(".")}
 
 
+def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `measure`, which says nothing about a finished run."""
+    return {name: value for name, value in parameters.items() if name != "measure"}
+
+
 def write(
     folder: Path, *, experiment: str, profile: str, parameters: Mapping[str, Any], started: str, seconds: float
 ) -> None:
@@ -52,7 +58,7 @@ def write(
     content = {
         "experiment": experiment,
         "profile": profile,
-        "parameters": dict(parameters),
+        "parameters": _lasting(parameters),
         **notes,
         **git_state(),
         "environment": environment(),
@@ -92,7 +98,7 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
     changed_parts = [f"{', '.join(changed_modules[:3])}{' …' * (len(changed_modules) > 3)}"] if changed_modules else []
     changed_parts += ["the kit"] if not modules else []  # by a kit that noted no modules
     changed_parts += ["notebook"] if made_of["notebook"] != fingerprint.notebook(experiment) else []
-    changed_parts += ["parameters"] if content["parameters"] != dict(parameters) else []
+    changed_parts += ["parameters"] if content["parameters"] != _lasting(parameters) else []
     return f"{', '.join(changed_parts)} changed" if changed_parts else damage(folder)
 
 
@@ -122,18 +128,33 @@ def note_report(folder: Path) -> None:
     write_signed(folder / NAME, (read(folder) or {}) | {REPORT: _entry(_report(folder))})
 
 
-def refresh(folder: Path, names: Iterable[str]) -> None:
-    """Update the manifest for redrawn files, those whose names start with one of `names`; keep everything else.
-
-    A file that was not redrawn keeps its old hash, so that a manual edit of it is still detected.
-    """
-    content = read(folder)
+def require_finished(folder: Path, parameters: Mapping[str, Any]) -> None:
+    """Raise `T1Error` unless `folder` holds a finished run that had these parameters, with its samples as they were."""
+    content, shown = read(folder), paths.shown(folder)
     if content is None:
-        raise T1Error(f"{paths.shown(folder)} holds no finished run: its {NAME} is missing or broken")
-    redrawn = tuple(names)
-    kept = {name: entry for name, entry in content["files"].items() if not name.startswith(redrawn)}
-    kept |= {name: entry for name, entry in _files(folder).items() if name.startswith(redrawn)}
+        raise T1Error(f"{shown} holds no finished run to draw from; `python -m t1lib run` makes one")
+    require(not changed(folder, "samples.csv"), f"{shown}/samples.csv is not the one that the run was finished with")
+    for name, had in content["parameters"].items():
+        now = parameters.get(name, had)
+        require(now == had, f"{shown} was run with {name}={had!r}; {name}={now!r} has to be measured")
+
+
+def replace_drawn(fresh: Path, folder: Path) -> list[str]:
+    """Replace a run's figures, tables and numbers by those in `fresh`; returns their names.
+
+    The manifest takes their hashes. Other files keep theirs, so that a manual edit of one is still detected.
+    """
+    content = read(folder) or {}
+    written = [name for name in _files(fresh) if name.startswith(DRAWN)]
+    for part in ("figures", "tables"):
+        shutil.rmtree(folder / part, ignore_errors=True)
+    for name in written:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(fresh / name, folder / name)
+    kept = {name: entry for name, entry in content["files"].items() if not name.startswith(DRAWN)}
+    kept |= {name: entry for name, entry in _files(folder).items() if name.startswith(DRAWN)}
     write_signed(folder / NAME, {**content, "files": dict(sorted(kept.items()))})
+    return written
 
 
 def require_replaceable(final: Path) -> None:

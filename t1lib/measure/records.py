@@ -33,8 +33,12 @@ class Records:
 
     def __init__(self, left_out: Callable[[bool], Collection[str]] = lambda shown: ()) -> None:
         self.parts: dict[str, list[dict[str, Any]]] = {}
-        self._left_out = left_out
+        self._left_out, self._closed = left_out, False
         self.begin("")
+
+    def take(self, path: Path) -> None:
+        """Hold what another run has saved, and refuse anything else from now on."""
+        self.parts["taken"], self._closed = type(self).load(path).rows, True
 
     def begin(self, part: str) -> None:
         """What is added from now on replaces the rows of `part`, in their place."""
@@ -98,6 +102,9 @@ class Records:
                 self.add(**whole)
 
     def _append(self, *values: Any) -> None:
+        require(
+            not self._closed, "with `measure` False nothing is recorded; begin cells that measure by `if p.measure:`"
+        )
         self.own.append(dict(zip(COLUMNS, values, strict=True)))
 
     def frame(self) -> pd.DataFrame:

@@ -8,12 +8,10 @@ from typing import Any
 # a run is out of date once a module that it has loaded changes.
 _MODULES = {
     "cce": ("cce", "cce_tables", "cce_numbers"),
-    "chunks": ("chunks", "chunks_tables", "chunks_tables"),
     "convergence": ("convergence", "convergence", "convergence"),
     "frontier": ("frontier", "frontier", "frontier_numbers"),
     "parallel": ("parallel", "parallel_tables", "parallel_tables"),
     "t1m1": ("t1m1", "t1m1_tables", "t1m1_tables"),
-    "t1m3": ("t1m3", "t1m3_tables", "t1m3_tables"),
 }
 
 
@@ -23,7 +21,7 @@ def figures_of(experiment: str) -> dict[str, Callable[..., Any]]:
 
 
 def tables_of(experiment: str) -> dict[str, Callable[..., Any]]:
-    """An experiment's tables by name, each a function of the frame that returns a `t1lib.report.tables.Table`."""
+    """An experiment's tables by name, each a function of the frame that returns a `t1lib.kit.tables.Table`."""
     return _of(experiment, 1, "TABLES", {})
 
 

@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from t1lib.kit.select import median
+from t1lib.kit.style import FLOOR, SHADES, WIDTH, subplots
 from t1lib.measure.head_cases import FILTER_EPS
 from t1lib.measure.records import numeric
 from t1lib.report.cce_select import (
@@ -24,8 +26,6 @@ from t1lib.report.cce_select import (
     variants,
     workspace,
 )
-from t1lib.report.select import median
-from t1lib.report.style import FLOOR, SHADES, WIDTH, subplots
 
 
 def _marker_size(mib: float) -> float:

@@ -2,8 +2,9 @@
 
 import pandas as pd
 
+from t1lib.kit import published
+from t1lib.kit.select import median, pick
 from t1lib.measure.records import Numbers
-from t1lib.report import published
 from t1lib.report.cce_select import (
     DATA,
     METHODS,
@@ -16,7 +17,6 @@ from t1lib.report.cce_select import (
     three,
     workspace,
 )
-from t1lib.report.select import median, pick
 
 TIMES = ("loss_ms", "forward_ms", "backward_ms", "both_ms")
 _UNITS = {"ms": "ms", "mb": "MB"}

@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from t1lib.report.select import median
-from t1lib.report.style import VARIANTS, Variant
+from t1lib.kit.select import median
+from t1lib.kit.style import VARIANTS, Variant
 
 METHODS = (
     "full", "compile", "cce", "cce-exact", "liger", "liger-sm90", "quack", "quack-1024", "trl", "torch", "torch-1024",

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from t1lib.kit import published
+from t1lib.kit.select import median, pick
+from t1lib.kit.tables import MISSING, Table, make_table, median_iqr
 from t1lib.measure.records import numeric, statuses
-from t1lib.report import published
 from t1lib.report.cce_select import (
     DATA,
     METHODS,
@@ -23,8 +25,6 @@ from t1lib.report.cce_select import (
     variants,
     workspace,
 )
-from t1lib.report.select import median, pick
-from t1lib.report.tables import MISSING, Table, make_table, median_iqr
 
 ERRORS = ("loss", "dE", "dW")
 WORK = {"logits": "loss alone", "three": "loss, gradients", "plain": "with the change"}
@@ -46,7 +46,7 @@ def table1(frame: pd.DataFrame) -> Table:
             "loss (ms)": loss,
             "× logits": loss / logits,
             "backward (ms)": median(frame, "backward_ms", phase, name),
-            "loss + gradients, median [IQR] (ms)": median_iqr(both) if len(both) else MISSING,
+            "loss + gradients, median [IQR] (ms)": median_iqr(both),
             "× three": median(frame, "both_ms", phase, name) / all_three,
             "loss (MiB)": workspace(frame, shape, name, "loss_workspace_mib"),
             "loss + gradients (MiB)": workspace(frame, shape, name),

@@ -5,10 +5,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from t1lib.kit.select import median, pick
+from t1lib.kit.style import FLOOR, VARIANTS, subplots
+from t1lib.kit.tables import Table, make_table
 from t1lib.measure.records import Numbers, numeric
-from t1lib.report.select import median, pick
-from t1lib.report.style import FLOOR, VARIANTS, subplots
-from t1lib.report.tables import Table, make_table
 
 REFERENCE, ORDER = "full-gpu", "order"
 STYLES = {"gpu": "-", "slide": "--"}

@@ -8,11 +8,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from t1lib.heads import parse_bytes
+from t1lib.kit.select import pick
+from t1lib.kit.style import SHADES, VARIANTS, subplots
+from t1lib.kit.tables import MISSING, Table, make_table
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import format_number, numeric
-from t1lib.report.select import pick
-from t1lib.report.style import SHADES, VARIANTS, subplots
-from t1lib.report.tables import MISSING, Table, make_table
 
 MODES, HEADS = ("gpu", "ckpt", "slide"), ("full", "chunked", "fused")
 MEASURED = ("wall_ms", "allocated_gib", "reserved_gib", "host_gib")

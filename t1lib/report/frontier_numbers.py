@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from t1lib.kit.select import pick
 from t1lib.measure.records import Numbers
 from t1lib.report.frontier import WITHIN, budgets, device_room, errors, models_of, points, room
-from t1lib.report.select import pick
 
 UNITS = {"wall_ms": "ms", "us_a_token": "µs", "allocated_gib": "GiB", "reserved_gib": "GiB"}
 

@@ -5,8 +5,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from t1lib.report.select import spans
-from t1lib.report.style import PHASE_COLOURS, subplots
+from t1lib.kit.select import spans
+from t1lib.kit.style import PHASE_COLOURS, subplots
 
 HOST_SHADES = {
     "weights": "0.35", "weights again": "0.55", "gradients": "0.45", "update": "0.75", "state": "0.65",

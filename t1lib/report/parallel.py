@@ -6,9 +6,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from t1lib.kit.select import median, pick, present
+from t1lib.kit.style import FLOOR, SHADES, VARIANTS, plain_numbers, subplots
 from t1lib.measure.records import format_number, statuses
-from t1lib.report.select import median, pick, present
-from t1lib.report.style import FLOOR, SHADES, VARIANTS, plain_numbers, subplots
 
 HEADS, MODES = ("full", "chunked", "fused"), ("fsdp", "slide")
 PRODUCTS = ("logits", "dE", "dW")

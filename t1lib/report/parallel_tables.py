@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from t1lib.kit.select import median, pick
+from t1lib.kit.tables import Table, make_table, median_iqr
 from t1lib.measure.records import Numbers, statuses
 from t1lib.report.parallel import (
     HEADS,
@@ -17,8 +19,6 @@ from t1lib.report.parallel import (
     speedup,
     tokens_s,
 )
-from t1lib.report.select import median, pick
-from t1lib.report.tables import MISSING, Table, make_table, median_iqr
 
 ERRORS = ("error_loss", "error_dE", "error_dW")
 MEMORY = ("allocated_gib", "reserved_gib", "host_gib", "host_all_gib", "host_setup_all_gib")
@@ -81,7 +81,7 @@ def _begun(frame: pd.DataFrame, metric: str, name: str, what: str, point: tuple[
     variant, ranks, state = point
     values = pick(frame, metric, f"{name}/{ranks}", variant)
     row = {what: variant, "ranks": str(ranks), "status": state, "n": len(values) or None}
-    return row | {"median [IQR] (ms)": median_iqr(values) if len(values) else MISSING}
+    return row | {"median [IQR] (ms)": median_iqr(values)}
 
 
 def table1_head(frame: pd.DataFrame) -> Table:

@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from t1lib.kit.plots import draw_grouped, draw_phases, draw_timeline, memory_unit
+from t1lib.kit.select import layer_ms, median, pick, present
+from t1lib.kit.style import FLOOR, VARIANTS, bar_labels, plain_numbers, subplots
 from t1lib.measure.records import numeric
 from t1lib.report.lanes import draw_lanes
-from t1lib.report.parts import draw_grouped, draw_phases, draw_timeline, memory_unit
-from t1lib.report.select import layer_ms, median, pick, present
-from t1lib.report.style import FLOOR, VARIANTS, bar_labels, plain_numbers, subplots
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")
 OWN = (*MODES, "slide-device")  # variants in the report's own setting

@@ -4,12 +4,12 @@ import math
 
 import pandas as pd
 
+from t1lib.kit import published
+from t1lib.kit.select import layer_ms, median, pick, present
+from t1lib.kit.tables import MISSING, Table, make_table, mean_std, median_iqr
 from t1lib.measure.memory import GIB
 from t1lib.measure.records import PLACES, Numbers, statuses
-from t1lib.report import published
-from t1lib.report.select import layer_ms, median, pick, present
 from t1lib.report.t1m1 import ABLATION, MODES, OWN, ROUNDING, losses_apart
-from t1lib.report.tables import MISSING, Table, make_table, mean_std, median_iqr
 
 
 def table1(frame: pd.DataFrame) -> Table:
@@ -19,13 +19,12 @@ def table1(frame: pd.DataFrame) -> Table:
     rows = []
     for mode in OWN:
         wall = pick(frame, "wall_ms", phase, mode)
-        measured = len(wall) > 0
         rows.append({
             "mode": mode,
             "status": status.get(mode, MISSING),
             "n": len(wall) or None,
-            "wall, mean ± std (ms)": mean_std(wall) if measured else MISSING,
-            "median [IQR] (ms)": median_iqr(wall) if measured else MISSING,
+            "wall, mean ± std (ms)": mean_std(wall),
+            "median [IQR] (ms)": median_iqr(wall),
             "× link floor": _over_link(frame, phase, mode) if mode.startswith("slide") else None,
             "allocated (GiB)": median(frame, "allocated_gib", phase, mode),
             "reserved (GiB)": median(frame, "reserved_gib", phase, mode),
@@ -54,7 +53,7 @@ def table2_real(frame: pd.DataFrame) -> Table:
                 "mode": mode,
                 "status": status[mode],
                 "n": len(wall) or None,
-                "median [IQR] (ms)": median_iqr(wall) if len(wall) else MISSING,
+                "median [IQR] (ms)": median_iqr(wall),
                 "× the setting's first": median(frame, "wall_ms", phase, mode) / base,
                 "longest floor (ms)": _longest_floor(frame, phase, mode),
                 "allocated (GiB)": median(frame, "allocated_gib", phase, mode),
@@ -107,18 +106,6 @@ def table5_published(frame: pd.DataFrame) -> Table:
         theirs = published.T1M1[up][metric] / published.T1M1[down][metric]
         rows.append({"quantity": label, "mode": "", "published": theirs, "measured": ours, "ratio": ours / theirs})
     return make_table(rows, text_columns=2)
-
-
-def differences(report: str) -> Table:
-    """The differences between a report and its own data, and what the kit does instead."""
-    return make_table(
-        (
-            {"": key, "the report": says, "its data or code": shows, "this kit": kit}
-            for key, (where, says, shows, kit) in published.DIFFERENCES.items()
-            if where in (report, "both")
-        ),
-        text_columns=4,
-    )
 
 
 def numbers(frame: pd.DataFrame, out: Numbers) -> None:
@@ -262,5 +249,5 @@ TABLES = {
     "table3_budget": table3_budget,
     "table4_capacity": table4_capacity,
     "table5_published": table5_published,
-    "table6_differences": lambda frame: differences("T1M1"),
+    "table6_differences": lambda frame: make_table(published.differences("T1M1"), text_columns=4),
 }

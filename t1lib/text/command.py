@@ -81,7 +81,7 @@ def _plot(folder: Path) -> str:
     from t1lib.text.texts import METRICS
 
     try:
-        from t1lib.report.training import plot_metrics
+        from t1lib.text.plot import plot_metrics
     except ModuleNotFoundError as error:
         return f"no plot: {error.name} is not installed, which the extra kit brings; {folder / METRICS} has the numbers"
     return f"plot {plot_metrics(folder / METRICS, folder / 'metrics.png')}"

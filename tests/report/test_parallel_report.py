@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot
 
+from t1lib.kit.style import style
 from t1lib.measure.records import Numbers, Records
 from t1lib.report import parallel, parallel_tables
-from t1lib.report.style import style
 
 matplotlib.use("Agg")
 SHAPE = {"tokens": 1024, "vocabulary": 8192, "hidden": 512, "itemsize": 2, "workspace": 16 * 2**20}

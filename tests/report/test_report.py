@@ -12,10 +12,10 @@ import matplotlib.pyplot as plt
 from matplotlib.text import Text
 from matplotlib.ticker import NullFormatter
 
+from t1lib.kit.style import WIDTH, style
 from t1lib.measure.peers import PEERS, whether_available
 from t1lib.measure.records import Numbers, Records
 from t1lib.report import _MODULES, figures_of, numbers_of, tables_of
-from t1lib.report.style import WIDTH, style
 
 FIGURES = {name: figures_of(name) for name in _MODULES}
 TABLES = {name: tables_of(name) for name in _MODULES}
@@ -26,16 +26,12 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 VARIANTS = {
     "cce": ("full", "torch", "chunked", "fused-32MiB"),
-    "chunks": ("full", "chunked", "chunked-vocabulary", "fused"),
     "t1m1": ("gpu", "ckpt", "slide"),
-    "t1m3": ("full", "chunked", "chunked-vocabulary", "fused", "torch"),
 }
 # Of table1: the column that names the variant; and the phase and metric of its time in the numbers.
 SUMMARY = {
     "cce": ("head", "flat.A", "both_ms"),
-    "chunks": ("head", "mean", "both_ms"),
     "t1m1": ("mode", "own", "wall_ms"),
-    "t1m3": ("head", "step", "wall_ms"),
 }
 ALL_FIGURES = [(experiment, name) for experiment in FIGURES for name in FIGURES[experiment]]
 ALL_TABLES = [(experiment, name) for experiment in TABLES for name in TABLES[experiment]]

@@ -36,7 +36,7 @@ SMALL = ["train", "--model", "tiny", *SHAPE, "--data", str(TEXT), "--vocabulary"
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     """Plots take longer than these runs; one test draws one. Models as small as these run best on one thread."""
-    monkeypatch.setattr("t1lib.report.training.draw_metrics", lambda frame, path: path.write_text("a plot"))
+    monkeypatch.setattr("t1lib.text.plot.draw_metrics", lambda frame, path: path.write_text("a plot"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -69,7 +69,7 @@ def two_steps(tmp_path_factory):
     """A run of two steps, to be copied."""
     folder = tmp_path_factory.mktemp("run") / "a"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t1lib.report.training.draw_metrics", lambda frame, path: path.write_text("a plot"))
+        patch.setattr("t1lib.text.plot.draw_metrics", lambda frame, path: path.write_text("a plot"))
         assert train(folder, "--steps", "2", "--schedule", "constant") == 0
     return folder
 
@@ -371,7 +371,7 @@ def test_damaged_rows_are_dropped(a_run, damage):
 
 def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, monkeypatch, capsys):
     before = content(a_run)
-    monkeypatch.setattr("t1lib.report.training.draw_metrics", lambda frame, path: path.write_bytes(bytes(9999)))
+    monkeypatch.setattr("t1lib.text.plot.draw_metrics", lambda frame, path: path.write_bytes(bytes(9999)))
     for name, size, more in (("metrics.png", 8000, []), ("model", 8000, ["--export"]), ("run.json", 500, [])):
         with largest_file(size):
             assert main(["train", "--resume", "--out", str(a_run), *more]) == 2

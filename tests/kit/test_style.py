@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib import font_manager
 
-from t1lib.report.style import style
+from t1lib.kit.style import style
 
 
 def test_a_list_of_fonts_from_an_environment_that_is_gone_does_no_harm(monkeypatch):

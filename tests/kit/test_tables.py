@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from t1lib.report.tables import make_table
+from t1lib.kit.tables import make_table
 
 WORDS = "a long sentence about what was measured, where and why, which no line of a table can hold"
 

@@ -93,6 +93,12 @@ def style() -> AbstractContextManager:
     return plt.rc_context(STYLE)
 
 
+def use() -> None:
+    """Draw and save all figures from now on in the kit's style."""
+    _own_fonts()
+    plt.rcParams.update(STYLE)
+
+
 def _own_fonts() -> None:
     """Register Matplotlib's bundled fonts: its cached list, one file per user, may point to a removed environment."""
     brought, known = Path(matplotlib.get_data_path(), "fonts", "ttf"), font_manager.fontManager.ttflist

@@ -19,13 +19,15 @@ _INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 @dataclass
 class Cell:
-    """One execution of a cell: what it read (variable → maker, version) and made (variable → version)."""
+    """One execution of a cell: what it read (variable → maker, version) and made (variable → version); `seen`: whose
+    records it saw (cell → run)."""
 
     run: int
     title: str = ""
     reads: dict[str, tuple[str, int]] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
+    seen: dict[str, int] = field(default_factory=dict)
     fault: str = ""
 
 
@@ -131,6 +133,8 @@ class Cells:
         for name, (maker, version) in cell.reads.items():
             if maker not in self.known or self.known[maker].made.get(name) != version:
                 return key, f"{name} has been made again"
+        if cell.seen.items() - self.runs().items():
+            return key, "made before its records"
         given = self.parameters()
         for name, value in cell.parameters.items():
             if given.get(name, value) != value:

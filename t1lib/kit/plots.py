@@ -4,10 +4,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from t1lib.kit.select import median, pick
+from t1lib.kit.style import BEHIND, PHASE_COLOURS, VARIANTS, bar_labels, subplots
+from t1lib.kit.tables import memory_unit
 from t1lib.measure.records import format_number
-from t1lib.report.select import median, pick
-from t1lib.report.style import BEHIND, PHASE_COLOURS, VARIANTS, bar_labels, subplots
-from t1lib.report.tables import memory_unit
 
 
 def draw_grouped(

@@ -69,12 +69,16 @@ def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
 
 
 def mean_std(values: pd.Series) -> str:
-    """`mean ± std`, as in the reports."""
+    """`mean ± std`, as in the reports; a dash without values."""
+    if not len(values):
+        return MISSING
     return f"{cell(float(values.mean()))} ± {cell(float(values.std(ddof=1)) if len(values) > 1 else 0.0)}"
 
 
 def median_iqr(values: pd.Series) -> str:
-    """`median [quartile, quartile]`."""
+    """`median [quartile, quartile]`; a dash without values."""
+    if not len(values):
+        return MISSING
     low, mid, high = (float(values.quantile(q)) for q in (0.25, 0.5, 0.75))
     return f"{cell(mid)} [{cell(low)}, {cell(high)}]"
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from t1lib.errors import require
 from t1lib.files import whole
-from t1lib.report.style import VARIANTS, style, subplots
+from t1lib.kit.style import VARIANTS, style, subplots
 
 
 def plot_metrics(metrics: Path, path: Path) -> Path:

@@ -45,6 +45,15 @@ for _, _values in CCE.values():
     _values["over_full"] = round(_values["both_ms"] / 207, 2)
 
 
+def differences(report: str) -> list[dict[str, object]]:
+    """Rows of a table: where a report ("T1M1" or "T1M3") and its own data differ, and what the kit does instead."""
+    return [
+        {"": key, "the report": says, "its data or code": shows, "this kit": kit}
+        for key, (where, says, shows, kit) in DIFFERENCES.items()
+        if where in (report, "both")
+    ]
+
+
 def digits(metric: str, value: float) -> str:
     """Format specification that prints a published value with the digits with which it was published."""
     if metric.endswith("_gib"):

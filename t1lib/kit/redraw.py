@@ -1,0 +1,91 @@
+"""Makes the figures, tables and numbers of a finished run again from its samples, by its notebook's own cells."""
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+from t1lib import params, paths, report
+from t1lib.errors import T1Error
+from t1lib.kit.run import _RUN, Run
+from t1lib.measure import manifest
+from t1lib.measure.records import Numbers
+
+
+def redraw(profile: str, experiment: str) -> list[str]:
+    """Make all figures, tables and numbers of a finished run again; returns the names of the files.
+
+    The manifest takes their new hashes and keeps the rest; if a cell fails, everything stays as it was.
+    Raises `T1Error` if there is no finished run, or if its samples have changed since it finished.
+    """
+    final = paths.outputs(profile, experiment)
+    fresh = final.with_name(f".{experiment}.redraw")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        run_cells(profile, experiment, fresh)
+        return manifest.replace_drawn(fresh, final)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def numbers_again(profile: str, experiment: str, folder: Path) -> Numbers:
+    """The numbers of a finished run as its samples give them; tables and numbers are left in `folder`. Raises as
+    `redraw`."""
+    run_cells(profile, experiment, folder, figures=False)
+    return Numbers.load_json(folder / "numbers.json")
+
+
+def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
+    """Run a notebook's cells in this process, without measuring, on the samples of a finished run; its files go to
+    `folder`."""
+    final = paths.outputs(profile, experiment)
+    manifest.require_finished(final, {})
+    known = params.declared(experiment)
+    given = {name: value for name, value in manifest.read(final)["parameters"].items() if name in known}
+    folder.mkdir(parents=True, exist_ok=True)
+    if "measure" not in known:  # its figures are still in t1lib.report
+        _legacy(experiment, final, folder, figures)
+        return
+    cells = [cell for cell in params.read_notebook(paths.notebook(experiment))["cells"] if cell["cell_type"] == "code"]
+    at = next(i for i, cell in enumerate(cells) if "parameters" in cell["metadata"].get("tags", []))
+    values = "\n".join(f"{name} = {value!r}" for name, value in (given | {"measure": False}).items())
+    sources = [params.source(cell) for cell in cells]
+    namespace: dict[str, Any] = {"__name__": f"{experiment}.ipynb", "In": [""]}
+    _execute([*sources[: at + 1], f"{params.INJECTED}\n{values}"], namespace)
+    run = namespace[_RUN] = Run(experiment, namespace, folder)
+    run.saves_figures = figures
+    _execute(sources[at + 1 :], namespace)
+
+
+def _execute(sources: list[str], namespace: dict[str, Any]) -> None:
+    """Run cells one by one; what they print is not shown."""
+    for source in sources:
+        namespace["In"].append(source)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(source, namespace["__name__"], "exec"), namespace)
+        except T1Error:
+            raise
+        except Exception as error:
+            first = next(filter(str.strip, source.splitlines()), "").strip()[:60]
+            told = f"{namespace['__name__']}, cell `{first}`: {type(error).__name__}: {error}"[:280]
+            raise T1Error(told) from error
+
+
+def _legacy(experiment: str, final: Path, folder: Path, figures: bool) -> None:
+    from t1lib.kit import style
+    from t1lib.measure.records import Records
+
+    frame, numbers = Records.load(final / "samples.csv").frame(), Numbers()
+    run = Run.__new__(Run)
+    run.outdir, run._note_shown = folder, lambda name: None
+    run.experiment, run.frame = experiment, lambda: frame
+    style.use()
+    for name in report.figures_of(experiment) if figures else ():
+        run.draw(name)
+    for name in report.tables_of(experiment):
+        run.table(name)
+    report.numbers_of(experiment)(frame, numbers)
+    numbers.save_json(folder / "numbers.json")
+    numbers.save_tex(folder / "numbers.tex")

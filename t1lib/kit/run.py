@@ -1,0 +1,268 @@
+"""What an experiment's notebook calls: `Run` collects its records and saves its figures, tables and numbers."""
+
+import atexit
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pandas as pd
+import torch
+
+from t1lib import fingerprint, paths, report
+from t1lib.errors import T1Error, require
+from t1lib.files import write_json
+from t1lib.kit import style
+from t1lib.kit.cells import Cells
+from t1lib.kit.tables import make_table
+from t1lib.measure import manifest
+from t1lib.measure.environment import environment, git_state, require_gpu
+from t1lib.measure.records import Numbers, Records
+from t1lib.params import Live
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_RUN = "_t1_run"  # the variable by which a kernel knows its run
+_TIMED = re.compile(r"^(\s*)%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*", re.M)  # magics that run Python code
+_NAMED = 240  # characters of an error about cells that are out of date
+
+
+class Run:
+    """One run of an experiment, from its parameters to its published folder.
+
+    A cell that is run again replaces the records, figures, tables and numbers that it made; one that fails or is
+    interrupted leaves no records. Records that no longer follow from the parameters and cells before them are left out
+    of `frame`, and `finish` refuses to publish until all cells that are out of date have been run again.
+
+    With the parameter `measure` false the records are those of the finished run, and all that is made of them is made
+    again, without a GPU.
+
+    Attributes: `params` (the parameters as attributes, as their cells say at that moment), `records`, `outdir` (where
+    the notebook's own files belong), `device` (that of the records: CUDA if there is a GPU, else the CPU).
+    """
+
+    saves_figures = True
+
+    def __init__(self, experiment: str, namespace: dict[str, Any], folder: Path | None = None) -> None:
+        """folder: receives the files if somebody else publishes them"""
+        self.experiment, self.records = experiment, Records(self._left_out)
+        self._driven, self._measures = folder is not None, None
+        self.params = Live(experiment, namespace, self._note, self._require_allowed)
+        given = self.params.values()
+        git_state()  # raises its errors before anything is measured
+        # Taken at the start: an edit made during the run must make the run stale.
+        self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
+        self._inputs: dict[str, str] = {}
+        self._numbers = Numbers()
+        self._shown: dict[str, set[str]] = {}  # cell → the figures, tables and numbers that it made
+        self._started, self._clock = manifest.utc_now(), time.perf_counter()
+        self.outdir = folder or paths.staging(given["profile"], experiment, os.getpid())
+        self._final = paths.outputs(given["profile"], experiment)
+        cuda = torch.cuda.is_available()
+        if not self._measures:
+            self.records.take(self._final / "samples.csv")
+            cuda = "gpu" in (manifest.read(self._final) or {})["environment"]
+        self.device = torch.device("cuda" if cuda else "cpu")
+        self._cells = Cells(namespace, self._parameters)
+        self._watch()
+
+    @classmethod
+    def start(cls, experiment: str, namespace: dict[str, Any]) -> Self:
+        """Begin a run in a notebook's second code cell: `run = Run.start("t1m1", globals())`. When that cell is run
+        again, the run goes on.
+
+        Raises `T1Error` for an undeclared, missing or mistyped parameter, for a profile that params/ does not hold or
+        that needs a GPU that is not there, and if results that another GPU has measured would be replaced; where
+        nothing is measured, if there is no finished run with these parameters.
+        """
+        style.use()
+        run = namespace.get(_RUN)
+        if isinstance(run, cls) and run.experiment == experiment:
+            run.params.values()
+            return run
+        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, with this machine's paths in it
+        for limit in ("display.max_colwidth", "display.max_columns", "display.max_rows"):
+            pd.set_option(limit, None)  # tables are shown whole
+        driven = os.environ.get("T1_STAGING")
+        run = namespace[_RUN] = cls(experiment, namespace, Path(driven) if driven else None)
+        if not driven:  # the driver has made the folder, and papermill writes into it
+            paths.remove_abandoned(run.outdir.parent)
+            shutil.rmtree(run.outdir, ignore_errors=True)
+        run.outdir.mkdir(parents=True, exist_ok=True)
+        return run
+
+    def _require_allowed(self, given: dict[str, Any]) -> None:
+        measures = given.get("measure", True)
+        changed = "`measure` was changed within a run; restart the kernel, and run all cells"
+        require(self._measures in (None, measures), changed)
+        self._measures = measures
+        final = paths.outputs(given["profile"], self.experiment)
+        if not measures:
+            manifest.require_finished(final, given)
+            return
+        require_gpu(given["profile"])
+        if not self._driven:
+            manifest.require_replaceable(final)
+
+    # -- cells -------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Be told by IPython, where there is one, when a cell begins and ends."""
+        from IPython import get_ipython
+
+        shell = get_ipython()
+        if shell is None:
+            return
+
+        def source(info: Any) -> str:
+            first, _, rest = info.raw_cell.partition("\n")
+            text = _TIMED.sub(r"\1", rest if first.startswith("%%") else info.raw_cell)  # without magics
+            with suppress(SyntaxError):  # the cell fails
+                return shell.transform_cell(text)
+            return ""
+
+        def begin(info: Any) -> None:
+            key = str(info.cell_id or info.raw_cell)
+            self._cells.begin(key)
+            self.records.begin(key)
+            self._forget_shown(key)
+
+        def end(result: Any) -> None:
+            key = str(result.info.cell_id or result.info.raw_cell)
+            self._end(key, source(result.info), result.success, result.execution_count)
+
+        shell.events.register("pre_run_cell", begin)
+        shell.events.register("post_run_cell", end)
+
+    def _end(self, key: str, source: str, done: bool, number: int | None) -> None:
+        had = self.records.end(key, keep=done)
+        self._cells.end(key, source, done, had, number)
+        for other in self.records.replaced(key):
+            self._cells.forget(other)
+
+    def _parameters(self) -> dict[str, Any]:
+        try:
+            return self.params.values()
+        except T1Error:  # raised again by the next cell that reads one
+            return self.params.unchecked()
+
+    def _note(self, name: str, value: Any) -> None:
+        self._cells.running_cell.parameters[name] = value
+
+    def _left_out(self, shown: bool) -> list[str]:
+        """The cells whose records do not hold any more. Says so if the others are about to be shown."""
+        if not self._measures:
+            return []
+        out = {part: why for part in self.records.parts if (why := self._cells.why_out_of_date(part))}
+        for part, why in out.items():
+            if shown and self.records.parts[part]:
+                print(f"out of date and left out, from the cell `{self._cells.title(part)}`: {why}")
+        return list(out)
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def frame(self) -> pd.DataFrame:
+        """The records that hold, one row each. Saved to disk as well, so that a cell that fails later loses nothing."""
+        self._cells.running_cell.seen = self._cells.runs()
+        if self._measures:
+            self.records.save(self.outdir / "samples.csv")
+        return self.records.frame()
+
+    def figure(self, name: str, figure: "Figure") -> "Figure":
+        """Save a figure as PDF and PNG, and return it: as the last line of its cell it is shown there."""
+        import matplotlib.pyplot as plt
+
+        plt.close(figure)  # else the inline backend shows it again at the end of the cell
+        self._note_shown(name)
+        if self.saves_figures:
+            (self.outdir / "figures").mkdir(parents=True, exist_ok=True)
+            path = self.outdir / "figures" / f"{name}.pdf"
+            figure.savefig(path, metadata={"CreationDate": None})  # without a date it is the same from run to run
+            figure.savefig(path.with_suffix(".png"), dpi=150)
+        return figure
+
+    def table(self, name: str, rows: Iterable[dict[str, object]] | None = None, text_columns: int = 1) -> pd.DataFrame:
+        """Save a table as LaTeX, and return it to be shown: rows of column → value, as for `make_table`."""
+        made = report.tables_of(self.experiment)[name](self.frame()) if rows is None else make_table(rows, text_columns)
+        self._note_shown(name)
+        (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
+        text = made.latex if made.latex.endswith("\n") else made.latex + "\n"
+        (self.outdir / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
+        return made.frame
+
+    def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
+        """Enter a number that a text quotes by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as in `format`."""
+        self._numbers.set(key, value, unit, fmt)
+        self._note_shown(key)
+
+    def draw(self, name: str) -> "Figure":
+        """A figure of an experiment whose figures are still in `t1lib.report`."""
+        return self.figure(name, report.figures_of(self.experiment)[name](self.frame()))
+
+    def used(self, name: str, sha256: str) -> None:
+        """Note, for the manifest, the hash of something the run read beside its parameters, such as a corpus."""
+        self._inputs[name] = sha256
+
+    def _note_shown(self, name: str) -> None:
+        for made in self._shown.values():
+            made.discard(name)
+        self._shown.setdefault(self._cells.running, set()).add(name)
+
+    def _forget_shown(self, cell: str) -> None:
+        """A cell that runs again makes its figures, tables and numbers again, or makes them no longer."""
+        for name in self._shown.get(cell, ()):
+            self._numbers.pop(name, None)
+            for path in self.outdir.glob(f"*/{name}.*"):
+                path.unlink()
+        self._shown.get(cell, set()).clear()
+
+    def _to_run_again(self) -> list[str]:
+        """The cells that have recorded or made something, and are not as if the notebook had run from top to bottom."""
+        made = [cell for cell, names in self._shown.items() if names or self._cells.known[cell].fault]
+        whys = {key: self._cells.why_out_of_date(key) for key in [*self._cells.measured, *made]}
+        return [f"`{self._cells.title(key)}`: {why}" for key, why in whys.items() if why]
+
+    def finish(self) -> None:
+        """Save records, numbers and environment. Without the driver, also publish the folder.
+
+        A folder published this way lacks executed.ipynb, so the driver does not count it as done and would
+        redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
+        Raises `T1Error` if a cell has to be run again first.
+        """
+        late = self._to_run_again()
+        named = "; ".join(late)
+        named = named if len(named) <= _NAMED else f"{named[:_NAMED]}…"
+        require(not late, f"cells to run again before this one: {len(late)}. {named}")
+        report.numbers_of(self.experiment)(self.frame(), self._numbers)
+        self._numbers.save_json(self.outdir / "numbers.json")
+        self._numbers.save_tex(self.outdir / "numbers.tex")
+        if self._measures:
+            write_json(self.outdir / "environment.json", environment())
+            modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
+            notes = {"made_of": self._made_of | {"modules": modules}, "inputs": self._inputs}
+            write_json(self.outdir / manifest.NOTES, notes)
+        if not self._driven:
+            self._publish() if self._measures else manifest.replace_drawn(self.outdir, self._final)
+            atexit.register(shutil.rmtree, self.outdir, ignore_errors=True)
+
+    def _publish(self) -> None:
+        """Publish a copy: cells that are run again afterwards work on in `outdir`, and change nothing published."""
+        given = self.params.values()
+        whole = self.outdir.with_suffix(".whole.partial")
+        shutil.rmtree(whole, ignore_errors=True)
+        shutil.copytree(self.outdir, whole)
+        manifest.write(
+            whole,
+            experiment=self.experiment,
+            profile=given["profile"],
+            parameters=given,
+            started=self._started,
+            seconds=time.perf_counter() - self._clock,
+        )
+        manifest.publish(whole, paths.outputs(given["profile"], self.experiment))
