@@ -100,7 +100,7 @@ def _loading(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         presets = f"presets that need no files: {', '.join(PRESETS)}"
-        raise T1Error(f"cannot load {shown(name)}: {reason(error)}\n{presets}") from error
+        raise T1Error(f"cannot load {shown(name)}: {reason(error)[:85]}\n{presets}") from error
 
 
 def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
@@ -233,6 +233,7 @@ def split(model: PreTrainedModel) -> Parts:
         own, f"model of type {type(model).__name__}; allowed: a decoder of transformers, such as `build_model` gives"
     )
     base, embed, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
+    head = getattr(head, "layer", head)  # in a call of a model with `patch_head`, its stand-in
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
     kind = model.config.model_type
     require(

@@ -1,8 +1,9 @@
-"""The specification of an optimizer, and the learning-rate schedule."""
+"""The specification of an optimizer and of its state, and the learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,43 @@ from t1lib.errors import choose, is_number, is_whole, require
 OPTIMIZERS = ("sgd", "adamw")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCHEDULES = ("constant", "linear", "cosine")
+MASTERS = ("whole", "split")
+
+Rule = dict[str, Any]  # a parameter group without its parameters
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the optimizer state of 16-bit parameters is kept; that of others has their dtype.
+
+    masters   "whole": a float32 master of each parameter, moments in float32 (but see `moments`); "split": of the
+              master, only those 16 bits that the bfloat16 parameter lacks; None: state in the parameter's dtype
+    moments   "float32", or "bfloat16" for AdamW's moments beside a master, with stochastic rounding (rounding to
+              nearest would lose changes of a thousandth, which 8 bits cannot represent)
+    """
+
+    masters: str | None = "whole"
+    moments: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.masters is not None:
+            choose("master_weights", self.masters, MASTERS)
+        choose("moments", self.moments, MOMENTS)
+        require(self.moments == "float32" or self.masters is not None, "moments='bfloat16' is for master_weights")
+
+    def kinds(self, param: Tensor, *rules: Rule) -> dict[str, torch.dtype]:
+        """Keys and dtypes of the state, apart from "step", that a parameter needs for any of these rules."""
+        wide, found = self.masters is not None and param.dtype.itemsize == 2, {}
+        fits = not wide or self.masters == "whole" or param.dtype == torch.bfloat16
+        require(fits, f"master_weights='split' with a parameter of {param.dtype}; allowed: torch.bfloat16")
+        plain = torch.float32 if wide else param.dtype
+        for rule in rules:
+            if "betas" in rule:
+                found |= dict.fromkeys(("exp_avg", "exp_avg_sq"), MOMENTS[self.moments] if wide else plain)
+            elif rule.get("momentum"):
+                found["momentum_buffer"] = plain
+        master = {"low": torch.int16} if self.masters == "split" else {"master": torch.float32}
+        return found | (master if wide else {})
 
 
 @dataclass(frozen=True)
@@ -22,8 +60,7 @@ class OptimizerSpec:
                     default for adamw, whose updates of 16-bit parameters would mostly round to nothing
     split_master    store only those 16 bits of the master that the parameter lacks: saves 2 bytes per parameter (not
                     for layers that the host updates while a GPU updates others)
-    moments         "float32", or "bfloat16" for AdamW's moments beside a master, with stochastic rounding (rounding
-                    to nearest would lose changes of a thousandth, which 8 bits cannot represent)
+    moments         of AdamW beside a master, as in `Precision`
     """
 
     name: str = "sgd"
@@ -53,6 +90,15 @@ class OptimizerSpec:
             not needs or (self.master_weights and self.name == "adamw"),
             "split_master and moments='bfloat16' are for name='adamw' with master_weights=True",
         )
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(("split" if self.split_master else "whole") if self.master_weights else None, self.moments)
+
+    def kinds(self, param: Tensor) -> dict[str, torch.dtype]:
+        """Keys and dtypes of a parameter's state."""
+        rule = {"betas": self.betas} if self.name == "adamw" else {"momentum": self.momentum}
+        return self.precision.kinds(param, rule)
 
 
 @dataclass(frozen=True)
@@ -91,16 +137,3 @@ def spec_for(spec: OptimizerSpec, params: Iterable[Tensor]) -> OptimizerSpec:
     if any(param.dtype.itemsize == 2 for param in params):
         return spec
     return replace(spec, master_weights=False, split_master=False, moments="float32")
-
-
-def state_bytes(param: Tensor, spec: OptimizerSpec) -> int:
-    """Bytes of a parameter's optimizer state: moments, and the whole or split master."""
-    wide = spec.master_weights and param.dtype != torch.float32
-    moment = MOMENTS[spec.moments].itemsize if wide else param.dtype.itemsize
-    count = 2 if spec.name == "adamw" else int(spec.momentum > 0)
-    return param.numel() * (count * moment + (2 if spec.split_master else 4) * wide)
-
-
-def has_master(param: Tensor, spec: OptimizerSpec) -> bool:
-    """Whether a whole master is kept beside the parameter, from which the parameter can be restored."""
-    return spec.master_weights and not spec.split_master and param.dtype != torch.float32

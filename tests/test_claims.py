@@ -27,7 +27,6 @@ MARKED = "text\n<!-- claims -->\n| claim | published | ours | within | key |\n{r
         ("12,345", "1 %", 12_400, True),
         ("3.20e-04", "≤ 0.02", 0.02, True),
         ("3.20e-04", "≤ 0.02", 0.021, False),
-        ("0", "exact", 0, True),
         ("0", "exact", 1e-9, False),
         ("2.00", "5 %", None, False),
     ],
@@ -36,34 +35,22 @@ def test_a_claim_holds_within_its_bound(ours, bound, value, holds):
     assert Claim("", "", ours, bound, "t1m3.x").holds(value) is holds
 
 
-def test_claims_are_the_marked_rows_that_name_a_key():
-    rows = "\n".join(["| --- | --- | --- | --- | --- |", ROW.format(ours="1.78 ×", bound="15 %"), "prose | of no row"])
-    found = read_claims(MARKED.format(rows=rows) + ROW.format(ours="2", bound="1 %"))
-    assert found == [Claim("a claim", "–", "1.78", "15 %", "t1m3.head.full.over_floor")]
-    assert found[0].experiment == "t1m3"
-
-
 @pytest.mark.parametrize(
-    ("ours", "bound"),
-    [("1.78 ×", "15%"), ("many", "15 %"), ("1.78", ""), ("1.78", "≤ few"), ("1,78", "5 %"), ("1.2-1.4", "5 %"),
-     ("e5", "5 %"), ("1.78", "1.5.2 %"), ("1.78", "≤ 1e")],
-)  # fmt: skip
-def test_a_row_that_cannot_be_read_is_an_error(ours, bound):
-    with pytest.raises(T1Error, match=r"allowed: \| claim \| published \| ours"):
-        read_claims(MARKED.format(rows=ROW.format(ours=ours, bound=bound)))
-
-
-@pytest.mark.parametrize("key", ["t1m3.head", "`t1m3`", "`t1m3.x`¹"])
-def test_a_row_without_a_key_is_an_error(key):
-    row = ROW.format(ours="1.78", bound="5 %").replace("`t1m3.head.full.over_floor`", key)
-    with pytest.raises(T1Error, match="allowed:"):
-        read_claims(MARKED.format(rows=row))
-
-
-def test_no_claims_are_an_error():
-    for text, message in (("no claims", "no tables between"), (MARKED.format(rows=""), "hold no claims")):
-        with pytest.raises(T1Error, match=message):
-            read_claims(text)
+    ("change", "message"),
+    [
+        (("5 %", "15%"), r"allowed: \| claim \| published \| ours"),
+        (("5 %", "≤ few"), "allowed:"),
+        (("1.78", "many"), "allowed:"),
+        (("1.78", "1.2-1.4"), "allowed:"),
+        (("1.78", "1,78"), "allowed:"),
+        (("`t1m3.head.full.over_floor`", "`t1m3`"), "allowed:"),
+        (("claims -->", "-->"), "no tables between"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_an_error(change, message):
+    text = MARKED.format(rows=ROW.format(ours="1.78", bound="5 %")).replace(*change)
+    with pytest.raises(T1Error, match=message):
+        read_claims(text)
 
 
 @pytest.fixture
@@ -94,17 +81,13 @@ def test_each_claim_gets_its_verdict(kit, capsys):
     assert main(["check", "t1m3", "t1m3"]) == 1 and "2 checks:" in capsys.readouterr().out
     assert main(["check", "all"]) == 1
     assert main(["check", "cse"]) == 2
-    (kit / PAGE).unlink()
+    page = kit / PAGE
+    page.write_text(page.read_text(encoding="utf-8").replace("`t1m3.", "`t1m33."), encoding="utf-8")
+    assert main(["check"]) == 2
+    assert "unknown experiment 't1m33'" in capsys.readouterr().err
+    page.unlink()
     assert main(["check"]) == 2
     assert "error: cannot read the claims in docs/results.md:" in capsys.readouterr().err
-
-
-def test_an_edited_file_fails_every_claim(kit, capsys):
-    path = next((kit / "outputs/h200/t1m3/figures").glob("*.png"))
-    path.write_bytes(b"another picture")
-    assert main(["check", "t1m3"]) == 1
-    told = capsys.readouterr().out
-    assert f"figures/{path.name} is not as the run left it" in told and "2 FAIL" in told
 
 
 def test_a_flipped_byte_is_noticed(kit):
@@ -122,14 +105,6 @@ def test_a_flipped_byte_is_noticed(kit):
         assert doubts(root / "t1m3", "t1m3"), (path, place)
         path.write_bytes(before)
     assert doubts(root / "t1m3", "t1m3") is None
-
-
-def test_a_damaged_run_of_another_profile_fails_too(kit, capsys):
-    shutil.copytree(kit / "outputs/h200", kit / "outputs/mine")
-    (kit / "outputs/mine/t1m3/samples.csv").write_text("made up")
-    main(["check"])
-    told = capsys.readouterr().out
-    assert "FAIL  outputs/mine/t1m3: samples.csv is not as the run left it" in told and "2 FAIL" in told
 
 
 def test_a_run_with_other_parameters_fails(kit, capsys):
@@ -150,17 +125,9 @@ def test_numbers_that_the_samples_do_not_give_fail(kit, capsys):
     assert "t1m3.head.full.over_floor does not follow from samples.csv" in capsys.readouterr().out
 
 
-def test_an_experiment_that_there_is_not_is_an_error(kit, capsys):
-    page = kit / PAGE
-    page.write_text(page.read_text(encoding="utf-8").replace("`t1m3.", "`t1m33."), encoding="utf-8")
-    assert main(["check"]) == 2
-    assert "unknown experiment 't1m33'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("<<<<<<< broken", "manifest.json is not as the run left it"),
         ('{"files": {}}', "not that of a finished run of t1m3 with profile h200"),
         ('{"experiment": "cce", "profile": "h200", "files": {"samples.csv": {}, "numbers.json": {}}}', "not that of"),
     ],
@@ -168,7 +135,7 @@ def test_an_experiment_that_there_is_not_is_an_error(kit, capsys):
 def test_a_manifest_that_is_no_answer_fails(kit, capsys, content, message):
     """Also without a claim about the run."""
     path = kit / "outputs/h200/t1m3/manifest.json"
-    path.write_bytes(content.encode() if content.startswith("<") else signed(json.loads(content)))
+    path.write_bytes(signed(json.loads(content)))
     assert main(["check", "t1m3"]) == 1
     assert message in capsys.readouterr().out
     page = kit / PAGE

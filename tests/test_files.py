@@ -3,7 +3,7 @@
 import pytest
 
 from t1lib.errors import T1Error
-from t1lib.files import held, locked, read_signed, signed, whole, write_json, write_signed, writing
+from t1lib.files import held, read_signed, signed, whole, write_json, write_signed
 
 
 def names(folder):
@@ -29,37 +29,6 @@ def test_a_folder_takes_the_place_of_the_old_one_and_of_what_was_left_half(tmp_p
             partial.mkdir()
             (partial / content).touch()
         assert names(path) == [content] and names(tmp_path) == ["model"]
-
-
-def test_what_is_not_the_disks_fault_is_raised_as_it_is(tmp_path):
-    with pytest.raises(KeyError), whole(tmp_path / "a") as partial:
-        partial.touch()
-        raise KeyError("b")
-    assert names(tmp_path) == []
-    with pytest.raises(T1Error, match="Permission denied"), writing(tmp_path / "a"):
-        try:
-            raise PermissionError(13, "Permission denied")
-        finally:
-            raise RuntimeError("a library's own, over the disk's")
-    with pytest.raises(T1Error, match=r"No space left on device \(os error 28\)"), writing(tmp_path / "a"):
-        raise RuntimeError("No space left on device (os error 28)")
-
-
-def test_several_writers_do_not_meet(tmp_path):
-    path = tmp_path / "cache.json"
-    with whole(path, ".1") as one, whole(path, ".2") as other:
-        assert one != other
-        for partial in (one, other):
-            partial.write_text("the same", encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == "the same" and names(tmp_path) == ["cache.json"]
-
-
-def test_a_lock_is_one_processs(tmp_path):
-    path = tmp_path / "new" / ".lock"
-    with locked(path, "first"), pytest.raises(T1Error, match="taken"), locked(path, "taken"):
-        pass
-    with locked(path, "free again"):
-        pass
 
 
 def test_a_folder_that_was_held_for_nothing_is_gone_again(tmp_path):

@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from t1lib.errors import T1Error
-from t1lib.models import PRESETS, build_model, shape_only, sizes, split
+from t1lib.models import build_model, shape_only, sizes, split
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
 FAMILIES = {
@@ -62,26 +61,9 @@ def test_weights_are_drawn_as_the_architecture_draws_them(family):
         else:
             assert float(param.std()) == pytest.approx(float(expected[name].std()), rel=0.1), name
             assert abs(float(param.mean())) < 0.1 * float(param.std()), name
-    first = model.model.layers[0].input_layernorm.weight
-    assert torch.equal(first, torch.full_like(first, 0.0 if family == "gemma2" else 1.0))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_buffers_are_the_architectures_own(family):
-    model = built(family)
-    expected = dict(AutoModelForCausalLM.from_config(model.config).named_buffers())
-    found = dict(model.named_buffers())
+    expected, found = dict(own.named_buffers()), dict(model.named_buffers())
     assert found.keys() == expected.keys() and "model.rotary_emb.inv_freq" in found
-    assert ("model.embed_tokens.embed_scale" in found) == (family == "gemma2")
-    for name, buffer in found.items():
-        assert torch.equal(buffer, expected[name]), name
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_output_layer_is_the_embedding_only_where_tied(tied):
-    parts = split(built("qwen3", tie_word_embeddings=tied))
-    assert parts.tied is tied
-    assert torch.equal(parts.head.weight, parts.embed.weight) is tied
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in found.items())
 
 
 def test_sizes_are_those_of_the_model(tmp_path):
@@ -103,8 +85,6 @@ def test_sizes_are_those_of_the_model(tmp_path):
     ("preset", "billions"),
     [
         ("qwen3-0.6b", 0.5960),
-        ("qwen3-1.7b", 1.7206),
-        ("qwen3-4b", 4.0225),
         ("qwen3-8b", 8.1907),
         ("llama-3.2-1b", 1.2358),
         ("gemma-2-2b", 2.6143),
@@ -114,27 +94,17 @@ def test_presets_have_the_published_number_of_parameters(preset, billions):
     assert round(sizes(preset)["params"] / 1e9, 4) == billions
 
 
-def test_every_preset_is_a_decoder_that_can_be_taken_apart():
-    for name in PRESETS:
-        assert sizes(name)["layers"] == PRESETS[name]["num_hidden_layers"]
-
-
 @pytest.mark.parametrize(
     ("preset", "changes", "message"),
     [
         ("tiny", {"num_key_value_heads": 3}, "num_key_value_heads=3; allowed: divisors of num_attention_heads=4"),
-        ("tiny", {"num_attention_heads": 3}, "num_key_value_heads=2; allowed: divisors of num_attention_heads=3"),
         ("tiny", {"hidden_size": -64}, "hidden_size=-64; allowed: 1 or more"),
         ("tiny", {"intermediate_size": 1.5}, "intermediate_size=1.5; allowed: 1 or more"),
-        ("tiny", {"vocab_size": 0}, "vocab_size=0; allowed: 1 or more"),
         ("tiny", {"hidden_act": "foo"}, "unknown hidden_act 'foo'; allowed: gelu, .*silu"),
-        ("gemma-2-2b", {"hidden_activation": "foo"}, "unknown hidden_activation 'foo'; allowed: gelu, .*silu"),
         ("tiny", {"dtype": "float16"}, "dtype='float16' is no change of the shape; allowed: by its own option --dtype"),
-        ("tiny", {"name": "x"}, "unknown field of qwen3's configuration 'name'"),
         ("tiny", {"model_type": "nope"}, "unknown model_type 'nope'; allowed: gpt.* more"),
         ("tiny", {"attention_dropout": 2.0}, "attention_dropout=2.0; allowed: 0 to 1"),
         ("tiny", {"num_hidden_layers": 100_000}, "num_hidden_layers=100000; allowed: 1 or more, at most 1024"),
-        ("tiny", {"num_hidden_layers": "{[]: 1}"}, "num_hidden_layers='{\\[\\]: 1}'; allowed: 1 or more"),
         ("tiny", {"pad_token_id": 10**6}, "no model of type 'qwen3' can be made"),
     ],
 )
@@ -142,7 +112,7 @@ def test_changes_that_make_no_model_are_named(preset, changes, message):
     with pytest.raises(T1Error, match=message) as raised:
         shape_only(preset, torch.float32, **changes)
     assert len(str(raised.value)) < 300
-    if not changes.keys() & {"dtype", "name"}:
+    if "dtype" not in changes:
         with pytest.raises(T1Error, match=message):
             build_model(preset, **changes)
 
@@ -165,7 +135,6 @@ def configure(folder, **fields):
         ({"num_hidden_layers": 3, "layer_types": None}, "lacks 11 of the weights .*layers.2"),
         ({"num_hidden_layers": 1, "layer_types": None}, "has 11 weights of layers beyond those of config.json"),
         ({"intermediate_size": 48}, r"mlp.* is \(64, 96\); config.json means \(64, 48\)"),
-        ({"hidden_act": "foo"}, "unknown hidden_act in config.json .* 'foo'"),
         ({"quantization_config": {"quant_method": "nope"}}, "quantised"),
         ({"hidden_size": "wide"}, "cannot load"),
     ],
@@ -174,15 +143,6 @@ def configure(folder, **fields):
 def test_a_configuration_that_disagrees_with_the_weights_is_refused(folder, fields, message):
     configure(folder, **fields)
     with pytest.raises(T1Error, match=message):
-        build_model(str(folder))
-
-
-def test_a_checkpoint_that_lacks_a_weight_is_refused(folder):
-    path, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
-    weights = load_file(path)
-    del weights[name]
-    save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(T1Error, match=f"lacks 1 of the weights that config.json means: .*{name}"):
         build_model(str(folder))
 
 
@@ -195,7 +155,7 @@ def test_no_other_implementation_of_attention_is_loaded(folder, asked):
     assert build_model(str(folder)).config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + "/b", "a" * 5000, "a\0b", ""])
+@pytest.mark.parametrize("name", ["a" * 300 + "/b", "a" * 5000, "a\0b", ""])
 def test_names_that_no_folder_can_have(name):
     for call in (build_model, shape_only):
         with pytest.raises(T1Error, match="unknown model") as raised:
@@ -204,19 +164,17 @@ def test_names_that_no_folder_can_have(name):
 
 
 def test_split_names_the_parts():
+    assert [split(built("qwen3", tie_word_embeddings=tied)).tied for tied in (True, False)] == [True, False]
     parts = split(built("gemma2"))
     assert len(parts.layers) == 2 and parts.softcap == 30.0
     assert parts.head.weight.shape == (512, 64) and parts.norm.weight.shape == (64,)
     assert split(built("qwen3")).softcap is None
 
 
-def test_split_refuses_what_is_no_stack_of_that_kind():
+def test_split_refuses_what_is_no_stack_of_that_kind_and_scaled_logits():
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
     with pytest.raises(T1Error, match="'gpt2' is not embedding, layers, norm, linear head"):
         split(AutoModelForCausalLM.from_config(config))
-
-
-def test_split_refuses_scaled_logits():
     shape = {**FAMILIES["llama"][1], "logits_scaling": 8.0}
     config = AutoConfig.for_model("granite", **shape)
     with torch.device("meta"):

@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 OPTIONAL = {  # imported where a user has them: peers that are measured, a shard of a dataset, a cell of a notebook
     "IPython", "cut_cross_entropy", "liger_kernel", "pyarrow", "quack", "trl",
 }  # fmt: skip
-KIT_COMMANDS = ("run", "list", "check", "report")
 
 
 @pytest.fixture(scope="module")
@@ -144,36 +143,6 @@ def test_heads_and_streaming_are_imported_without_the_rest(wheel):
     assert Path(succeeds(run).strip()) == wheel / "t1lib/__init__.py"
 
 
-USED = """
-import torch
-from t1lib.heads import patch_head
-from t1lib.train import build_model, stream
-
-model = patch_head(build_model("tiny"), head="chunked")
-model, optimizer = stream(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-ids = torch.arange(64).reshape(2, 32)
-losses = []
-for _ in range(3):
-    losses.append(model(input_ids=ids, labels=ids).loss)
-    losses[-1].backward()
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-optimizer.close()
-assert losses[2] < losses[0]
-"""
-
-
-@pytest.mark.slow
-def test_a_patched_model_streams_in_the_plain_installation(plain):
-    succeeds(plain("-c", USED))
-
-
-@pytest.mark.slow
-def test_plan_works_in_the_plain_installation(plain):
-    assert "recommended: " in succeeds(plain("-m", "t1lib", "plan", "--model", "tiny", "--vram", "1GiB"))
-
-
 def test_train_works_in_the_plain_installation(plain, tmp_path):
     (tmp_path / "text.txt").write_text("A short text about nothing. " * 200)
     small = ["--vocabulary", "270", "--seq", "16", "--batch", "2", "--steps", "2", "--eval-rows", "2"]
@@ -182,14 +151,14 @@ def test_train_works_in_the_plain_installation(plain, tmp_path):
     assert len((tmp_path / "run/metrics.csv").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("command", [(), ("plan",), ("train",), ("run",)])
+@pytest.mark.parametrize("command", [(), ("train",)])
 def test_help_needs_nothing_but_the_package(wheel, command):
     arguments = [sys.executable, "-S", "-m", "t1lib", *command, "--help"]
     run = subprocess.run(arguments, cwd=wheel, env={}, capture_output=True, text=True, timeout=60)
     assert "usage: python -m t1lib" in succeeds(run)
 
 
-@pytest.mark.parametrize("command", KIT_COMMANDS)
+@pytest.mark.parametrize("command", ["run", "check"])
 def test_what_needs_the_kit_says_so(plain, command):
     done = plain("-m", "t1lib", command)
     assert done.returncode == 2 and done.stderr.startswith(f"error: `{command}` needs ")

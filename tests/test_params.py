@@ -25,18 +25,11 @@ def test_declared_gives_types_defaults_and_help(checkout):
     }
 
 
-def test_a_notebook_without_parameters_is_no_experiment(checkout):
-    path = checkout.add("tutorial")
-    path.write_text(path.read_text().replace('"parameters"', '"other"'))
-    assert params.experiments() == []
-
-
 @pytest.mark.parametrize(
     ("line", "part"),
     [
         ("steps = 3", "steps = 3"),
         ("steps: int = 2 * 3", "2 * 3"),
-        ("steps: int", "'steps: int'"),
         ("steps: dict = {}", "allowed: int, float"),
         ("steps: int = 1.5", "'steps' is 1.5; it should be a valid integer"),
         ("steps: int = (", "not Python"),
@@ -59,12 +52,9 @@ def test_defaults_then_profile_then_overrides(checkout):
     [
         ("stpes: 5", ["params/smoke/demo.yaml", "'stpes'", "allowed: profile, steps, rate", "mean 'steps'"]),
         ("steps: ten", ["'steps' is 'ten'; it should be a valid integer"]),
-        ("steps: true", ["'steps' is True", "integer"]),
         ("steps: 1.0", ["'steps' is 1.0", "integer"]),
         ("rate: fast", ["'rate' is 'fast'", "number"]),
-        ("rate: true", ["'rate' is True", "number"]),
         ("profile: 2024-01-01", ["2024, 1, 1", "string"]),
-        ("steps: {first: 1}", ["not flat"]),
         ("- steps", ["not flat"]),
         ("steps: [", ["not YAML"]),
         ("steps: 1\nrate: 0.1\nsteps: 2", ["has steps twice"]),
@@ -90,12 +80,10 @@ def test_unknown_names_are_refused(checkout):
     ("line", "text", "part"),
     [
         ("x: int = 1  # steps, ≥ 1", "0", "'x' is 0; it should be greater than or equal to 1"),
-        ("x: float = 1.0  # rate, > 0", "0", "'x' is 0; it should be greater than 0"),
         ("x: float = 1.0  # rate, > 0", ".nan", "greater than 0"),
-        ("x: float = 1.0  # at ≥ 0.5", "0.4", "equal to 0.5"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[2, 0]", "[2, 0]; it should be greater than or equal to 1"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[]", "'x' is []"),
-        ('x: str = "a"  # kind, one of a, bb: the second is slow', "b", "'a' or 'bb'"),
+        ("x: list[int] = [1]  # sizes, each ≥ 1", "[[1]]", "'x' is [[1]]"),
         ('x: list[str] = ["a"]  # kinds, one of a, bb', "[a, c]", "'a' or 'bb'"),
     ],
 )
@@ -130,12 +118,6 @@ def test_command_line_texts_take_the_declared_type(checkout, kind, text, value):
     default = {"int": 1, "float": 1.0, "bool": False, "str": "a"}.get(kind, [])
     checkout.add("demo", parameters=f"x: {kind} = {default!r}", yaml="")
     assert params.resolve("demo", "smoke", {"x": text}) == {"x": value}
-
-
-def test_nested_and_mixed_lists_are_refused(checkout):
-    checkout.add("demo", parameters="x: list[int] = []", yaml="")
-    for text in ("[[1]]", "[a]", "3", "[{a: 1}]"):
-        refused(lambda text=text: params.resolve("demo", "smoke", {"x": text}), "-p: 'x' is ")
 
 
 BAD_YAML = ["2024-13-45", "0x_", "!!int abc", "!!bool abc", "!!timestamp abc", "1" * 5000, "[" * 3000, "? [a]\n: b"]

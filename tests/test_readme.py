@@ -14,7 +14,6 @@ import pytest
 
 from t1lib.__main__ import main
 from t1lib.claims import PAGE, read_claims
-from t1lib.kit.published import DIFFERENCES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -104,8 +103,8 @@ def test_a_headline_is_a_claim_and_the_reference_runs_number(row):
     assert numbers[key]["text"] == ours
 
 
-def test_there_are_ten_headlines_and_a_figure():
-    assert len(table("Ten results")) == 10 and "![" in section("Ten results")
+def test_there_are_ten_headlines_and_a_figure_and_a_map_of_ten_lines():
+    assert len(table("Ten results")) == len(table("Where is")) == 10 and "![" in section("Ten results")
 
 
 @pytest.mark.parametrize("row", table("Why not"), ids=lambda row: row[0])
@@ -127,15 +126,6 @@ def test_what_the_map_points_at_is_there(row):
     assert set(re.findall(r"`(\w+)`", row[2])) <= defined
 
 
-def test_the_folders_of_the_layout_exist():
-    rows = re.findall(r"^\| `([\w/]+/)` \|", TEXT["docs/method.md"], re.MULTILINE)
-    assert len(rows) >= 8 and all((ROOT / folder).is_dir() for folder in rows)
-
-
-def test_the_map_has_ten_lines():
-    assert len(table("Where is")) == 10
-
-
 def links() -> Iterator[tuple[str, str]]:
     for page, text in TEXT.items():
         for target in re.findall(r"\]\((?!https?:)([^)]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
@@ -154,29 +144,3 @@ def test_a_link_leads_somewhere(page, target):
     assert path.exists()
     if part:
         assert part in [anchor(line.lstrip("# ")) for line in path.read_text("utf-8").splitlines() if line[:1] == "#"]
-
-
-def test_every_page_can_be_found_from_the_readme():
-    seen, todo = set(), ["README.md"]
-    while todo:
-        page = todo.pop()
-        seen.add(page)
-        found = [(ROOT / page).parent / target.partition("#")[0] for where, target in links() if where == page]
-        names = [path.resolve().relative_to(ROOT).as_posix() for path in found if path.suffix == ".md"]
-        todo += [name for name in names if name not in seen]
-    assert set(TEXT) <= seen
-
-
-def test_pages_that_the_code_names_exist():
-    named = {
-        name
-        for path in (ROOT / "t1lib").rglob("*.py")
-        for name in re.findall(r"docs/[\w/-]+\.md", path.read_text("utf-8"))
-    }
-    assert named and named <= set(TEXT)
-
-
-@pytest.mark.parametrize("key", DIFFERENCES)
-def test_all_differences_are_told(key):
-    where, says, shows, kit = DIFFERENCES[key]
-    assert f"| {key} | {where} | {says} | {shows} | {kit} |" in TEXT["docs/differences.md"]

@@ -1,6 +1,4 @@
 import json
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -28,24 +26,13 @@ def test_csv_round_trip_is_exact(tmp_path):
     assert loaded.rows == records.rows
     loaded.save(tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "samples.csv").read_bytes()
-    assert loaded.frame().equals(records.frame())
-
-
-def test_frame_and_its_numeric_part():
-    frame = sample().frame()
+    frame = loaded.frame()
     assert list(frame.columns) == ["variant", "phase", "step", "metric", "unit", "value"]
     assert frame["value"].tolist() == [0.1 + 0.2, 1 / 3, 2.0**40 + 1, "oom"]
-    assert numeric(frame)["value"].dtype == "float64"
-    assert len(numeric(frame)) == 3
-    assert statuses(frame) == {"ckpt": "oom"}
-    assert Records().frame().empty
-
-
-def test_not_a_number_survives_the_round_trip(tmp_path):
-    records = Records()
+    assert len(numeric(frame)) == 3 and statuses(frame) == {"ckpt": "oom"}
     records.add("slide", "loss", float("nan"))
     records.save(tmp_path / "samples.csv")
-    assert np.isnan(Records.load(tmp_path / "samples.csv").rows[0]["value"])
+    assert np.isnan(Records.load(tmp_path / "samples.csv").rows[-1]["value"])
 
 
 def test_extend_takes_rows_of_another_process():
@@ -64,8 +51,6 @@ def test_wrong_rows_are_refused(tmp_path):
         records.add("gpu", "wall", "fast")
     with pytest.raises(T1Error, match="has variant, metric, valeu; allowed: variant"):
         records.extend([{"variant": "gpu", "metric": "wall", "valeu": 1}])
-    with pytest.raises(T1Error, match="has variant, metric; allowed"):
-        records.extend([{"variant": "gpu", "metric": "wall"}])
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(T1Error, match="columns"):
         Records.load(tmp_path / "other.csv")
@@ -75,17 +60,11 @@ def test_wrong_rows_are_refused(tmp_path):
     ("value", "text"),
     [
         (0.0, "0"),
-        (1, "1"),
-        (4096, "4096"),
         (17179869184, "17,179,869,184"),
         (9.999, "10.0"),
-        (1.0, "1.00"),
         (0.012345, "0.0123"),
-        (123.456, "123"),
         (1234.5678, "1235"),
-        (-2.5, "-2.50"),
         (1.5e-7, "1.50e-07"),
-        (3.2e9, "3.20e+09"),
         (float("nan"), "n/a"),
         (True, "yes"),
         ("oom", "oom"),
@@ -117,28 +96,8 @@ def test_numbers_round_trip(tmp_path):
     assert numbers()["t1m1.slide.wall_ms"] == {"value": 41.23456, "unit": "ms", "text": "41.2"}
     assert numbers()["t1m1.speed-up"]["text"] == "2.0"
     assert numbers()["t1m1.gone"] == {"value": None, "unit": "", "text": "n/a"}
-
-
-def test_a_key_has_plain_characters():
     with pytest.raises(T1Error, match="'a b'"):
         numbers().set("a b", 1)
-
-
-@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs LaTeX")
-def test_latex_prints_numbers_and_stops_at_a_missing_one(tmp_path):
-    numbers().save_tex(tmp_path / "numbers.tex")
-    body = r"\documentclass{article}\begin{document}\input{numbers}\typeout{GOT \result{%s}}\result{%s}\end{document}"
-
-    def build(key: str) -> subprocess.CompletedProcess:
-        (tmp_path / "paper.tex").write_text(body % (key, key))
-        command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-
-    good, bad = build("t1m1.slide.wall_ms"), build("t1m1.slide.wal_ms")
-    assert good.returncode == 0
-    assert "GOT 41.2" in good.stdout
-    assert bad.returncode != 0
-    assert "no result with the key t1m1.slide.wal_ms" in bad.stdout
 
 
 def test_environment_names_the_machine_but_not_its_owner(checkout, monkeypatch):
@@ -164,12 +123,7 @@ def test_git_state_falls_back_to_the_environment(checkout, monkeypatch):
     monkeypatch.setenv("T1_COMMIT", "abc1" * 10)
     monkeypatch.setenv("T1_DIRTY", "1")
     assert git_state() == {"commit": "abc1" * 10, "dirty": True}
-
-
-@pytest.mark.parametrize("commit", ["abc1234", "main", "A" * 40])
-def test_a_commit_is_named_in_full_before_a_run_begins(checkout, monkeypatch, commit):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.root.parent))
-    monkeypatch.setenv("T1_COMMIT", commit)
+    monkeypatch.setenv("T1_COMMIT", "main")
     checkout.add("demo")
-    with pytest.raises(T1Error, match=f"T1_COMMIT is '{commit}'; allowed: a commit's 40 hexadecimal digits"):
+    with pytest.raises(T1Error, match="T1_COMMIT is 'main'; allowed: a commit's 40 hexadecimal digits"):
         Run("demo", {"profile": "smoke", "steps": 1, "rate": 1.0})

@@ -54,7 +54,3 @@ def test_what_is_quoted_of_the_second_run_is_its_own():
     assert f"a second run: {time:.2f}," in RESULTS and f"{100 * time:.0f} % of the times are within 20 %" in RESULTS
     assert f"{100 * reserved:.0f} % of reserved memory within 10 % (at most {100 * largest:.0f} %)" in RESULTS
     assert allocated == 1
-
-
-def test_the_reference_is_small():
-    assert sum(path.stat().st_size for path in REFERENCE.rglob("*") if path.is_file()) < 15e6

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import T1Error, choose, require, shown
 from t1lib.heads.chunked import chunked
 from t1lib.heads.fused import fused
 from t1lib.heads.fused_plan import device_of
@@ -148,8 +148,9 @@ def _agree(
     errors, facts, held, implied = (list(x) for x in zip(*told, strict=True))
     for rank, e in enumerate(errors):
         require(e is None, str(e) if all(other == e for other in errors) else f"rank {rank}: {e}")
-    require(len({repr(f) for f in facts}) == 1, f"{difference(facts)}; {SAME}")
-    summed = f"the ranks hold {' + '.join(map(str, held))} = {sum(held)} rows of linear_weight"
+    if len({repr(f) for f in facts}) > 1:
+        raise T1Error(f"{difference(facts)}; {SAME}")
+    summed = f"the ranks hold {shown(held)}, together {sum(held)}, rows of linear_weight"
     for what, size in (pair for each in implied for pair in each.items()):
         require(size is None or size == sum(held), f"{summed}, but {what} {size!r} classes")
     if len(known) >= MOST:
@@ -159,15 +160,16 @@ def _agree(
 
 
 def difference(every: list[dict[str, Any]]) -> str:
-    """Describe the first fact about which the ranks disagree, with each rank's value; `every` is in rank order.
+    """Describe the first fact about which the ranks disagree: rank 0's value and the first other one.
 
-    A rank that lacks the fact is shown with "nothing", because None is a value.
+    A rank that lacks the fact is shown with "nothing", because None is a value. `every` is in rank order.
     """
     for name in dict.fromkeys(name for facts in every for name in facts):
         told = [repr(facts[name]) if name in facts else "nothing" for facts in every]
         if len(set(told)) > 1:
             break
-    return f"ranks disagree about {name}: " + ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(told))
+    other = next(rank for rank, value in enumerate(told) if value != told[0])
+    return f"ranks disagree about {name}: {told[0]} on rank 0, {told[other]} on rank {other}"
 
 
 def require_backend(group: ProcessGroup, device: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from t1lib.errors import T1Error, require
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, shape_only
-from t1lib.optimizers import OptimizerSpec, spec_for
+from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes
 from t1lib.plan.duration import fsdp_ms, step_ms
@@ -105,7 +105,7 @@ def work_for(setting: Setting) -> Work:
     positions = model.config.max_position_embeddings
     require(setting.seq <= positions, f"seq {setting.seq}; {setting.model} has {positions} positions{MORE}")
     return work_of(
-        model, spec_for(setting.optimizer, model.parameters()), rows=setting.rows, seq=setting.seq,
+        model, setting.optimizer.kinds, rows=setting.rows, seq=setting.seq,
         micro_batch=setting.micro_batch, workspace=setting.workspace, together=setting.together, cuda=setting.cuda,
     )  # fmt: skip
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from t1lib.errors import require
 from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
 from t1lib.models import Parts, layer_arguments, split
-from t1lib.optimizers import OptimizerSpec, has_master, state_bytes
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one process, with offload
 HEADS = ("full", "chunked", "fused", "torch")
 SLACK = 64 * 2**20
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
+Kinds = Callable[[torch.Tensor], dict[str, torch.dtype]]
 LEAST, MOST, LAUNCHED = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
 
 
@@ -132,13 +132,14 @@ def _saved_by_length(parts: Parts, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def work_of(
-    model: nn.Module, spec: OptimizerSpec, *, rows: int, seq: int, micro_batch: int | None = None,
+    model: nn.Module, kinds: Kinds, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = True, layers: Sequence[nn.Module] | None = None,
     trained: Collection[nn.Parameter] | None = None, loss_head: bool = True, hidden: int | None = None,
     saved: int | None = None, cuda: bool = True,
 ) -> Work:  # fmt: skip
     """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
+    kinds       gives dtypes of a parameter's optimizer state, such as `OptimizerSpec.kinds`
     layers      the stack of alike layers (None: a Hugging Face decoder's own)
     trained     the parameters that are trained (None: those that require a gradient)
     loss_head   whether the loss is computed from logits: those of the model's output layer
@@ -152,8 +153,8 @@ def work_of(
     layers = split(model).layers if layers is None else layers
     require(len(layers) > 0, "a model without layers; allowed: a stack of one layer or more")
     trained = {p for p in model.parameters() if p.requires_grad} if trained is None else set(trained)
-    streams, aside, frozen = _streaming(layers, trained, spec)
-    numel, dtype = _count(streams), streams[0].dtype
+    streams, aside, frozen = _streaming(layers, trained, kinds)
+    numel, dtype, state = _count(streams), streams[0].dtype, kinds(streams[0])
     outside = {*model.parameters()} - {p for layer in layers for p in layer.parameters()}
     output = getattr(model, "get_output_embeddings", lambda: None)() if loss_head else None
     vocabulary, width = (0, 0) if output is None else output.weight.shape
@@ -161,17 +162,17 @@ def work_of(
     return Work(
         layers=len(layers), layer=numel, outer=_count(outside & trained), hidden=hidden or config.hidden_size,
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
-        state=state_bytes(torch.empty(1, dtype=dtype), spec), tokens=rows * seq, micro_tokens=micro_tokens,
+        state=_bytes_of(state), tokens=rows * seq, micro_tokens=micro_tokens,
         head_tokens=rows * seq, workspace=workspace * (output is not None), together=together, frozen=frozen,
         aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
         still=_count(outside - trained), head=vocabulary * width, largest=max(p.numel() for p in model.parameters()),
         vocabulary=vocabulary, attention=_attention(config, seq), graphed=cuda and micro_tokens <= launch_bound(numel),
-        masters=has_master(streams[0], spec), cuda=cuda,
+        masters="master" in state, cuda=cuda,
     )  # fmt: skip
 
 
 def _streaming(
-    layers: Sequence[nn.Module], trained: Collection[nn.Parameter], spec: OptimizerSpec
+    layers: Sequence[nn.Module], trained: Collection[nn.Parameter], kinds: Kinds
 ) -> tuple[list[nn.Parameter], int, int]:
     """A layer's streaming parameters; bytes of all others, with gradients and state; how many layers are frozen."""
     aside, frozen, many = 0, 0, []
@@ -179,7 +180,7 @@ def _streaming(
         sides = [[p for p in layer.parameters() if (p in trained) == side] for side in (True, False)]
         few, many = sorted(sides, key=lambda side: sum(p.nbytes for p in side))
         frozen += many is sides[1]
-        aside += sum(p.nbytes + (p in trained) * (p.nbytes + state_bytes(p, spec)) for p in few)
+        aside += sum(p.nbytes + (p in trained) * (p.nbytes + p.numel() * _bytes_of(kinds(p))) for p in few)
     return many, aside, frozen
 
 
@@ -189,6 +190,10 @@ def _attention(config: PreTrainedConfig | None, seq: int) -> int:
     heads = getattr(config, "num_attention_heads", 0)
     width = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * (seq + SHORT) * width
+
+
+def _bytes_of(state: dict[str, torch.dtype]) -> int:
+    return sum(kind.itemsize for kind in state.values())
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:

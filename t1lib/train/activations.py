@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
@@ -43,28 +43,18 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
     ]
 
 
-def tensors_in(*values: Any) -> list[Tensor]:
-    return [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
+def autocast_again(device: torch.device) -> Callable[[], AbstractContextManager]:
+    """What brings today's autocast state back in the recomputation. Its cache of narrowed weights is off: it would keep
+    those of all layers, and those of an earlier content of their slot."""
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-
-@dataclass
-class Autocast:
-    """The autocast state of a forward, for the recomputation. Its cache of narrowed weights is off: it would keep those
-    of all layers, and those of an earlier content of their slot."""
-
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, device: torch.device) -> "Autocast":
-        kind = device.type
-        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-
-    def again(self) -> AbstractContextManager:
-        if not self.enabled and not torch.is_autocast_enabled(self.kind):
+    def again() -> AbstractContextManager:
+        if not enabled and not torch.is_autocast_enabled(kind):
             return nullcontext()
-        return torch.autocast(self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+        return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+    return again
 
 
 class Randomness:
@@ -97,11 +87,12 @@ class Randomness:
 class Saved:
     """What a layer's forward leaves for its backward, by micro-batch.
 
-    graphs   inputs and outputs with the autograd graph between them, if the layer's activations are kept
-    input    where the input waits, if it waits on the host
+    autocast   brings the forward's autocast state back
+    graphs     inputs and outputs with the autograd graph between them, if the layer's activations are kept
+    input      where the input waits, if it waits on the host
     """
 
-    autocast: Autocast
+    autocast: Callable[[], AbstractContextManager]
     random: list[Randomness] = field(default_factory=list)
     graphs: list[tuple[Tensor, Tensor]] | None = None
     input: "OnHost | None" = None
@@ -129,24 +120,24 @@ class Inputs:
         self.outward.after(self.compute.mark())
         with self.outward.active(), self.trace().span("out", "inputs", layer, self.outward.stream):
             buffer.copy_(tensor, non_blocking=True)
-        before = self._leaving[-1] if self._leaving else None
-        found = OnHost(self, layer, buffer, tensor.detach(), self.outward.mark(), before)
-        self._leaving.append(found)
-        for old in self._leaving[:-LEAVING]:
-            old.let_go()
-        self._leaving = self._leaving[-LEAVING:]
-        return found
+        before = weakref.ref(self._leaving[-1]) if self._leaving else lambda: None
+        self._leaving.append(OnHost(self, layer, before, buffer, tensor.detach(), self.outward.mark()))
+        if len(self._leaving) > LEAVING:
+            self._leaving.pop(0).let_go()
+        return self._leaving[-1]
 
 
+@dataclass(eq=False)
 class OnHost:
-    """A tensor that waits on the host. before: the one that was put there before it, which is wanted after it"""
+    """A tensor that waits on the host. before: gives the one that was put there before it, which is wanted after it"""
 
-    def __init__(
-        self, inputs: Inputs, layer: int, buffer: Tensor, tensor: Tensor, left: Mark, before: "OnHost | None"
-    ) -> None:
-        self._inputs, self._layer, self._buffer, self._tensor, self._left = inputs, layer, buffer, tensor, left
-        self._before = (lambda: None) if before is None else weakref.ref(before)
-        self._back: Mark = None
+    _inputs: Inputs
+    _layer: int
+    _before: "Callable[[], OnHost | None]"
+    _buffer: Tensor | None
+    _tensor: Tensor | None
+    _left: Mark
+    _back: Mark = None
 
     def let_go(self) -> None:
         """Free the device's copy once it has left."""

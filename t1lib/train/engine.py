@@ -10,24 +10,23 @@ from torch import Tensor, nn
 
 from t1lib.errors import require
 from t1lib.memory import trim_heap
-from t1lib.plan.cost import Choice, updated_by_host
+from t1lib.optimizers import Precision
+from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace
 from t1lib.train.activations import Piece
 from t1lib.train.lanes import UpdateThread, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names, unwatched
-from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, groups_of, rules_of
+from t1lib.train.optimizer import StreamOptimizer
 from t1lib.train.outer import Outer
 from t1lib.train.passes import Passes
 from t1lib.train.placing import planned, refuse_shared, require_host_memory
 from t1lib.train.schedule import Schedule
-from t1lib.train.update import Precision
 
 
 class Engine:
     """One streamed model. Its layers call `run`, its optimizer `step`.
 
     budget     bytes of gpu_memory; plan_for, choice and head as in `stream`
-    groups     numbers of the parameters' groups, by id
     host       the layers whose parameters are on the host
     streamed   ids of these parameters
     outer      updates matrices outside the layers whose state is on the host; None: there are none
@@ -42,14 +41,13 @@ class Engine:
         self.micro_batch, self.in_backward, self.overlap, self.budget = micro_batch, in_backward, overlap, budget
         self.head = head
         self.trace: NoTrace = NoTrace()
-        streamed, self.groups = streamed_names(self.stack), groups_of(optimizer)
+        self.optimizer = StreamOptimizer(self, optimizer)
+        streamed, groups = streamed_names(self.stack), self.optimizer.groups
         refuse_shared(model, self.stack, streamed)
         first = dict(self.stack[0].named_parameters())
-        order = sorted(streamed, key=lambda n: self.groups.get(id(first[n]), 0))  # one group side by side
+        order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # one group side by side
         self.layout = Layout({n: first[n] for n in order})
-        require_host_memory(self.layout, self.stack, precision, rules_of(optimizer.param_groups, device), in_backward)
-        self.optimizer = StreamOptimizer(self, optimizer)
-        self.resident = ResidentUpdates(precision, self.optimizer.state)
+        require_host_memory(self.layout, self.stack, precision, self.optimizer.rules(), in_backward)
         self.host: list[HostLayer] = []
         self.streamed: set[int] = set()
         self.outer: Outer | None = None
@@ -74,7 +72,7 @@ class Engine:
     def _take_over(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
         for index, layer in enumerate(self.stack):
-            held = HostLayer(layer, index, self.layout, self.device, self.groups, self.resident.counts)
+            held = HostLayer(layer, index, self.layout, self.device, self.optimizer.groups, self.optimizer.counts)
             self.host.append(held)
             self.streamed.update(map(id, held.params.values()))
         for module in self.model.modules():
@@ -108,7 +106,7 @@ class Engine:
         self.host = self.host[choice.resident :]
         outer = self._travelling() if choice.outer == "host" else []
         self._run_with(choice, outer, trains=True)
-        state, counts = self.optimizer.state, self.resident.counts
+        state, counts = self.optimizer.state, self.optimizer.counts
         for held in self.host:
             views = {key: self.layout.views(flat) for key, flat in held.state.items()}
             for name, param in held.params.items():
@@ -124,27 +122,25 @@ class Engine:
     def _travelling(self) -> list[tuple[nn.Parameter, int]]:
         """Trained matrices outside the layers, of the layers' dtype, with the numbers of their groups."""
         inside = {id(p) for layer in self.stack for p in layer.parameters()}
-        found = [p for p in self.model.parameters() if id(p) not in inside and id(p) in self.groups]
+        found = [p for p in self.model.parameters() if id(p) not in inside and id(p) in self.optimizer.groups]
         found = [p for p in found if p.requires_grad and p.dim() > 1 and p.dtype == self.layout.dtype]
-        return [(p, self.groups[id(p)]) for p in found if p.is_contiguous()]
+        return [(p, self.optimizer.groups[id(p)]) for p in found if p.is_contiguous()]
 
     def _run_with(self, choice: Choice, outer: list[tuple[nn.Parameter, int]], trains: bool) -> None:
         """Make what runs the layers."""
-        self.choice, rules, trace = choice, self.optimizer.rules, lambda: self.trace
+        self.choice, trace = choice, lambda: self.trace
         self.schedule = Schedule(
-            {held.index: held for held in self.host}, self.layout, self.device, slots=choice.slots,
-            grad_slots=choice.grad_slots,
-            on_host={h.index for k, h in enumerate(self.host) if updated_by_host(k, choice.host_share)},
-            in_backward=self.in_backward, precision=self.precision, rules=rules, overlap=self.overlap, trace=trace,
-            guests=[param for param, _ in outer], trains=trains,
+            {held.index: held for held in self.host}, self.layout, self.device, choice, self.optimizer,
+            in_backward=self.in_backward, overlap=self.overlap, trace=trace, guests=[param for param, _ in outer],
+            trains=trains,
         )  # fmt: skip
         self._ending = weakref.finalize(self, _end, self.schedule.thread, self.device)
         if outer:
             inside = {id(param) for param, _ in outer}
             embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in inside]
-            self.outer = Outer(
-                outer, embeddings, self.schedule, rules(), self.precision, self.resident.counts, len(self.stack)
-            )
+            self.outer = Outer(outer, embeddings, self.schedule, self.optimizer, len(self.stack))
+            if embeddings:
+                self._replace(embeddings[0], "forward", self.outer.look_up)
         self.passes = Passes(self.stack, self.forwards, self.schedule, self.outer, choice, self.micro_batch, trace)
 
     def _let_go(self) -> None:
@@ -175,13 +171,12 @@ class Engine:
         require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
         if not self.placed:
             return
-        rules = self.optimizer.rules()
         with uninterrupted():
             elsewhere = self.streamed | self.travelling
-            self.resident.step(self.optimizer.param_groups, rules, lambda p: id(p) not in elsewhere)
+            self.optimizer.update(lambda p: id(p) not in elsewhere)
             if self.outer is not None:
-                self.outer.begin(rules)
-            self.schedule.step(rules)
+                self.outer.begin()
+            self.schedule.step()
 
     @property
     def travelling(self) -> set[int]:
@@ -219,8 +214,6 @@ class Engine:
         self.closed = True
         try:
             self.drain()
-            if self.outer is not None:
-                self.outer.close()
         finally:
             for held in self.host:
                 held.give_back()

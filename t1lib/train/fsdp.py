@@ -60,7 +60,6 @@ class FsdpTrainer(Trainer):
         for layer in self.parts.layers:
             fully_shard(layer, mesh=mesh, **policy)
         fully_shard(self.model, mesh=mesh, **policy)
-        self._defers = not self._offload and not self.ranks.alone
         for module in self.model.modules():
             if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: each loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)
@@ -68,9 +67,8 @@ class FsdpTrainer(Trainer):
             for name, buffer in module.named_buffers(recurse=False):  # FSDP moves parameters only
                 setattr(module, name, buffer.to(self.device))
         self.model.forward = super()._piece_loss  # FSDP gathers embedding, norm and head when the model is called
-        trained = (n for n, p in self.model.named_parameters() if p.requires_grad)
-        self._own = {n: nn.Parameter(self._weight(n)) for n in trained}
-        self.optimizer = self._resident_optimizer(kit=on_host)
+        self._own = {n: nn.Parameter(self._weight(n)) for n in self._own}
+        self.optimizer = self._resident_optimizer(on_host)
 
     def _meet(self) -> None:
         """Join the process group, creating it if there is none, and check that all ranks have the same model."""
@@ -135,10 +133,10 @@ class FsdpTrainer(Trainer):
         return self.model(piece, timer)
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        for number, piece in enumerate(pieces, 1):
-            self.model.set_requires_gradient_sync(number == len(pieces) or not self._defers)
-            total += self._back(self._piece_loss(piece, timer), timer)
+        self.model.set_requires_gradient_sync(self._offload or self.ranks.alone)
+        total = super()._backward(pieces[:-1], timer)
+        self.model.set_requires_gradient_sync(True)
+        total += super()._backward(pieces[-1:], timer)
         for name, shard in self._own.items():
             grad = self.model.get_parameter(name).grad
             shard.grad = None if grad is None else _local(grad)

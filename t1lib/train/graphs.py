@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from t1lib.train.layers import HostLayer
 
-SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device, tuple)  # tuples: keys, and types with lengths
+SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
 OWN = ("forward", "training", "layer_idx")  # attributes that each streamed layer has for itself
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
@@ -64,11 +64,13 @@ class LayerGraphs:
 
         What cannot be captured, because it waits for the device, runs eagerly, with a warning.
         """
-        tensors, rest = [], []
-        _take_apart(inputs, tensors, rest)
-        if not all(isinstance(value, SIMPLE) or value is Tensor for value in rest):  # such as a cache, or a mask object
+        leaves, structure = tree_flatten(inputs)
+        tensors = [value for value in leaves if isinstance(value, Tensor)]
+        rest = tuple(value for value in leaves if not isinstance(value, Tensor))
+        if not all(isinstance(value, SIMPLE) for value in rest):  # such as a cache, or a mask object
             return function(*inputs)
-        key = self.kinds[index], place, tuple(rest), tuple(map(_layout, tensors))
+        where = tuple(isinstance(value, Tensor) for value in leaves)
+        key = self.kinds[index], place, str(structure), where, rest, tuple(map(_layout, tensors))
         if key not in self._graphs:
             if key not in self._seen or len(self._graphs) == LIMIT:
                 self._seen.add(key)
@@ -87,8 +89,14 @@ class LayerGraphs:
 
     def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> "_Graph":
         """Capture a call. Nothing is computed yet; other threads may go on using the device."""
-        own = self._inputs_like(tensors)
-        left = iter(own)  # in the order in which `_take_apart` found them
+        count, own = Counter(), []  # from where the graph reads its inputs: graphs share tensors of one layout
+        for tensor in tensors:
+            layout = _layout(tensor)
+            key, count[layout] = (layout, count[layout]), count[layout] + 1
+            if key not in self._inputs:
+                self._inputs[key] = tensor.detach().clone()
+            own.append(self._inputs[key])
+        left = iter(own)
         arguments = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, inputs)
         graph, device, collecting = torch.cuda.CUDAGraph(), tensors[0].device, gc.isenabled()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -109,17 +117,6 @@ class LayerGraphs:
             if collecting:
                 gc.enable()
         return _Graph(graph, own, made)
-
-    def _inputs_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """From where graphs read such inputs."""
-        found, count = [], Counter()
-        for tensor in tensors:
-            layout = _layout(tensor)
-            key, count[layout] = (layout, count[layout]), count[layout] + 1
-            if key not in self._inputs:
-                self._inputs[key] = tensor.detach().clone()
-            found.append(self._inputs[key])
-        return found
 
 
 class _Graph(NamedTuple):
@@ -154,20 +151,3 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
         plain = isinstance(value, bool | int | float | str | None)
         if name not in OWN and (plain or not name.startswith("_")):
             yield name, value if plain else id(value)
-
-
-def _take_apart(value: Any, tensors: list[Tensor], rest: list[Any]) -> None:
-    """Sort what a call is given into its tensors and a key for all else."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        rest.append(Tensor)
-    elif isinstance(value, dict):
-        rest.append(tuple(value))
-        for each in value.values():
-            _take_apart(each, tensors, rest)
-    elif isinstance(value, tuple | list):
-        rest.append((type(value), len(value)))
-        for each in value:
-            _take_apart(each, tensors, rest)
-    else:
-        rest.append(value)

@@ -1,14 +1,12 @@
 """What streaming runs on: ordered queues of device work, marks between them, and the thread that updates layers."""
 
-import atexit
-import itertools
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 
 import torch
@@ -69,23 +67,19 @@ class UpdateThread:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._queue: queue.PriorityQueue = queue.PriorityQueue()
-        self._count = itertools.count()  # of two jobs of one number, the earlier goes first
+        # Its thread starts with the first job, knows no engine while it has none, and ends before the interpreter does.
+        self._pool = ThreadPoolExecutor(1, "t1-update", partial(_prepare, device))
+        self._waiting: queue.PriorityQueue = queue.PriorityQueue()
         self._jobs: dict[int, Future] = {}  # that are not done
         self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._own = 0  # the thread's number, from its first job on
 
     def submit(self, number: int, update: Callable[[], None]) -> None:
-        """Run `update` on the thread, which starts with the first job."""
-        self.check()
-        if self._thread is None:
-            # It knows the queue, not the engine: an engine that nobody holds any more can be freed.
-            self._thread = threading.Thread(target=self._run, name="t1-update", daemon=True)
-            self._thread.start()
-            atexit.register(self.close)  # the interpreter would abort if it ended during an update
-        job = self._jobs[number] = Future()
-        self._queue.put((number, next(self._count), update, job))
+        """Run `update` on the thread, once the earlier job of this number is done."""
+        self.wait(number)
+        self._jobs[number] = Future()
+        self._waiting.put((number, update))
+        self._pool.submit(self._run_next)
 
     def then(self, number: int, action: Callable[[], None]) -> Future:
         """Run `action` once the job of this number is done: now, or later on the thread, but not after an error. The
@@ -117,37 +111,30 @@ class UpdateThread:
             raise self._error
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
-        if self._thread is not None:
-            atexit.unregister(self.close)
-            self._queue.put((sys.maxsize, next(self._count), None, None))  # after all layers
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-            self._thread = None
+        """Finish what was submitted, then end the thread, which may itself be the one that drops an engine last."""
+        self._pool.shutdown(wait=threading.get_ident() != self._own)
 
-    def _run(self) -> None:
-        if self._device.type == "cuda":  # a new thread would start with the first device
-            torch.cuda.set_device(self._device)
-        cores = torch.get_num_threads()
-        if cores >= 4 * SPARE:
-            torch.set_num_threads(cores - SPARE)  # for this thread's loops
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Run one job. Nothing of it is held while the thread waits for the next: that would keep the engine alive."""
-        number, _, update, job = self._queue.get()
-        if update is None:
-            return False
+    def _run_next(self) -> None:
+        self._own = threading.get_ident()
+        number, update = self._waiting.get()
         try:
             self.check()
             update()
         except Exception as error:
             self._error = error
         # Before anybody learns that it is done, and submits another one of this number, or counts what memory is held.
-        del update, self._jobs[number]
+        job = self._jobs.pop(number)
+        del update
         job.set_result(None)
-        return True
+
+
+def _prepare(device: torch.device) -> None:
+    """Call on the thread that updates."""
+    if device.type == "cuda":  # a new thread would start with the first device
+        torch.cuda.set_device(device)
+    cores = torch.get_num_threads()
+    if cores >= 4 * SPARE:
+        torch.set_num_threads(cores - SPARE)  # for this thread's loops
 
 
 @contextmanager

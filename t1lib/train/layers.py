@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
+from t1lib.optimizers import Rule
 from t1lib.train.lanes import Mark, wait_for
 from t1lib.train.travel import Span, Traveller, Update
-from t1lib.train.update import Rule, follow
+from t1lib.train.update import follow
 
 ALIGN = 128  # elements; each parameter begins at a multiple of this in a flat buffer, which suits the device's loads
 
@@ -157,11 +158,9 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        for name, param in self.params.items():
+        for param in self.params.values():
             if param.grad is not None:  # summed before the model was streamed
-                self.room_for_gradients()
-                self.grad_views[name].copy_(param.grad)
-                self.absent.discard(name)
+                self.set_gradient(param, param.grad)
                 param.grad = None
         me = weakref.ref(self)
         self._hooks = [
@@ -194,6 +193,12 @@ class HostLayer(Traveller):
                 at = slice(found.pop().at.start, at.stop)
             found.append(Span(at, rule, count))
         return found
+
+    def make_state(self, kinds: dict[str, torch.dtype]) -> None:
+        """Make the optimizer's state, flat on the host, of these dtypes by key."""
+        self.state = {key: pinned_zeros(self.layout.numel, dtype, self._device) for key, dtype in kinds.items()}
+        if "master" in self.state:
+            self.state["master"].copy_(self.flat)
 
     # -- what she sees -----------------------------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ from t1lib.train.resident import (
     ResidentOptimizer,
     check_saved,
     make_optimizer,
-    precision_of,
     restore_state,
     saved_state,
 )
@@ -100,15 +99,15 @@ class Trainer:
             choose("option of the head", option, HEAD_OPTIONS)
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.spec = spec_for(spec, model.parameters())
-        self.precision = precision_of(self.spec)
+        self.precision = self.spec.precision
         self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
-        trained = [n for n, p in model.named_parameters() if p.requires_grad]
-        require(bool(trained), "no parameter of the model requires a gradient")
+        self._own = {n: p for n, p in model.named_parameters() if p.requires_grad}  # what is trained, by name
+        require(bool(self._own), "no parameter of the model requires a gradient")
         if loss == "mean_square":
             require(micro_batch is None, f"loss 'mean_square' with micro_batch={micro_batch}; allowed: None")
             behind = {*self.parts.norm.parameters(), *self.parts.head.parameters()} - {self.parts.embed.weight}
-            lost = [n for n in trained if model.get_parameter(n) in behind]
+            lost = [n for n, p in self._own.items() if p in behind]
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
         self._place()
         if loss == "mean_square":
@@ -117,17 +116,15 @@ class Trainer:
     # -- what modes define -----------------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Put the model where the mode wants it, and make the optimizer of `_own`, the trained parameters by name."""
+        """Put the model where the mode wants it, and make the optimizer."""
         self.model.to(self.device)
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=self.mode == "ckpt")
-        self._own = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = self._resident_optimizer()
 
-    def _resident_optimizer(self, kit: bool = False, **options: Any) -> torch.optim.Optimizer:
-        """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU (`kit`)."""
-        kit = kit or self.precision.masters is not None
-        fused = self.device.type == "cuda" and not kit
-        plain = make_optimizer(self.spec, self._own.values(), fused, **options)
+    def _resident_optimizer(self, on_host: bool = False, **options: Any) -> torch.optim.Optimizer:
+        """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU."""
+        kit = on_host or self.precision.masters is not None
+        plain = make_optimizer(self.spec, self._own.values(), fused=self.device.type == "cuda" and not kit, **options)
         return ResidentOptimizer(plain, self.precision, self.device) if kit else plain
 
     def _hidden(self, ids: Tensor) -> Tensor:
@@ -208,14 +205,12 @@ class Trainer:
         """Compute the gradients of the batch's loss, and return the loss."""
         total = torch.zeros((), device=self.device)
         for piece in pieces:
-            total += self._back(self._piece_loss(piece, timer), timer)
+            loss = self._piece_loss(piece, timer)
+            loss.backward()
+            self.trace.end("compute", "backward", 0)
+            timer.mark("backward")
+            total += loss.detach()
         return total
-
-    def _back(self, loss: Tensor, timer: PhaseTimer) -> Tensor:
-        loss.backward()
-        self.trace.end("compute", "backward", 0)
-        timer.mark("backward")
-        return loss.detach()
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         """The piece's share of the batch's loss."""

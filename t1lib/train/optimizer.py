@@ -1,6 +1,5 @@
 """The optimizer of a streamed model: a `torch.optim.Optimizer` whose updates may still run while the model goes on."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -8,17 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.errors import T1Error, is_number, require, shown
-from t1lib.train.update import (
-    Precision,
-    Rule,
-    check_state,
-    follow,
-    new_state,
-    norms_of,
-    shown_state,
-    take_state,
-    update,
-)
+from t1lib.train.resident import ResidentOptimizer
+from t1lib.train.update import check_state, norms_of, shown_state, take_state
 
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
@@ -45,58 +35,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         require(plain, "betas that are tensors; allowed: numbers")
 
 
-def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The number of each parameter's group, by the parameter's id."""
-    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
-def rules_of(groups: list[dict[str, Any]], device: torch.device) -> list[Rule]:
-    """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is kept;
-    beside a GPU, the fused one moves the least memory."""
-    own = {"foreach": False, "fused": True} if device.type == "cuda" else {}
-    return [{k: v for k, v in group.items() if k != "params"} | {"lr": float(group["lr"])} | own for group in groups]
-
-
-class ResidentUpdates:
-    """Updates parameters whose state is on their own device, by the rules of their groups.
-
-    state    by parameter
-    counts   updates so far, by parameter; of a parameter that is not in it, the state is made when it is first needed
-    """
-
-    def __init__(self, precision: Precision, state: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        self.precision, self.state = precision, state
-        self.counts: dict[nn.Parameter, int] = {}
-        self._versions: dict[nn.Parameter, int] = {}
-
-    def state_of(self, param: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
-        """The parameter's state; its master follows values that were written to it since the last update."""
-        if param not in self.counts:
-            self.counts[param], self._versions[param] = 0, param._version
-            state = new_state(param, rule, self.precision)
-            if state:
-                self.state[param] = state
-        state = self.state.get(param, {})
-        if "master" in state and param in self._versions and self._versions[param] != param._version:
-            follow(state["master"], param.data)
-        return state
-
-    def step(self, groups: list[dict[str, Any]], rules: list[Rule], own: Callable[[nn.Parameter], bool]) -> None:
-        """Update every parameter for which own(parameter) holds and that has a gradient."""
-        for group, rule in zip(groups, rules, strict=True):
-            alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
-            for param in group["params"]:
-                if own(param) and param.grad is not None:
-                    self.state_of(param, rule)
-                    self.counts[param] += 1
-                    alike[self.counts[param], param.dtype, param.device].append(param)
-            for (count, *_), params in alike.items():
-                weights, grads = [p.data for p in params], [p.grad for p in params]
-                update(weights, grads, [self.state.get(p, {}) for p in params], rule, count)
-                self._versions |= {p: p._version for p in params}
-
-
-class StreamOptimizer(torch.optim.Optimizer):
+class StreamOptimizer(ResidentOptimizer):
     """AdamW or SGD over a streamed model: what `t1lib.train.stream` returns.
 
     `step`, `zero_grad`, `param_groups`, `state_dict` and `load_state_dict` as in `torch.optim`; learning-rate schedules
@@ -106,13 +45,10 @@ class StreamOptimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: "Engine", optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
-        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        super().__init__(optimizer, engine.precision, engine.device)
         # State that waits until the engine has placed everything; None from then on.
         self._before: dict[nn.Parameter, dict[str, Any]] | None = {p: dict(s) for p, s in optimizer.state.items()}
         self._check(self._before)
-
-    def rules(self) -> list[Rule]:
-        return rules_of(self.param_groups, self._engine.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -182,16 +118,13 @@ class StreamOptimizer(torch.optim.Optimizer):
         """As of `torch.optim`, after all updates have ended. Tensors are the optimizer's own, not copies; 16-bit
         parameters that have a float32 master show it under "master"."""
         self._engine.drain()
-        own, counts, weight = self.state, self._engine.resident.counts, self._engine.weight_of
+        own, counts, weight = self.state, self.counts, self._engine.weight_of
         try:
-            shown = {p: shown_state(weight(p), self._state_of(p), counts[p]) for p in own if counts[p]}
+            shown = {p: shown_state(weight(p), self.state_of(p), counts[p]) for p in own if counts[p]}
             self.state = shown if self._before is None else self._before
             return super().state_dict()
         finally:
             self.state = own
-
-    def _state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
-        return self._engine.resident.state_of(param, self.param_groups[self._engine.groups[id(param)]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state, of this class or of the plain optimizer. Raises `T1Error`, before any change, for
@@ -223,11 +156,11 @@ class StreamOptimizer(torch.optim.Optimizer):
 
     def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Raise `T1Error` unless states, by parameter, fit."""
-        names, precision = {p: n for n, p in self._engine.model.named_parameters()}, self._engine.precision
+        names, precision = {p: n for n, p in self._engine.model.named_parameters()}, self.precision
         for group in self.param_groups:
             for param in (p for p in group["params"] if p in found):
                 own = precision.kinds(param, group)
-                spare = precision.kinds_by(self.param_groups, param).keys() - own  # a layer has what any group needs
+                spare = precision.kinds(param, *self.param_groups).keys() - own  # a layer has what any group needs
                 saved = {key: value for key, value in found[param].items() if key not in spare}
                 check_state(param, own, saved, repr(names[param]))
 
@@ -236,7 +169,7 @@ class StreamOptimizer(torch.optim.Optimizer):
         weight = self._engine.weight_of
         self._engine.drain()
         for param, saved in found.items():
-            self._engine.resident.counts[param] = take_state(weight(param), self._state_of(param), saved)
+            self.counts[param] = take_state(weight(param), self.state_of(param), saved)
         self._engine.changed()
 
     def device_tensors(self) -> list[Tensor]:

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.memory import SMALL, pin, pinned_zeros
+from t1lib.optimizers import Precision, Rule
 from t1lib.plan.cost import GATHERED, ROWS
 from t1lib.train.lanes import Mark, uninterrupted, wait_for
 from t1lib.train.layers import Streamed, unwatched
+from t1lib.train.resident import ResidentOptimizer
 from t1lib.train.schedule import Schedule
 from t1lib.train.travel import PIECE, Span, Traveller, Update
-from t1lib.train.update import Precision, Rule, Scratch, follow, new_state, update
+from t1lib.train.update import Scratch, follow, new_state, update
 
 
 class OuterParam(Traveller):
@@ -42,17 +44,17 @@ class Outer:
     """Updates matrices outside the layers through the schedule's `travel`.
 
     params      with their groups' numbers; on the device, of the layers' dtype
-    embeddings  whose weights are among them, the model's own first
-    counts      updates that parameters have seen
+    embeddings  whose weights are among them; the first one's forward is to be `look_up`
     layers      of the model, streamed or not
     """
 
     def __init__(
         self, params: list[tuple[nn.Parameter, int]], embeddings: list[nn.Embedding], schedule: Schedule,
-        rules: list[Rule], precision: Precision, counts: dict[nn.Parameter, int], layers: int,
+        optimizer: ResidentOptimizer, layers: int,
     ) -> None:  # fmt: skip
-        self.held = [OuterParam(p, g, layers + k, rules[g], precision) for k, (p, g) in enumerate(params)]
-        self._schedule, self._rules, self._counts, self._layers = schedule, rules, counts, layers
+        self._optimizer, self._rules, self._counts = optimizer, optimizer.rules(), optimizer.counts
+        self._schedule, self._layers, own = schedule, layers, optimizer.precision
+        self.held = [OuterParam(p, g, layers + k, self._rules[g], own) for k, (p, g) in enumerate(params)]
         self._looked_up = {id(embedding.weight) for embedding in embeddings}
         self._pending = False  # the update has not begun
         self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
@@ -68,8 +70,6 @@ class Outer:
         if embed is not None:
             own = next(held for held in self.held if held.param is embed.weight)
             self._rows, self._forward = _RowsAhead(own, schedule), embed.forward
-            self._replaced = vars(embed).get("forward")
-            embed.forward = self.look_up
 
     # -- what the model's layers tell ----------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Outer:
     # -- the update ----------------------------------------------------------------------------------------------------
 
     @unwatched
-    def begin(self, rules: list[Rule]) -> None:
+    def begin(self) -> None:
         """Take the gradients. The update comes later: after the next look-up (`forward_done`), or in `ready`."""
         if self._pending or not self._away:
             self.ready()
@@ -165,7 +165,7 @@ class Outer:
             held.grad = held.param.grad
             if held.grad is not None:
                 self._counts[held.param] += 1
-        self._rules, self._pending = rules, any(held.grad is not None for held in self.held)
+        self._rules, self._pending = self._optimizer.rules(), any(held.grad is not None for held in self.held)
         self._known = self._schedule.compute.mark()
         if self._pending:
             self._hide()
@@ -249,12 +249,6 @@ class Outer:
                 held.flat.copy_(now)
             else:
                 follow(held.state["master"], now)
-
-    def close(self) -> None:
-        self.drain()
-        if self._embed is not None:
-            del self._embed.forward
-            vars(self._embed).update({} if self._replaced is None else {"forward": self._replaced})
 
 
 class _RowsAhead:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from t1lib.errors import T1Error, require
+from t1lib.errors import require
 from t1lib.plan.cost import Choice
 from t1lib.plan.work import launch_bound
 from t1lib.timing import NoTrace
-from t1lib.train.activations import Autocast, Inputs, Piece, Randomness, Saved, kept_graph, split_rows, tensors_in
+from t1lib.train.activations import Inputs, Piece, Randomness, Saved, autocast_again, kept_graph, split_rows
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.lanes import uninterrupted
 from t1lib.train.outer import Outer
@@ -57,7 +58,7 @@ class Passes:
         require(not late, f"layer {index} was unfrozen after `stream`: close the optimizer, then stream again")
         again = getattr(layer, "gradient_checkpointing", False) and layer.training
         require(not again, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
-        needy = any(t.requires_grad for t in tensors_in(args, kwargs))
+        needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
         kwargs |= {name: None for name in CACHES if kwargs.get(name) is not None}
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
@@ -68,16 +69,16 @@ class Passes:
         """Run the layer on a batch; returns the output and, with `save`, what the backward needs. wanted: whether the
         input needs a gradient"""
         keep = save and index >= self._kept
-        saved, outputs = Saved(Autocast.now(self.device), graphs=[] if keep else None), []
+        saved, outputs = Saved(autocast_again(self.device), graphs=[] if keep else None), []
         cached = any(whole.kwargs.get(name) is not None for name in CACHES)
         self._schedule.bind(index)
         try:
             for piece in split_rows(whole, None if cached else self._micro_batch):
                 random = Randomness(self.device) if save and not keep else None
-                with saved.autocast.again(), self._trace().span("compute", "forward", index):
+                with saved.autocast(), self._trace().span("compute", "forward", index):
                     if keep:
                         out = self._with_graph(index, piece, saved, wanted)
-                    elif self._may_replay(index, piece):
+                    elif not cached and self._may_replay(index, piece):
                         key = self._schedule.place(index), self.stack[index].training
                         call = partial(self._call, index)
                         out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
@@ -118,26 +119,30 @@ class Passes:
         if self._graphs is None or piece.hidden.shape[:-1].numel() > self._graph_tokens:
             return False
         odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled()
-        cached = any(piece.kwargs.get(name) is not None for name in CACHES)
-        return not odd and not cached and self._graphs.allow(index)
+        return not odd and self._graphs.allow(index)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def backward(self, index: int, whole: Piece, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
-        """Return the gradient of the layer's input, given that of its output, and send off the layer's own."""
+    def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
+        """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
+        the forward was given; None: its graphs are kept"""
         schedule, found, replayed = self._schedule, [], False
         if self._outer is not None:
             self._outer.backward_begins(index, saved)
         schedule.bind(index, again=True)
         try:
-            parts = grad.split(self._micro_batch or len(grad))
-            for k, (piece, part) in enumerate(zip(split_rows(whole, self._micro_batch), parts, strict=True)):
-                kept = saved.graphs is not None
-                if not (kept or saved.random[k].used or saved.autocast.enabled) and self._may_replay(index, piece):
-                    found.append(self._replay(index, piece, part, wanted, first=k == 0))
-                    replayed = True
-                    continue
-                x, out = saved.graphs[k] if kept else self._again(index, piece, saved, k, wanted)
+            pieces = saved.graphs if whole is None else split_rows(whole, self._micro_batch)
+            for k, (piece, part) in enumerate(zip(pieces, grad.split(self._micro_batch or len(grad)), strict=True)):
+                if whole is None:
+                    x, out = piece
+                else:
+                    with saved.autocast():
+                        if not saved.random[k].used and self._may_replay(index, piece):
+                            found.append(self._replay(index, piece, part, wanted, first=k == 0))
+                            replayed = True
+                            continue
+                        with saved.random[k].again(), self._trace().span("compute", "recompute", index):
+                            x, out = self._recomputed(index, wanted, *piece)
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
                 with self._trace().span("compute", "backward", index):
@@ -154,15 +159,10 @@ class Passes:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _again(self, index: int, piece: Piece, saved: Saved, k: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        """Recompute the layer for micro-batch k; returns its input and its output, with the graph between them."""
-        span = self._trace().span("compute", "recompute", index)
-        with saved.autocast.again(), saved.random[k].again(), span:
-            return self._recomputed(index, wanted, *piece)
-
     def _recomputed(
         self, index: int, wanted: bool, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
+        """Recompute the layer; returns its input and its output, with the graph between them."""
         x = hidden.detach().requires_grad_(wanted)
         with torch.enable_grad():
             call = partial(self._call, index, x, args, kwargs)
@@ -192,19 +192,16 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         ctx.passes, ctx.index, ctx.args, ctx.kwargs = passes, index, args, kwargs
         out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), save=True, wanted=ctx.needs_input_grad[1])
-        on_device = ctx.saved.graphs is None and ctx.saved.input is None
-        ctx.save_for_backward(*([hidden] if on_device else []))
+        kept = ctx.saved.graphs is not None or ctx.saved.input is not None
+        ctx.save_for_backward(*([] if kept else [hidden]))
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, ctx.saved = ctx.saved, None
-        if saved is None:
-            raise T1Error("a second backward through a streamed layer; run the forward again")
-        if saved.graphs is not None:
-            hidden = torch.cat([x for x, _ in saved.graphs]) if len(saved.graphs) > 1 else saved.graphs[0][0]
-        else:
+        saved, ctx.saved, whole = ctx.saved, None, None
+        require(saved is not None, "a second backward through a streamed layer; run the forward again")
+        if saved.graphs is None:
             hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
-        piece = Piece(hidden.detach(), ctx.args, ctx.kwargs)
-        return None, ctx.passes.backward(ctx.index, piece, saved, grad, ctx.needs_input_grad[1]), None, None, None, None
+            whole = Piece(hidden.detach(), ctx.args, ctx.kwargs)
+        return None, ctx.passes.backward(ctx.index, whole, saved, grad, ctx.needs_input_grad[1]), None, None, None, None

@@ -11,14 +11,13 @@ from t1lib.errors import choose, is_number, is_whole, require, shown
 from t1lib.heads import parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
 from t1lib.memory import GIB, host_available
-from t1lib.optimizers import OptimizerSpec, spec_for
+from t1lib.optimizers import Precision, Rule
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
 from t1lib.plan.work import Work, saved_by, saved_by_layer, with_head, work_of
 from t1lib.train.activations import Piece, split_rows
 from t1lib.train.layers import Layout
-from t1lib.train.update import Precision, Rule
 
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
@@ -27,17 +26,15 @@ if TYPE_CHECKING:
 def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[str]) -> None:
     """Raise `T1Error` if a parameter that streams is used elsewhere, too: streaming would untie the two."""
     seen: dict[int, str] = {}
-    for index, layer in enumerate(stack):
-        for name, param in layer.named_parameters():
-            if name in streamed:
-                where = f"{name!r} of layer {index}"
-                require(id(param) not in seen, f"{where} is also {seen.get(id(param))}: stream would untie them")
-                seen[id(param)] = where
     inside = {id(m) for layer in stack for m in layer.modules()}
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False) if id(module) not in inside else ():
-            where = f"{prefix}.{name}".strip(".")
-            require(id(param) not in seen, f"{where!r} is also {seen.get(id(param))}: stream would untie them")
+    layers = [(f"layer {k}", layer.named_parameters()) for k, layer in enumerate(stack)]
+    outside = [(n, m.named_parameters(recurse=False)) for n, m in model.named_modules() if id(m) not in inside]
+    for number, (place, params) in enumerate([*layers, *outside]):
+        for name, param in params:
+            where = f"{name!r} of {place}"
+            require(id(param) not in seen, f"{where} is also {seen.get(id(param))}: stream would untie them")
+            if number < len(stack) and name in streamed:
+                seen[id(param)] = where
 
 
 def require_host_memory(
@@ -45,7 +42,7 @@ def require_host_memory(
 ) -> None:
     """Raise `T1Error` unless the host can hold the layers with their state."""
     like = torch.empty(0, dtype=layout.dtype)
-    kinds = precision.kinds_by(rules, like)
+    kinds = precision.kinds(like, *rules)
     each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * (not in_backward)
     trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in stack)
     # Weights move layer by layer, so that only one layer's are held twice.
@@ -79,11 +76,6 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     known yet"""
     inner = engine.model.get_base_model() if hasattr(engine.model, "get_base_model") else engine.model
     groups = engine.optimizer.param_groups
-    spec = OptimizerSpec(
-        "adamw" if "betas" in groups[0] else "sgd", momentum=max(g.get("momentum", 0.0) for g in groups),
-        master_weights=engine.precision.masters is not None, split_master=engine.precision.masters == "split",
-        moments=engine.precision.moments,
-    )  # fmt: skip
     trained = [p for g in groups for p in g["params"] if p.requires_grad]
     patches = [m._t1_head["options"] for m in engine.model.modules() if hasattr(m, "_t1_head")]
     head = engine.head or ({"head": "fused"} | patches[0] if patches else {"head": "full"})
@@ -91,9 +83,9 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
     drawn_from = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(drawn_from):  # a layer is run to see what it saves; a dropout must draw as before
         work = work_of(
-            inner, spec_for(spec, trained), rows=rows, seq=seq, micro_batch=engine.micro_batch, workspace=workspace,
-            together=not engine.in_backward, layers=engine.stack, trained=trained, cuda=engine.device.type == "cuda",
-            **_measured(engine, piece, inner, seq),
+            inner, lambda p: engine.precision.kinds(p, *groups), rows=rows, seq=seq, micro_batch=engine.micro_batch,
+            workspace=workspace, together=not engine.in_backward, layers=engine.stack, trained=trained,
+            cuda=engine.device.type == "cuda", **_measured(engine, piece, inner, seq),
         )  # fmt: skip
     if not work.vocabulary:
         return work

@@ -1,6 +1,7 @@
 """Optimizers of parameters that stay where they are: PyTorch's own, or the kit's for 16-bit ones with masters; their
 state, and whether what was saved of a run fits."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -8,15 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from t1lib.errors import require, shown
-from t1lib.optimizers import OptimizerSpec
-from t1lib.train.optimizer import ResidentUpdates, StreamOptimizer, rules_of
-from t1lib.train.update import Precision, State, check_state, new_state, shown_state, take_state
-
-
-def precision_of(spec: OptimizerSpec) -> Precision:
-    """How a spec wants state to be kept."""
-    masters = ("split" if spec.split_master else "whole") if spec.master_weights else None
-    return Precision(masters, spec.moments)
+from t1lib.optimizers import OptimizerSpec, Precision, Rule
+from t1lib.train.update import State, check_state, follow, new_state, shown_state, take_state, update
 
 
 def make_optimizer(
@@ -30,41 +24,70 @@ def make_optimizer(
 
 
 class ResidentOptimizer(torch.optim.Optimizer):
-    """As the optimizer that it is made of, with state kept as `precision` says: float32 masters of 16-bit parameters.
+    """As the AdamW or SGD that it is made of, with state kept as `precision` says, such as float32 masters.
 
-    device   where the model computes; the parameters may be on the CPU
+    device   where the model computes; the parameters, with their state, may be on the CPU
+    groups   number of each parameter's group, by the parameter's id
+    counts   updates so far, by parameter; of a parameter that is not in it, the state is made when it is first needed
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._device, self.updates = device, ResidentUpdates(precision, self.state)
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        self.precision, self._device = precision, device
+        self.groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        self.counts: dict[nn.Parameter, int] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+
+    def rules(self) -> list[Rule]:
+        """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is
+        kept; beside a GPU, the fused one moves the least memory."""
+        own = {"foreach": False, "fused": True} if self._device.type == "cuda" else {}
+        plain = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return [rule | {"lr": float(rule["lr"])} | own for rule in plain]
+
+    def state_of(self, param: nn.Parameter) -> State:
+        """The parameter's state; its master follows values that were written to it since the last update."""
+        if param not in self.counts:
+            self.counts[param], self._versions[param] = 0, param._version
+            state = new_state(param, self.param_groups[self.groups[id(param)]], self.precision)
+            if state:
+                self.state[param] = state
+        state = self.state.get(param, {})
+        if "master" in state and param in self._versions and self._versions[param] != param._version:
+            follow(state["master"], param.data)
+        return state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        self.updates.step(self.param_groups, rules_of(self.param_groups, self._device), lambda _: True)
+        self.update(lambda _: True)
 
-
-def updates_of(optimizer: torch.optim.Optimizer) -> ResidentUpdates | None:
-    """What keeps the optimizer's state; None: it is one of PyTorch's own."""
-    if isinstance(optimizer, StreamOptimizer):
-        return optimizer._engine.resident
-    return optimizer.updates if isinstance(optimizer, ResidentOptimizer) else None
+    def update(self, own: Callable[[nn.Parameter], bool]) -> None:
+        """Update every parameter for which own(parameter) holds and that has a gradient."""
+        for group, rule in zip(self.param_groups, self.rules(), strict=True):
+            alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
+            for param in group["params"]:
+                if own(param) and param.grad is not None:
+                    self.state_of(param)
+                    self.counts[param] += 1
+                    alike[self.counts[param], param.dtype, param.device].append(param)
+            for (count, *_), params in alike.items():
+                weights, grads = [p.data for p in params], [p.grad for p in params]
+                update(weights, grads, [self.state.get(p, {}) for p in params], rule, count)
+                self._versions |= {p: p._version for p in params}
 
 
 def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor) -> State:
     """A parameter's state, however it is kept; before the first update, what it starts from. weight: its values"""
-    updates = updates_of(optimizer)
-    if updates is None:
+    if not isinstance(optimizer, ResidentOptimizer):
         return _plain_state(optimizer, param)
-    state = updates.state_of(param, optimizer.param_groups[0])
-    return shown_state(weight, state, updates.counts[param])
+    state = optimizer.state_of(param)
+    return shown_state(weight, state, optimizer.counts[param])
 
 
 def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, saved: State) -> None:
     """Take over what `saved_state` returned."""
-    updates = updates_of(optimizer)
-    if updates is not None:
-        updates.counts[param] = take_state(weight, updates.state_of(param, optimizer.param_groups[0]), saved)
+    if isinstance(optimizer, ResidentOptimizer):
+        optimizer.counts[param] = take_state(weight, optimizer.state_of(param), saved)
         return
     state = _plain_state(optimizer, param)
     count = take_state(weight, {key: value for key, value in state.items() if key != "step"}, saved)

@@ -18,38 +18,41 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import require
-from t1lib.memory import pinned_zeros
+from t1lib.optimizers import Rule
+from t1lib.plan.cost import Choice, updated_by_host
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
 from t1lib.train.layers import HostLayer, Layout, Slots
+from t1lib.train.resident import ResidentOptimizer
 from t1lib.train.travel import Travel, Update
-from t1lib.train.update import Precision, Rule, Scratch, norms_of, update
+from t1lib.train.update import Scratch, norms_of, update
 
 
 class Schedule:
     """Moves the weights, gradients and optimizer state of `layers`, by index. Calls for other layers do nothing.
 
-    slots, grad_slots   device buffers for weights and for gradients
-    on_host             indices of the layers that the CPU updates
-    in_backward         layers are updated as soon as their gradients are complete
-    rules               the parameter groups' hyperparameters; asked for when an update begins
-    overlap             False: nothing runs beside the computation, as all lanes are one queue, and the host waits for
-                        the CPU's updates (to measure what the overlap is worth)
-    trace               returns what records the spans of work
-    guests              parameters outside the layers whose state travels, too
-    trains              False: only forwards are run, so that neither state nor gradients need room
+    choice       how many slots there are, and which layers the CPU updates
+    optimizer    whose rules are asked for when an update begins
+    in_backward  layers are updated as soon as their gradients are complete
+    overlap      False: nothing runs beside the computation, as all lanes are one queue, and the host waits for the
+                 CPU's updates (to measure what the overlap is worth)
+    trace        returns what records the spans of work
+    guests       parameters outside the layers whose state travels, too
+    trains       False: only forwards are run, so that neither state nor gradients need room
     """
 
     def __init__(
-        self, layers: dict[int, HostLayer], layout: Layout, device: torch.device, *, slots: int, grad_slots: int,
-        on_host: set[int], in_backward: bool, precision: Precision, rules: Callable[[], list[Rule]], overlap: bool,
-        trace: Callable[[], NoTrace], guests: Sequence[Tensor] = (), trains: bool = True,
+        self, layers: dict[int, HostLayer], layout: Layout, device: torch.device, choice: Choice,
+        optimizer: ResidentOptimizer, *, in_backward: bool, overlap: bool, trace: Callable[[], NoTrace],
+        guests: Sequence[Tensor], trains: bool,
     ) -> None:  # fmt: skip
         self.layers, self.layout, self.device = layers, layout, device
-        self.in_backward, self._rules, self._overlap, self._trace = in_backward, rules, overlap, trace
+        self.in_backward, self._rules, self._overlap, self._trace = in_backward, optimizer.rules, overlap, trace
+        precision, rules = optimizer.precision, optimizer.rules()
         trained = [i for i, layer in layers.items() if layer.trained and trains]
-        self.weights = Slots(min(slots, len(layers)), layout, device)
-        self.grads = Slots(min(grad_slots, len(trained)), layout, device)
+        on_host = {i for place, i in enumerate(layers) if updated_by_host(place, choice.host_share)}
+        self.weights = Slots(min(choice.slots, len(layers)), layout, device)
+        self.grads = Slots(min(choice.grad_slots, len(trained)), layout, device)
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
         self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
@@ -61,12 +64,13 @@ class Schedule:
         whole = replace(precision, masters="whole") if precision.masters == "split" else precision
         both = 0 < len(on_host) < len(trained)
         for index in trained:
-            self._make_state(layers[index], whole if both and index in on_host else precision)
+            kept = whole if both and index in on_host else precision
+            layers[index].make_state(kept.kinds(layers[index].flat, *rules))
         for layer in layers.values():
             layer.travels = layer.index in trained and layer.index not in on_host
             layer.settle, layer.keeps_gradients = self.settle, not in_backward
         like = torch.empty(0, dtype=layout.dtype)
-        kinds = precision.kinds_by(rules(), like) if trained or guests else {}
+        kinds = precision.kinds(like, *rules) if trained or guests else {}
         # Updates that need nothing but weights and gradients are made in the slots, and the new weights leave.
         self.stateless = in_backward and not kinds
         # Others read the weights in their slot, right after the backward, unless a master rebuilds them.
@@ -75,13 +79,6 @@ class Schedule:
         kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
         self.travel = Travel(device, kinds if any_travels else {}, numel, overlap, trace)
-
-    def _make_state(self, layer: HostLayer, precision: Precision) -> None:
-        """Give the layer its optimizer state, flat on the host."""
-        for key, dtype in precision.kinds_by(self._rules(), layer.flat).items():
-            layer.state[key] = pinned_zeros(self.layout.numel, dtype, self.device)
-        if "master" in layer.state:
-            layer.state["master"].copy_(layer.flat)
 
     # -- weights come in -----------------------------------------------------------------------------------------------
 
@@ -96,12 +93,9 @@ class Schedule:
             self._begin_update(layer)
             return
         phase = "weights again" if again else "weights"
-        try:
-            self.weights.holds[slot] = index
-            self._coming[index] = self.thread.then(index, partial(self._copy_in, index, phase, self._trace()))
-        except BaseException:
-            self.weights.holds[slot] = None
-            raise
+        self.weights.holds[slot] = None  # until the copy is sure to be queued
+        self._coming[index] = self.thread.then(index, partial(self._copy_in, index, phase, self._trace()))
+        self.weights.holds[slot] = index
 
     def _copy_in(self, index: int, phase: str, trace: NoTrace) -> None:
         slot, lane = self.weights.of(index), self.inward
@@ -194,34 +188,29 @@ class Schedule:
         layer.absent -= layer.reached
         norms = norms_of(list(self.grads.views[slot].values()), exact=self.device.type == "cpu")
         layer.norms = {n: norm for n, norm in zip(layer.params, norms, strict=True) if n not in layer.absent}
-        new_weights = self.stateless and layer.travels
-        if new_weights:
-            self._update_in_slot(layer)
+        in_slot = self.stateless and layer.travels
+        if in_slot:  # the new weights, put in place of the gradients, leave
+            grads, weights = self.grads.flat[slot], self.buffer(index)
+            with self._trace().span("compute", "update", index):
+                for at, rule, count in layer.spans(self._rules()):
+                    update([weights[at]], [grads[at]], [{}], rule, count)
+                grads.copy_(weights)
         self.grads.filled[slot] = self.compute.mark()
         self.release(index, following, again=True)
-        if self.in_backward and layer.travels and not new_weights:
+        if in_slot:
+            layer.left = self._send(layer, layer.flat, "weights")
+        elif self.in_backward and layer.travels:
             known = (self.grads.filled[slot],)
             layer.update = Update(self.grads.flat[slot], layer.spans(self._rules()), None, known, layer.whole)
-            layer.absent = set(layer.params)
             self.grads.freed[slot] = self._begin_update(layer)
             if self._following in self.layers:
                 self.fetch(self._following, again=True)
-        elif new_weights:
-            layer.left = self._send(layer, layer.flat, "weights")
-            layer.absent = set(layer.params)
         else:
             layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
             if self.in_backward:
                 self.begin(layer, self._rules())
-                layer.absent = set(layer.params)
-
-    def _update_in_slot(self, layer: HostLayer) -> None:
-        """Update the weights in their slot, and put them in place of the gradients."""
-        grads, weights = self.grads.flat[self.grads.of(layer.index)], self.buffer(layer.index)
-        with self._trace().span("compute", "update", layer.index):
-            for at, rule, count in layer.spans(self._rules()):
-                update([weights[at]], [grads[at]], [{}], rule, count)
-            grads.copy_(weights)
+        if self.in_backward:
+            layer.absent = set(layer.params)
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""
@@ -234,9 +223,10 @@ class Schedule:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def step(self, rules: list[Rule]) -> None:
+    def step(self) -> None:
         """Begin the updates of all layers that have gradients; the first layers' turn comes next."""
         self.updated.clear()
+        rules = self._rules()
         for layer in self.layers.values():
             if layer.has_gradients:
                 self.begin(layer, rules)
@@ -297,7 +287,7 @@ class Schedule:
                 self._arrive(index)
                 given = given._replace(known=(*given.known, self.weights.freed[held], self.weights.filled[held]))
             there = onto is not None and self._read_slots
-            layer.arrived, updated = self.travel.update(layer, given, onto, there)
+            *_, (layer.arrived, updated) = self.travel.by_piece(layer, given, onto, there)
             layer.update = None
             if onto is not None:
                 self.weights.filled[held] = self.weights.freed[held] = updated

@@ -40,7 +40,6 @@ class SlideTrainer(Trainer):
         self.late, options = self.max_grad_norm is None, self._options
         if options["gpu_memory"] is not None and self.head == "fused" and "chunks" not in self.head_options:
             self.head_options = {"workspace": WORKSPACE, **self.head_options}
-        self._own = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         _, self.optimizer = stream(
             self.model, make_optimizer(self.spec, self._own.values(), fused=False), micro_batch=self.micro_batch,
             layers=self.parts.layers, device=self.device, master_weights=self.precision.masters,

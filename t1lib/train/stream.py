@@ -13,11 +13,11 @@ from torch import nn
 
 from t1lib.errors import T1Error, choose, is_whole, require, shown
 from t1lib.heads import DEFAULT_HEAD, HEADS, parse_bytes
+from t1lib.optimizers import Precision
 from t1lib.plan.cost import Choice
 from t1lib.train.engine import Engine
 from t1lib.train.optimizer import StreamOptimizer, check_optimizer
 from t1lib.train.placing import check_choice
-from t1lib.train.update import Precision
 
 
 def stream(

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from t1lib.optimizers import Rule
 from t1lib.plan.cost import PIECE, slots_for
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark
-from t1lib.train.update import Rule, Scratch, update
+from t1lib.train.update import Scratch, update
 
 TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often
 
@@ -98,11 +99,6 @@ class Travel:
             cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
             self._pieces[traveller.index] = [Piece(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
         return self._pieces[traveller.index]
-
-    def update(self, traveller: Traveller, given: Update, onto: Tensor | None, there: bool) -> tuple[Mark, Mark]:
-        """Queue an update with all its pieces. Arguments and result as of `by_piece`."""
-        *_, marks = self.by_piece(traveller, given, onto, there)
-        return marks
 
     def by_piece(
         self, traveller: Traveller, given: Update, onto: Tensor | None, there: bool, together: int = TOGETHER

@@ -6,65 +6,20 @@ does this for AdamW (`t1lib.train.adamw`). All else is PyTorch's own update.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from t1lib.errors import choose, require
+from t1lib.errors import require
+from t1lib.optimizers import Precision, Rule
 from t1lib.train.adamw import adamw_, has_kernel
 
 DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
 PIECE = 1 << 17  # values that each core of the host updates at a time: their float32 state stays in its caches
-MASTERS = ("whole", "split")
-MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 State = dict[str, Tensor]
-Rule = dict[str, Any]  # a parameter group without its parameters
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How the optimizer state of 16-bit parameters is kept; that of others has their dtype.
-
-    masters   "whole": a float32 master of each parameter, moments in float32 (but see `moments`); "split": of the
-              master, only those 16 bits that the bfloat16 parameter lacks; None: state in the parameter's dtype
-    moments   "float32", or "bfloat16" for AdamW's moments beside a master, with stochastic rounding (rounding to
-              nearest would lose changes of a thousandth, which 8 bits cannot represent)
-    """
-
-    masters: str | None = "whole"
-    moments: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.masters is not None:
-            choose("master_weights", self.masters, MASTERS)
-        choose("moments", self.moments, MOMENTS)
-        require(self.moments == "float32" or self.masters is not None, "moments='bfloat16' is for master_weights")
-
-    def wide(self, param: Tensor) -> bool:
-        """Whether the parameter has a master."""
-        return self.masters is not None and param.dtype.itemsize == 2
-
-    def kinds(self, param: Tensor, rule: Rule) -> dict[str, torch.dtype]:
-        """Keys and dtypes of the parameter's state, apart from "step"."""
-        wide = self.wide(param)
-        moments = MOMENTS[self.moments] if wide and "betas" in rule else torch.float32 if wide else param.dtype
-        found = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments) if "betas" in rule else {}
-        found |= {"momentum_buffer": moments} if rule.get("momentum") else {}
-        require(
-            not wide or self.masters == "whole" or param.dtype == torch.bfloat16,
-            f"master_weights='split' with a parameter of {param.dtype}; allowed: torch.bfloat16",
-        )
-        master = {"low": torch.int16} if self.masters == "split" else {"master": torch.float32}
-        return found | (master if wide else {})
-
-    def kinds_by(self, rules: Sequence[Rule], param: Tensor) -> dict[str, torch.dtype]:
-        """The same for state that any of these rules may need."""
-        return {key: dtype for rule in rules for key, dtype in self.kinds(param, rule).items()}
 
 
 def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:

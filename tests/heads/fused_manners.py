@@ -14,6 +14,7 @@ from t1lib.heads import linear_cross_entropy, patch_head
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 slow = pytest.mark.slow
+COMPILED = [("mean", "4MiB", False), ("mean", None, True), ("none", None, True), ("mean", "4MiB", True)]
 
 
 def operands(p: Problem) -> list[torch.Tensor]:
@@ -85,15 +86,6 @@ def test_what_is_not_there_is_refused_and_not_wrong():
     assert "chunks or workspace" in refusal(partial(call, p.e, chunks=2, workspace="1GiB"))
 
 
-def test_losses_of_tokens_can_be_changed_in_place():
-    p, found = problem(20, 70, 16, dtype=torch.float32), []
-    for double in (lambda x: x.mul_(2.0), lambda x: x * 2.0):
-        e, w = operands(p)
-        losses = double(linear_cross_entropy(e, w, p.target, head="fused", reduction="none"))
-        found.append(torch.autograd.grad(losses.sum(), e)[0])
-    assert torch.equal(*found)
-
-
 def test_the_backward_takes_the_forwards_precision():
     p, found = problem(20, 70, 16, dtype=torch.float32), []
     for autocast in (False, True):
@@ -104,20 +96,18 @@ def test_the_backward_takes_the_forwards_precision():
     assert torch.equal(*found)
 
 
-def compiled(call, **kwargs):
-    """`call` compiled as one graph, and the list in which its graphs will be: forward, backward."""
+def agree_when_compiled(call, p: Problem, calls: list[tuple], **kwargs) -> list:
+    """Assert that each of `calls` gives the same loss and gradients when `call` is compiled as one graph.
+
+    Returns the compiler's graphs: forward, backward.
+    """
     graphs = []
 
     def keep(graph, _):
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    return torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=keep), **kwargs), graphs
-
-
-def agree_when_compiled(call, p: Problem, calls: list[tuple], **kwargs) -> list:
-    """Assert that compiled and not, each of `calls` gives the same loss and gradients; returns the graphs."""
-    f, graphs = compiled(call, **kwargs)
+    f = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=keep), **kwargs)
     for arguments in calls:
         results = []
         for each in (call, f):
@@ -128,8 +118,10 @@ def agree_when_compiled(call, p: Problem, calls: list[tuple], **kwargs) -> list:
     return graphs
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("reduction, workspace", [("mean", None), ("none", None), ("mean", "4MiB")])
+@pytest.mark.parametrize(
+    "reduction, workspace, dynamic",
+    [("mean", None, False), ("none", None, False), *(pytest.param(*c, marks=slow) for c in COMPILED)],
+)
 def test_the_compiler_sees_one_operator_and_copies_nothing(reduction, workspace, dynamic):
     p = problem(5, 70, 16, dtype=torch.float32)
 
@@ -163,6 +155,7 @@ def test_an_unknown_number_of_tokens_compiles(reduction):
     agree_when_compiled(call, p, [(p.target,), (p.target.roll(1).index_fill(0, torch.arange(3), -100),)])
 
 
+@slow
 def test_a_patched_model_compiles_whole():
     config = transformers.Qwen3Config(
         vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8, num_attention_heads=2,

@@ -62,7 +62,9 @@ def options(name: str, p: Problem, seed: int = 1) -> dict:
         "z_loss": {"z_loss": 0.05},
         "token_weight": {"token_weight": token_weight},
     }
-    return {k: v for part in single.values() for k, v in part.items()} if name == "all" else single[name]
+    every = {k: v for part in single.values() for k, v in part.items()}
+    without = {k: v for k, v in every.items() if k != "label_smoothing"}
+    return {**single, "all": every, "all but smoothing": without}[name]
 
 
 def upstream_for(loss: Tensor) -> Tensor:
@@ -147,14 +149,3 @@ class Recorder(TorchDispatchMode):
         results = out if isinstance(out, (tuple, list)) else (out,)
         self.made += [(t.numel(), t.dtype) for t in results if isinstance(t, Tensor)]
         return out
-
-
-def weight_bound(name: str, own: dict) -> float:
-    """Bound on the 16-bit error of dW relative to that of `full`: 1.5, or 2.12 where logits saturate.
-
-    By sequence, dW is rounded once per chunk. If the square of the sum grows evenly, 8 chunks give Σ k/8 = 4.5 times
-    the squared rounding error of a single product, so 2.12 times the error. The rounding of the logits, common to all
-    heads, hides this except under a softcap, which flattens it away.
-    """
-    by_sequence = own.get("by", "sequence") == "sequence"
-    return 2.12 if by_sequence and name in ("softcap", "all") else 1.5

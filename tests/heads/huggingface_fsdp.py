@@ -15,9 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from t1lib.heads.huggingface import patch_head
 
 CASES = {  # (modules with a group of their own, family, whether the patch comes first)
-    "root": ((), "Qwen3", False),
     "own group": (("lm_head",), "Qwen3", False),
-    "own group, patched first": (("lm_head",), "Qwen3", True),
     "with the norm": (("model.norm", "lm_head"), "Gemma2", True),
     "tied": ((), "Mistral", False),
 }

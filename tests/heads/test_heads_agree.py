@@ -22,14 +22,11 @@ from t1lib.heads import linear_cross_entropy
 
 VARIANTS = [
     ("chunked", {}),
-    ("chunked", {"chunks": 1}),
     ("chunked", {"chunks": 1000}),
-    ("chunked", {"by": "vocabulary"}),
     ("chunked", {"by": "vocabulary", "chunks": 6}),
     ("torch", {}),
     ("torch", {"chunked": False}),
 ]
-ODD = [*HEADS, ("torch", {})]
 
 
 def lacks(head, own, name):
@@ -39,9 +36,9 @@ def lacks(head, own, name):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTION_SETS)
-def test_agrees_in_float64(name, reduction, variant):
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_agrees(reduction, name, variant):
     head, own = variant
     if lacks(head, own, name):
         pytest.skip("not in PyTorch's op")
@@ -49,20 +46,13 @@ def test_agrees_in_float64(name, reduction, variant):
         p = problem(*shape, bias=bias)
         kwargs = options(name, p) | {"reduction": reduction}
         assert_close(run(head, p, **kwargs, **own), run("full", p, **kwargs), 1e-11)
-
-
-@pytest.mark.parametrize("own", CHUNKED, ids=str)
-@pytest.mark.parametrize("name", OPTION_SETS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_float32_is_tight(own, name, reduction):
-    p = problem(37, 1000, 123, dtype=torch.float32)
-    kwargs = options(name, p) | {"reduction": reduction}
-    assert_close(run("chunked", p, **kwargs, **own), run("full", p.to(torch.float64), **kwargs), 3e-6)
+    q = problem(37, 257, 20, dtype=torch.float32)  # chunked has one buffer then, which the softmax overwrites
+    kwargs |= options(name, q)
+    assert_close(run(head, q, **kwargs, **own), run("full", q.to(torch.float64), **kwargs), 3e-6)
 
 
 @pytest.mark.parametrize("own", [{}, {"by": "vocabulary", "chunks": 6}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", OPTION_SETS)
+@pytest.mark.parametrize("dtype, name", [*((torch.bfloat16, name) for name in OPTION_SETS), (torch.float16, "all")])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction):
     p = problem(150, 1000, 64, dtype=dtype)
@@ -85,10 +75,10 @@ def test_a_finished_gradient_is_not_scaled_in_16_bits():
             assert abs((got.double() * want).sum() / want.square().sum() - 1) < 2e-4
 
 
-def test_the_upstream_scalar_is_not_rounded_to_16_bits():
+def test_the_upstream_scalar_is_not_rounded_to_16_bits(device="cpu"):
     """1/3 rounded to bfloat16 is 0.2 % too large, and so every gradient would be."""
-    p = problem(64, 257, 16, dtype=torch.bfloat16)
-    one, third = (run("chunked", p, torch.tensor(x))[2].double() for x in (1.0, 1 / 3))
+    p = problem(64, 257, 16, dtype=torch.bfloat16, device=device)
+    one, third = (run("chunked", p, torch.tensor(x, device=device))[2].double() for x in (1.0, 1 / 3))
     assert abs(3 * (third * one).sum() / (one * one).sum() - 1) < 3e-4
 
 
@@ -102,7 +92,7 @@ def test_a_softcap_of_any_size(head, own, softcap):
 
 
 @pytest.mark.parametrize("own", CHUNKED, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head="chunked", device="cpu"):
     """Else cuBLAS takes five times as long. And what is beyond the last class reaches no result."""
     p = problem(16, 257, 16, dtype=dtype, bias=False, device=device)
@@ -110,7 +100,7 @@ def test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head="chunked", 
         got = run(head, p, **own)
     matrices = [m if m.stride(1) == 1 else m.T for product in seen.products for m in product if m.dtype == dtype]
     assert len(matrices) >= 6 and all(m.stride(0) % 8 == 0 for m in matrices)
-    assert_close(got, run("full", p.to(torch.float64)), {torch.bfloat16: 0.05, torch.float32: 3e-6}.get(dtype, 1e-12))
+    assert_close(got, run("full", p.to(torch.float64)), 0.05 if dtype == torch.bfloat16 else 3e-6)
 
 
 @pytest.mark.parametrize("own", CHUNKED, ids=str)
@@ -122,39 +112,28 @@ def test_frozen_operands(own, reduction):
         assert_close(run("chunked", p, **kwargs, **own), run("full", p, **kwargs), 1e-12)
 
 
-@pytest.mark.parametrize("variant", ODD, ids=str)
+@pytest.mark.parametrize("variant", [*HEADS, ("torch", {})], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_leading_dimensions_and_strides(variant, reduction):
-    """(B, S, D) input whose memory is transposed, a target that is a column, w with a stride."""
+    """(B, S, D) input whose memory is transposed, a target that is a column, w with a stride; and a single token."""
     head, own = variant
     if lacks(head, own, "plain"):
         pytest.skip("not in this PyTorch")
     flat = problem(15, 257, 16)
     e = flat.e.view(3, 5, 16).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    w = torch.stack([flat.w, flat.w], -1)[..., 1].requires_grad_()
-    b = torch.stack([flat.b, flat.b], -1)[..., 1].requires_grad_()
-    target = torch.stack([flat.target.view(3, 5)] * 2, -1)[..., 1]
-    assert not (e.is_contiguous() or w.is_contiguous() or b.is_contiguous() or target.is_contiguous())
-    for weight in (None, torch.rand(15, dtype=torch.float64)):
-        tw = None if weight is None else weight.view(3, 5)
-        loss = linear_cross_entropy(e, w, target, head=head, linear_bias=b, reduction=reduction, token_weight=tw, **own)
-        assert loss.shape == ((3, 5) if reduction == "none" else ())
-        got = torch.autograd.grad(loss, (e, w, b), torch.ones_like(loss))
-        want = run("full", flat, torch.ones(loss.flatten().shape).view(-1 if loss.dim() else ()), reduction=reduction,
-                   token_weight=weight)  # fmt: skip
-        assert_close([loss.detach().reshape(want[0].shape), got[0].reshape(15, 16), *got[1:]], want, 1e-12)
-
-
-@pytest.mark.parametrize("variant", ODD, ids=str)
-def test_one_token_without_a_batch(variant):
-    head, own = variant
-    if lacks(head, own, "plain"):
-        pytest.skip("not in this PyTorch")
-    p = problem(1, 257, 16, ignored=False)
-    for reduction in REDUCTIONS:
-        loss = linear_cross_entropy(p.e[0], p.w, p.target[0], head=head, reduction=reduction, **own)
-        want = torch.nn.functional.cross_entropy(p.w @ p.e[0], p.target[0], reduction=reduction)
-        torch.testing.assert_close(loss, want)
+    w, b = (torch.stack([t, t], -1)[..., 1].requires_grad_() for t in (flat.w, flat.b))
+    target, token_weight = (torch.stack([t.view(3, 5)] * 2, -1)[..., 1] for t in (flat.target, torch.rand(15).double()))
+    assert not any(t.is_contiguous() for t in (e, w, b, target, token_weight))
+    kwargs = {"reduction": reduction, "token_weight": token_weight}
+    loss = linear_cross_entropy(e, w, target, head=head, linear_bias=b, **kwargs, **own)
+    assert loss.shape == ((3, 5) if reduction == "none" else ())
+    got = torch.autograd.grad(loss, (e, w, b), torch.ones_like(loss))
+    kwargs["token_weight"] = token_weight.flatten()
+    want = run("full", flat, torch.ones_like(loss).flatten() if loss.dim() else torch.ones(()), **kwargs)
+    assert_close([loss.detach().reshape(want[0].shape), got[0].reshape(15, 16), *got[1:]], want, 1e-12)
+    one = linear_cross_entropy(flat.e[0], flat.w, flat.target[0], head=head, reduction=reduction, **own)
+    logits = flat.w @ flat.e[0]
+    torch.testing.assert_close(one, torch.nn.functional.cross_entropy(logits, flat.target[0], reduction=reduction))
 
 
 @pytest.mark.parametrize("own", CHUNKED, ids=str)

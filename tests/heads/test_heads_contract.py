@@ -1,13 +1,12 @@
 """The contract: messages for bad arguments, workspace, autocast, statistics, helpers."""
 
-import math
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from head_cases import HEADS as TRIED
-from head_cases import OPTION_SETS, assert_close, least_of, options, problem, refusal, run
+from head_cases import Recorder, assert_close, least_of, options, problem, refusal, run
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy, next_token_targets, parse_bytes
@@ -16,8 +15,6 @@ N, V, D = 5, 257, 16
 GOOD = problem(N, V, D, dtype=torch.float32)
 HUGE = 10**400
 BAD = {
-    "input a list": ({"input": [1.0]}, "input must be a tensor, got list"),
-    "input integer": ({"input": torch.ones(N, D, dtype=torch.int64)}, "input must be floating point.*torch.int64"),
     "input scalar": ({"input": torch.tensor(1.0)}, r"input must have shape \(…, D\)"),
     "input of 8 bits": ({"input": GOOD.e.to(torch.float8_e4m3fn)}, "input must be .*bfloat16.*torch.float8"),
     "input sparse": ({"input": GOOD.e.to_sparse()}, "input must be a dense tensor.*sparse"),
@@ -25,50 +22,33 @@ BAD = {
     "weight nested": ({"linear_weight": torch.nested.nested_tensor([GOOD.e])}, "linear_weight must be a dense tensor"),
     "weight 3-D": ({"linear_weight": torch.ones(V, 1, D)}, r"linear_weight must have shape \(V, D\).*\(257, 1, 16"),
     "no classes": ({"linear_weight": torch.ones(0, D)}, r"linear_weight must .*\(0, 16\)"),
-    "D differs": ({"linear_weight": torch.ones(V, D + 1)}, r"\(5, 16\).*\(257, 17\) must agree"),
     "dtype differs": ({"linear_weight": GOOD.w.half()}, "linear_weight is torch.float16, input torch.float32"),
-    "bias dtype": ({"linear_bias": GOOD.b.double()}, "linear_bias is torch.float64, input torch.float32"),
     "bias shape": ({"linear_bias": torch.ones(V - 1)}, r"linear_bias must have shape \(257,\), got \(256,\)"),
     "target device": ({"target": GOOD.target.to("meta")}, "target is on meta, input on cpu"),
     "target float": ({"target": torch.ones(N)}, "target must hold class indices.*torch.float32"),
-    "target bool": ({"target": torch.ones(N, dtype=torch.bool)}, "class indices.*torch.bool"),
     "target uint64": ({"target": torch.full((N,), 2**64 - 100, dtype=torch.uint64)}, "class indices.*torch.uint64"),
-    "target sparse": ({"target": GOOD.target.to_sparse()}, "target must be a dense tensor"),
     "target probabilities": ({"target": torch.ones(N, V) / V}, "class probabilities"),
     "target shape": ({"target": GOOD.target[:-1]}, r"target must have shape \(5,\).*got \(4,\)"),
-    "target too large": ({"target": torch.full((N,), V)}, r"target must lie in \[0, 257\).*-100; got 257"),
     "target negative": ({"target": torch.full((N,), -1)}, r"target must lie in \[0, 257\).*-100; got -1"),
-    "ignore_index": ({"ignore_index": 1.5}, "ignore_index must be an int of 64 bits, got 1.5"),
     "ignore_index too large": ({"ignore_index": HUGE}, "ignore_index must be an int of 64 bits"),
     "class weight shape": ({"weight": torch.ones(V + 1)}, r"weight must have shape \(257,\), got \(258,\)"),
-    "class weight dtype": ({"weight": torch.ones(V).long()}, "weight must be floating point, got torch.int"),
     "class weight grad": ({"weight": torch.ones(V, requires_grad=True)}, "weight requires a gradient"),
-    "token_weight shape": ({"token_weight": torch.ones(N, 1)}, r"token_weight must have .*\(5,\), got \(5, 1\)"),
-    "token_weight grad": ({"token_weight": torch.ones(N, requires_grad=True)}, "token_weight requires a gradient"),
     "reduction": ({"reduction": "avg"}, "unknown reduction 'avg'; allowed: mean, sum, none"),
-    "reduction a list": ({"reduction": ["mean"]}, "unknown reduction"),
     "reduction an array": ({"reduction": torch.ones(2).numpy()}, "unknown reduction"),
     "return_stats": ({"return_stats": "x"}, "return_stats must be True or False"),
     "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be a number in \[0, 1\], got 1.5"),
     "softcap": ({"softcap": 0.0}, "softcap must be None or a finite number > 0, got 0.0"),
     "softcap too large": ({"softcap": HUGE}, "softcap must be None or a finite number > 0"),
-    "z_loss": ({"z_loss": float("nan")}, "z_loss must be a finite number >= 0, got nan"),
-    "z_loss too large": ({"z_loss": HUGE}, "z_loss must be a finite number >= 0"),
     "z_loss beyond what Python prints": ({"z_loss": 10**5000}, "z_loss must be a finite number >= 0"),
     "filter_eps": ({"filter_eps": 1.0}, r"filter_eps must be None or a number in \(0, 1\), got 1.0"),
-    "workspace": ({"workspace": -1}, "bad size -1; allowed"),
-    "workspace too large": ({"workspace": HUGE}, "bad size 1000.*; allowed"),
     "workspace of 400 digits": ({"workspace": "9" * 400 + "GiB"}, "bad size '999.*; allowed"),
     "head": ({"head": "fulll"}, "unknown head 'fulll'.*Did you mean 'full'"),
     "option": ({"head": "full", "chunks": 2}, "unknown option 'chunks' for head 'full'; its options: none"),
-    "chunked's option": ({"head": "chunked", "chunk": 2}, "unknown option 'chunk' .*its options: by, chunks"),
     "fused's option": ({"head": "fused", "by": "sequence"}, "its options: chunks, accumulate"),
     "by": ({"head": "chunked", "by": "token"}, "unknown by 'token'; allowed: sequence, vocabulary"),
     "accumulate": ({"accumulate": "bfloat16"}, "unknown accumulate 'bfloat16'; allowed: float32"),
     "chunks": ({"head": "chunked", "chunks": 0}, "chunks must be an int >= 1, got 0"),
-    "chunks too large": ({"head": "fused", "chunks": 10**5000}, "chunks must be an int >= 1"),
     "chunks and workspace": ({"head": "chunked", "chunks": 2, "workspace": "1GiB"}, "chunks or workspace, not both"),
-    "the same with fused": ({"head": "fused", "chunks": 2, "workspace": "1GiB"}, "chunks or workspace, not both"),
     "chunked filter": ({"head": "chunked", "filter_eps": 0.1}, "has no filter_eps; heads that take it: full, fused"),
     "torch smoothing": ({"head": "torch", "label_smoothing": 0.1}, "has no label_smoothing with chunked=True"),
 }
@@ -98,16 +78,8 @@ def test_torch_head_says_when_it_is_unavailable(monkeypatch):
 def test_registry_and_default():
     assert list(HEADS) == ["full", "chunked", "fused", "torch"] and DEFAULT_HEAD in HEADS
     default = linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target)
-    assert default == linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target, head=DEFAULT_HEAD)
-
-
-def test_a_registered_head_is_dispatched_to(monkeypatch):
-    def head(tensors, settings, *, block):
-        return (tensors.input, settings.z_loss, block), None
-
-    monkeypatch.setitem(HEADS, "mine", head)
-    got = linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target, head="mine", z_loss=0.5, block=3)
-    assert got == (GOOD.e, 0.5, 3)
+    same = {"head": DEFAULT_HEAD, "ignore_index": None}  # PyTorch's default
+    assert default == linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target, **same)
 
 
 @pytest.mark.parametrize("own", [{}, {"chunks": 3}, {"accumulate": "float32"}, {"filter_eps": 1e-3}], ids=str)
@@ -124,10 +96,15 @@ def test_workspace_picks_a_chunk_or_says_the_least(own, name, dtype):
     p = problem(37, V, D, dtype=dtype)
     kwargs = options(name, p) | own
     least = least_of(lambda: run("chunked", p, workspace=100, **kwargs))
-    one = run("chunked", p, workspace=least, **kwargs)
-    assert_close(one, run("chunked", p, chunks=37 if not own else V, **kwargs), 1e-9)
     assert least_of(lambda: run("chunked", p, workspace=least - 1, **kwargs)) == least
-    assert_close(run("chunked", p, workspace="1GiB", **kwargs), run("chunked", p, chunks=1, **kwargs), 1e-9)
+    for workspace, chunks in ((least, V if own else 37), ("1GiB", 1)):
+        found = []
+        for sized in ({"workspace": workspace}, {"chunks": chunks}):
+            with Recorder() as seen:
+                found.append((run("chunked", p, **sized, **kwargs), len(seen.products)))
+        (got, products), (want, wanted) = found
+        assert products == wanted
+        assert_close(got, want, 1e-9)
 
 
 def test_full_checks_its_workspace():
@@ -152,7 +129,7 @@ def test_autocast_casts_as_linear_does(head):
 
 
 @pytest.mark.parametrize("head, own", TRIED)
-@pytest.mark.parametrize("name", OPTION_SETS)
+@pytest.mark.parametrize("name", ["plain", "all"])
 def test_statistics(head, own, name):
     p = problem(36, V, D)
     p.target[:3] = F.linear(p.e, p.w, p.b).argmax(-1)[:3]
@@ -177,17 +154,12 @@ def test_ties_count_as_correct(head, own):
     assert stats.correct.tolist() == [True, False, True, False]
 
 
-def test_ignore_index_none_is_pytorchs_default():
-    found = [linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target, ignore_index=i) for i in (None, -100)]
-    assert found[0] == found[1]
-
-
 def test_parse_bytes():
     sizes = {0: 0, 7: 7, "7": 7, "7B": 7, "256MiB": 2**28, "1.5GiB": 3 * 2**29, "2 KiB": 2048, "2GB": 2 * 10**9}
     assert {text: parse_bytes(text) for text in sizes} == sizes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1.5.1GiB", "3 miles", "256mib", 1.5, None, True, -2, math.inf])
+@pytest.mark.parametrize("text", ["MiB", "1.5.1GiB", "3 miles", "256mib", 1.5, None, True, -2])
 def test_parse_bytes_refuses(text):
     assert re.search(r"bad size .*allowed: .*MiB", refusal(lambda: parse_bytes(text)))
 

@@ -27,14 +27,13 @@ def test_all_tokens_ignored(head, own, reduction):
     assert all((g == 0).all() for g in grads)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", OPTION_SETS)
 @pytest.mark.parametrize("head, own", [*HEADS, *TORCH])
-def test_what_an_ignored_token_holds_reaches_no_result(head, own, name, bad):
+def test_what_an_ignored_token_holds_reaches_no_result(head, own, name):
     if head == "torch" and name not in ("plain", "weight", "token_weight"):
         pytest.skip("not in PyTorch's op")
     p = problem(37, 257, 16, dtype=torch.float32)
-    for reduction in REDUCTIONS:
+    for reduction, bad in zip(REDUCTIONS, (math.nan, math.inf, math.nan), strict=True):
         kwargs = {"reduction": reduction, **options(name, p), **own}
         want = run(head, p, **kwargs)
         ignored = p.to(torch.float32)
@@ -46,17 +45,13 @@ def test_what_an_ignored_token_holds_reaches_no_result(head, own, name, bad):
 
 
 @pytest.mark.parametrize("head, own", HEADS)
-@pytest.mark.parametrize("offset", [1e3, -1e3])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("offset, smoothing", [(1e3, 0.0), (-1e3, 0.2)])
 def test_large_offsets(head, own, offset, smoothing):
     """A constant added to every logit changes only the rounding: 6e-5 for float32 logits near 1000."""
     p = problem(37, 1000, 16, dtype=torch.float32)
     p.b += offset
     kwargs = {"reduction": "none", "label_smoothing": smoothing}
-    got = run(head, p, **kwargs, **own)
-    assert_close(got, run("full", p.to(torch.float64), **kwargs), 3e-4)
-    z = F.linear(p.e, p.w, p.b)
-    torch.testing.assert_close(got[0], F.cross_entropy(z, p.target, **kwargs), rtol=0, atol=2e-4)
+    assert_close(run(head, p, **kwargs, **own), run("full", p.to(torch.float64), **kwargs), 3e-4)
 
 
 @pytest.mark.parametrize("head, own", HEADS)
@@ -87,12 +82,6 @@ def test_logits_of_minus_infinity(head, own, masked):
     got, want = run(head, p, **own), run("full", p)
     assert all(t.isfinite().all() for t in got)
     assert_close(got, want, 1e-11)
-
-
-@pytest.mark.parametrize("own", CHUNKED, ids=str)
-def test_wrong_targets_of_large_loss(own):
-    e, w = torch.ones(1, 1), torch.tensor([[0.0], [1e4]])
-    assert linear_cross_entropy(e, w, torch.tensor([0]), head="chunked", **own) == 1e4
 
 
 def record(p, reduction="mean", grad=(True, True, True), backward=True, **kwargs):
@@ -129,7 +118,6 @@ def test_never_waits_and_never_holds_more_than_a_chunk(own, name, reduction, mon
         ({"chunks": 4}, "mean", (True, True, True), True, 2 * 4 + 4 // PAIR),
         ({"chunks": 4}, "mean", (True, False, False), True, 2 * 4),
         ({"chunks": 4}, "mean", (False, True, False), True, 4 + 4 // PAIR),
-        ({"chunks": 4}, "mean", (False, False, True), True, 1 * 4),
         ({"chunks": 4}, "mean", (False, False, False), False, 1 * 4),
         ({"chunks": 4}, "none", (True, True, True), False, 1 * 4),
         ({"chunks": 4}, "none", (True, True, True), True, 3 * 4 + 4 // PAIR),
@@ -140,12 +128,6 @@ def test_never_waits_and_never_holds_more_than_a_chunk(own, name, reduction, mon
 def test_number_of_products(own, reduction, grad, backward, products):
     """64 classes, because the columns beyond a multiple of 8 take a product of their own."""
     assert len(record(problem(8, 64, 3), reduction, grad, backward, **own).products) == products
-
-
-def test_no_gradient_is_made_without_grad_mode():
-    p = problem(8, 40, 3)
-    with torch.no_grad():
-        assert len(record(p, backward=False, chunks=4).products) == 4
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -167,7 +149,7 @@ def test_compiled(head, own, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("head, own", [*HEADS[1:], *TORCH])
-def test_a_second_backward_is_right_or_refused(head, own, reduction):
+def test_a_second_backward_is_right_or_refused_and_a_second_derivative_refused(head, own, reduction):
     p = problem(8, 40, 3)
     e = p.e.requires_grad_()
     loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own)
@@ -179,14 +161,9 @@ def test_a_second_backward_is_right_or_refused(head, own, reduction):
     else:
         assert "second backward" in refusal(lambda: torch.autograd.grad(loss, e, ones))
     assert torch.equal(first, kept)
-
-
-@pytest.mark.parametrize("head, own", [*HEADS[1:], TORCH[0]])
-def test_a_gradient_of_the_gradient_is_refused(head, own):
-    p = problem(8, 40, 3)
-    e = p.e.requires_grad_()
-    loss = linear_cross_entropy(e, p.w, p.target, head=head, **own)
-    assert "no second derivative" in refusal(lambda: torch.autograd.grad(loss, e, create_graph=True))
+    if own.get("chunked") is not False:
+        loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
+        assert "no second derivative" in refusal(lambda: torch.autograd.grad(loss, e, create_graph=True))
 
 
 def test_an_operand_changed_before_the_backward_is_noticed():

@@ -7,14 +7,15 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from huggingface_models import FAMILIES, SIZES, VOCAB, assert_close, batch, build, compare, gradients, pair, shifted
+from head_cases import Recorder, refusal
+from huggingface_models import FAMILIES, VOCAB, assert_close, batch, build, compare, gradients, pair, shifted
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from t1lib.errors import T1Error
 from t1lib.heads.huggingface import patch_head, unpatch_head
@@ -36,22 +37,11 @@ def test_a_family_keeps_its_loss_and_gradients(family):
     torch.testing.assert_close(ours(**inputs).logits, own(**inputs).logits, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("head", ["full", "chunked", "fused"])
-def test_every_head(head):
-    own, ours = pair("Gemma2", {"head": head})
-    compare(own, ours, **batch())
-
-
-def test_shift_labels_alone_give_the_loss_of_the_labels():
+def test_labels_that_are_shifted_or_ignored_by_another_number():
     own, ours = pair("Qwen3")
     inputs = batch()
     loss = ours(input_ids=inputs["input_ids"], shift_labels=shifted(inputs["labels"])).loss
     torch.testing.assert_close(loss, own(**inputs).loss, rtol=1e-6, atol=0.0)
-
-
-def test_ignore_index():
-    own, ours = pair("Llama")
-    inputs = batch()
     inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] == -100, 5)
     compare(own, ours, **inputs, ignore_index=5)
 
@@ -66,23 +56,15 @@ def test_accumulation_is_the_gradient_of_the_whole_batch():
     assert_close(expected, [parameter.grad for parameter in ours.parameters()])
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"use_cache": True, "output_hidden_states": True},
-        {"attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12])},
-        {"position_ids": torch.arange(12).repeat(2, 1) % 6},
-        {"logits_to_keep": 12},
-    ],
-    ids=lambda extra: next(iter(extra)),
-)
-def test_other_arguments_reach_the_model(extra):
+def test_other_arguments_reach_the_model():
     own, ours = pair("Qwen3")
     inputs = batch()
-    compare(own, ours, **inputs, **extra)
+    extra = {"attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12]), "logits_to_keep": 12}
+    compare(own, ours, **inputs, **extra, position_ids=torch.arange(12).repeat(2, 1) % 6)
+    extra = {"use_cache": True, "output_hidden_states": True}
     expected, got = own(**inputs, **extra), ours(**inputs, **extra)
     assert set(got) == set(expected) - {"logits"}
-    for a, b in zip(expected.hidden_states or (), got.hidden_states or (), strict=True):
+    for a, b in zip(expected.hidden_states, got.hidden_states, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
 
 
@@ -111,30 +93,17 @@ def test_logits_if_asked_for():
     assert_close(gradients(own, objective[0]), gradients(ours, objective[1]))
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
-def test_no_logits_are_made(family):
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            for value in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(value, torch.Tensor):
-                    self.elements = max(self.elements, value.numel())
-            return result
-
-    # with D below the number of tokens, so that the weight's gradient is smaller than the logits
-    own, ours = pair(family, CHUNKED)
-    vocab = own.config.vocab_size
-    inputs = batch(rows=16 if family == "Qwen3" else 4)
-    tokens = inputs["input_ids"].numel()
+def test_no_logits_are_made():
+    """GPT2's vocabulary is so large that nothing else is of the logits' size."""
+    own, ours = pair("GPT2", CHUNKED)
+    inputs = batch(rows=4)
+    logits = inputs["input_ids"].numel() * own.config.vocab_size
     largest = []
     for model in (own, ours):
-        with Largest() as seen:
+        with Recorder() as seen:
             gradients(model, model(**inputs).loss)
-        largest.append(seen.elements)
-    assert largest[0] >= tokens * vocab
-    assert largest[1] <= tokens * vocab / 2
+        largest.append(max(elements for elements, _ in seen.made))
+    assert largest[0] >= logits and largest[1] <= logits / 2
 
 
 def test_training_modes():
@@ -150,9 +119,6 @@ def test_training_modes():
         results.append((loss.detach(), gradients(model, loss)))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-6, atol=0.0)
     assert_close(results[0][1], results[1][1])
-    own.eval(), ours.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(ours(**inputs).loss, own(**inputs).loss, rtol=1e-6, atol=0.0)
 
 
 def test_bfloat16_and_autocast():
@@ -309,7 +275,7 @@ def test_trainer(tmp_path):
 
 def test_trainer_with_accumulation_in_bfloat16(tmp_path):
     own, ours = pair("Gemma2", CHUNKED)
-    settings = {"gradient_accumulation_steps": 3, "bf16": True, "max_steps": 5}
+    settings = {"gradient_accumulation_steps": 3, "bf16": True, "max_steps": 3}
     expected, got = (losses(trainer(model, tmp_path, **settings)) for model in (own, ours))
     assert got == pytest.approx(expected, rel=1e-3)
     # accelerate has wrapped the patched forward
@@ -319,6 +285,7 @@ def test_trainer_with_accumulation_in_bfloat16(tmp_path):
     assert patch_head(ours)(**batch()).logits is None
 
 
+@pytest.mark.slow
 def test_sft_trainer(tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
@@ -400,18 +367,14 @@ def test_fsdp2_and_ddp_on_two_processes():
         port = free.getsockname()[1]
     script = Path(__file__).with_name("huggingface_fsdp.py")
     run = subprocess.run([sys.executable, script, str(port)], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and run.stdout.count("passed") == 6, run.stdout + run.stderr[-3000:]
+    assert run.returncode == 0 and run.stdout.count("passed") == 4, run.stdout + run.stderr[-3000:]
 
 
 # ---------------------------------------------------------------- bad input
 
 
 def refused(function, *args, **kwargs) -> str:
-    with pytest.raises(T1Error) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert len(message) < 300 and message.count("\n") <= 1
-    return message
+    return refusal(partial(function, *args, **kwargs))
 
 
 def test_models_that_are_refused():
@@ -451,12 +414,9 @@ def test_output_layers_that_are_refused():
     ("options", "words"),
     [
         ({"head": "fast"}, "fast"),
-        ({"head": "chunked", "depth": 3}, "depth"),
         ({"head": "full", "chunks": 3}, "chunks"),
         ({"softcap": 30.0}, "softcap"),
-        ({"input": 1}, "input"),
         ({"workspace": "much"}, "much"),
-        ({"z_loss": -1.0}, "z_loss"),
     ],
 )
 def test_options_that_are_refused(options, words):
@@ -468,14 +428,12 @@ def test_options_that_are_refused(options, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda z: z + 1.0, "arithmetic"),
         (lambda z: z - z.mean(), "mean"),
         (lambda z: z * torch.ones(VOCAB), "scaling"),
         (lambda z: torch.where(z > 0, z, 0.0), "arithmetic"),
         (lambda z: z.tanh().tanh(), "tanh"),
         (lambda z: z[..., 3:], "indexing"),
         (lambda z: z.__setitem__((..., 3), 0.0), "assignment"),
-        (lambda z: torch.relu(z), "relu"),
         (lambda z: z.masked_fill(z.new_ones(1) > 0, 0.0), "new_ones|masked_fill"),
     ],
 )
@@ -488,12 +446,6 @@ def test_what_a_model_does_to_its_logits_is_refused_by_name(change, words):
     model = patch_head(Odd(build("Llama").config))
     message = refused(model, **batch())
     assert "Odd" in message and any(word in message for word in words.split("|"))
-
-
-def test_a_z_loss_of_the_models_own_is_refused():
-    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
-    config = transformers.BambaConfig(**{**SIZES, "hidden_size": 32}, **mamba, z_loss_coefficient=0.1)
-    assert "logsumexp" in refused(patch_head(transformers.BambaForCausalLM(config)), **batch(), use_cache=False)
 
 
 def test_a_model_that_does_not_call_its_output_layer_is_refused():

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from t1lib.errors import UnavailableError
-from t1lib.measure.chunk_bench import Call, HeadSession, OutputLayer, admit, compare, take_turns
+from t1lib.measure.chunk_bench import Call, OutputLayer, admit, take_turns
 from t1lib.measure.records import Records, statuses
 
 TOKENS, VOCABULARY, HIDDEN = 24, 50, 8
-HEADS = ("full", "chunked", "fused")
 
 
 @pytest.fixture
@@ -17,8 +16,7 @@ def layer():
     return OutputLayer(**shape, dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head, reduction", [("full", "mean"), ("chunked", "sum"), ("fused", "none")])
 def test_ignored_tokens_get_no_gradient_and_the_others_theirs(layer, head, reduction):
     valid = layer.padding(sequences=2)
     assert int(valid.sum()) == TOKENS // 2
@@ -37,13 +35,6 @@ def test_a_head_that_multiplies_padding_in_is_found(layer, monkeypatch):
     monkeypatch.setattr(layer, "masked", lambda valid: layer.y * valid)
     found = layer.padding_errors(Call("full", "sum"), valid, exact)
     assert found["leaks"] >= TOKENS // 2 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5
-
-
-def test_errors_are_relative_and_of_all_three(layer):
-    exact = layer.exact("mean")
-    twice = exact._replace(dW=2 * exact.dW)
-    assert compare(twice, exact) == {"loss": 0.0, "dE": 0.0, "dW": 1.0}
-    assert max(layer.errors(Call("chunked", options={"chunks": 3}), exact).values()) < 1e-5
 
 
 def test_memory_counts_beyond_inputs_and_gradients(layer):
@@ -82,11 +73,6 @@ def test_only_what_is_right_is_timed(measure, status):
     assert statuses(records.frame()) == {"head": status}
 
 
-def test_any_other_error_is_raised():
-    with pytest.raises(ZeroDivisionError):
-        admit(Records(), "head", "mean", lambda: 1 / 0, 0.1)
-
-
 def test_variants_take_turns_and_one_without_memory_leaves_the_others():
     records, order = Records(), []
 
@@ -103,12 +89,3 @@ def test_variants_take_turns_and_one_without_memory_leaves_the_others():
     steps = [(row["variant"], row["step"]) for row in records.rows if row["metric"] == "both_ms"]
     assert sorted(steps) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert statuses(records.frame()) == {"b": "oom"}
-
-
-@pytest.mark.parametrize(("head", "options"), [("full", {}), ("chunked", {"chunks": 4})])
-def test_a_head_session_measures_its_head(head, options):
-    session = HeadSession(head=head, tokens=64, vocabulary=96, hidden=16, dtype="float32", device="cpu", **options)
-    assert {"forward", "backward", "both"} <= session.step().keys()
-    assert max(session.error().values()) < 1e-5 and session.floor() > 0
-    whole = HeadSession(head="full", tokens=64, vocabulary=96, hidden=16, dtype="float32", device="cpu").workspace()
-    assert session.workspace() == whole if head == "full" else session.workspace() < whole

@@ -23,11 +23,6 @@ def test_least_time_of_a_step(copies, seconds):
     assert LINK.step_ms(*copies) == pytest.approx(seconds * 1e3)
 
 
-def test_a_link_that_goes_both_ways_at_once_hides_the_shorter_direction():
-    free = Link(100.0, 100.0, 100.0, 100.0)
-    assert free.step_ms(0, 300, 500) == pytest.approx(5e3)
-
-
 def test_measured_rates_are_positive():
     link = measure_link(CPU, nbytes=2**22, repeats=3)
     assert min(link.host_to_device, link.device_to_host, link.both_in, link.both_out) > 0

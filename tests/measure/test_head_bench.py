@@ -8,13 +8,12 @@ import torch
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure import head_run
-from t1lib.measure.head_bench import HeadBench, WorkspaceBench
+from t1lib.measure.head_bench import HeadBench
 from t1lib.measure.head_cases import OPTIONS, Case, Shape, comparison, make_plan
-from t1lib.measure.head_data import operands, save_operands
+from t1lib.measure.head_data import operands
 from t1lib.measure.head_run import Gate, add_bars, measure_times, measure_workspaces
 from t1lib.measure.isolate import VariantOutOfMemory
 from t1lib.measure.records import Records, statuses
-from t1lib.measure.relative import relative_error
 from t1lib.measure.softmax import sparsity
 
 SHAPE = Shape("A", 48, 300, 16)
@@ -27,15 +26,10 @@ def bench():
     return HeadBench(shape=SHAPE, dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("option", ["", *OPTIONS])
-def test_every_option_is_compared_with_a_reference_that_has_it(bench, option):
-    errors = bench.errors(Case("x", "chunked", option=option))
-    assert set(errors) == {"loss", "dE", "dW"} and max(errors.values()) < 1e-5
-
-
 @pytest.mark.parametrize(
     ("case", "names"),
     [
+        *((Case("x", "chunked", option=option), {"loss", "dE", "dW"}) for option in OPTIONS),
         (Case("x", "full", gradients=False), {"loss"}),
         (Case("x", "full", upstream=True), {"loss", "dE", "dW"}),
         (Case("x", "full", ignored=0.5), {"loss", "dE", "dW"}),
@@ -54,9 +48,6 @@ def test_a_wrong_gradient_is_seen(bench):
     assert errors["loss"] < 1e-5 and errors["dE"] > 1e-3 and errors["dW"] > 1e-3
     status, _, reason = bench.prepare(Case("x", "full", settings={"filter_eps": 0.1}), bound=1e-3)
     assert status == "wrong" and "beyond 0.001" in reason
-
-
-def test_no_number_passes_no_gate(bench):
     bench.errors = lambda case: {"loss": math.nan}
     assert bench.prepare(FULL, bound=math.inf)[0] == "wrong"
 
@@ -76,9 +67,6 @@ def test_what_cannot_be_measured_is_a_status(bench, error, method, status):
 
     result, found, reason = bench.attempt(Case("x", method), fail)
     assert (result, found) == (None, status) and str(error) in reason
-
-
-def test_a_failure_of_a_head_of_the_kit_is_not_hidden(bench):
     with pytest.raises(ZeroDivisionError):
         bench.attempt(FULL, lambda: 1 / 0)
 
@@ -91,28 +79,12 @@ def test_the_workspace_of_full_is_its_logits_and_that_of_more_chunks_less(bench)
     chunked = bench.workspace(Case("c", "chunked", settings={"chunks": 16}))
     assert chunked < logits < full
     assert bench.e.grad is None and bench.w.grad is None
-
-
-def test_a_frozen_weight_needs_no_gradient_and_a_bias_needs_one(bench):
     for case in (Case("x", "full", frozen=True), Case("x", "full", option="bias")):
-        assert 0 < bench.workspace(case) < 5 * 48 * 300 * 4
+        assert 0 < bench.workspace(case) < 5 * logits
 
 
-def test_workspaces_of_unavailable_methods_are_their_status():
-    found = WorkspaceBench(device="cpu", dtype="float32").measure(SHAPE, [FULL, Case("cce", "cce")])
-    assert found["full"] > 0 and (found["cce"] == "unavailable" or torch.cuda.is_available())
-
-
-def test_relative_error_needs_no_wide_copy_and_knows_scalars():
-    a = torch.randn(50, 3, dtype=torch.float64)
-    assert relative_error((a * 1.5).float(), a, rows=7) == pytest.approx(0.5, rel=1e-6)
-    assert relative_error(torch.tensor(3.0), torch.tensor(2.0)) == 0.5
-    assert relative_error(torch.zeros(2, 2), torch.zeros(2, 2)) == 0.0
-    assert math.isnan(relative_error(torch.tensor(math.nan), torch.tensor(2.0)))
-
-
-def loss_of(data, shape, path=None):
-    e, w, y = operands(data, shape, torch.float32, CPU, path=path)
+def loss_of(data, shape):
+    e, w, y = operands(data, shape, torch.float32, CPU)
     loss, stats = linear_cross_entropy(e, w, y, head="full", return_stats=True)
     return float(loss.detach()), stats.logprob.exp()
 
@@ -123,14 +95,6 @@ def test_flat_data_is_flat_and_peaked_data_peaked():
     assert loss == pytest.approx(math.log(5000), rel=0.02) and float(p.max()) < 0.01
     loss, p = loss_of("peaked", shape)
     assert 1.5 < loss < 4 and float((p > 0.99).float().mean()) > 0.05 and float((p < 0.01).float().mean()) > 0.05
-
-
-def test_real_data_comes_back_from_its_file(tmp_path):
-    e, w, y = operands("flat", SHAPE, torch.bfloat16, CPU)
-    save_operands(str(tmp_path / "states.pt"), e, w, y)
-    again = operands("real", SHAPE, torch.bfloat16, CPU, path=str(tmp_path / "states.pt"))
-    for one, two in zip((e, w, y), again, strict=True):
-        assert torch.equal(one, two) and one.requires_grad == two.requires_grad
 
 
 def test_sparsity_counts_what_it_says():
@@ -207,30 +171,3 @@ def test_a_case_beyond_its_bound_gets_no_time():
     assert state == {"full": "ok", "fused-64MiB": "ok", "fused-filter-64MiB": "wrong"}
     timed = set(frame[frame["metric"] == "both_ms"]["variant"])
     assert timed == {"full", "fused-64MiB"}
-
-
-def test_operands_that_do_not_fit_make_every_variant_oom(monkeypatch):
-    class Full:
-        def __init__(self, *_):
-            raise head_run.VariantOutOfMemory("full")
-
-    monkeypatch.setattr(head_run, "Isolated", Full)
-    records = Records()
-    settings = {"dtype": "float32", "device": "cpu"}
-    measure_times(records, "flat/A", SHAPE, [FULL], settings, Gate(1, 1), 1, 0)
-    assert statuses(records.frame()) == {"full": "oom"}
-
-
-def test_the_gate_knows_whose_error_is_whose():
-    gate = Gate(0.1, 0.5)
-    bounds = [gate.bound(case) for case in comparison(["full", "torch", "liger"], ["1MiB"]) if case.gradients]
-    assert bounds == [0.1, 0.5, 0.5, 0.1, 0.5]
-
-
-def test_references_are_kept_only_for_the_plain_mean(bench):
-    bench.errors(Case("x", "full", upstream=True))
-    assert not bench._plain_reference
-    bench.errors(FULL)
-    assert bench._plain_reference
-    bench.forget_reference()
-    assert not bench._plain_reference

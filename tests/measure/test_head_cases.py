@@ -3,19 +3,9 @@
 import pytest
 
 from t1lib.errors import T1Error
-from t1lib.measure.head_cases import OPTIONS, Case, Shape, comparison, make_plan, parse_bar, parse_shape
+from t1lib.measure.head_cases import OPTIONS, Case, comparison, make_plan, parse_bar
 
 SHAPES = ["A 256 4096 64", "B 8 30 4"]
-
-
-def test_a_shape_is_a_name_and_three_counts():
-    assert parse_shape("G 8192 256000 2304") == Shape("G", 8192, 256000, 2304)
-
-
-@pytest.mark.parametrize("text", ["", "G", "G 1 2", "G 1 2 0", "G 1 -2 3", "G 1 2 3 4", "G 1 x 3", "G/1 1 2 3"])
-def test_a_bad_shape_is_named(text):
-    with pytest.raises(T1Error, match="shape"):
-        parse_shape(text)
 
 
 def test_a_bar_names_its_cases_and_what_they_are_held_against():
@@ -34,10 +24,7 @@ def test_a_bar_names_its_cases_and_what_they_are_held_against():
         ("C both 1GiB 1.1", "unknown shape"),
         ("A bote 1GiB 1.1", "unknown kind of bar 'bote'.*both"),
         ("A both 1Gib 1.1", "bad size"),
-        ("A both 0 1.1", "above 0"),
-        ("A both 1GiB much", "'much' is no number"),
         ("A both 1GiB nan", "above 0"),
-        ("A both 1GiB -1", "above 0"),
     ],
 )
 def test_a_bad_bar_is_named(text, message):
@@ -54,11 +41,23 @@ def test_a_plan_measures_each_case_once_and_a_change_beside_what_it_changes():
 
 @pytest.mark.parametrize(
     ("shapes", "methods", "message"),
-    [([], [], "shapes is empty"), (["A 1 2 3", "A 4 5 6"], [], "given once"), (SHAPES, ["fulll"], "unknown method")],
+    [
+        ([], [], "shapes is empty"),
+        (["A 1 2 3", "A 4 5 6"], [], "given once"),
+        (["A 1 2 0"], [], "shape"),
+        (["A/1 1 2 3"], [], "shape"),
+        (SHAPES, ["fulll"], "unknown method"),
+    ],
 )
 def test_a_bad_plan_is_refused(shapes, methods, message):
     with pytest.raises(T1Error, match=message):
         make_plan(shapes, methods, [])
+    for tight in ("8MiB", "Z 8MiB", "A lots"):
+        with pytest.raises(T1Error, match=r"tight|bad size"):
+            make_plan(SHAPES, [], [], ["64MiB"], [tight])
+    for workspaces in ([], ["lots"], ["0"]):
+        with pytest.raises(T1Error):
+            comparison([], workspaces)
 
 
 def test_a_comparison_holds_every_workspace_and_the_first_with_the_filter():
@@ -68,20 +67,8 @@ def test_a_comparison_holds_every_workspace_and_the_first_with_the_filter():
     assert found[-1].settings["workspace"] == "64MiB"
 
 
-@pytest.mark.parametrize("workspaces", [[], ["lots"], ["0"]])
-def test_a_bad_comparison_is_refused(workspaces):
-    with pytest.raises(T1Error):
-        comparison([], workspaces)
-
-
 def test_a_tight_workspace_is_measured_on_its_shape_alone():
     plan = make_plan(SHAPES, [], [], ["64MiB"], ["B 8MiB", "M 4MiB"])
     keys = {name: [case.key for case in plan.cases(name)] for name in ("A", "B")}
     assert keys == {"A": ["fused-64MiB"], "B": ["fused-64MiB", "fused-8MiB"]}
     assert [case.key for case in plan.tight_cases("M")] == ["fused-4MiB"]
-
-
-@pytest.mark.parametrize("text", ["8MiB", "Z 8MiB", "A lots", "A 0", "A 8MiB 2"])
-def test_a_bad_tight_workspace_is_refused(text):
-    with pytest.raises(T1Error, match=r"tight|bad size"):
-        make_plan(SHAPES, [], [], ["64MiB"], [text])

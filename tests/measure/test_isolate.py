@@ -61,17 +61,11 @@ def gone(pids):
     return True
 
 
-def test_variants_take_turns_in_processes_of_their_own(diary):
-    assert diary({"A": twice, "B": twice}) == {"A": "ok", "B": "ok"}
-    assert sorted(diary.written[:2]) == ["A+", "B+"]  # made at the same time
-    assert diary.written[2:] == ["A0", "B0", "A1", "B1", "A2", "B2"]
+@pytest.mark.parametrize(("together", "written"), [(True, "A0 B0 A1 B1 A2 B2"), (False, "A0 A1 A2 B0 B1 B2")])
+def test_variants_run_in_processes_of_their_own_in_turn_or_one_after_the_other(diary, together, written):
+    assert diary({"A": twice, "B": twice}, together=together) == {"A": "ok", "B": "ok"}
+    assert [what for what in diary.written if "+" not in what] == written.split()
     assert len({os.getpid(), *diary.pids}) == 3
-    assert gone(diary.pids)
-
-
-def test_one_after_the_other(diary):
-    assert diary({"A": twice, "B": twice}, together=False) == {"A": "ok", "B": "ok"}
-    assert diary.written == ["A+", "A0", "A1", "A2", "B+", "B0", "B1", "B2"]
     assert gone(diary.pids)
 
 
@@ -90,19 +84,11 @@ def test_one_that_cannot_run_is_a_status_and_the_others_run_on(diary, end, statu
     assert gone(diary.pids)
 
 
-@pytest.mark.parametrize(("kind", "status"), [("memory", "oom"), ("unavailable", "unavailable")])
-def test_one_that_cannot_be_built_is_a_status_too(diary, kind, status):
-    assert diary({"A": twice, "B": twice}, {"A": {"refuse": kind}}) == {"A": status, "B": "ok"}
-    assert diary.written == ["B+", "B0", "B1", "B2"]
-
-
-@posix
 @pytest.mark.parametrize(
     ("error", "whether"),
     [
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (MemoryError(), True),
         (RuntimeError("Triton Error [CUDA]: invalid argument"), False),
         (ValueError("out of memory"), False),
     ],
@@ -111,39 +97,25 @@ def test_what_says_that_memory_ran_out(error, whether):
     assert is_out_of_memory(error) is whether
 
 
-def test_one_killed_while_another_has_its_turn_is_out_of_memory(diary):
-    def kills_the_first(call):
-        os.kill(diary.first, signal.SIGKILL)
-        assert gone([diary.first])
-        yield
-
-    def first(call):
-        diary.first = call("write", what="!")
-        yield
-        yield from twice(call)
-
-    assert diary({"A": first, "B": kills_the_first}) == {"A": "oom", "B": "ok"}
-
-
-@pytest.mark.parametrize("where", ["building", "calling"])
-def test_bad_input_comes_back_as_it_was(diary, where):
-    building = where == "building"
-    with pytest.raises(T1Error) as raised:
-        diary({"A": twice, "B": twice if building else then("fail", kind="t1")}, {"B": {"refuse": "t1" * building}})
-    assert type(raised.value) is T1Error and str(raised.value) == "this is t1"
-    assert gone(diary.pids)
-
-
-def test_any_other_error_comes_with_its_traceback(diary):
-    with pytest.raises(VariantFailed, match=r"(?s)Traceback.*in fail.*ValueError: this is value"):
-        diary({"A": twice, "B": then("fail", kind="value")})
-    assert gone(diary.pids)
+def test_one_that_cannot_be_built_ends_as_one_that_cannot_run(diary):
+    assert diary({"A": twice, "B": twice}, {"A": {"refuse": "memory"}}) == {"A": "oom", "B": "ok"}
+    for end, building in ((twice, "t1"), (then("fail", kind="t1"), "")):  # bad input comes back as it was
+        with pytest.raises(T1Error, match=r"^this is t1$"):
+            diary({"A": twice, "B": end}, {"B": {"refuse": building}})
+        assert gone(diary.pids)
 
 
 @posix
-def test_a_crash_names_its_exit_code(diary):
-    with pytest.raises(VariantFailed, match=f"exit code -{int(signal.SIGTERM)}"):
-        diary({"A": then("kill", number=int(signal.SIGTERM)), "B": twice})
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (then("fail", kind="value"), r"(?s)Traceback.*in fail.*ValueError: this is value"),
+        (then("kill", number=int(signal.SIGTERM)), f"exit code -{int(signal.SIGTERM)}"),
+    ],
+)
+def test_any_other_end_comes_with_its_traceback_or_exit_code(diary, end, message):
+    with pytest.raises(VariantFailed, match=message):
+        diary({"A": twice, "B": end})
     assert gone(diary.pids)
 
 

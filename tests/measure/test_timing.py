@@ -4,8 +4,8 @@ import time
 import pytest
 import torch
 
-from t1lib.measure.timing import interleaved_ms, median_ms, rounds, time_ms
-from t1lib.timing import NoTrace, PhaseTimer, Trace
+from t1lib.measure.timing import interleaved_ms, rounds
+from t1lib.timing import PhaseTimer, Trace
 
 CPU = torch.device("cpu")
 
@@ -15,53 +15,29 @@ def test_phases_of_one_name_are_summed_and_lie_within_the_wall_time():
     for phase in ("a", "b", "a"):
         time.sleep(0.005)
         timer.mark(phase)
+    time.sleep(0.005)  # after the last mark, so in the wall time alone
     wall, phases = timer.stop()
     assert list(phases) == ["a", "b"]
     assert phases["a"] >= 10 and phases["b"] >= 5
-    assert wall >= sum(phases.values())
+    assert wall >= sum(phases.values()) + 5
 
 
-def test_what_follows_the_last_mark_is_in_the_wall_time_alone():
-    timer = PhaseTimer(CPU)
-    timer.mark("a")
-    time.sleep(0.005)
-    wall, phases = timer.stop()
-    assert wall >= phases["a"] + 5
-
-
-def test_spans_are_ordered_by_start_whatever_ends_first():
+def test_spans_are_ordered_by_start_whatever_ends_first_and_whoever_adds_them():
     trace = Trace(CPU)
+
+    def copy():
+        with trace.host_span("in", "weights", 0):
+            time.sleep(0.002)
+
     trace.begin("compute", "backward", 1)
-    with trace.span("in", "weights", 0):
-        time.sleep(0.002)
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
     trace.end("compute", "backward", 1)
     outer, inner = trace.spans()
     assert (outer.lane, outer.phase, outer.layer) == ("compute", "backward", 1)
     assert (inner.lane, inner.phase, inner.layer) == ("in", "weights", 0)
     assert 0 <= outer.start <= inner.start <= inner.end - 2 <= outer.end - 2
-
-
-def test_only_what_began_and_ended_is_a_span():
-    trace = Trace(CPU)
-    trace.begin("compute", "forward", 0)
-    trace.end("compute", "forward", 1)
-    assert trace.spans() == []
-
-
-def test_a_thread_adds_its_spans_on_the_same_clock():
-    trace = Trace(CPU)
-
-    def update():
-        with trace.host_span("update", "update", 3):
-            time.sleep(0.002)
-
-    with trace.span("compute", "forward", 0):
-        thread = threading.Thread(target=update)
-        thread.start()
-        thread.join()
-    outer, inner = trace.spans()
-    assert (inner.lane, inner.layer) == ("update", 3)
-    assert outer.start <= inner.start <= inner.end <= outer.end
 
 
 @pytest.mark.parametrize("kind", ["span", "host_span"])
@@ -72,22 +48,14 @@ def test_a_span_left_by_an_exception_is_recorded(kind):
     assert [(s.phase, s.layer) for s in trace.spans()] == [("recompute", 2)]
 
 
-def test_no_trace_takes_the_same_calls():
-    trace = NoTrace()
-    trace.begin("compute", "backward", 0)
-    trace.end("compute", "backward", 0)
-    with trace.span("in", "weights", 0, None), trace.host_span("update", "update", 0):
-        pass
-    public = {name for name in dir(Trace) if not name.startswith("_")} - {"spans", "device"}
-    assert public <= set(dir(NoTrace))
-
-
 def test_functions_take_turns_and_the_warm_up_is_dropped():
-    called = []
-    functions = {name: lambda name=name: called.append(name) for name in "ABC"}
+    called, pauses = [], iter([0.05, 0.05, 0.0, 0.0, 0.0])
+    functions = {name: lambda name=name: called.append(name) for name in "BC"}
+    functions["A"] = lambda: (called.append("A"), time.sleep(next(pauses)))
     samples = interleaved_ms(functions, CPU, repeats=3, warmup=2)
     assert ["".join(sorted(called[i : i + 3])) for i in range(0, 15, 3)] == ["ABC"] * 5
     assert {name: len(values) for name, values in samples.items()} == {"A": 3, "B": 3, "C": 3}
+    assert max(samples["A"]) < 50
 
 
 def test_rounds_hold_each_thing_once_in_orders_that_differ_and_are_the_same_every_time():
@@ -96,15 +64,3 @@ def test_rounds_hold_each_thing_once_in_orders_that_differ_and_are_the_same_ever
     assert len(set(orders)) > 10
     assert {order[0] for order in orders} == set("ABCDE")
     assert orders == [tuple(turns) for turns in rounds("ABCDE", 20)]
-
-
-def test_a_slow_warm_up_is_in_no_sample():
-    pauses = iter([0.05, 0.05, 0.0, 0.0, 0.0])
-    samples = interleaved_ms({"A": lambda: time.sleep(next(pauses))}, CPU, repeats=3, warmup=2)
-    assert max(samples["A"]) < 50
-
-
-def test_times_are_in_milliseconds():
-    assert time_ms(lambda: time.sleep(0.01), CPU) >= 10
-    pauses = iter([0, 0.05, 0.01, 0.02])  # one warm-up call, then the median of three
-    assert 20 <= median_ms(lambda: time.sleep(next(pauses)), CPU, repeats=3, warmup=1) < 50

@@ -118,21 +118,21 @@ def test_the_host_updates_every_nth_layer(share, layers):
 
 def test_what_is_trained_and_what_streams_follow_from_the_parameters():
     model = build_model("tiny")
-    full = work_of(model, MASTERS, rows=1, seq=8)
+    full = work_of(model, MASTERS.kinds, rows=1, seq=8)
     assert (full.outer, full.still, full.head, full.frozen, full.aside) == (64 + 512 * 64, 0, 512 * 64, 0, 0)
     for p in model.model.embed_tokens.parameters():
         p.requires_grad_(False)
-    own = work_of(model, MASTERS, rows=1, seq=8, loss_head=False)
+    own = work_of(model, MASTERS.kinds, rows=1, seq=8, loss_head=False)
     assert (own.outer, own.still, own.head, own.workspace) == (64, 512 * 64, 0, 0)
     assert device_bytes(own, Choice()) < device_bytes(full, Choice())
     for p in model.model.layers[:3].parameters():
         p.requires_grad_(False)
     for layer in model.model.layers:  # adapters
         layer.extra = nn.Linear(4, 2, bias=False)
-    adapted = work_of(model, MASTERS, rows=1, seq=8)
+    adapted = work_of(model, MASTERS.kinds, rows=1, seq=8)
     adapters = 8 * (4 + 4 + 8)
     assert (adapted.frozen, adapted.aside, adapted.layer) == (3, 3 * adapters, full.layer + 8)
-    lora = work_of(model, MASTERS, rows=1, seq=8, trained={layer.extra.weight for layer in model.model.layers})
+    lora = work_of(model, MASTERS.kinds, rows=1, seq=8, trained={layer.extra.weight for layer in model.model.layers})
     assert (lora.frozen, lora.aside, lora.layer, lora.outer) == (4, 4 * adapters, full.layer, 0)
 
 
@@ -142,7 +142,7 @@ def test_any_stack_of_layers_can_be_planned_for():
     x = torch.randn(5, 32, requires_grad=True)
     saved = saved_by(lambda: blocks[0](x), blocks[0].parameters()) // 5
     assert saved == 4 * (32 + 64 + 64)
-    work = work_of(model, ADAMW, rows=5, seq=1, layers=blocks, hidden=32, saved=saved, cuda=False)
+    work = work_of(model, ADAMW.kinds, rows=5, seq=1, layers=blocks, hidden=32, saved=saved, cuda=False)
     assert (work.layers, work.layer, work.outer, work.inner) == (3, 32 * 64 * 2 + 96, 8 * 32 + 32, 64)
     assert choose_plan(work, 2**20).keep == 3
 

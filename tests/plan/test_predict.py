@@ -38,7 +38,7 @@ def by_name(predictions):
 def test_heads_workspaces_are_those_that_were_measured():
     """Notebook cce, shape Q, MiB beyond the gradients: full 13619, chunked 1203, fused with a workspace of 512: 442."""
     model = shape_only("qwen3-1.7b", torch.bfloat16)
-    asked = work_of(model, OptimizerSpec("adamw", master_weights=True), rows=8, seq=1024)
+    asked = work_of(model, OptimizerSpec("adamw").kinds, rows=8, seq=1024)
     # dE, which `full` does not hold yet at its peak; `with_head` deducts only dW.
     gradients = 8192 * 2048 * 2
     held = {head: with_head(asked, head).workspace / 2**20 for head in ("full", "chunked", "fused")}
@@ -50,7 +50,7 @@ def test_heads_workspaces_are_those_that_were_measured():
 def test_pytorchs_own_head_is_as_it_was_measured():
     """8192 tokens, 256000 × 2304: 1163 MiB beyond the gradients; 244 ms, of which three products take 42."""
     model = shape_only("gemma-2-2b", torch.bfloat16)
-    found = with_head(work_of(model, OptimizerSpec("sgd"), rows=1, seq=8192), "torch")
+    found = with_head(work_of(model, OptimizerSpec("sgd").kinds, rows=1, seq=8192), "torch")
     assert found.workspace / 2**20 == pytest.approx(1163, rel=0.01)
     assert found.head_moves * 8192 * 256000 / H200.memory * 1e3 == pytest.approx(244 - 42, rel=0.02)
 
@@ -232,6 +232,7 @@ def test_without_a_gpu_its_memory_must_be_given(capsys):
 
 
 def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(capsys, monkeypatch):
+    monkeypatch.setattr(rates, "ROUNDS", 1)
     assert rates.this_machine() == H200
     assert main(["plan", "--calibrate"]) == 0
     assert "GB/s" in capsys.readouterr().out

@@ -35,8 +35,12 @@ SMALL = ["train", "--model", "tiny", *SHAPE, "--data", str(TEXT), "--vocabulary"
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    """Plots take longer than these runs; one test draws one."""
+    """Plots take longer than these runs; one test draws one. Models as small as these run best on one thread."""
     monkeypatch.setattr("t1lib.text.plot.draw_metrics", lambda frame, path: path.write_text("a plot"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def train(folder, *more):
@@ -222,6 +226,7 @@ def ended(process, number):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_keeps_what_it_has(tmp_path, number):
     """In the middle: a checkpoint of the last step, all metrics, one line, exit code 130."""

@@ -56,6 +56,7 @@ def test_its_loss_on_hidden_states_is_the_models_own(session, monkeypatch):
     assert session.evaluate(100) == pytest.approx(spread_loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses():
     def losses(**other):
         return [record.loss for record in LanguageSession(**SETTINGS | other).train(3)]

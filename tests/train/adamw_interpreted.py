@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
+from t1lib.optimizers import Precision
 from t1lib.train.adamw import BLOCK, adamw_
-from t1lib.train.update import Precision, join, new_state
+from t1lib.train.update import join, new_state
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 SPLIT, SHORT = {"masters": "split"}, {"moments": "bfloat16"}
@@ -51,6 +52,7 @@ def test_updates_as_pytorchs_own(layout, own, dtype, scale):
         assert (state[key] - plain.state[wide][key]).norm() <= 1e-6 * state[key].norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [SHORT, SPLIT | SHORT], ids=str)
 def test_narrow_moments_are_right_on_average(layout):
     torch.manual_seed(0)

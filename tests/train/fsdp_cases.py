@@ -147,14 +147,12 @@ def reduced_once(size: int) -> None:
     """Without offload, ranks get their gradient shards only after the last micro-batch; with it, after each one."""
     for offload in (False, True):
         trainer, held = make_trainer(tiny(), "fsdp", head="full", micro_batch=1, offload=offload), []
-        back = trainer._back
 
-        def noting(loss, timer, back=back, trainer=trainer, held=held):
-            found = back(loss, timer)
-            held.append(sum(p.grad is not None for p in trainer.model.parameters()))
-            return found
+        def noting(lane, phase, layer, trainer=trainer, held=held):
+            if phase == "backward":
+                held.append(sum(p.grad is not None for p in trainer.model.parameters()))
 
-        with patch.object(trainer, "_back", noting):
+        with patch.object(trainer.trace, "end", noting):
             trainer.step(even(1)[0])
         every = len(list(trainer.model.parameters()))
         assert held == ([every] if offload else [0]) * (6 // size - 1) + [every], held

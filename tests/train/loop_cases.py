@@ -57,7 +57,9 @@ def run(trainer: Trainer, data: list[dict] | None = None) -> tuple[list[tuple[fl
 
 
 def assert_same(state: dict, other: dict) -> None:
-    assert state.keys() == other.keys()
+    assert state.keys() == other.keys() and state["step"] == other["step"]
+    assert state["model"].keys() == other["model"].keys()
+    assert state["optimizer"].keys() == other["optimizer"].keys()
     for name, weight in state["model"].items():
         assert torch.equal(weight, other["model"][name]), name
     for name, slots in state["optimizer"].items():

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from full_disk import largest_file
+from loop_cases import assert_same
 
 from t1lib.errors import T1Error
 from t1lib.files import read_signed, write_signed
 from t1lib.train import OptimizerSpec, build_model, checkpoint, make_trainer
 from t1lib.train.checkpoint import META, has_checkpoint, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MODULE = "transformers.models.qwen3.modeling_qwen3"
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=97, num_attention_heads=2)
 
@@ -44,12 +46,6 @@ def trained():
 
 def flat(state) -> dict[str, torch.Tensor]:
     return state["model"] | {f"{n} {k}": v for n, own in state["optimizer"].items() for k, v in own.items()}
-
-
-def assert_same(state, other) -> None:
-    one, two = flat(state), flat(other)
-    assert one.keys() == two.keys() and state["step"] == other["step"]
-    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def names(folder) -> list[str]:
@@ -94,7 +90,7 @@ def killed_at(call: int) -> Iterator[Callable[[], bool]]:
         yield lambda: len(made) > call
 
 
-@pytest.mark.parametrize("before", [[1], [1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize("before", [[1], *(pytest.param(steps, marks=pytest.mark.slow) for steps in ([1, 1], [2, 1]))])
 def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, before):
     """Steps are saved in this order, and then step 1 again with other content: what loads is the last save, or what was
     there before."""
@@ -115,6 +111,7 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, b
     assert point > 10
 
 
+@pytest.mark.slow
 def test_killed_while_it_goes_on_there_is_a_complete_checkpoint(tmp_path, trained):
     """The next step is saved, and the one before is removed."""
     point, killed = 0, lambda: True

@@ -27,7 +27,14 @@ def test_a_script_that_ends_after_a_step_ends_well():
 
 
 @pytest.mark.parametrize(
-    "command, code, processes", [("list chunks", 0, 1), ("list chunks", 0, 2), ("list nothing", 2, 2), ("-x", 2, 2)]
+    "command, code, processes",
+    [
+        ("list chunks", 0, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("list chunks", 0, 1), ("list nothing", 2, 2), ("-x", 2, 2))
+        ),
+    ],
 )
 def test_ranks_end_without_shutting_the_interpreter_down(command, code, processes):
     """A thread of gloo's may still use it, and would abort the process: two runs of twenty ended so."""

@@ -15,7 +15,10 @@ from several_worker import ENDS, cases
 from t1lib.__main__ import main
 from t1lib.train.ranks import EXIT_LOST
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the worker forks, and gloo listens on lo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the worker forks, and gloo listens on lo"),
+]
 WORKER = Path(__file__).parent / "several_worker.py"
 NAMES = [(size, name) for size in SIZES for name in {**cases(size, Path()), **commands(size, Path())}]
 

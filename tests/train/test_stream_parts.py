@@ -39,7 +39,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("kind", ["llama", "blocks"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "blocks"])
 def test_frozen_parts(kind, frozen):
     def build() -> nn.Module:
         model = MODELS[kind]()
@@ -143,8 +143,7 @@ def test_a_gradient_that_the_loop_takes_away():
         assert "grad" in str(error)
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("dropout", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("dropout, clip", [(0.0, None), (0.05, "optimizer"), (0.5, "torch")])
 def test_adapters(dropout, clip):
     """Dropout draws the same numbers again when a layer is recomputed."""
     reference = lambda model: recomputed(adapters_of(model))  # noqa: E731

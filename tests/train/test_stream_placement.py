@@ -45,11 +45,10 @@ def everything(clip):
     return loop(batches=data(6, padded=True), clip=clip, schedule=rates, between=evaluated)
 
 
-@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("at", range(len(FEW)))
-def test_placement_changes_no_bits(at, share):
+def test_placement_changes_no_bits(at):
     """However layers, activations, state and updates are spread: with clipping for every other one."""
-    choice = Choice(**FEW[at], host_share=share)
+    choice = Choice(**FEW[at], host_share=SHARES[at % 3])
     compare(qwen3, grouped, everything(own_clip if at % 2 else None), choice=choice)
 
 
@@ -66,12 +65,12 @@ def test_all_placements_change_no_bits(place):
         compare(MODELS[kind], grouped, everything(clip), choice=Choice(**place, host_share=share))
 
 
-@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
-    "place", [{}, {"resident": 1, "keep": 2}, {"slots": 3, "inputs": "host", "outer": "host"}], ids=str
+    "choice",
+    [Choice(host_share=1.0), Choice(resident=1, keep=2, host_share=0.5), Choice(3, inputs="host", outer="host")],
+    ids=str,
 )
-def test_updates_in_the_backward_change_no_bits(place, share):
-    choice = Choice(**place, host_share=share)
+def test_updates_in_the_backward_change_no_bits(choice):
     for optimizer in (grouped, sgd):
         compare(qwen3, optimizer, everything(None), choice=choice, update_in_backward=True)
 

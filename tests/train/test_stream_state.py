@@ -2,6 +2,7 @@
 
 import copy
 import io
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from stream_cases import (
     adamw,
     assert_same_state,
     assert_same_weights,
+    compare,
     evaluated,
     grouped,
     loop,
@@ -56,57 +58,43 @@ def unbroken(build, optimizer=adamw) -> tuple[nn.Module, Any, list[float]]:
     return plain, usual, CLIPPED(plain, usual, SECOND)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, grouped], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("options", PLACES)
-def test_a_streamed_run_goes_on_in_plain_pytorch(options, optimizer):
-    plain, usual, expected = unbroken(qwen3, optimizer)
-    model = qwen3()
-    with streaming(model, optimizer(model), **options) as (streamed, own):
-        CLIPPED(streamed, own, FIRST)
-        saved = reloaded({"model": streamed.state_dict(), "optimizer": own.state_dict()})
-    other = qwen3()
-    next_one = optimizer(other)
-    other.load_state_dict(saved["model"])
-    next_one.load_state_dict(saved["optimizer"])
-    assert CLIPPED(other, next_one, SECOND) == expected
-    assert_same_weights(other, plain)
-    assert_same_state(next_one, usual)
+def placed(place: dict[str, Any] | None, model: nn.Module, optimizer: Any) -> Any:
+    """The model and its optimizer, streamed or, for None, as they are."""
+    return nullcontext((model, optimizer)) if place is None else streaming(model, optimizer, **place)
+
+
+def saved_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def load(model: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+
+
+KINDS = {"plain": None, **{place.id: place.values[0] for place in PLACES}}
+WAYS = [
+    *(("plain", name) for name in KINDS if name != "plain"),
+    *((name, "plain") for name in KINDS if name != "plain"),
+]
+WAYS += [("streamed", "mixed"), ("streamed", "host"), ("mixed", "resident"), ("host", "streamed")]
 
 
 @pytest.mark.parametrize("optimizer", [sgd, grouped], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "after other steps"])
-@pytest.mark.parametrize("options", PLACES)
-def test_a_plain_run_goes_on_streamed(options, used, optimizer):
-    """In a fresh model, or in one that has been trained on something else."""
-    plain, last, expected = unbroken(llama, optimizer)
-    source = llama()
-    usual = optimizer(source)
-    CLIPPED(source, usual, FIRST)
-    saved = reloaded({"model": source.state_dict(), "optimizer": usual.state_dict()})
-    model = llama()
-    with streaming(model, optimizer(model), **options) as (streamed, own):
-        if used:
-            train(streamed, own, SECOND[:3])
-        streamed.load_state_dict(saved["model"])
-        own.load_state_dict(saved["optimizer"])
-        assert CLIPPED(streamed, own, SECOND) == expected
-        assert_same_weights(streamed, plain)
-        assert_same_state(own, last)
-
-
-@pytest.mark.parametrize("source", PLACES[:2])
-@pytest.mark.parametrize("target", PLACES[1:])
-def test_a_run_goes_on_in_another_placement(source, target):
-    plain, usual, expected = unbroken(blocks)
-    first, second = blocks(), blocks()
-    with streaming(first, adamw(first), **source) as (streamed, own):
-        CLIPPED(streamed, own, FIRST)
-        saved = reloaded({"model": streamed.state_dict(), "optimizer": own.state_dict()})
-    with streaming(second, adamw(second), **target) as (streamed, own):
-        streamed.load_state_dict(saved["model"])
-        own.load_state_dict(saved["optimizer"])
-        assert CLIPPED(streamed, own, SECOND) == expected
-        assert_same_weights(streamed, plain)
+@pytest.mark.parametrize("source, target", WAYS)
+def test_a_run_goes_on_elsewhere(source, target, optimizer):
+    """In a fresh model, or (with AdamW) in one that has been trained on something else."""
+    plain, usual, expected = unbroken(llama, optimizer)
+    first, second = llama(), llama()
+    with placed(KINDS[source], first, optimizer(first)) as (model, own):
+        CLIPPED(model, own, FIRST)
+        saved = saved_of(model, own)
+    with placed(KINDS[target], second, optimizer(second)) as (model, own):
+        if optimizer is grouped:
+            train(model, own, SECOND[:3])
+        load(model, own, saved)
+        assert CLIPPED(model, own, SECOND) == expected
+        assert_same_weights(model, plain)
         assert_same_state(own, usual)
 
 
@@ -116,12 +104,11 @@ def test_a_run_in_bfloat16_goes_on(layout):
     first, second, last = build(), build(), build()
     with streaming(first, grouped(first), **layout) as (streamed, own):
         train(streamed, own, FIRST)
-        saved = reloaded({"model": streamed.state_dict(), "optimizer": own.state_dict()})
+        saved = saved_of(streamed, own)
         expected = train(streamed, own, SECOND)
     with streaming(second, grouped(second), choice=Choice(host_share=0.0), **layout) as (streamed, own):
         train(streamed, own, SECOND[:2])
-        streamed.load_state_dict(saved["model"])
-        own.load_state_dict(saved["optimizer"])
+        load(streamed, own, saved)
         assert train(streamed, own, SECOND) == expected
         assert_same_weights(streamed, first)
     widened = grouped(last)
@@ -191,19 +178,17 @@ def test_weights_and_state_are_current_after_every_step(options):
 @pytest.mark.parametrize("options", PLACES)
 def test_weights_are_current_parameter_by_parameter(options):
     """Without asking the model or the optimizer: an average of the weights that her own loop keeps."""
-    plain, model = llama(), llama()
-    usual = sgd(plain)
-    averages: list[list[torch.Tensor]] = []
-    with streaming(model, sgd(model), **options) as (streamed, own):
-        for one, optimizer in ((plain, usual), (streamed, own)):
-            mean = [p.detach().clone() for p in one.parameters()]
-            for batch in FIRST:
-                train(one, optimizer, [batch])
-                getattr(optimizer, "drain", lambda: None)()
-                for held, param in zip(mean, one.parameters(), strict=True):
-                    held.lerp_(param.detach(), 0.1)
-            averages.append(mean)
-    assert all(torch.equal(a, b) for a, b in zip(*averages, strict=True))
+
+    def averaged(model: nn.Module, optimizer: Any) -> list[float]:
+        mean = [p.detach().clone() for p in model.parameters()]
+        for batch in FIRST:
+            train(model, optimizer, [batch])
+            getattr(optimizer, "drain", lambda: None)()
+            for held, param in zip(mean, model.parameters(), strict=True):
+                held.lerp_(param.detach(), 0.1)
+        return [held.double().square().sum().item() for held in mean]
+
+    compare(llama, sgd, averaged, **options)
 
 
 @pytest.mark.parametrize("options", PLACES)
@@ -227,27 +212,21 @@ def test_a_gradient_that_is_seen_is_complete(kind, options):
 
 
 def test_gradients_set_to_none_by_hand():
-    plain, model = blocks(), blocks()
-    with streaming(model, adamw(model)) as (streamed, own):
-        for one, optimizer in ((plain, adamw(plain)), (streamed, own)):
-            for batch in FIRST:
-                model_loss(one, batch).backward()
-                optimizer.step()
-                for param in one.parameters():
-                    param.grad = None
-        assert_same_weights(streamed, plain)
+    def each(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = [model_loss(model, FIRST[0])]
+        for batch in FIRST[1:]:
+            losses[-1].backward()
+            optimizer.step()
+            for param in model.parameters():
+                param.grad = None
+            losses.append(model_loss(model, batch))
+        return [loss.item() for loss in losses]
+
+    compare(blocks, adamw, each)
 
 
 def test_the_model_may_be_moved_to_where_it_is():
-    plain, model = qwen3(), qwen3()
-    expected = train(plain, adamw(plain), FIRST)
-    with streaming(model, adamw(model)) as (streamed, own):
-        found = []
-        for batch in FIRST:
-            found += train(streamed, own, [batch])
-            streamed.to("cpu").to(torch.float32).train()
-        assert found == expected
-        assert_same_weights(streamed, plain)
+    compare(qwen3, adamw, loop(between=lambda model: float(model.to("cpu").to(torch.float32).train().training)))
 
 
 @pytest.mark.parametrize("write", ["fill", "copy", "data", "initialise"])
@@ -266,15 +245,13 @@ def test_weights_that_the_loop_writes_are_used(options, write):
                 else:
                     nn.init.constant_(weight, 0.01)
 
-    plain, model = blocks(), blocks()
-    with streaming(model, adamw(model), **options) as (streamed, own):
-        for one, optimizer in ((plain, adamw(plain)), (streamed, own)):
-            train(one, optimizer, FIRST)
-            getattr(optimizer, "drain", lambda: None)()
-            change(one)
-            train(one, optimizer, SECOND)
-        assert evaluated(streamed) == evaluated(plain)
-        assert_same_weights(streamed, plain)
+    def changed(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = train(model, optimizer, FIRST)
+        getattr(optimizer, "drain", lambda: None)()
+        change(model)
+        return [*losses, *train(model, optimizer, SECOND), evaluated(model)]
+
+    compare(blocks, adamw, changed, **options)
 
 
 def test_a_streamed_model_is_saved_by_transformers(tmp_path):

@@ -129,18 +129,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = ["adapters, autocast", "another head, before", "another head, after", "unclipped", "a budget, accumulation"]
+FAST = ["default arguments", "accumulation", "autocast", "updates in the backward", "adapters with dropout"]
 
 
-def fast_first(names: Any, slow: list[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+def slow_unless(names: Any, fast: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in names]
 
 
-@pytest.mark.parametrize("name", fast_first(CASES, SLOW))
+@pytest.mark.parametrize("name", slow_unless(CASES, FAST))
 def test_same_bits_as_trainer(name, tmp_path):
     assert_same(*train_both(tmp_path, **CASES[name]))
 
 
+@pytest.mark.slow
 def test_weights_in_16_bits(tmp_path):
     """Without masters, as Trainer. Norms are summed in float32, where Trainer sums in bfloat16."""
     given = {"dtype": torch.bfloat16, "max_grad_norm": 0.0}
@@ -150,6 +151,7 @@ def test_weights_in_16_bits(tmp_path):
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_micro_batches(tmp_path):
     """Gradients are summed over rows in another order. (Without dropout, which draws by micro-batch.)"""
 
@@ -198,7 +200,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", fast_first(RESUMED, ["adapters", "masters", "a budget"]))
+@pytest.mark.parametrize("name", slow_unless(RESUMED, ["split masters"]))
 def test_resumed_run_is_the_unbroken_one(name, tmp_path):
     given = dict(RESUMED[name])
     built = {key: given.pop(key) for key in ("dtype", "adapters") if key in given}
@@ -210,9 +212,7 @@ def test_resumed_run_is_the_unbroken_one(name, tmp_path):
     assert_same(unbroken, resumed)
 
 
-@pytest.mark.parametrize(
-    "event", fast_first(EVENTS := ["on_substep_end", "on_step_end", "on_pre_optimizer_step"], EVENTS[1:])
-)
+@pytest.mark.parametrize("event", slow_unless(["on_substep_end", "on_step_end", "on_pre_optimizer_step"], []))
 def test_the_same_trainer_goes_on_after_an_exception(event, tmp_path):
     given = {"gradient_accumulation_steps": 2}
     unbroken = trainer(Trainer, tmp_path / "whole", make_model(), **given)
@@ -252,6 +252,7 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     assert_same(first, resumed)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     given = {**SAVING, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     given |= {"learning_rate": 0.1, "metric_for_best_model": "eval_loss", "greater_is_better": True}  # the first one

@@ -8,6 +8,7 @@ from stream_cases import adamw, compare, in_pieces, loop, own_clip, streaming, t
 from stream_models import adapted, adapters_of, blocks, data, layers_of, llama
 from torch import nn
 
+from t1lib.heads import patch_head
 from t1lib.plan.cost import Choice
 from t1lib.train import placing
 from t1lib.train.graphs import LayerGraphs
@@ -181,6 +182,14 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
     plain, with_adapters = (work.saved for work in seen)
     own = sum(m.lora_A["default"].in_features * 4 for m in adapters_of(model)[0].modules() if hasattr(m, "lora_A"))
     assert plain + own <= with_adapters <= plain + 2.5 * own
+
+
+def test_a_budget_for_adapters_under_a_patched_head():
+    """It is planned within a call, in which a stand-in takes the output layer's place."""
+    model = adapted(torch.bfloat16, base=llama)
+    patch_head(model, workspace="16MiB")
+    with streaming(model, adamw(model), gpu_memory="1GiB") as (streamed, own):
+        train(streamed, own, data(2))
 
 
 def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
