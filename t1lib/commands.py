@@ -46,7 +46,7 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Redraw all that is finished from its samples, write the claims into docs/results.md, and build the PDFs; returns 0."""
+    """Redraw all that is finished, write the claims into docs/results.md, and build the PDFs; returns 0."""
     os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
     from t1lib.kit.redraw import redraw
 

@@ -5,16 +5,20 @@ import random
 import shutil
 
 import pytest
+import yaml
 
 from t1lib import paths
 from t1lib.__main__ import main
-from t1lib.claims import PAGE, Claim, doubts, read_claims
+from t1lib.claims import FILE, PAGE, Claim, doubts, read_claims, write_page
 from t1lib.errors import T1Error
 from t1lib.files import signed
 from t1lib.measure import manifest
 
-ROW = "| a claim | – | {ours} | {bound} | `t1m3.head.full.over_floor` |"
-MARKED = "text\n<!-- claims -->\n| claim | published | ours | within | key |\n{rows}\n<!-- end of claims -->\n"
+KEY = "t1m3.head.full.over_floor"
+
+
+def row(key=KEY, ours="1.78 ×", within="5 %"):
+    return {"claim": "a claim", "published": "–", "ours": ours, "within": within, "key": key}
 
 
 @pytest.mark.parametrize(
@@ -36,26 +40,45 @@ def test_a_claim_holds_within_its_bound(ours, bound, value, holds):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("content", "message"),
     [
-        (("5 %", "15%"), r"allowed: \| claim \| published \| ours"),
-        (("5 %", "≤ few"), "allowed:"),
-        (("1.78", "many"), "allowed:"),
-        (("1.78", "1.2-1.4"), "allowed:"),
-        (("1.78", "1,78"), "allowed:"),
-        (("`t1m3.head.full.over_floor`", "`t1m3`"), "allowed:"),
-        (("claims -->", "-->"), "no tables between"),
+        ({"t1m3": [row(within="15%")]}, r"allowed: claim, published, ours \(1.78 ×\)"),
+        ({"t1m3": [row(within="≤ few")]}, "allowed:"),
+        ({"t1m3": [row(ours="many")]}, "allowed:"),
+        ({"t1m3": [row(ours="1.2-1.4")]}, "allowed:"),
+        ({"t1m3": [row(ours="1,78")]}, "allowed:"),
+        ({"t1m3": [row(ours=1.78)]}, "allowed:"),
+        ({"t1m3": [row(key="t1m3")]}, "allowed:"),
+        ({"cce": [row()]}, "allowed:"),
+        ({"t1m3": [row() | {"more": "x"}]}, "allowed:"),
+        ({"t1m3": "text"}, "holds no claims"),
+        ({}, "holds no claims"),
+        ("[", "cannot read the claims in claims.yaml"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_an_error(change, message):
-    text = MARKED.format(rows=ROW.format(ours="1.78", bound="5 %")).replace(*change)
-    with pytest.raises(T1Error, match=message):
-        read_claims(text)
+def test_claims_that_cannot_be_read_are_an_error(kit, content, message):
+    (kit / FILE).write_text(content if isinstance(content, str) else yaml.safe_dump(content, allow_unicode=True))
+    with pytest.raises(T1Error, match=message) as told:
+        read_claims()
+    assert len(str(told.value)) <= 300
+
+
+def test_the_page_shows_the_claims(kit):
+    page = kit / PAGE
+    places = "<!-- claims of {} -->\nold\n<!-- end of claims -->\n"
+    page.write_text("before\n" + places.format("t1m3") + "between\n" + places.format("cce"), encoding="utf-8")
+    write_page()
+    text = page.read_text(encoding="utf-8")
+    assert f"| a claim | – | 9.5 × | 5 % | `{KEY.replace('full', 'fused')}` |\n<!-- end" in text
+    assert "old" not in text and text.startswith("before\n") and "between" in text
+    page.write_text(places.format("t1m3"), encoding="utf-8")
+    with pytest.raises(T1Error, match="no place for claims of cce"):
+        write_page()
 
 
 @pytest.fixture
 def kit(tmp_path, monkeypatch):
-    """A checkout with the reference run of t1m3, and a page of two claims about it and one about another run."""
+    """A checkout with the reference run of t1m3, two claims about it and one about another run."""
     root = paths.root()
     for folder in ("notebooks", "params"):
         shutil.copytree(root / folder, tmp_path / folder)
@@ -63,10 +86,10 @@ def kit(tmp_path, monkeypatch):
     shutil.copyfile(root / "outputs/h200/t1m3.pdf", tmp_path / "outputs/h200/t1m3.pdf")
     numbers = json.loads((root / "outputs/h200/t1m3/numbers.json").read_text(encoding="utf-8"))
     ours = numbers["t1m3.head.full.over_floor"]["text"]
-    rows = [ROW.format(ours=ours, bound="5 %"), ROW.format(ours="9.5", bound="5 %").replace("full", "fused")]
-    rows.append(ROW.format(ours="1", bound="5 %").replace("t1m3", "cce"))
+    of_t1m3 = [row(ours=ours), row(KEY.replace("full", "fused"), "9.5 ×")]
+    claims = {"t1m3": of_t1m3, "cce": [row(KEY.replace("t1m3", "cce"))]}
+    (tmp_path / FILE).write_text(yaml.safe_dump(claims, allow_unicode=True), encoding="utf-8")
     (tmp_path / "docs").mkdir()
-    (tmp_path / PAGE).write_text(MARKED.format(rows="\n".join(rows)), encoding="utf-8")
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     return tmp_path
 
@@ -81,13 +104,13 @@ def test_each_claim_gets_its_verdict(kit, capsys):
     assert main(["check", "t1m3", "t1m3"]) == 1 and "2 checks:" in capsys.readouterr().out
     assert main(["check", "all"]) == 1
     assert main(["check", "cse"]) == 2
-    page = kit / PAGE
-    page.write_text(page.read_text(encoding="utf-8").replace("`t1m3.", "`t1m33."), encoding="utf-8")
+    path = kit / FILE
+    path.write_text(path.read_text(encoding="utf-8").replace("t1m3", "t1m33"), encoding="utf-8")
     assert main(["check"]) == 2
     assert "unknown experiment 't1m33'" in capsys.readouterr().err
-    page.unlink()
+    path.unlink()
     assert main(["check"]) == 2
-    assert "error: cannot read the claims in docs/results.md:" in capsys.readouterr().err
+    assert "error: cannot read the claims in claims.yaml:" in capsys.readouterr().err
 
 
 def test_a_flipped_byte_is_noticed(kit):
@@ -138,6 +161,5 @@ def test_a_manifest_that_is_no_answer_fails(kit, capsys, content, message):
     path.write_bytes(signed(json.loads(content)))
     assert main(["check", "t1m3"]) == 1
     assert message in capsys.readouterr().out
-    page = kit / PAGE
-    page.write_text(page.read_text(encoding="utf-8").replace("`t1m3.", "`cce."), encoding="utf-8")
+    (kit / FILE).write_text(yaml.safe_dump({"cce": [row(KEY.replace("t1m3", "cce"))]}), encoding="utf-8")
     assert main(["check", "t1m3"]) == 1
