@@ -11,7 +11,6 @@ _MODULES = {
     "convergence": ("convergence", "convergence", "convergence"),
     "frontier": ("frontier", "frontier", "frontier_numbers"),
     "parallel": ("parallel", "parallel_tables", "parallel_tables"),
-    "t1m1": ("t1m1", "t1m1_tables", "t1m1_tables"),
 }
 
 
