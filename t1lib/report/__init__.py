@@ -9,7 +9,6 @@ from typing import Any
 _MODULES = {
     "cce": ("cce", "cce_tables", "cce_numbers"),
     "convergence": ("convergence", "convergence", "convergence"),
-    "frontier": ("frontier", "frontier", "frontier_numbers"),
     "parallel": ("parallel", "parallel_tables", "parallel_tables"),
 }
 

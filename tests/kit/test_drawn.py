@@ -26,6 +26,7 @@ VARIANTS = {  # and the column of table1 that names them
 EXPERIMENTS = [name for name in params.experiments() if "measure" in params.declared(name)]
 WITHOUT_UNIT = {"layer", "progress within one step", "number of chunks", "tokens of a chunk", "relative error"}
 WITHOUT_UNIT |= {"tokens per step", "training step", "loss (nats per token)", "difference (nats per token)"}
+WITHOUT_UNIT |= {"tokens per row", "predicted / measured"}
 
 
 @pytest.fixture(scope="module")
