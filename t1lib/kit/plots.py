@@ -29,18 +29,21 @@ def draw_grouped(
 
 
 def draw_phases(axes: Axes, frame: pd.DataFrame, setting: str, names: list[str]) -> None:
-    """One stacked bar per variant, the first on top: the phases of its step, with their sum written at the end."""
+    """One stacked bar per variant, the first on top: its median step, divided as the medians of its phases are."""
+    metrics = {phase: phase.replace(" ", "_") + "_ms" for phase in PHASE_COLOURS}
+    parts = pd.DataFrame({p: {n: median(frame, m, setting, n) for n in names} for p, m in metrics.items()}).fillna(0.0)
+    wall = pd.Series({name: median(frame, "wall_ms", setting, name) for name in names}, dtype=float)
+    parts = parts.mul(wall / parts.sum(axis=1), axis=0)  # medians of phases do not add up to that of the step
     base = pd.Series(0.0, index=names)
     for phase, colour in PHASE_COLOURS.items():
-        metric = phase.replace(" ", "_") + "_ms"
-        values = pd.Series({n: median(frame, metric, setting, n) for n in names}).fillna(0.0)
-        if values.sum() > 0:
-            axes.barh([VARIANTS[n].label for n in names], values, left=base, color=colour, height=0.5, label=phase)
-            base = base + values
+        if len(names) and parts[phase].sum() > 0:
+            labels = [VARIANTS[name].label for name in names]
+            axes.barh(labels, parts[phase], left=base, color=colour, height=0.5, label=phase)
+            base = base + parts[phase]
     for row, name in enumerate(names):
-        at, text = (base[name], row), format_number(float(base[name]))
+        at, text = (wall[name], row), format_number(float(wall[name]))
         axes.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=7, bbox=BEHIND)
-    axes.set(xlabel="median time of each phase of a step, and their sum (ms)", xlim=(0, 1.1 * max(base, default=1.0)))
+    axes.set(xlabel="median time of a step, by phase (ms)", xlim=(0, 1.1 * max(wall, default=1.0)))
     axes.invert_yaxis()
 
 

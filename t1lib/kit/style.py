@@ -36,6 +36,8 @@ VARIANTS: dict[str, Variant] = {
     "ckpt": Variant("ckpt", _COLOURS[1], "s"),
     "slide": Variant("slide", _COLOURS[2], "^"),
     "fsdp": Variant("fsdp", _COLOURS[3], "v"),
+    "slide-device": Variant("slide-device", _COLOURS[2], "^"),
+    "gpu-graph": Variant("gpu-graph", _COLOURS[0], "o"),
     "full": Variant("full", _COLOURS[0], "o"),
     "chunked": Variant("chunked, by sequence", _COLOURS[2], "^", "chunked,\nsequence"),
     "chunked-vocabulary": Variant("chunked, by vocabulary", _COLOURS[4], "D", "chunked,\nvocabulary"),
@@ -61,6 +63,7 @@ PHASE_COLOURS = {
     "optimizer": _SOFT[0],
     "recompute": _SOFT[5],
     "head": _SOFT[3],
+    "graph": _SOFT[7],
 }
 SHADES = sns.color_palette("crest", 5)  # for shapes and kinds of data, which are not variants either
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # box behind a label, where lines cross it

@@ -1,14 +1,18 @@
 """Time and memory of a training step over models, modes, heads and lengths, each next to its prediction."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from time import monotonic
 from typing import Any
+
+from tqdm import tqdm
 
 from t1lib.errors import T1Error
 from t1lib.heads import parse_bytes
 from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
 from t1lib.measure.memory import GIB
+from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory
 from t1lib.measure.session import TrainSession
@@ -85,13 +89,12 @@ def measure_frontier(records: Records, frontier: Frontier, machine: Machine) -> 
     Once a length ran out of memory, was refused or failed, the head's longer ones are skipped.
     """
     end = monotonic() + frontier.within
-    for model in frontier.models:
-        for mode in frontier.modes:
-            worker, warm = None, set()
-            for head in frontier.heads:
-                worker = _lengths(records, frontier, machine, (model, mode, head), worker, warm, end)
-            if worker is not None:
-                worker.close()
+    for model, mode in progress([*product(frontier.models, frontier.modes)], "models and modes"):
+        worker, warm = None, set()
+        for head in frontier.heads:
+            worker = _lengths(records, frontier, machine, (model, mode, head), worker, warm, end)
+        if worker is not None:
+            worker.close()
 
 
 def _lengths(
@@ -116,7 +119,7 @@ def _lengths(
         why = stopped or _skipped(frontier, predicted) or "no time left" * late
         if why:
             records.status(variant, "skipped", phase)
-            print(f"{variant} {seq}: skipped, {why}")
+            tqdm.write(f"{variant} {seq}: skipped, {why}")
             continue
         try:
             worker = worker or Isolated(TrainSession, frontier.settings(*names[:2]))
@@ -144,7 +147,7 @@ def _stopped(records: Records, variant: str, phase: str, error: Exception) -> st
     """Record why a point has no times; returns the reason to print for longer rows."""
     state = "oom" if isinstance(error, VariantOutOfMemory) else "skipped" if isinstance(error, T1Error) else "failed"
     records.status(variant, state, phase)
-    print(f"{variant} {phase.removeprefix('seq/')}: {state}, {str(error).strip()}")
+    tqdm.write(f"{variant} {phase.removeprefix('seq/')}: {state}, {str(error).strip()}")
     return "a shorter row " + {"oom": "did not fit", "skipped": "was refused", "failed": "failed"}[state]
 
 
@@ -159,7 +162,7 @@ def _measure(
     times = [worker.call("step").wall_ms for _ in range(steps)]
     peaks = worker.call("memory")
     add_memory(records, variant, phase, {k: v for k, v in peaks.items() if k in ("allocated", "reserved", "host")})
-    print(f"{variant} {seq}: {min(times):,.0f} ms, {peaks['allocated'] / GIB:.2f} GiB")
+    tqdm.write(f"{variant} {seq}: {min(times):,.0f} ms, {peaks['allocated'] / GIB:.2f} GiB")
     return times
 
 

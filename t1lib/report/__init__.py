@@ -9,9 +9,7 @@ from typing import Any
 _MODULES = {
     "cce": ("cce", "cce_tables", "cce_numbers"),
     "convergence": ("convergence", "convergence", "convergence"),
-    "frontier": ("frontier", "frontier", "frontier_numbers"),
     "parallel": ("parallel", "parallel_tables", "parallel_tables"),
-    "t1m1": ("t1m1", "t1m1_tables", "t1m1_tables"),
 }
 
 

@@ -20,10 +20,13 @@ pytest_plugins = ["smoke_run"]
 
 VARIANTS = {  # and the column of table1 that names them
     "chunks": ("head", "full", "chunked", "chunked-vocabulary", "fused"),
+    "t1m1": ("mode", "gpu", "ckpt", "slide"),
     "t1m3": ("head", "full", "chunked", "chunked-vocabulary", "fused", "torch"),
 }
 EXPERIMENTS = [name for name in params.experiments() if "measure" in params.declared(name)]
 WITHOUT_UNIT = {"layer", "progress within one step", "number of chunks", "tokens of a chunk", "relative error"}
+WITHOUT_UNIT |= {"tokens per step", "training step", "loss (nats per token)", "difference (nats per token)"}
+WITHOUT_UNIT |= {"tokens per row", "predicted / measured"}
 
 
 @pytest.fixture(scope="module")
