@@ -8,7 +8,7 @@ import pytest
 
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.files import read_signed, write_signed
-from t1lib.report import figures_of, latex, tables_of
+from t1lib.kit import latex
 
 pytest_plugins = ["smoke_run"]
 
@@ -30,6 +30,12 @@ def outputs(smoke_outputs, tmp_path, monkeypatch):
 def only(outputs: Path, report: str) -> None:
     for other in set(latex.REPORTS) - {report}:
         shutil.rmtree(outputs / other)
+
+
+def made(experiment: str, kind: str) -> list[str]:
+    """The figures or tables that a notebook makes, in its order."""
+    notebook = (REPORT.parent / "notebooks" / f"{experiment}.ipynb").read_text(encoding="utf-8")
+    return re.findall(rf'run\.(?:{kind}|draw)\(\\"(\w+)\\"', notebook)
 
 
 def text_of(pdf: Path) -> str:
@@ -118,9 +124,18 @@ def test_no_number_is_typed_by_hand(report):
 @pytest.mark.parametrize("report", latex.REPORTS)
 def test_every_figure_and_table_is_there_in_order_and_referred_to(report):
     source = (REPORT / f"{report}.tex").read_text(encoding="utf-8")
-    assert re.findall(r"\\outputfigure\{(\w+)\}", source) == list(figures_of(report))
-    assert re.findall(r"\\outputtable(?:\[.*?\])?\{(\w+)\}", source) == list(tables_of(report))
+    assert re.findall(r"\\outputfigure\{(\w+)\}", source) == made(report, "figure")
+    assert re.findall(r"\\outputtable(?:\[.*?\])?\{(\w+)\}", source) == made(report, "table")
     for label in re.findall(r"\\label\{((?:fig|tab):\w+)\}", source):
+        assert rf"\ref{{{label}}}" in source
+
+
+def test_what_both_reports_quote_is_there_and_referred_to():
+    source = (REPORT / "training.tex").read_text(encoding="utf-8")
+    for command in ("figure", "table"):
+        for experiment, name in re.findall(rf"\\output{command}\{{(\w+)-(\w+)\}}", source):
+            assert experiment in latex.BOTH and name in made(experiment, command)
+    for label in re.findall(r"\\label\{((?:fig|tab):[\w-]+)\}", source):
         assert rf"\ref{{{label}}}" in source
 
 
