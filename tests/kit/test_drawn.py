@@ -19,11 +19,15 @@ from t1lib.measure.records import Records
 pytest_plugins = ["smoke_run"]
 
 VARIANTS = {  # and the column of table1 that names them
+    "cce": ("head", "full", "torch", "chunked", "fused-32MiB"),
     "chunks": ("head", "full", "chunked", "chunked-vocabulary", "fused"),
     "t1m3": ("head", "full", "chunked", "chunked-vocabulary", "fused", "torch"),
 }
 EXPERIMENTS = [name for name in params.experiments() if "measure" in params.declared(name)]
 WITHOUT_UNIT = {"layer", "progress within one step", "number of chunks", "tokens of a chunk", "relative error"}
+WITHOUT_UNIT |= {"relative error of dE", "time / three matrix products", "time / the products alone"}
+WITHOUT_UNIT |= {"time / without the change", "rank of the token", "mean probability", "training step"}
+WITHOUT_UNIT |= {"loss (nats per token)"}
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,10 @@ pytest_plugins = ["smoke_run"]
 pytestmark = pytest.mark.filterwarnings("error")
 
 VARIANTS = {
-    "cce": ("full", "torch", "chunked", "fused-32MiB"),
     "t1m1": ("gpu", "ckpt", "slide"),
 }
 # Of table1: the column that names the variant; and the phase and metric of its time in the numbers.
 SUMMARY = {
-    "cce": ("head", "flat.A", "both_ms"),
     "t1m1": ("mode", "own", "wall_ms"),
 }
 ALL_FIGURES = [(experiment, name) for experiment in FIGURES for name in FIGURES[experiment]]
