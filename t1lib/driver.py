@@ -74,7 +74,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
         own = {key: value for key, value in overrides.items() if key in known_to}
         jobs.append(Job(name, profile, params.resolve(name, profile, own)))
     measured = all(job.parameters.get("measure", True) for job in jobs)
-    require(measured, "`run` measures; `python -m t1lib report` makes figures, tables and numbers again without")
+    require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
     _require_writable(paths.root() / "outputs" / profile)
     return jobs
 

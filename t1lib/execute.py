@@ -68,8 +68,8 @@ def _papermill(experiment: str, parameters: Mapping[str, Any], staging: Path) ->
         cwd=paths.root(),
         progress_bar=False,
         log_output=False,
-        # ipykernel warns about TCP without encryption at every start, which says nothing about the run.
-        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+        # Else ipykernel warns about TCP without encryption at every start, and of the interrupt that ends it.
+        extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
         **extras,
     )
 
