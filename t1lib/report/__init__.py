@@ -7,7 +7,6 @@ from typing import Any
 # Where an experiment's FIGURES, TABLES and `numbers` are. Imported one by one, because they import seaborn, and because
 # a run is out of date once a module that it has loaded changes.
 _MODULES = {
-    "convergence": ("convergence", "convergence", "convergence"),
     "frontier": ("frontier", "frontier", "frontier_numbers"),
     "parallel": ("parallel", "parallel_tables", "parallel_tables"),
     "t1m1": ("t1m1", "t1m1_tables", "t1m1_tables"),
