@@ -8,7 +8,6 @@ from typing import Any
 # a run is out of date once a module that it has loaded changes.
 _MODULES = {
     "frontier": ("frontier", "frontier", "frontier_numbers"),
-    "parallel": ("parallel", "parallel_tables", "parallel_tables"),
     "t1m1": ("t1m1", "t1m1_tables", "t1m1_tables"),
 }
 

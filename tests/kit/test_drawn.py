@@ -27,6 +27,7 @@ EXPERIMENTS = [name for name in params.experiments() if "measure" in params.decl
 WITHOUT_UNIT = {"layer", "progress within one step", "number of chunks", "tokens of a chunk", "relative error"}
 WITHOUT_UNIT |= {"relative error of dE", "time / three matrix products", "time / the products alone"}
 WITHOUT_UNIT |= {"time / without the change", "rank of the token", "mean probability", "training step"}
+WITHOUT_UNIT |= {"ranks", "speed-up over one rank", "tokens per second", "relative distance from one rank"}
 WITHOUT_UNIT |= {"loss (nats per token)", "distance: loss (nats per token)", "gradient norm", "distance: gradient norm"}
 
 
