@@ -8,7 +8,7 @@ import pytest
 
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.files import read_signed, write_signed
-from t1lib.report import figures_of, latex, tables_of
+from t1lib.kit import latex
 
 pytest_plugins = ["smoke_run"]
 
@@ -173,8 +173,9 @@ def test_a_typed_number_would_be_found():
 @pytest.mark.parametrize("report", latex.REPORTS)
 def test_every_figure_and_table_is_there_in_order_and_referred_to(report):
     source = (REPORT / f"{report}.tex").read_text(encoding="utf-8")
-    assert re.findall(r"\\outputfigure\{(\w+)\}", source) == list(figures_of(report))
-    assert re.findall(r"\\outputtable(?:\[.*?\])?\{(\w+)\}", source) == list(tables_of(report))
+    notebook = (REPORT.parent / "notebooks" / f"{report}.ipynb").read_text(encoding="utf-8")
+    assert re.findall(r"\\outputfigure\{(\w+)\}", source) == re.findall(r'run\.(?:figure|draw)\(\\"(\w+)', notebook)
+    assert re.findall(r"\\outputtable(?:\[.*?\])?\{(\w+)\}", source) == re.findall(r'run\.table\(\\"(\w+)', notebook)
     for label in re.findall(r"\\label\{((?:fig|tab):\w+)\}", source):
         assert rf"\ref{{{label}}}" in source
 
