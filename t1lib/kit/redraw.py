@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from t1lib import params, paths, report
-from t1lib.errors import T1Error
+from t1lib import params, paths
+from t1lib.errors import T1Error, require
 from t1lib.kit.run import _RUN, Run
 from t1lib.measure import manifest
 from t1lib.measure.records import Numbers
@@ -43,10 +43,10 @@ def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True)
     manifest.require_finished(final, {})
     known = params.declared(experiment)
     given = {name: value for name, value in manifest.read(final)["parameters"].items() if name in known}
+    require(
+        "measure" in known, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring"
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    if "measure" not in known:  # its figures are still in t1lib.report
-        _legacy(experiment, final, folder, figures)
-        return
     cells = [cell for cell in params.read_notebook(paths.notebook(experiment))["cells"] if cell["cell_type"] == "code"]
     at = next(i for i, cell in enumerate(cells) if "parameters" in cell["metadata"].get("tags", []))
     values = "\n".join(f"{name} = {value!r}" for name, value in (given | {"measure": False}).items())
@@ -71,21 +71,3 @@ def _execute(sources: list[str], namespace: dict[str, Any]) -> None:
             first = next(filter(str.strip, source.splitlines()), "").strip()[:60]
             told = f"{namespace['__name__']}, cell `{first}`: {type(error).__name__}: {error}"[:280]
             raise T1Error(told) from error
-
-
-def _legacy(experiment: str, final: Path, folder: Path, figures: bool) -> None:
-    from t1lib.kit import style
-    from t1lib.measure.records import Records
-
-    frame, numbers = Records.load(final / "samples.csv").frame(), Numbers()
-    run = Run.__new__(Run)
-    run.outdir, run._note_shown = folder, lambda name: None
-    run.experiment, run.frame = experiment, lambda: frame
-    style.use()
-    for name in report.figures_of(experiment) if figures else ():
-        run.draw(name)
-    for name in report.tables_of(experiment):
-        run.table(name)
-    report.numbers_of(experiment)(frame, numbers)
-    numbers.save_json(folder / "numbers.json")
-    numbers.save_tex(folder / "numbers.tex")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pandas as pd
 import torch
 
-from t1lib import fingerprint, paths, report
+from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
 from t1lib.files import write_json
 from t1lib.kit import style
@@ -187,9 +187,9 @@ class Run:
             figure.savefig(path.with_suffix(".png"), dpi=150)
         return figure
 
-    def table(self, name: str, rows: Iterable[dict[str, object]] | None = None, text_columns: int = 1) -> pd.DataFrame:
+    def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
         """Save a table as LaTeX, and return it to be shown: rows of column → value, as for `make_table`."""
-        made = report.tables_of(self.experiment)[name](self.frame()) if rows is None else make_table(rows, text_columns)
+        made = make_table(rows, text_columns)
         self._note_shown(name)
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
         text = made.latex if made.latex.endswith("\n") else made.latex + "\n"
@@ -200,10 +200,6 @@ class Run:
         """Enter a number that a text quotes by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as in `format`."""
         self._numbers.set(key, value, unit, fmt)
         self._note_shown(key)
-
-    def draw(self, name: str) -> "Figure":
-        """A figure of an experiment whose figures are still in `t1lib.report`."""
-        return self.figure(name, report.figures_of(self.experiment)[name](self.frame()))
 
     def used(self, name: str, sha256: str) -> None:
         """Note, for the manifest, the hash of something the run read beside its parameters, such as a corpus."""
@@ -239,7 +235,6 @@ class Run:
         named = "; ".join(late)
         named = named if len(named) <= _NAMED else f"{named[:_NAMED]}…"
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
-        report.numbers_of(self.experiment)(self.frame(), self._numbers)
         self._numbers.save_json(self.outdir / "numbers.json")
         self._numbers.save_tex(self.outdir / "numbers.tex")
         if self._measures:

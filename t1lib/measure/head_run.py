@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from t1lib.heads import parse_bytes
 from t1lib.measure.head_bench import HeadBench, WorkspaceBench
-from t1lib.measure.head_cases import Case, Plan, Shape
+from t1lib.measure.head_cases import Case, Shape
 from t1lib.measure.isolate import Isolated, VariantOutOfMemory
 from t1lib.measure.peers import PEERS
 from t1lib.measure.records import STATUSES, Records
@@ -122,16 +121,6 @@ def _prepare(records: Records, phase: str, cases: list[Case], worker: Isolated, 
     for variant, status in states.items():
         records.status(variant, status, phase)
     return fine
-
-
-def add_bars(records: Records, plan: Plan) -> None:
-    """Record the plan's bars in the phases `bar/<shape>/<over>`: at most `limit` times `over`, and `limit_mib`."""
-    for bar in plan.bars:
-        for shape in bar.shapes:
-            for case in bar.cases():
-                phase = f"bar/{shape}/{bar.over}"
-                records.add(case.variant, "limit", bar.limit, "", phase)
-                records.add(case.variant, "limit_mib", parse_bytes(bar.workspace) / MIB, "MiB", phase)
 
 
 def add_sparsity(records: Records, data: str, facts: dict[str, Any]) -> None:

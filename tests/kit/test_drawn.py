@@ -19,6 +19,7 @@ from t1lib.measure.records import Records
 pytest_plugins = ["smoke_run"]
 
 VARIANTS = {  # and the column of table1 that names them
+    "cce": ("head", "full", "torch", "chunked", "fused-32MiB"),
     "chunks": ("head", "full", "chunked", "chunked-vocabulary", "fused"),
     "t1m1": ("mode", "gpu", "ckpt", "slide"),
     "t1m3": ("head", "full", "chunked", "chunked-vocabulary", "fused", "torch"),
@@ -27,6 +28,10 @@ EXPERIMENTS = [name for name in params.experiments() if "measure" in params.decl
 WITHOUT_UNIT = {"layer", "progress within one step", "number of chunks", "tokens of a chunk", "relative error"}
 WITHOUT_UNIT |= {"tokens per step", "training step", "loss (nats per token)", "difference (nats per token)"}
 WITHOUT_UNIT |= {"tokens per row", "predicted / measured"}
+WITHOUT_UNIT |= {"relative error of dE", "time / three matrix products", "time / the products alone"}
+WITHOUT_UNIT |= {"time / without the change", "rank of the token", "mean probability", "training step"}
+WITHOUT_UNIT |= {"ranks", "speed-up over one rank", "tokens per second", "relative distance from one rank"}
+WITHOUT_UNIT |= {"loss (nats per token)", "distance: loss (nats per token)", "gradient norm", "distance: gradient norm"}
 
 
 @pytest.fixture(scope="module")

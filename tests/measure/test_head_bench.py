@@ -11,7 +11,7 @@ from t1lib.measure import head_run
 from t1lib.measure.head_bench import HeadBench
 from t1lib.measure.head_cases import OPTIONS, Case, Shape, comparison, make_plan
 from t1lib.measure.head_data import operands
-from t1lib.measure.head_run import Gate, add_bars, measure_times, measure_workspaces
+from t1lib.measure.head_run import Gate, measure_times, measure_workspaces
 from t1lib.measure.isolate import VariantOutOfMemory
 from t1lib.measure.records import Records, statuses
 from t1lib.measure.softmax import sparsity
@@ -116,15 +116,12 @@ def test_a_run_files_workspaces_times_errors_and_statuses():
     measure_workspaces(records, {plan.shapes[0]: plan.cases("A")}, settings)
     gate = Gate(1e-4, 0.5)
     measure_times(records, "flat/A", plan.shapes[0], plan.cases("A"), settings, gate, 2, 0, turns=3, softmax="flat")
-    add_bars(records, plan)
     frame = records.frame()
     has = {(r.phase, r.variant, r.metric): r.value for r in frame.itertuples()}
     for metric in ("loss_ms", "both_ms", "forward_ms", "backward_ms", "error_dE", "loss_error_loss"):
         assert has["flat/A", "full", metric] >= 0
     assert has["workspace/A", "full", "workspace_mib"] > 0 and has["workspace/A", "full", "loss_workspace_mib"] > 0
     assert 0 <= has["sparsity", "flat", "mass_below"] <= 1
-    assert has["bar/A/three", "fused-64MiB", "limit"] == 1.1
-    assert has["bar/A/plain", "fused-half-64MiB", "limit_mib"] == 64
     assert {"logits_ms", "dE_ms", "dW_ms"} <= {metric for _, variant, metric in has if variant == "floor"}
     for variant, metric, samples in (("full", "both_ms", 2), ("fused-64MiB", "both_ms", 6), ("floor", "dW_ms", 6)):
         found = frame[(frame["variant"] == variant) & (frame["metric"] == metric)]
