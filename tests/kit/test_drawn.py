@@ -24,7 +24,7 @@ VARIANTS = {  # and the column of table1 that names them
     "t1m1": ("mode", "gpu", "ckpt", "slide"),
     "t1m3": ("head", "full", "chunked", "chunked-vocabulary", "fused", "torch"),
 }
-EXPERIMENTS = [name for name in params.experiments() if "measure" in params.declared(name)]
+EXPERIMENTS = params.experiments()
 WITHOUT_UNIT = {"layer", "progress within one step", "number of chunks", "tokens of a chunk", "relative error"}
 WITHOUT_UNIT |= {"tokens per step", "training step", "loss (nats per token)", "difference (nats per token)"}
 WITHOUT_UNIT |= {"tokens per row", "predicted / measured"}
