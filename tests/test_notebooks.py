@@ -185,7 +185,8 @@ def test_numbers_are_those_that_texts_quote(finished):
         reference = read(CHECKOUT / "outputs" / "h200" / finished.name / "numbers.json")  # some keys name its shapes
         assert set(reference) == quoted - files
         missing = [key for key, entry in numbers.items() if entry["value"] is None]
-        assert not [key for key in missing if not re.search("reserved|compiled|torch|cce|liger|quack|trl|parallel", key)]
+        absent = re.compile("reserved|compiled|torch|cce|liger|quack|trl|parallel")  # at smoke, on a CPU
+        assert not [key for key in missing if not absent.search(key)]
 
 
 def test_a_finished_run_is_drawn_again_without_a_change(finished, tmp_path, monkeypatch):
