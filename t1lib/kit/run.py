@@ -238,6 +238,7 @@ class Run:
         self._numbers.save_json(self.outdir / "numbers.json")
         self._numbers.save_tex(self.outdir / "numbers.tex")
         if self._measures:
+            self.records.save(self.outdir / "samples.csv")
             write_json(self.outdir / "environment.json", environment())
             modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
             notes = {"made_of": self._made_of | {"modules": modules}, "inputs": self._inputs}
