@@ -181,17 +181,14 @@ def test_numbers_are_those_that_texts_quote(finished):
     quoted = {found for text in texts for found in key.findall(text)}
     files = {f"{finished.name}.{suffix}" for suffix in ("tex", "pdf", "md", "ipynb", "yaml")}
     numbers = read(finished / "numbers.json")
-    if "measure" in params.declared(finished.name):
-        reference = read(CHECKOUT / "outputs" / "h200" / finished.name / "numbers.json")  # some keys name its shapes
-        assert set(reference) == quoted - files
-        missing = [key for key, entry in numbers.items() if entry["value"] is None]
-        absent = re.compile("reserved|compiled|torch|cce|liger|quack|trl|qwen3|parallel")  # at smoke, on a CPU
-        assert not [key for key in missing if not absent.search(key)]
+    reference = read(CHECKOUT / "outputs" / "h200" / finished.name / "numbers.json")  # some keys name its shapes
+    assert set(reference) == quoted - files
+    missing = [key for key, entry in numbers.items() if entry["value"] is None]
+    absent = re.compile("reserved|compiled|torch|cce|liger|quack|trl|qwen3|parallel")  # at smoke, on a CPU
+    assert not [key for key in missing if not absent.search(key)]
 
 
 def test_a_finished_run_is_drawn_again_without_a_change(finished, tmp_path, monkeypatch):
-    if "measure" not in params.declared(finished.name):
-        return
     monkeypatch.setenv("T1_ROOT", str(finished.parents[2]))
     run_cells("smoke", finished.name, tmp_path)
     for path in (path for path in tmp_path.rglob("*") if path.suffix != ".png"):

@@ -5,8 +5,6 @@ the repository it names. T1M3: "Practical Output-Layer Memory Mitigation via Chu
 2025), Table 1. Both on a GeForce RTX 3080 Laptop with 16 GB.
 """
 
-SETTING = {"layers": 28, "vocabulary": 151936, "t1m1.seq": 256, "t1m1.batch": 1, "t1m3.seq": 1024, "t1m3.batch": 2}
-
 # mode: wall time (ms), its standard deviation, peak reserved on the device (GiB), peak resident host memory (GiB)
 T1M1 = {
     "gpu": {"wall_ms": 375.0, "wall_std_ms": 7.0, "reserved_gib": 6.31, "host_gib": 1.28},
