@@ -79,6 +79,10 @@ class Schedule:
         kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
         self.travel = Travel(device, kinds if any_travels else {}, numel, overlap, trace)
+        # The buffers' zeros, and what was in their memory before, may still be queued: no copy may overtake them.
+        made = self.compute.mark()
+        for lane in (self.inward, self.outward, *self.travel.lanes):
+            lane.after(made)
 
     # -- weights come in -----------------------------------------------------------------------------------------------
 

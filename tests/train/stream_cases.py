@@ -311,9 +311,10 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def held_bytes() -> int:
-    """Bytes of the storages of all tensors that Python can reach."""
+    """Bytes of the storages of all dense tensors that Python can reach."""
     gc.collect()
-    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided and not t.is_nested]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 

@@ -155,6 +155,20 @@ def test_gradients_and_weights_are_complete_when_seen(place):
             near(streamed.state_dict(), plain.state_dict(), 1e-4)
 
 
+@pytest.mark.parametrize("given", [{"choice": place} for place in PLACES.values()] + [{"gpu_memory": "2GiB"}], ids=str)
+def test_a_device_that_is_busy_when_streaming_begins(given):
+    """The copies of the first weights run at once, but what zeroes their buffers waits behind the queued work."""
+    plain, model = blocks().to(DEVICE), blocks()
+    expected = train(plain, sgd(plain), BATCHES[:2])
+    with streaming(model, sgd(model), device=DEVICE, **given) as (streamed, own):
+        torch.cuda._sleep(400_000_000)  # cycles
+        found = train(streamed, own, BATCHES[:1])
+    torch.cuda._sleep(400_000_000)
+    model = blocks()
+    with streaming(model, sgd(model), device=DEVICE, **given) as (streamed, own):
+        assert found + train(streamed, own, BATCHES[:2]) == pytest.approx([expected[0], *expected], rel=1e-5)
+
+
 def test_an_aborted_step(monkeypatch):
     """Without graphs, whose replays run nothing that could fail in Python."""
     monkeypatch.setattr(graphs, "LIMIT", 0)
