@@ -25,8 +25,10 @@ def kinds(work: Work) -> Iterator[Choice]:
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
     weights = (2,) if work.masters else (2, 3)
-    for outer, inputs, slots, places, share in product(outers, ("device", "host"), weights, gradients, shares):
-        yield Choice(slots, 0, 0, inputs, outer, places, share)
+    waiting = ("host", "device") if work.together and work.cuda else ("host",)
+    each = product(outers, ("device", "host"), weights, gradients, shares, waiting)
+    for outer, inputs, slots, places, share, grads in each:
+        yield Choice(slots, 0, 0, inputs, outer, places, share, grads)
 
 
 def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:

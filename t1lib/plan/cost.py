@@ -40,6 +40,9 @@ class Choice:
     outer: str = "device"
     grad_slots: int = 2  # device buffers for layer gradients
     host_share: float = 0.0  # share of the streamed layers that the host's CPU updates, see `updated_by_host`
+    # Where gradients of layers that the device updates wait for the last one, if they have to: on the device they take
+    # the memory that the layers' inputs have left.
+    grads: str = "host"
 
 
 def choice_of(mode: str, work: Work) -> Choice:
@@ -65,6 +68,12 @@ def trained_layers(work: Work, choice: Choice) -> tuple[Any, Any]:
     """How many layers are resident and trained, and streamed and trained."""
     resident = np.maximum(choice.resident - work.frozen, 0)
     return resident, work.layers - work.frozen - resident
+
+
+def waiting_layers(work: Work, choice: Choice) -> Any:
+    """How many layers' gradients wait on the device for the last one, at most."""
+    waits = choice.grads == "device" and work.together and work.streams
+    return trained_layers(work, choice)[1] * (1 - choice.host_share) * waits
 
 
 def graphed_layers(work: Work, choice: Choice) -> Any:
@@ -95,10 +104,15 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     again = (beside + work.micro_tokens * work.saved * (others > 0)) * (graphs == 0)
     # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
     inputs = np.minimum(3, others) * hidden * (work.pieces > 1) if on_host else waiting
+    stay = waiting_layers(work, choice) * work.layer * work.itemsize  # gradients, until the next forward
     head = always + first + kept + waiting + work.workspace + (NORM - 2) * hidden
     backward = always + first - outer * leaves + np.maximum(kept + waiting + beside, inputs + again)
-    end = grads + np.maximum(first - outer * leaves + again, outer)
+    end = grads + stay + np.maximum(first - outer * leaves + again, outer)
     forward = always + outer + FORWARD * work.micro_tokens * work.inner * work.itemsize * leaves
+    if choice.grads == "device":  # beside the inputs of the resident layers, which come first
+        few = np.minimum(choice.resident, others) * hidden * (not on_host)
+        backward = np.maximum(backward, always + first - outer * leaves + stay + few + again)
+        forward = np.maximum(forward, always + outer + stay + few)
     most = np.maximum(np.maximum(head, backward), np.maximum(end, forward))
     return _held(work, choice) + 2 * hidden + graphs + most
 
@@ -130,7 +144,9 @@ def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = Fals
 def host_bytes(work: Work, choice: Choice) -> Any:
     """Bytes that the host holds: streamed layers with their state, waiting gradients, and what else is placed there."""
     streamed, trained = work.layers - choice.resident, trained_layers(work, choice)[1]
-    waiting = trained if work.together else np.minimum(HOST_GRADS * (choice.host_share > 0), trained)
+    waiting = np.minimum(HOST_GRADS * (choice.host_share > 0), trained)
+    if work.together:
+        waiting = trained - waiting_layers(work, choice)
     held = work.layer * (streamed * work.itemsize + trained * work.state + waiting * work.itemsize)
     if choice.outer == "host":
         held = held + (work.outer + GATHERED * min(ROWS * work.hidden, work.outer)) * outer_bytes(work)

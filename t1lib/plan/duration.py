@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from t1lib.plan.cost import Choice, graphed_layers, outer_bytes, trained_layers, updated_by_host
+from t1lib.plan.cost import Choice, graphed_layers, outer_bytes, trained_layers, updated_by_host, waiting_layers
 from t1lib.plan.rates import Machine
 from t1lib.plan.work import Work
 
@@ -35,7 +35,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     inputs = (work.layers - choice.keep) * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
     outer = work.outer * outer_bytes(work) * (choice.outer == "host")
     again = np.maximum(moving - choice.slots, 0) * weights
-    copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, streamed * weights))
+    leaving = (streamed - waiting_layers(work, choice)) * weights
+    copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, leaving))
     # Streamed layers come first, and run ahead of the link by the gradients that have a slot on the device.
     ahead = (choice.grad_slots - 1) * copies / np.maximum(moving, 1)
     first = moving / work.layers * backward
@@ -116,8 +117,9 @@ def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing
     the layers before it may hold (without this, 636 ms were predicted where 702 were measured). others: the link's time
     for all else"""
     plain, one = work.layer * work.itemsize / machine.link * 1e3, computing / work.layers
+    come = (not work.masters) + (choice.grads == "host")  # weights and gradients, beside the state
     crowd = CROWDED if choice.host_share < 1 and work.state else 1.0
-    travelling = crowd * (work.layer * work.state / machine.link * 1e3 + plain * (2 - work.masters))
+    travelling = crowd * (work.layer * work.state / machine.link * 1e3 + plain * come)
     link = host = busy = np.zeros_like(one)
     done = [link]  # when each layer has been computed, after the beginning
     for layer in range(work.layers):

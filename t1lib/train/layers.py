@@ -129,6 +129,7 @@ class HostLayer(Traveller):
     trained   whether its parameters are trained (all of those that stream, or none)
     travels   whether the device updates it, to which its state travels; else the CPU does
     grads     gradients that were copied to the host, flat; None until there are any
+    waiting   gradients that wait on the device instead, in pieces; None: there are none
     update    the one that waits for its turn; None: there is none
     """
 
@@ -152,6 +153,7 @@ class HostLayer(Traveller):
         self.update: Update | None = None
         self.grads: Tensor | None = None
         self.grad_views: dict[str, Tensor] = {}
+        self.waiting: list[Tensor] | None = None
         self._shown = False  # whether somebody has looked at them, and may hold them
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
@@ -229,6 +231,9 @@ class HostLayer(Traveller):
         reads them, and multiplies them by `scale`, before we do."""
         self.settle(self)
         wait_for(self.arrived)
+        if self.waiting is not None:
+            self.room_for_gradients().copy_(torch.cat(self.waiting))
+            self.waiting = None
         if self.scale is not None:
             torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))
         self.arrived = self.scale = self.norms = None

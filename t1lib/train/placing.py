@@ -60,7 +60,7 @@ def check_choice(choice: Any, layers: int) -> None:
     share = choice.host_share
     fits = is_number(share) and 0 <= share <= 1
     require(fits, f"choice of host_share={shown(share)}; allowed: a number from 0 to 1")
-    for name in ("inputs", "outer"):
+    for name in ("inputs", "outer", "grads"):
         choose(f"choice of {name}", getattr(choice, name), ("device", "host"))
 
 

@@ -48,6 +48,7 @@ class Schedule:
     ) -> None:  # fmt: skip
         self.layers, self.layout, self.device = layers, layout, device
         self.in_backward, self._rules, self._overlap, self._trace = in_backward, optimizer.rules, overlap, trace
+        self._waits_on_device = choice.grads == "device" and not in_backward
         precision, rules = optimizer.precision, optimizer.rules()
         trained = [i for i, layer in layers.items() if layer.trained and trains]
         on_host = {i for place, i in enumerate(layers) if updated_by_host(place, choice.host_share)}
@@ -125,6 +126,9 @@ class Schedule:
         self._arrive(index)
         self.thread.check()
         self.compute.after(self.weights.filled[slot])
+        if layer.waiting is not None and layer.update is None and not layer.has_gradients:
+            self.compute.after(layer.arrived)  # the update has read them: their memory is free from here on
+            layer.waiting = None
         layer.bind(self.weights.views[slot])
 
     def _take_over_weights(self, layer: HostLayer) -> None:
@@ -209,6 +213,9 @@ class Schedule:
             self.grads.freed[slot] = self._begin_update(layer)
             if self._following in self.layers:
                 self.fetch(self._following, again=True)
+        elif self._waits_on_device and layer.travels:
+            layer.waiting = [piece.clone() for piece in self.grads.flat[slot].split(self.travel.size)]
+            self.grads.freed[slot], layer.arrived, layer.scale = self.compute.mark(), None, None
         else:
             layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
             if self.in_backward:
@@ -245,8 +252,10 @@ class Schedule:
         if layer.touched:
             self._take_over_weights(layer)
         if layer.travels:
-            known = layer.arrived, self.compute.mark()
-            layer.update = Update(layer.grads, layer.spans(rules), layer.scale, known, layer.whole)
+            known, grads = (layer.arrived, self.compute.mark()), layer.waiting or layer.grads
+            layer.update = Update(grads, layer.spans(rules), layer.scale, known, layer.whole)
+            if grads is layer.waiting and not layer.state.keys() & {"master", "low"}:
+                layer.scale = None  # this update multiplies the gradients themselves
         else:
             slot = self.weights.of(layer.index)
             if self.weights.holds[slot] == layer.index:
@@ -319,4 +328,5 @@ class Schedule:
             wait_for(layer.left)
 
     def device_tensors(self) -> list[Tensor]:
-        return [*self.weights.flat, *self.grads.flat, *self.travel.device_tensors()]
+        waiting = [piece for layer in self.layers.values() for piece in layer.waiting or ()]
+        return [*self.weights.flat, *self.grads.flat, *waiting, *self.travel.device_tensors()]

@@ -30,10 +30,10 @@ class Span(NamedTuple):
 
 
 class Update(NamedTuple):
-    """An update to be made: gradients (flat; on the host they come in with the state), what of them to apply, their
-    factor, and marks to wait for before both are read."""
+    """An update to be made: gradients (flat: on the host they come in with the state; or on the device in pieces, as
+    `Travel` cuts them), what of them to apply, their factor, and marks to wait for before both are read."""
 
-    grads: Tensor
+    grads: Tensor | list[Tensor]
     spans: list[Span]
     scale: Tensor | None
     known: Sequence[Mark]
@@ -79,12 +79,12 @@ class Travel:
         self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, overlap: bool,
         trace: Callable[[], NoTrace],
     ) -> None:  # fmt: skip
-        self._size, self._trace = max(1, min(PIECE, numel)), trace
+        self.size, self._trace = max(1, min(PIECE, numel)), trace  # elements of a piece, at most
         inward, updates, outward = Lane(device, overlap), Lane(device, overlap, urgent=True), Lane(device, overlap)
         self.lanes = inward, updates, outward
         count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
         self._slots = [
-            {key: torch.zeros(self._size, dtype=dtype, device=device) for key, dtype in kinds.items()}
+            {key: torch.zeros(self.size, dtype=dtype, device=device) for key, dtype in kinds.items()}
             for _ in range(count)
         ]
         self._freed: list[Mark] = [None] * count  # marks at which a slot's content has left
@@ -94,7 +94,7 @@ class Travel:
     def pieces(self, traveller: Traveller) -> list[Piece]:
         """What the host holds, cut into pieces for which a slot has room."""
         if traveller.index not in self._pieces:
-            whole, size = traveller.on_host(), self._size
+            whole, size = traveller.on_host(), self.size
             numel = len(next(iter(whole.values())))
             cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
             self._pieces[traveller.index] = [Piece(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
@@ -110,7 +110,8 @@ class Travel:
         there    whether `onto` holds the weights already, so that they need not come in
         """
         inward, lane, outward = self.lanes
-        come_too = not given.grads.is_cuda and "grad" in self._slots[0]
+        waited = isinstance(given.grads, list)
+        come_too = not waited and not given.grads.is_cuda and "grad" in self._slots[0]
         there = there or traveller.flat is None
         absent = {"weight"} if there or ("master" in traveller.state and given.whole) else set()
         inward.after(traveller.left, *(given.known if come_too else ()))
@@ -123,10 +124,11 @@ class Travel:
             with inward.active():
                 underway = [(piece, *self._bring(traveller, piece, come, absent)) for piece in few]
             with lane.active():
-                for piece, slot, _, arrived in underway:
+                for number, (piece, slot, _, arrived) in enumerate(underway, at):
                     lane.after(arrived)
                     with self._trace().span("update", "device update", traveller.index, lane.stream):
-                        grad = slot["grad"] if come_too else given.grads[piece.at]
+                        own = given.grads[number if waited else piece.at]
+                        grad = slot["grad"] if come_too else own
                         self._update(piece, slot, grad, given, None if onto is None else onto[piece.at], there)
                     marks.append(lane.mark())
             with outward.active():

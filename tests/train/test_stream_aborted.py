@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "quick_collection")
 
 PLACES = [
     pytest.param({}, id="streamed"),
-    pytest.param({"choice": Choice(resident=1, keep=1, host_share=0.5)}, id="mixed"),
+    pytest.param({"choice": Choice(resident=1, keep=1, host_share=0.5, grads="device")}, id="mixed"),
     pytest.param({"choice": Choice(slots=3, inputs="host", outer="host", host_share=1.0)}, id="host"),
 ]
 AT_ONCE = pytest.param({"update_in_backward": True}, id="at once")

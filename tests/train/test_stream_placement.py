@@ -29,11 +29,12 @@ from t1lib.plan.cost import Choice
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+PLACE = ("device", "host")
 
 
 PLACES = [
-    dict(zip(("slots", "resident", "keep", "inputs", "outer"), values, strict=True))
-    for values in product((2, 3), (0, 1, 4), (0, 2, 4), ("device", "host"), ("device", "host"))
+    dict(zip(("slots", "resident", "keep", "inputs", "outer", "grads"), (*values, PLACE[number % 2]), strict=True))
+    for number, values in enumerate(product((2, 3), (0, 1, 4), (0, 2, 4), PLACE, PLACE))
 ]
 SHARES = [0.0, 0.5, 1.0]
 FEW = [*PLACES[::7], PLACES[-1]]
@@ -113,7 +114,11 @@ def test_clipping_with_masters():
         assert_close_masters(own, reference, 0.05)
 
 
-@pytest.mark.parametrize("choice", [Choice(resident=2, keep=1), Choice(outer="host"), Choice(host_share=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [Choice(resident=2, keep=1), Choice(outer="host"), Choice(host_share=0.5), Choice(grads="device")],
+    ids=str,
+)
 def test_placement_changes_no_bits_of_clipped_masters(choice):
     losses = []
     for each in (Choice(), choice):

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CLIPPED = loop(clip=own_clip)
 PLACES = [
     pytest.param({}, id="streamed"),
-    pytest.param({"choice": Choice(resident=1, keep=2, host_share=0.5)}, id="mixed"),
+    pytest.param({"choice": Choice(resident=1, keep=2, host_share=0.5, grads="device")}, id="mixed"),
     pytest.param({"choice": Choice(slots=3, inputs="host", outer="host", host_share=1.0)}, id="host"),
     pytest.param({"choice": Choice(resident=4, outer="host"), "overlap": False}, id="resident"),
 ]
