@@ -126,10 +126,18 @@ class Schedule:
         self._arrive(index)
         self.thread.check()
         self.compute.after(self.weights.filled[slot])
-        if layer.waiting is not None and layer.update is None and not layer.has_gradients:
-            self.compute.after(layer.arrived)  # the update has read them: their memory is free from here on
-            layer.waiting = None
+        if layer.waiting is not None and layer.update is None and not again:
+            self._leave_device(layer)
         layer.bind(self.weights.views[slot])
+
+    def _leave_device(self, layer: HostLayer) -> None:
+        """A forward begins, whose inputs need the memory of gradients that have waited: they are gone, or wait for more
+        of them, and then on the host from here on."""
+        if layer.has_gradients:
+            layer.see_gradients()
+            self._waits_on_device = False
+        self.compute.after(layer.arrived)  # an update may still be reading them
+        layer.waiting = None
 
     def _take_over_weights(self, layer: HostLayer) -> None:
         """Take over what may have been written to the host's weights; no slot holds them."""

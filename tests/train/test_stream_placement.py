@@ -128,6 +128,13 @@ def test_placement_changes_no_bits_of_clipped_masters(choice):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("clip", [own_clip, torch_clip])
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"zero": False}], ids=str)
+def test_gradients_that_wait_on_the_device(options, clip):
+    """Until more of them come, or until somebody looks at them."""
+    compare(qwen3, sgd, loop(batches=data(9), clip=clip, **options), choice=Choice(resident=1, grads="device"))
+
+
 def assert_close_masters(optimizer: Any, reference: Masters, most: float) -> None:
     """Distances are measured against how far the masters have moved since they were 16-bit weights."""
     found, expected = (each.state_dict()["state"] for each in (optimizer, reference))
