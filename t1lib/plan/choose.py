@@ -25,7 +25,8 @@ def kinds(work: Work) -> Iterator[Choice]:
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
     weights = (2,) if work.masters else (2, 3)
-    waiting = ("host", "device") if work.together and work.cuda else ("host",)
+    # Beside graphs, whose memory nothing else can use, gradients on the device reserved more than was expected.
+    waiting = ("host", "device") if work.together and work.cuda and not work.graphed else ("host",)
     each = product(outers, ("device", "host"), weights, gradients, shares, waiting)
     for outer, inputs, slots, places, share, grads in each:
         yield Choice(slots, 0, 0, inputs, outer, places, share, grads)

@@ -97,6 +97,12 @@ def _host_update_ms(work: Work, machine: Machine) -> float:
     return 2 * work.layer * (work.state + work.itemsize) / machine.update * 1e3
 
 
+def _rows_ms(work: Work, machine: Machine) -> float:
+    """Time in which the host gathers and sends the rows of the embedding that a step's tokens look up, with state."""
+    moved = min(work.tokens, work.vocabulary) * work.hidden * outer_bytes(work)
+    return (2 * moved / machine.update + moved / machine.link) * 1e3
+
+
 def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.0) -> tuple[Any, Any]:
     """Times of all layers' forward and backward, each as long as it takes to compute or to launch; computing the
     backward slows down by the factor `beside`."""
@@ -123,7 +129,8 @@ def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing
     crowd = CROWDED[choice.host_share > 0] if choice.host_share < 1 and work.state else 1.0
     travelling = crowd * (work.layer * work.state / machine.link * 1e3 + plain * come)
     link = host = busy = np.zeros_like(one)
-    done = [link]  # when each layer has been computed, after the beginning
+    # When each layer has been computed, after the beginning: once the rows of the embedding are gathered and sent.
+    done = [link + _rows_ms(work, machine) * (choice.outer == "host")]
     for layer in range(work.layers):
         place, trained = layer - choice.resident, layer >= work.frozen
         by_host = updated_by_host(place, choice.host_share) & trained

@@ -222,7 +222,7 @@ class Schedule:
             if self._following in self.layers:
                 self.fetch(self._following, again=True)
         elif self._waits_on_device and layer.travels:
-            layer.waiting = [piece.clone() for piece in self.grads.flat[slot].split(self.travel.size)]
+            layer.waiting = self.travel.cut(self.grads.flat[slot])
             self.grads.freed[slot], layer.arrived, layer.scale = self.compute.mark(), None, None
         else:
             layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None

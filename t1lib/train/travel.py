@@ -79,22 +79,28 @@ class Travel:
         self, device: torch.device, kinds: dict[str, torch.dtype], numel: int, overlap: bool,
         trace: Callable[[], NoTrace],
     ) -> None:  # fmt: skip
-        self.size, self._trace = max(1, min(PIECE, numel)), trace  # elements of a piece, at most
+        self._size, self._trace = max(1, min(PIECE, numel)), trace  # elements of a piece, at most
         inward, updates, outward = Lane(device, overlap), Lane(device, overlap, urgent=True), Lane(device, overlap)
         self.lanes = inward, updates, outward
         count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
         self._slots = [
-            {key: torch.zeros(self.size, dtype=dtype, device=device) for key, dtype in kinds.items()}
+            {key: torch.zeros(self._size, dtype=dtype, device=device) for key, dtype in kinds.items()}
             for _ in range(count)
         ]
         self._freed: list[Mark] = [None] * count  # marks at which a slot's content has left
         self._turn, self._scratch = 0, Scratch()
         self._pieces: dict[int, list[Piece]] = {}  # by the traveller's index
 
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """A copy of a flat tensor in pieces, some of which share an allocation: small ones would waste a quarter of the
+        allocator's segments, and large ones would not fit where inputs were."""
+        blocks = flat.split(TOGETHER * self._size)
+        return [piece for block in blocks for piece in block.clone().split(self._size)]
+
     def pieces(self, traveller: Traveller) -> list[Piece]:
         """What the host holds, cut into pieces for which a slot has room."""
         if traveller.index not in self._pieces:
-            whole, size = traveller.on_host(), self.size
+            whole, size = traveller.on_host(), self._size
             numel = len(next(iter(whole.values())))
             cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
             self._pieces[traveller.index] = [Piece(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
