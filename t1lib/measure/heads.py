@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,32 +77,21 @@ class HeadBench:
 
     data       "flat", "peaked" or "real", as `operands` makes them; `path` is for "real"
     reference  dtype of the reference for errors: float64, or float32 (without TF32) where float64 is too slow
-    before     bytes that the device held before anything was measured; by default, what it holds at construction
     lead       what timed samples are queued behind; by default a `LeadIn`
     """
 
     def __init__(
         self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str, data: str = "flat",
-        path: str | None = None, seed: int = 0, reference: str = "float64", before: int | None = None,
-        lead: LeadIn | None = None,
+        path: str | None = None, seed: int = 0, reference: str = "float64", lead: LeadIn | None = None,
     ) -> None:  # fmt: skip
         self.device, self.dtype = torch.device(device), getattr(torch, dtype)
         self.wide = getattr(torch, choose("reference", reference, REFERENCES))
-        self.lead, self.before = lead or LeadIn(self.device), 0  # on a CPU the profiler sees only what is new
-        if self.device.type == "cuda":
-            self._warm_cublas()
-            held = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
-            self.before = held if before is None else before
+        self.lead = lead or LeadIn(self.device)
+        self.before = held_before(self.device, self.dtype)
         self.e, self.w, self.y = operands(data, (tokens, vocabulary, hidden), self.dtype, self.device, seed, path)
         self._functions: dict[str, Callable[..., Any]] = {}
         self._references: dict[str, dict[str, Tensor]] = {}
         self._products: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def _warm_cublas(self) -> None:
-        """Let cuBLAS allocate its workspaces: one for the forward's thread, one for the thread that runs backwards."""
-        a = torch.ones(64, 64, device=self.device, dtype=self.dtype, requires_grad=True)
-        (a @ a).sum().backward()
-        torch.cuda.synchronize(self.device)
 
     # -- a case's call -----------------------------------------------------------------------------------------------
 
@@ -195,9 +184,9 @@ class HeadBench:
         found: dict[str, float] = {"leaks": 0.0}
         for way, masked in {"padded": replace(case, ignored=~valid), "weighted": weighted}.items():
             whole = self.result(masked)
-            inside = {k: t[valid] if t.dim() and k != "dW" else t for k, t in whole.items()}
-            outside = [t[~valid] for k, t in whole.items() if t.dim() and k != "dW"]
-            found["leaks"] += sum(int(torch.count_nonzero(part)) for part in outside)
+            rows = {name: value for name, value in whole.items() if value.dim() and name != "dW"}  # one for each token
+            found["leaks"] += sum(int(value[~valid].count_nonzero()) for value in rows.values())
+            inside = whole | {name: value[valid] for name, value in rows.items()}
             found |= differences(way, inside, alone)
             if way == "padded":
                 found |= differences("error", inside, exact)
@@ -223,8 +212,8 @@ class HeadBench:
 
     def memory(self, case: Case) -> dict[str, int]:
         """Bytes of a second call: `workspace`, its peak beyond the inputs and the gradients that must exist; `kept`,
-        what stays allocated between forward and backward; `left`, what else the process holds that it did not hold at
-        first, such as what the first call left behind."""
+        what stays allocated between forward and backward; `left`, what else the process holds and did not hold before
+        its first bench, such as what the first call left behind."""
         self.forget()
         self.result(case)
         call = self.call(case)
@@ -317,6 +306,19 @@ def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str,
     if status == "oom":  # outside the handler, whose exception still references the failed call's tensors
         free_cached()
     return None, status, why
+
+
+@cache
+def held_before(device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes that the device held when this process made its first bench, cuBLAS's workspaces included; on a CPU 0,
+    because there the profiler sees only what is new."""
+    if device.type != "cuda":
+        return 0
+    a = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+    (a @ a).sum().backward()  # a workspace for this thread, and one for the thread that runs backwards
+    del a
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
 
 def free_cached() -> None:

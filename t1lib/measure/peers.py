@@ -122,10 +122,9 @@ def loss_function(method: str, **settings: Any) -> Callable[..., Any]:
 def whether_available(method: str) -> str:
     """Empty if the method can run here, else the reason why not, in one line."""
     try:
-        loss_function(method)
+        function = loss_function(method)
         if method in HEADS:
-            one = torch.ones(1, 2)
-            linear_cross_entropy(one, one, torch.zeros(1, dtype=torch.int64), head=method)
+            function(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, dtype=torch.int64))
     except UnavailableError as error:
         return str(error).splitlines()[0]
     return ""

@@ -26,7 +26,6 @@ def sparsity(
     order = (e.float().mean(0) @ wide.T).argsort(descending=True)  # the mean logit is the logit of the mean state
     by_rank = torch.zeros(vocabulary, dtype=torch.float64, device=e.device)
     mass = entries = kept = kept_sorted = 0.0
-    blocks = 0
     for start in range(0, tokens, TILE[0]):
         rows = slice(start, start + TILE[0])
         p = torch.softmax(e[rows].float() @ wide.T, dim=-1)
@@ -37,9 +36,9 @@ def sparsity(
         p[torch.arange(len(p), device=p.device), y[rows]] -= 1
         large = (p.abs() >= eps).any(0)
         kept, kept_sorted = kept + _tiles(large), kept_sorted + _tiles(large[order])
-        blocks += -(-vocabulary // TILE[1])
     ranks = np.unique(np.geomspace(1, vocabulary, points).round().astype(int))
     mean = (by_rank / tokens).cpu().numpy()
+    blocks = -(-tokens // TILE[0]) * -(-vocabulary // TILE[1])
     facts = {"mass_below": mass / tokens, "entries_below": entries / (tokens * vocabulary)}
     facts |= {"tiles": kept / blocks, "tiles_sorted": kept_sorted / blocks}
     return dict(zip(ranks.tolist(), mean[ranks - 1].tolist(), strict=True)), facts

@@ -16,20 +16,13 @@ MIB = 2**20
 
 
 class Workspaces:
-    """Workspaces of one method on one shape after another, in a process that measures nothing else.
+    """Workspaces of one method on one shape after another, in a process that measures nothing else."""
 
-    setting  dtype, device and seed of the `HeadBench`
-    """
-
-    def __init__(self, **setting: Any) -> None:
-        self._setting = setting
-
-    def measure(self, sizes: dict[str, int], cases: list[Case]) -> list[int | str]:
-        """Bytes of each case, or its status. Whatever the process holds beyond cuBLAS's own workspaces counts, what
-        an earlier call or shape left behind, too."""
+    def measure(self, cases: list[Case], **given: Any) -> list[int | str]:
+        """Bytes of each case, or its status, on a `HeadBench`. Whatever the process holds beyond cuBLAS's own
+        workspaces counts, what an earlier call or shape left behind, too."""
         gc.collect()
-        bench = HeadBench(**self._setting, **sizes)
-        self._setting["before"] = bench.before
+        bench = HeadBench(**given)
         found = [attempt(partial(bench.memory, case), case.method in PEERS) for case in cases]
         return [memory["workspace"] + memory["left"] if memory else status for memory, status, _ in found]
 
@@ -40,6 +33,7 @@ def measure_workspaces(
 ) -> None:  # fmt: skip
     """Record the workspaces of the cases of each shape, in a fresh process for each method: phase `workspace/<shape>`.
 
+    setting    dtype, device and seed of the `HeadBench`
     shapes     tokens, vocabulary and hidden by a shape's name; `cases` likewise, by variant and what tells two apart
     processes  how many measure at once, which does not affect counts
     """
@@ -52,9 +46,9 @@ def measure_workspaces(
                 own = {key: case for key, case in cases[shape].items() if case.method == method}
                 if not own:
                     continue
-                worker = worker or workers.enter_context(closing(Isolated(Workspaces, setting)))
+                worker = worker or workers.enter_context(closing(Isolated(Workspaces, {})))
                 try:
-                    values = worker.call("measure", sizes=sizes, cases=list(own.values()))
+                    values = worker.call("measure", cases=list(own.values()), **setting, **sizes)
                 except VariantOutOfMemory:  # not even the operands fit: the next shape starts a new process
                     values, worker = ["oom"] * len(own), None
                 found += [(shape, key[0], own[key], value) for key, value in zip(own, values, strict=True)]
