@@ -256,10 +256,11 @@ class HeadBench:
             records.add(variant, f"{case.prefix}{name}", value, "", phase)
         if found is not None and not all(value <= bound for value in found.values()):
             status, why = "wrong", f"its errors are {', '.join(f'{v:.2g}' for v in found.values())}, beyond {bound:g}"
-        known = any((r["variant"], r["phase"], r["metric"]) == (variant, phase, "status") for r in records.own)
+        states = [r for r in records.own if (r["variant"], r["phase"], r["metric"]) == (variant, phase, "status")]
+        known = {row["value"] for row in states}
         if status != "ok" or not known:
             records.status(variant, status, phase)
-        if why:
+        if why and status not in known:
             print(f"{phase}: {variant} is {status}: {why}")
         return found is not None and status != "wrong"
 
@@ -302,7 +303,8 @@ def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str,
         oom = is_out_of_memory(error)
         if not (oom or foreign or isinstance(error, UnavailableError)):
             raise
-        status, why = "oom" if oom else "unavailable", f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        status, kind = "oom" if oom else "unavailable", type(error).__name__
+        why = f"{kind}: {error}".removeprefix("UnavailableError: ").splitlines()[0][:200]
     if status == "oom":  # outside the handler, whose exception still references the failed call's tensors
         free_cached()
     return None, status, why
