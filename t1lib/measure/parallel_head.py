@@ -1,4 +1,4 @@
-"""An output layer sharded over ranks and measured on all of them at once: run by the notebook `parallel` with torchrun.
+"""An output layer sharded over ranks and measured on all of them at once: run by the notebook `parallel`.
 
 Phase `head/<ranks>`. Variants: the heads, and `floor`, the three products of a rank's own rows. Times are the slowest
 rank's, errors and memory the largest of any rank. On one rank the ordinary heads run, without a process group.
