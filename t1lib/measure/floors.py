@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from t1lib.measure.memory import pinned_zeros
 from t1lib.measure.timing import LeadIn, interleaved_ms, median_ms, settle
+from t1lib.memory import pinned_zeros
 from t1lib.timing import PhaseTimer, synchronize
 
 
