@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -88,26 +88,17 @@ def _require_writable(folder: Path) -> None:
         raise T1Error(f"cannot write to the output folder {paths.shown(folder)}: {error.strerror}") from None
 
 
-def _run_one(job: Job, tick: Callable[[], object]) -> None:
+def _run_one(job: Job) -> None:
     """Run one experiment and publish its folder. Raises `T1Error` if another process is running it."""
     with locked(job.staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
-        _run_alone(job, tick)
-
-
-def _run_alone(job: Job, tick: Callable[[], object]) -> None:
-    shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
-    job.staging.mkdir(parents=True)
-    started, clock = manifest.utc_now(), time.perf_counter()
-    execute(job.experiment, job.parameters, job.staging, tick)
-    manifest.write(
-        job.staging,
-        experiment=job.experiment,
-        profile=job.profile,
-        parameters=job.parameters,
-        started=started,
-        seconds=time.perf_counter() - clock,
-    )
-    manifest.publish(job.staging, job.final)
+        shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
+        job.staging.mkdir(parents=True)
+        started, clock = manifest.utc_now(), time.perf_counter()
+        execute(job.experiment, job.parameters, job.staging)
+        seconds = time.perf_counter() - clock
+        given = dict(experiment=job.experiment, profile=job.profile, parameters=job.parameters)
+        manifest.write(job.staging, **given, started=started, seconds=seconds)
+        manifest.publish(job.staging, job.final)
 
 
 @contextlib.contextmanager
@@ -161,22 +152,19 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
 
 
 def _attempt(job: Job) -> bool:
-    """Run one experiment, with a line on a terminal that shows the time; returns whether it finished."""
+    """Run one experiment, and say how long it takes; returns whether it finished."""
     expected, outcome, began = job.expected_seconds(), "interrupted", time.monotonic()
     about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
     print(f"{job.label}: started, {about}", file=sys.stderr, flush=True)
-    bar = tqdm(desc=job.label, bar_format=f"{{desc}}: {{elapsed}}, {about}", leave=False, disable=None)
     try:
-        _run_one(job, bar.refresh)
+        _run_one(job)
         outcome = "done"
     except (NotebookError, T1Error) as error:
         outcome = "failed"
-        bar.close()
         print(f"error: {job.label} {error}", file=sys.stderr)
         if isinstance(error, NotebookError):
             print(f"       its notebook as far as it came: {paths.shown(job.staging)}/executed.ipynb", file=sys.stderr)
     finally:
-        bar.close()
         took = tqdm.format_interval(time.monotonic() - began)
         print(f"{job.label}: {outcome} after {took}", file=sys.stderr, flush=True)
     return outcome == "done"
