@@ -1,15 +1,13 @@
 """Runs experiments headless and resumably: validates everything first, skips what is done, publishes what finishes."""
 
-import contextlib
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
@@ -20,8 +18,9 @@ from t1lib.execute import NotebookError, execute
 from t1lib.files import locked
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile, require_gpu
+from t1lib.signals import EXIT_INTERRUPTED
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_OK, EXIT_FAILED = 0, 1
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Job:
     def expected_seconds(self) -> float | None:
         """Return how long the last run took, else the estimate in the notebook's metadata, else None."""
         last = (manifest.read(self.final) or {}).get("seconds")
-        kit = params.read_notebook(paths.notebook(self.experiment)).get("metadata", {}).get("t1", {})
-        return last or kit.get("expected_seconds", {}).get(self.profile)
+        return last or params.about(self.experiment).get("expected_seconds", {}).get(self.profile)
 
 
 def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> list[Job]:
@@ -75,17 +73,14 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
         jobs.append(Job(name, profile, params.resolve(name, profile, own)))
     measured = all(job.parameters.get("measure", True) for job in jobs)
     require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
-    _require_writable(paths.root() / "outputs" / profile)
-    return jobs
-
-
-def _require_writable(folder: Path) -> None:
+    folder = paths.root() / "outputs" / profile
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise T1Error(f"cannot write to the output folder {paths.shown(folder)}: {error.strerror}") from None
+    return jobs
 
 
 def _run_one(job: Job) -> None:
@@ -99,20 +94,6 @@ def _run_one(job: Job) -> None:
         given = dict(experiment=job.experiment, profile=job.profile, parameters=job.parameters)
         manifest.write(job.staging, **given, started=started, seconds=seconds)
         manifest.publish(job.staging, job.final)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does, with the kernel shut down."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force: bool = False) -> int:
@@ -139,12 +120,14 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
         print(f"nothing to do: {len(jobs)} experiments up to date")
         return EXIT_OK
     require_gpu(jobs[0].profile)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
-        with _terminable():
-            failed = [job for job in due if not _attempt(job)]
+        failed = [job for job in due if not _attempt(job)]
     except KeyboardInterrupt:
         print("interrupted: the experiment that was running is not finished; run again to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"{len(due) - len(failed)} run, {len(jobs) - len(due)} up to date, {len(failed)} failed", end="")
     where = f"; see {paths.shown(due[0].final.parent)}"
     print(f": {', '.join(job.experiment for job in failed)}" if failed else where)

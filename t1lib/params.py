@@ -71,6 +71,11 @@ def read_notebook(path: Path) -> dict[str, Any]:
         raise T1Error(f"cannot read the notebook {paths.shown(path)}: {error}") from None
 
 
+def about(experiment: str) -> dict[str, Any]:
+    """Return what a notebook's metadata say for the kit: `title`, and `expected_seconds` by profile."""
+    return read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
+
+
 def source(cell: Mapping[str, Any]) -> str:
     """Return a cell's source as one string (nbformat allows a list of lines)."""
     return "".join(cell["source"])
@@ -162,7 +167,8 @@ def _read_yaml(experiment: str, profile: str, known: Mapping[str, Parameter]) ->
         told = " ".join(str(error).split())[:150]
         raise T1Error(f"{where} is not YAML that can be read: {told or type(error).__name__}") from None
     flat = isinstance(values, dict) and not any(isinstance(value, dict) for value in values.values())
-    require(flat and all(isinstance(key, str) for key in values), f"{where} is not flat; write one `name: value` a line")
+    flat = flat and all(isinstance(key, str) for key in values)
+    require(flat, f"{where} is not flat; write one `name: value` a line")
     names = [key.value for key, _ in tree.value] if values else []
     twice = [name for name in values if names.count(name) > 1]
     require(not twice, f"{where} has {', '.join(twice)} twice; write it once")
