@@ -171,7 +171,7 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout):
     run.finish()
     final = checkout.outputs("demo")
     names = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
-    assert names == {"samples.csv", "environment.json", "manifest.json", *MADE}
+    assert names == {"samples.csv", "manifest.json", *MADE}
     assert "{demo.last}{41.2}{ms}" in (final / "numbers.tex").read_text()
     assert manifest.read(final)["parameters"] == PARAMETERS
     assert why(final) == "not run by `python -m t1lib run`"  # the driver would redo it

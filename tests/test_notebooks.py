@@ -28,7 +28,7 @@ EXPERIMENTS = [path for path in NOTEBOOKS if path.stem != "start"]  # that one i
 NAMES = [path.stem for path in EXPERIMENTS]
 PROFILES = sorted(path.name for path in (CHECKOUT / "params").iterdir() if path.is_dir())
 ROUNDING = ("gpu-whole", "gpu-single")  # variants of t1m1 that sum in another order
-FILES = {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex", "environment.json"}
+FILES = {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex"}
 FIGURE, TABLE = re.compile(r'run\.(?:draw|figure)\("(\w+)"'), re.compile(r'run\.table\("(\w+)"')
 
 

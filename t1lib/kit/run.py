@@ -24,7 +24,7 @@ from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
-from t1lib.measure.environment import environment, git_state, require_gpu
+from t1lib.measure.environment import git_state, require_gpu
 from t1lib.measure.records import Numbers, Records
 from t1lib.params import Live
 
@@ -222,7 +222,7 @@ class Run:
         return [f"`{self._cells.title(key)}`: {why}" for key, why in whys.items() if why]
 
     def finish(self) -> None:
-        """Save records, numbers and environment. Without the driver, also publish the folder.
+        """Save records and numbers. Without the driver, also publish the folder.
 
         A folder published this way lacks executed.ipynb, so the driver does not count it as done and would
         redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
@@ -236,7 +236,6 @@ class Run:
         self._numbers.save_tex(self.outdir / "numbers.tex")
         if self._measures:
             self.records.save(self.outdir / "samples.csv")
-            write_json(self.outdir / "environment.json", environment())
             modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
             notes = {"made_of": self._made_of | {"modules": modules}, "inputs": self._inputs}
             write_json(self.outdir / manifest.NOTES, notes)

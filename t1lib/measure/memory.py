@@ -1,10 +1,8 @@
 """Memory: the allocator's own history, exact peaks on the device and on the host, pinned bytes."""
 
 import os
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +54,10 @@ class AllocatorTimeline:
             self._reserved = torch.cuda.memory_reserved(self.device)
             torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
         else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all of its own: it would note each start and stop
             cpu = torch.profiler.ProfilerActivity.CPU
             self._profile = torch.profiler.profile(activities=[cpu], profile_memory=True)
-            with _quiet_stderr():
-                self._profile.__enter__()
+            self._profile.__enter__()
         self._start_us = time.time_ns() / 1e3
         return self
 
@@ -70,8 +68,7 @@ class AllocatorTimeline:
             torch.cuda.memory._record_memory_history(enabled=None)
             self._replay((e["time_us"], e["action"], e["size"]) for e in trace)
         else:
-            with _quiet_stderr():
-                self._profile.__exit__(*exc)
+            self._profile.__exit__(*exc)
             events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
             events.sort(key=lambda e: e.start_ns())
             self._replay((e.start_ns() / 1e3, "alloc", e.nbytes()) for e in events)
@@ -96,20 +93,6 @@ class AllocatorTimeline:
     def peak(self) -> Peak:
         reserved = [r for _, _, r in self.points if r is not None]
         return Peak(max(a for _, a, _ in self.points), max(reserved, default=None))
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Silence stderr at the file descriptor: the profiler writes two lines at its start and stop, bypassing Python."""
-    sys.stderr.flush()
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 class HostPeak:

@@ -14,7 +14,7 @@ from t1lib.measure.floors import measure_copy, measure_link, measure_product
 from t1lib.measure.memory import AllocatorTimeline, HostPeak, mapped_bytes, pinned_bytes, storage_bytes
 from t1lib.memory import GIB, grow_segments
 from t1lib.models import build_model, split
-from t1lib.optimizers import OptimizerSpec, Schedule
+from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import device_bytes
 from t1lib.timing import NoTrace, Span, Trace, synchronize
 from t1lib.train import wrap
@@ -22,12 +22,11 @@ from t1lib.train.loop import Trainer, make_trainer
 from t1lib.train.placing import work_in
 from t1lib.train.slide import SlideTrainer
 
-TRAINED = ("all", "layers")
 PLACES = ("device", "host", "streamed", "parked")  # where a plan puts things; `TrainSession.choice` gives their index
 Timeline = list[tuple[float, int, int | None]]
 
 
-def envelope(points: Timeline, bins: int) -> Timeline:
+def envelope(points: Timeline, bins: int = 400) -> Timeline:
     """Thin a timeline to about `bins` points, keeping the highest point of each equal time span: no peak is lost."""
     if len(points) <= bins:
         return points
@@ -48,7 +47,7 @@ class TrainSession:
     batches         number of different batches, used in turn
     train           what to train: "all" parameters, or those of the "layers"
     compile_layers  compile the decoder layers
-    options         further arguments of `make_trainer`; `schedule` may also be a dict of `Schedule`'s fields
+    options         further arguments of `make_trainer`
     """
 
     def __init__(
@@ -62,13 +61,11 @@ class TrainSession:
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
         layers, spec = split(built).layers, OptimizerSpec(**optimizer)
-        if choose("train", train, TRAINED) == "layers":
+        if choose("train", train, ("all", "layers")) == "layers":
             built.requires_grad_(False)
             layers.requires_grad_(True)
         if compile_layers:
             wrap.compile_layers(layers)
-        if isinstance(options.get("schedule"), dict):
-            options["schedule"] = Schedule(**options["schedule"])
         self.trainer = make_trainer(built, mode, device=device, optimizer=spec, **options)
         self.set_point(batch, seq)
 
@@ -120,13 +117,13 @@ class TrainSession:
         self._settle()
         return ms, trace.spans()
 
-    def timeline(self, bins: int = 400) -> list[dict[str, float]]:
+    def timeline(self) -> list[dict[str, float]]:
         """One step's allocations on the compute device, thinned: time, allocated bytes, and reserved bytes on a GPU."""
         self._settle()
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
             self.step()
-        points = envelope(timeline.points, bins)
+        points = envelope(timeline.points)
         found = [{"at_ms": ms, "allocated_gib": allocated / GIB} for ms, allocated, _ in points]
         if self.device.type == "cuda":
             for held, (_, _, reserved) in zip(found, points, strict=True):
