@@ -66,13 +66,13 @@ def measure_link(device: torch.device, nbytes: int = 2**28) -> Link:
 def measure_copy(nbytes: int) -> float:
     """Rate in bytes/s at which all cores copy within host memory, counting bytes read plus bytes written."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
-    return 2 * nbytes / median_ms(lambda: target.copy_(source), torch.device("cpu"), 7) * 1e3
+    return 2 * nbytes / median_ms(lambda: target.copy_(source), torch.device("cpu")) * 1e3
 
 
 def measure_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """FLOP/s of a product of random (size, size) matrices."""
     a = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / median_ms(lambda: torch.mm(a, a), device, 7) * 1e3
+    return 2 * size**3 / median_ms(lambda: torch.mm(a, a), device) * 1e3
 
 
 def products_ms(e: Tensor, w: Tensor, results: tuple[Tensor, Tensor, Tensor], lead: LeadIn) -> dict[str, float]:
