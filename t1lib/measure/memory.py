@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from t1lib.memory import _registered
@@ -104,7 +103,6 @@ class HostPeak:
     """
 
     def __init__(self) -> None:
-        self.baseline = psutil.Process().memory_info().rss
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self.exact = True
