@@ -43,10 +43,6 @@ class Job:
     def staging(self) -> Path:
         return paths.staging(self.profile, self.experiment)
 
-    def difference(self) -> str | None:
-        """Return why the experiment has to run; None if its outputs are up to date."""
-        return manifest.difference(self.final, self.experiment, self.parameters)
-
     def expected_seconds(self) -> float | None:
         """Return how long the last run took, else the estimate in the notebook's metadata, else None."""
         last = (manifest.read(self.final) or {}).get("seconds")
@@ -104,11 +100,10 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     """
     jobs = plan(names, profile, overrides)
     paths.remove_abandoned(jobs[0].final.parent)
-    for job in jobs:
-        manifest.recover(job.final)
     due = []
     for job in jobs:
-        why = job.difference()
+        manifest.recover(job.final)
+        why = manifest.difference(job.final, job.experiment, job.parameters)
         if why or force:
             manifest.require_replaceable(job.final)
             due.append(job)
