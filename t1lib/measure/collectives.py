@@ -1,7 +1,9 @@
 """How ranks measure together: start at the same time, report the slowest, time their collectives alone."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +14,6 @@ from torch import Tensor
 from t1lib.heads import parallel
 from t1lib.measure.ranks import share_gpus
 from t1lib.measure.timing import LeadIn
-
-USED = ((dist, "all_reduce"), (parallel, "all_gather"))
-"""The collectives of `t1lib.heads.parallel`, by the names under which it calls them."""
 
 
 class SharedLeadIn(LeadIn):
@@ -35,7 +34,8 @@ def ran(device: torch.device) -> str:
 
 
 def largest(values: dict[str, float]) -> dict[str, float]:
-    """The maximum of each value over the ranks, returned on every rank; NaN if it is NaN on any."""
+    """The maximum of each value over the ranks, returned on every rank; NaN if it is NaN on any. Blocks the host until
+    all ranks have called this."""
     return dict(zip(values, _every(values).amax(0).tolist(), strict=True))
 
 
@@ -52,40 +52,23 @@ def _every(values: dict[str, float]) -> Tensor:
     return every.view(-1, len(mine))
 
 
-def meet() -> None:
-    """Block the host until all ranks have called this."""
-    largest({"": 0.0})
-
-
+@dataclass
 class Exchange:
     """The collectives that a head's call starts on this rank, in order, for replay without the computation between.
 
-    count   number of collectives
+    calls   they themselves, on tensors of their own
     nbytes  bytes that this rank contributes to them
     """
 
-    def __init__(self) -> None:
-        self._calls: list[tuple[Callable[..., Any], list[Any], dict[str, Any]]] = []
-        self._memory: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-        self.count = self.nbytes = 0
+    calls: list[Callable[[], Any]] = field(default_factory=list)
+    nbytes: int = 0
+
+    count = property(lambda self: len(self.calls))
 
     def run(self) -> None:
-        """Replay all collectives, one after the other, on separate buffers."""
-        for function, arguments, options in self._calls:
-            function(*arguments, **options)
-
-    def note(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Record a collective with buffers shaped like its tensors; the last tensor argument is the input."""
-        self.count += 1
-        self.nbytes += [x for x in arguments if isinstance(x, Tensor)][-1].nbytes
-        own = [self._like(x) if isinstance(x, Tensor) else x for x in arguments]
-        self._calls.append((function, own, {k: v for k, v in options.items() if k != "async_op"}))
-
-    def _like(self, tensor: Tensor) -> Tensor:
-        key = tensor.shape, tensor.dtype
-        if key not in self._memory:
-            self._memory[key] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-        return self._memory[key]
+        """Replay all collectives, one after the other."""
+        for call in self.calls:
+            call()
 
 
 @contextmanager
@@ -94,13 +77,15 @@ def overheard() -> Iterator[Exchange]:
     exchange = Exchange()
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **options: Any) -> Any:
-            exchange.note(function, arguments, options)
-            return function(*arguments, **options)
+        def noted(*tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+            exchange.nbytes += tensors[-1].nbytes  # the last one is the input
+            own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+            exchange.calls.append(partial(function, *own, group=group))  # not async
+            return function(*tensors, group=group, **options)
 
         return noted
 
-    with ExitStack() as stack:
-        for module, name in USED:
-            stack.enter_context(patch.object(module, name, noting(getattr(module, name))))
+    # by the names under which `t1lib.heads.parallel` calls them
+    gathering = patch.object(parallel, "all_gather", noting(parallel.all_gather))
+    with gathering, patch.object(dist, "all_reduce", noting(dist.all_reduce)):
         yield exchange
