@@ -33,46 +33,41 @@ class VariantFailed(RuntimeError):
     """The variant's process failed in any other way; the message ends with the traceback, if there is one."""
 
 
-KINDS = {"oom": VariantOutOfMemory, "unavailable": UnavailableError, "bad": T1Error, "error": VariantFailed}
-"""What another process tells of an error, and the exception that it becomes here."""
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that device or host memory ran out."""
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[str, Any]:
-    """("ok", what the function returns), or a key of `KINDS` and the message of the error that it raises."""
+def outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+    """What the function returns, and the error that another process is to raise instead."""
     try:
-        return "ok", function(*args, **kwargs)
+        return function(*args, **kwargs), None
+    except (T1Error, UnavailableError) as error:
+        return None, error
     except BaseException as error:
         if is_out_of_memory(error):
-            return "oom", str(error)
-        for kind in ("unavailable", "bad"):
-            if type(error) is KINDS[kind]:
-                return kind, str(error)
-        return "error", f"{type(error).__name__}: {reason(error)}\n{''.join(traceback.format_exception(error))}"
+            return None, VariantOutOfMemory(str(error))
+        text = "".join(traceback.format_exception(error))
+        return None, VariantFailed(f"{type(error).__name__}: {reason(error)}\n{text}")
 
 
 def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
     """Body of the process: build the session, then answer calls until one fails or the other end closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    kind, session = outcome(factory, **settings)
-    with suppress(EOFError, ConnectionError):  # closed, perhaps during a call
-        pipe.send((kind, None if kind == "ok" else session))
-        while kind == "ok":
+    session, error = outcome(factory, **settings)
+    with suppress(EOFError, ConnectionError):
+        pipe.send((None, error))
+        while error is None:
             method, kwargs = pipe.recv()
-            kind, value = outcome(methodcaller(method, **kwargs), session)
-            pipe.send((kind, value))
+            value, error = outcome(methodcaller(method, **kwargs), session)
+            pipe.send((value, error))
 
 
 def _end_with_parent() -> None:
-    """Exit at once when the parent is gone: if it is killed outright, it cannot end this process itself."""
     mp.parent_process().join()
-    os._exit(1)
+    os._exit(1)  # also during a call: a parent that is killed outright cannot end this process itself
 
 
 class Isolated:
@@ -80,7 +75,7 @@ class Isolated:
 
     wait   block until the session is built; otherwise call `receive` once to do so
 
-    The process ends with the first error, and with this one.
+    The process ends with the first error.
     """
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
@@ -113,37 +108,31 @@ class Isolated:
     def receive(self) -> Any:
         """The next answer: None when the session is built, then a method's result. Raises what `call` raises."""
         try:
-            kind, value = self.pipe.recv()
-        except (EOFError, ConnectionError):  # the process has ended, perhaps during the turns of others
-            self.close()
-            kind, value = "error", f"the process ended with exit code {self._process.exitcode}"
+            value, error = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(10)
+            value, error = None, VariantFailed(f"the process ended with exit code {self._process.exitcode}")
             if self._process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
-                kind, value = "oom", "the process was killed: host memory"
-        if kind == "ok":
-            return value
-        self.close()
-        raise KINDS[kind](value)
+                error = VariantOutOfMemory("the process was killed: host memory")
+        if error is not None:
+            self.close()
+            raise error
+        return value
 
-    def close(self, patience: float = 10.0) -> None:
-        """End the process, which has this many seconds to finish what it is doing; then its memory is free."""
+    def close(self) -> None:
+        """End the process, whatever it does. When this returns, its memory is free."""
         self.pipe.close()
-        self._process.join(patience)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(10)  # not for ever: a driver may hold on to it
+        self._process.kill()
+        self._process.join(10)  # not for ever: a driver may hold on to it
 
 
 Turns = Generator[None, None, None]
 
 
 def measure_variants(
-    factory: Callable[..., Any],
-    variants: dict[str, dict[str, Any]],
-    protocol: Callable[[str, Callable[..., Any]], Turns],
-    records: Records,
-    together: bool = True,
-    phase: str = "",
-) -> None:
+    factory: Callable[..., Any], variants: dict[str, dict[str, Any]],
+    protocol: Callable[[str, Callable[..., Any]], Turns], records: Records, together: bool = True, phase: str = "",
+) -> None:  # fmt: skip
     """Run `protocol(variant, call)` for every variant, each in a fresh process that holds `factory(**settings)`.
 
     The protocol is a generator that calls the session's methods, as in `call("step", n=3)`, and yields where the next
@@ -181,6 +170,6 @@ def measure_variants(
             while running:
                 running = [own for own in running if next(own, "end") is None]
                 bar.update()
-        finally:  # there are some left if this was interrupted, or one has failed
+        finally:  # some are left if this was interrupted, or one has failed
             for worker in workers.values():
-                worker.close(patience=0.0)
+                worker.close()

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from t1lib.measure.isolate import KINDS, Isolated, VariantFailed, VariantOutOfMemory, outcome
+from t1lib.errors import reason
+from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory, outcome
 from t1lib.measure.records import Records
 
 PATIENCE = 3.0  # seconds beyond the limit, for ranks to write down where they are
@@ -36,51 +37,40 @@ def measure_ranks(
     records: Records, task: Callable[..., None], settings: dict[str, Any], ranks: int, *, name: str,
     variants: Sequence[str], device: str, limit: float,
 ) -> None:  # fmt: skip
-    """Run `task` on this number of ranks, and add what it records in the phase `<name>/<ranks>`; see `run_ranks`.
+    """Run a task in `ranks` processes, which share the cores; what rank 0 records is added, in phase `<name>/<ranks>`.
 
+    task       module-level function, called as `task(records, device, phase=…, **settings)` on every rank, in a process
+               group of all; settings must be picklable
     variants   those that become `oom` if memory runs out
+    limit      seconds that the task may take
+
+    What rank 0 prints is printed here. Raises `T1Error` and `UnavailableError` as a rank raised them, and
+    `VariantFailed`, whose first line names the rank, for any other failure: an exception in a rank, a rank that ended
+    without a message, or the time limit.
     """
     phase, there = f"{name}/{ranks}", torch.cuda.device_count()
     if share_gpus(ranks, device):
         print(f"{phase}: shared, there {'is 1 GPU' if there == 1 else f'are {there} GPUs'} for {ranks} ranks")
-    try:
-        threads = max(1, torch.get_num_threads() // ranks)  # a single rank gets all cores
-        records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit, threads))
-    except VariantOutOfMemory as error:
-        print(f"{phase}: oom,", str(error).partition("\n")[0])
-        for variant in variants:
-            records.status(variant, "oom", phase)
-
-
-def run_ranks(
-    task: Callable[..., None], settings: dict[str, Any], ranks: int, device: str, limit: float, threads: int = 1
-) -> list[dict[str, Any]]:
-    """Run `task(records, device, **settings)` in `ranks` processes with `threads` threads each; returns rank 0's rows.
-
-    task    module-level function, called on every rank in a process group of all; settings must be picklable
-    limit   seconds that the task may take
-
-    What rank 0 prints is printed here. Raises `T1Error` and `UnavailableError` as a rank raised them,
-    `VariantOutOfMemory` if one ran out of memory, and `VariantFailed` for any other failure: an exception in a rank,
-    a rank that ended without a message, or the time limit. The first line of these two names the rank.
-    """
     store, workers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
     with tempfile.TemporaryDirectory(prefix="t1-ranks-") as folder:
         try:
             for rank in range(ranks):
-                stack = Path(folder) / f"{rank}.stack"
-                own = dict(rank=rank, ranks=ranks, kind=device, threads=threads, port=store.port, stack=stack)
+                own = dict(rank=rank, ranks=ranks, kind=device, port=store.port, folder=Path(folder))
                 workers.append(Isolated(Rank, own, wait=False))
             for worker in workers:
                 worker.receive()
             for worker in workers:
-                worker.send("run", task=task, settings=settings, limit=limit)
+                worker.send("run", task=task, settings=settings | {"phase": phase}, limit=limit)
             rows, printed = _results(workers, limit, Path(folder))[0]
+            print(printed, end="")
+            records.extend(rows)
+        except VariantOutOfMemory as error:
+            print(f"{phase}: oom, {reason(error)}")
+            for variant in variants:
+                records.status(variant, "oom", phase)
         finally:
             for worker in workers:
-                worker.close(patience=0.0)
-    print(printed, end="")
-    return rows
+                worker.close()
 
 
 def _results(workers: list[Isolated], limit: float, folder: Path) -> dict[int, Any]:
@@ -90,20 +80,21 @@ def _results(workers: list[Isolated], limit: float, folder: Path) -> dict[int, A
         left = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in found}
         ready = [left[pipe] for pipe in connection.wait(left, max(0.0, end - time.monotonic()))]
         if not ready:
-            stacks = [f"rank {rank}:\n{(folder / f'{rank}.stack').read_text('utf-8')}" for rank in left.values()]
+            stacks = [f"rank {rank}:\n{(folder / str(rank)).read_text('utf-8')}" for rank in left.values()]
             late = f"rank {', '.join(map(str, left.values()))} {among} took longer than {limit:g} s"
             raise VariantFailed("\n".join([late, *stacks]))
         told = {}
-        for rank in ready:  # one that has ended comes before the errors of others, which fail because of it
+        for rank in ready:
             try:
                 told[rank] = workers[rank].receive()
-            except (VariantFailed, VariantOutOfMemory) as error:
-                raise type(error)(f"rank {rank} {among}: {error}") from None
-        for rank, (kind, value) in told.items():
-            if kind in ("oom", "error"):
-                value = f"rank {rank} {among}: {value}"
-            if kind != "ok":
-                raise KINDS[kind](value)
+            except (VariantFailed, VariantOutOfMemory) as error:  # it has ended, which makes others fail
+                told = {rank: (None, error)}
+                break
+        for rank, (value, error) in told.items():
+            if isinstance(error, VariantFailed | VariantOutOfMemory):
+                raise type(error)(f"rank {rank} {among}: {error}")
+            if error is not None:
+                raise error
             found[rank] = value
     return found
 
@@ -114,42 +105,40 @@ class Rank:
 
     kind    cpu or cuda
     port    of the store, on the loopback interface, through which the ranks find each other
-    stack   file for the stacks of all threads when the time is up
+    folder  for a file of the stacks of all threads, named after the rank, when the time is up
     """
 
     rank: int
     ranks: int
     kind: str
-    threads: int
     port: int
-    stack: Path
+    folder: Path
 
-    def run(self, task: Callable[..., None], settings: dict[str, Any], limit: float) -> tuple[str, Any]:
+    def run(self, task: Callable[..., None], settings: dict[str, Any], limit: float) -> tuple[Any, Exception | None]:
         """The `outcome` of the task: the rows that it recorded and the text that it printed.
 
         An error is returned, not raised: this process has to stay, because its end would make the others fail, too.
         """
-        self._file = self.stack.open("w", encoding="utf-8")  # stays open until the process ends
-        faulthandler.dump_traceback_later(limit, file=self._file)
+        self._stack = (self.folder / str(self.rank)).open("w", encoding="utf-8")  # open until the process ends
+        faulthandler.dump_traceback_later(limit, file=self._stack)
         return outcome(self._run, task, settings)
 
     def _run(self, task: Callable[..., None], settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(max(1, torch.get_num_threads() // self.ranks))
         records, printed = Records(), io.StringIO()
         with redirect_stdout(printed), redirect_stderr(io.StringIO()):  # every rank would give the same warnings
             task(records, self._join(), **settings)
         return records.rows, printed.getvalue()
 
     def _join(self) -> torch.device:
-        """Join the group of all ranks, as under torchrun; returns this rank's device. With GPUs, gloo handles host
-        tensors.
+        """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors.
 
         Where there are fewer GPUs than ranks, ranks share them. NCCL refuses two ranks of one host on one GPU, so each
         claims to be a host of its own; they then exchange through sockets.
         """
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ |= {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))  # as torchrun does
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
         device, backend = torch.device("cpu"), "gloo"
         if self.kind == "cuda":

@@ -21,7 +21,7 @@ def add_up(records, device, phase, pids):
     print(f"this is rank {dist.get_rank()}")
 
 
-def fail(records, device, how, pids):
+def fail(records, device, phase, how, pids):
     """The last rank ends in one of `WAYS`; the others wait for it in a collective."""
     (Path(pids) / str(os.getpid())).touch()
     dist.all_reduce(torch.ones(1, device=device))  # all have left their note before one of them ends
