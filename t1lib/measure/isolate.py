@@ -10,7 +10,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import Connection
 from operator import methodcaller
 from typing import Any
@@ -162,14 +162,10 @@ def measure_variants(
         if state != "ok" or not told:
             records.status(name, state, phase=phase)
 
-    with progress(what=f"{phase}, {len(variants)} variants") as bar:
-        try:
-            for name, settings in variants.items():  # all at once: building a model mostly keeps a single core busy
-                workers[name] = Isolated(factory, settings, wait=False)
-            running = [turns(name) for name in variants]
-            while running:
-                running = [own for own in running if next(own, "end") is None]
-                bar.update()
-        finally:  # some are left if this was interrupted, or one has failed
-            for worker in workers.values():
-                worker.close()
+    with progress(what=f"{phase}, {len(variants)} variants") as bar, ExitStack() as stack:
+        for name, settings in variants.items():  # all at once: building a model mostly keeps a single core busy
+            workers[name] = stack.enter_context(closing(Isolated(factory, settings, wait=False)))
+        running = [turns(name) for name in variants]
+        while running:
+            running = [own for own in running if next(own, "end") is None]
+            bar.update()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -51,26 +51,26 @@ def measure_ranks(
     phase, there = f"{name}/{ranks}", torch.cuda.device_count()
     if share_gpus(ranks, device):
         print(f"{phase}: shared, there {'is 1 GPU' if there == 1 else f'are {there} GPUs'} for {ranks} ranks")
-    store, workers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
-    with tempfile.TemporaryDirectory(prefix="t1-ranks-") as folder:
-        try:
-            for rank in range(ranks):
-                own = dict(rank=rank, ranks=ranks, kind=device, port=store.port, folder=Path(folder))
-                workers.append(Isolated(Rank, own, wait=False))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="t1-ranks-") as folder, ExitStack() as stack:
+            where = dict(ranks=ranks, kind=device, port=store.port, folder=Path(folder))
+            workers = [
+                stack.enter_context(closing(Isolated(Rank, where | {"rank": rank}, wait=False)))
+                for rank in range(ranks)
+            ]
             for worker in workers:
                 worker.receive()
             for worker in workers:
                 worker.send("run", task=task, settings=settings | {"phase": phase}, limit=limit)
             rows, printed = _results(workers, limit, Path(folder))[0]
-            print(printed, end="")
-            records.extend(rows)
-        except VariantOutOfMemory as error:
-            print(f"{phase}: oom, {reason(error)}")
-            for variant in variants:
-                records.status(variant, "oom", phase)
-        finally:
-            for worker in workers:
-                worker.close()
+    except VariantOutOfMemory as error:
+        print(f"{phase}: oom, {reason(error)}")
+        for variant in variants:
+            records.status(variant, "oom", phase)
+    else:
+        print(printed, end="")
+        records.extend(rows)
 
 
 def _results(workers: list[Isolated], limit: float, folder: Path) -> dict[int, Any]:
