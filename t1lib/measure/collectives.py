@@ -76,16 +76,16 @@ def overheard() -> Iterator[Exchange]:
     """Record the collectives that the vocabulary-parallel heads start inside the `with` block."""
     exchange = Exchange()
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def listen(module: Any, name: str) -> Any:
+        function = getattr(module, name)
+
         def noted(*tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
             exchange.nbytes += tensors[-1].nbytes  # the last one is the input
             own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-            exchange.calls.append(partial(function, *own, group=group))  # not async
+            exchange.calls.append(partial(function, *own, group=group))  # each is awaited
             return function(*tensors, group=group, **options)
 
-        return noted
+        return patch.object(module, name, noted)
 
-    # by the names under which `t1lib.heads.parallel` calls them
-    gathering = patch.object(parallel, "all_gather", noting(parallel.all_gather))
-    with gathering, patch.object(dist, "all_reduce", noting(dist.all_reduce)):
+    with listen(parallel, "all_gather"), listen(dist, "all_reduce"):  # as `t1lib.heads.parallel` names them
         yield exchange

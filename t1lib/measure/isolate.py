@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import Connection
 from operator import methodcaller
@@ -126,12 +126,10 @@ class Isolated:
         self._process.join(10)  # not for ever: a driver may hold on to it
 
 
-Turns = Generator[None, None, None]
-
-
 def measure_variants(
     factory: Callable[..., Any], variants: dict[str, dict[str, Any]],
-    protocol: Callable[[str, Callable[..., Any]], Turns], records: Records, together: bool = True, phase: str = "",
+    protocol: Callable[[str, Callable[..., Any]], Iterator[None]], records: Records, together: bool = True,
+    phase: str = "",
 ) -> None:  # fmt: skip
     """Run `protocol(variant, call)` for every variant, each in a fresh process that holds `factory(**settings)`.
 
@@ -147,7 +145,7 @@ def measure_variants(
         return
     workers: dict[str, Isolated] = {}
 
-    def turns(name: str) -> Turns:
+    def turns(name: str) -> Iterator[None]:
         state = "ok"
         try:
             workers[name].receive()

@@ -48,9 +48,9 @@ def measure_ranks(
     `VariantFailed`, whose first line names the rank, for any other failure: an exception in a rank, a rank that ended
     without a message, or the time limit.
     """
-    phase, there = f"{name}/{ranks}", torch.cuda.device_count()
+    phase = f"{name}/{ranks}"
     if share_gpus(ranks, device):
-        print(f"{phase}: shared, there {'is 1 GPU' if there == 1 else f'are {there} GPUs'} for {ranks} ranks")
+        print(f"{phase}: shared, more ranks than GPUs ({torch.cuda.device_count()})")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         with tempfile.TemporaryDirectory(prefix="t1-ranks-") as folder, ExitStack() as stack:
