@@ -26,6 +26,7 @@ from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory, o
 from t1lib.measure.records import Records
 
 PATIENCE = 3.0  # seconds beyond the limit, for ranks to write down where they are
+MOMENT = 1.0  # seconds after an error in which to see whether it came of another rank's end
 
 
 def share_gpus(ranks: int, device: str) -> bool:
@@ -75,27 +76,29 @@ def measure_ranks(
 
 def _results(workers: list[Isolated], limit: float, folder: Path) -> dict[int, Any]:
     """Every rank's result, by rank. Raises for the first that fails or ends, and for the time limit."""
-    end, found, among = time.monotonic() + limit + PATIENCE, {}, f"of {len(workers)}"
-    while len(found) < len(workers):
-        left = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in found}
+    end, found, failed, among = time.monotonic() + limit + PATIENCE, {}, {}, f"of {len(workers)}"
+    while len(found) + len(failed) < len(workers):
+        left = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in found | failed}
         ready = [left[pipe] for pipe in connection.wait(left, max(0.0, end - time.monotonic()))]
+        if failed and not ready:
+            break
         if not ready:
             stacks = [f"rank {rank}:\n{(folder / str(rank)).read_text('utf-8')}" for rank in left.values()]
             late = f"rank {', '.join(map(str, left.values()))} {among} took longer than {limit:g} s"
             raise VariantFailed("\n".join([late, *stacks]))
-        told = {}
         for rank in ready:
             try:
-                told[rank] = workers[rank].receive()
-            except (VariantFailed, VariantOutOfMemory) as error:  # it has ended, which makes others fail
-                told = {rank: (None, error)}
-                break
-        for rank, (value, error) in told.items():
-            if isinstance(error, VariantFailed | VariantOutOfMemory):
-                raise type(error)(f"rank {rank} {among}: {error}")
-            if error is not None:
-                raise error
-            found[rank] = value
+                value, error = workers[rank].receive()
+            except (VariantFailed, VariantOutOfMemory) as ended:
+                raise type(ended)(f"rank {rank} {among}: {ended}") from None
+            if error is None:
+                found[rank] = value
+            else:
+                failed[rank] = error
+                end = min(end, time.monotonic() + MOMENT)
+    for rank, error in failed.items():  # the first one
+        named = isinstance(error, VariantFailed | VariantOutOfMemory)
+        raise type(error)(f"rank {rank} {among}: {error}") if named else error
     return found
 
 
@@ -114,13 +117,15 @@ class Rank:
     port: int
     folder: Path
 
+    def __post_init__(self) -> None:
+        self._stacks = (self.folder / str(self.rank)).open("w", encoding="utf-8")  # open until the process ends
+
     def run(self, task: Callable[..., None], settings: dict[str, Any], limit: float) -> tuple[Any, Exception | None]:
         """The `outcome` of the task: the rows that it recorded and the text that it printed.
 
         An error is returned, not raised: this process has to stay, because its end would make the others fail, too.
         """
-        self._stack = (self.folder / str(self.rank)).open("w", encoding="utf-8")  # open until the process ends
-        faulthandler.dump_traceback_later(limit, file=self._stack)
+        faulthandler.dump_traceback_later(limit, file=self._stacks)
         return outcome(self._run, task, settings)
 
     def _run(self, task: Callable[..., None], settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
@@ -138,14 +143,16 @@ class Rank:
         """
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ |= {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))  # as torchrun does
+        # the rest as torchrun does
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         device, backend = torch.device("cpu"), "gloo"
         if self.kind == "cuda":
             if share_gpus(self.ranks, self.kind):
                 os.environ["NCCL_HOSTID"] = f"rank {self.rank}"
             device, backend = torch.device("cuda", self.rank % torch.cuda.device_count()), "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(device)
-        store = dist.TCPStore("127.0.0.1", self.port)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks)
+        dist.init_process_group(backend)
         return device
