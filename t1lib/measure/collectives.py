@@ -34,8 +34,7 @@ def ran(device: torch.device) -> str:
 
 
 def largest(values: dict[str, float]) -> dict[str, float]:
-    """The maximum of each value over the ranks, returned on every rank; NaN if it is NaN on any. Blocks the host until
-    all ranks have called this."""
+    """The maximum of each value over the ranks, returned on every rank; NaN if it is NaN on any."""
     return dict(zip(values, _every(values).amax(0).tolist(), strict=True))
 
 
@@ -50,6 +49,11 @@ def _every(values: dict[str, float]) -> Tensor:
     every = mine.new_empty(dist.get_world_size() * len(mine))
     parallel.all_gather(every, mine)
     return every.view(-1, len(mine))
+
+
+def meet() -> None:
+    """Block the host until all ranks have called this."""
+    largest({"": 0.0})
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Isolated:
         try:
             value, error = self.pipe.recv()
         except (EOFError, ConnectionError):
-            self._process.join(10)
+            self._process.join(60)
             value, error = None, VariantFailed(f"the process ended with exit code {self._process.exitcode}")
             if self._process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
                 error = VariantOutOfMemory("the process was killed: host memory")
@@ -123,7 +123,7 @@ class Isolated:
         """End the process, whatever it does. When this returns, its memory is free."""
         self.pipe.close()
         self._process.kill()
-        self._process.join(10)  # not for ever: a driver may hold on to it
+        self._process.join(60)  # not for ever: to release pinned memory takes seconds, but a driver may hang
 
 
 def measure_variants(

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from t1lib.measure.collectives import largest, ran, total
+from t1lib.measure.collectives import largest, meet, ran, total
 from t1lib.measure.records import Records
 from t1lib.measure.rows import add_memory, add_step
+
+PEAKS = ("allocated", "reserved", "host")
 
 
 def measure_step(
@@ -32,19 +34,9 @@ def measure_step(
 
     session |= {"mode": mode, "device": str(device)}
     ranks = dist.get_world_size()
-    train = TrainSession(batch=rows * ranks, **session)
-    train.warm_up(warmup)
-    for step in range(steps):
-        largest({"begin": 0.0})  # together
-        record = train.step()
-        slowest = largest({"wall": record.wall_ms} | record.phases)
-        if ran(device) == "ok":
-            add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
-    add_memory(records, mode, phase, _memory(train.memory()))
+    _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
     records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
     records.status(mode, ran(device), phase)
-    train.trainer.close()
-    del train
     gc.collect()  # free all that is left of that session
     together = TrainSession(batch=rows * most, micro_batch=rows, **session)
     for step, loss in enumerate(together.warm_up(loss_steps)):
@@ -52,9 +44,17 @@ def measure_step(
     together.trainer.close()
 
 
-def _memory(peaks: dict[str, float]) -> dict[str, float]:
-    """The peaks of all ranks, from one rank's."""
-    most = largest({k: v for k, v in peaks.items() if k in ("allocated", "reserved", "host", "mapped")})
-    own = {"host_all": peaks["host"] - peaks["mapped"], "host_setup_all": peaks["host_setup"] - peaks["mapped"]}
-    mapped = most.pop("mapped")
-    return most | {name: value + mapped for name, value in total(own).items()}
+def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, steps: int, warmup: int) -> None:
+    train.warm_up(warmup)
+    for step in range(steps):
+        meet()
+        record = train.step()
+        slowest = largest({"wall": record.wall_ms} | record.phases)
+        if ran(train.device) == "ok":
+            add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
+    peaks = train.memory()
+    add_memory(records, mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
+    whole = {"host_all": peaks["host"], "host_setup_all": peaks["host_setup"]}
+    own, mapped = total({k: v - peaks["mapped"] for k, v in whole.items()}), largest({"": peaks["mapped"]})[""]
+    add_memory(records, mode, phase, {k: v + mapped for k, v in own.items()})
+    train.trainer.close()
