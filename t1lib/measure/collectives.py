@@ -1,7 +1,9 @@
 """How ranks measure together: start at the same time, report the slowest, time their collectives alone."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +14,6 @@ from torch import Tensor
 from t1lib.heads import parallel
 from t1lib.measure.ranks import share_gpus
 from t1lib.measure.timing import LeadIn
-
-USED = ((dist, "all_reduce"), (parallel, "all_gather"))
-"""The collectives of `t1lib.heads.parallel`, by the names under which it calls them."""
 
 
 class SharedLeadIn(LeadIn):
@@ -57,35 +56,23 @@ def meet() -> None:
     largest({"": 0.0})
 
 
+@dataclass
 class Exchange:
     """The collectives that a head's call starts on this rank, in order, for replay without the computation between.
 
-    count   number of collectives
+    calls   they themselves, on tensors of their own
     nbytes  bytes that this rank contributes to them
     """
 
-    def __init__(self) -> None:
-        self._calls: list[tuple[Callable[..., Any], list[Any], dict[str, Any]]] = []
-        self._memory: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-        self.count = self.nbytes = 0
+    calls: list[Callable[[], Any]] = field(default_factory=list)
+    nbytes: int = 0
+
+    count = property(lambda self: len(self.calls))
 
     def run(self) -> None:
-        """Replay all collectives, one after the other, on separate buffers."""
-        for function, arguments, options in self._calls:
-            function(*arguments, **options)
-
-    def note(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Record a collective with buffers shaped like its tensors; the last tensor argument is the input."""
-        self.count += 1
-        self.nbytes += [x for x in arguments if isinstance(x, Tensor)][-1].nbytes
-        own = [self._like(x) if isinstance(x, Tensor) else x for x in arguments]
-        self._calls.append((function, own, {k: v for k, v in options.items() if k != "async_op"}))
-
-    def _like(self, tensor: Tensor) -> Tensor:
-        key = tensor.shape, tensor.dtype
-        if key not in self._memory:
-            self._memory[key] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-        return self._memory[key]
+        """Replay all collectives, one after the other."""
+        for call in self.calls:
+            call()
 
 
 @contextmanager
@@ -93,14 +80,16 @@ def overheard() -> Iterator[Exchange]:
     """Record the collectives that the vocabulary-parallel heads start inside the `with` block."""
     exchange = Exchange()
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **options: Any) -> Any:
-            exchange.note(function, arguments, options)
-            return function(*arguments, **options)
+    def listen(module: Any, name: str) -> Any:
+        function = getattr(module, name)
 
-        return noted
+        def noted(*tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+            exchange.nbytes += tensors[-1].nbytes  # the last one is the input
+            own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+            exchange.calls.append(partial(function, *own, group=group))  # each is awaited
+            return function(*tensors, group=group, **options)
 
-    with ExitStack() as stack:
-        for module, name in USED:
-            stack.enter_context(patch.object(module, name, noting(getattr(module, name))))
+        return patch.object(module, name, noted)
+
+    with listen(parallel, "all_gather"), listen(dist, "all_reduce"):  # as `t1lib.heads.parallel` names them
         yield exchange

@@ -7,14 +7,17 @@ all alike. `measure_variants` provides both: one process per variant, all alive,
 import multiprocessing as mp
 import os
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import Connection
+from operator import methodcaller
 from typing import Any
 
 import torch
 
-from t1lib.errors import T1Error, UnavailableError
+from t1lib.errors import T1Error, UnavailableError, reason
 from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
 
@@ -27,7 +30,7 @@ class VariantOutOfMemory(MemoryError):
 
 
 class VariantFailed(RuntimeError):
-    """The variant's process failed in any other way; the message holds the traceback, if there is one."""
+    """The variant's process failed in any other way; the message ends with the traceback, if there is one."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -36,39 +39,43 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def told(error: BaseException) -> tuple[str, str]:
-    """An exception as (kind, text) to send to another process, where `raised` rebuilds it."""
-    known = {T1Error: "bad", UnavailableError: "unavailable"}.get(type(error), "error")
-    kind = "oom" if is_out_of_memory(error) else known
-    return kind, "".join(traceback.format_exception(error)) if kind == "error" else str(error)
-
-
-def raised(kind: str, text: str) -> Exception:
-    """The exception that `told` encoded; errors other than its known kinds become `VariantFailed`."""
-    kinds = {"oom": VariantOutOfMemory, "unavailable": UnavailableError, "bad": T1Error, "error": VariantFailed}
-    return kinds[kind](text)
+def outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+    """What the function returns, and the error that another process is to raise instead."""
+    try:
+        return function(*args, **kwargs), None
+    except (T1Error, UnavailableError) as error:
+        return None, error
+    except BaseException as error:
+        if is_out_of_memory(error):
+            return None, VariantOutOfMemory(str(error))
+        text = "".join(traceback.format_exception(error))
+        return None, VariantFailed(f"{type(error).__name__}: {reason(error)}\n{text}")
 
 
 def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Main loop of the process: build the session, then answer calls until the other end closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the pipe
-    session = None
-    try:
-        session = factory(**settings)
-        pipe.send(("ok", None))
-        while True:
+    """Body of the process: build the session, then answer calls until one fails or the other end closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    session, error = outcome(factory, **settings)
+    with suppress(EOFError, ConnectionError):
+        pipe.send((None, error))
+        while error is None:
             method, kwargs = pipe.recv()
-            pipe.send(("ok", getattr(session, method)(**kwargs)))
-    except (EOFError, ConnectionError):  # closed, perhaps during a call
-        return
-    except BaseException as error:
-        pipe.send(told(error))
+            value, error = outcome(methodcaller(method, **kwargs), session)
+            pipe.send((value, error))
+
+
+def _end_with_parent() -> None:
+    mp.parent_process().join()
+    os._exit(1)  # also during a call: a parent that is killed outright cannot end this process itself
 
 
 class Isolated:
     """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable.
 
-    wait   block until the session is built; otherwise call `ready` to do so
+    wait   block until the session is built; otherwise call `receive` once to do so
+
+    The process ends with the first error.
     """
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
@@ -80,56 +87,50 @@ class Isolated:
         context = mp.get_context(method)
         if method == "forkserver":  # imports are done once, before any device is touched
             context.set_forkserver_preload([__name__, factory.__module__])
-        self._pipe, other = context.Pipe()
+        self.pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
         self._process.start()
         other.close()
         if wait:
-            self.ready()
-
-    def ready(self) -> None:
-        """Block until the session is built. Raises what `call` raises."""
-        self._receive()
+            self.receive()
 
     def call(self, method: str, **kwargs: Any) -> Any:
         """Run the session's method and return its result. Raises `VariantOutOfMemory`, `VariantFailed`,
         `T1Error` or `UnavailableError`."""
-        return self._receive((method, kwargs))
+        self.send(method, **kwargs)
+        return self.receive()
 
-    def _receive(self, *requests: tuple[str, dict[str, Any]]) -> Any:
+    def send(self, method: str, **kwargs: Any) -> None:
+        """Have the session's method run; `receive` returns its result."""
+        with suppress(ConnectionError):  # it ended during the turns of others, as `receive` will tell
+            self.pipe.send((method, kwargs))
+
+    def receive(self) -> Any:
+        """The next answer: None when the session is built, then a method's result. Raises what `call` raises."""
         try:
-            for request in requests:
-                self._pipe.send(request)
-            kind, value = self._pipe.recv()
-        except (EOFError, ConnectionError):  # broken pipe: the process ended, perhaps during the turns of others
-            self._process.join(10)
-            code = self._process.exitcode
-            if code == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
-                raise VariantOutOfMemory("the process was killed: host memory") from None
-            raise VariantFailed(f"the process ended with exit code {code}") from None
-        if kind != "ok":
-            raise raised(kind, value)
+            value, error = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(60)
+            value, error = None, VariantFailed(f"the process ended with exit code {self._process.exitcode}")
+            if self._process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
+                error = VariantOutOfMemory("the process was killed: host memory")
+        if error is not None:
+            self.close()
+            raise error
         return value
 
-    def close(self, patience: float = 10.0) -> None:
-        """End the process, which has this many seconds to finish what it is doing."""
-        self._pipe.close()
-        self._process.join(patience)
-        if self._process.is_alive():
-            self._process.kill()
-
-
-Protocol = Callable[[str, Callable[..., Any]], Generator[None, None, None]]
+    def close(self) -> None:
+        """End the process, whatever it does. When this returns, its memory is free."""
+        self.pipe.close()
+        self._process.kill()
+        self._process.join(60)  # not for ever: to release pinned memory takes seconds, but a driver may hang
 
 
 def measure_variants(
-    factory: Callable[..., Any],
-    variants: dict[str, dict[str, Any]],
-    protocol: Protocol,
-    records: Records,
-    together: bool = True,
+    factory: Callable[..., Any], variants: dict[str, dict[str, Any]],
+    protocol: Callable[[str, Callable[..., Any]], Iterator[None]], records: Records, together: bool = True,
     phase: str = "",
-) -> None:
+) -> None:  # fmt: skip
     """Run `protocol(variant, call)` for every variant, each in a fresh process that holds `factory(**settings)`.
 
     The protocol is a generator that calls the session's methods, as in `call("step", n=3)`, and yields where the next
@@ -138,39 +139,31 @@ def measure_variants(
     optional a row with status `unavailable`, and the others continue; one that finishes gets status `ok`, unless its
     protocol recorded another.
     """
-    waiting = list(variants.items())
     if not together:
-        for name, settings in waiting:
+        for name, settings in variants.items():
             measure_variants(factory, {name: settings}, protocol, records, phase=phase)
         return
-    running: dict[str, tuple[Isolated, Generator[None, None, None]]] = {}
-    bar = progress(what=f"{phase}, {len(variants)} variants")
+    workers: dict[str, Isolated] = {}
 
-    def turn(name: str, action: Callable[[], Any]) -> Any:
+    def turns(name: str) -> Iterator[None]:
+        state = "ok"
         try:
-            return action()
+            workers[name].receive()
+            yield
+            yield from protocol(name, workers[name].call)
         except VariantOutOfMemory:
-            records.status(name, "oom", phase=phase)
+            state = "oom"
         except UnavailableError:
-            records.status(name, "unavailable", phase=phase)
-        except StopIteration:
-            if not any((r["variant"], r["phase"], r["metric"]) == (name, phase, "status") for r in records.own):
-                records.status(name, "ok", phase=phase)
-        if name in running:
-            running.pop(name)[0].close()
-        return None
+            state = "unavailable"
+        workers[name].close()
+        told = any((r["variant"], r["phase"], r["metric"]) == (name, phase, "status") for r in records.own)
+        if state != "ok" or not told:
+            records.status(name, state, phase=phase)
 
-    try:
-        for name, settings in waiting:  # all at once: building a model and its state mostly keeps a single core busy
-            worker = Isolated(factory, settings, wait=False)
-            running[name] = worker, protocol(name, worker.call)
-        for name in list(running):
-            turn(name, running[name][0].ready)
+    with progress(what=f"{phase}, {len(variants)} variants") as bar, ExitStack() as stack:
+        for name, settings in variants.items():  # all at once: building a model mostly keeps a single core busy
+            workers[name] = stack.enter_context(closing(Isolated(factory, settings, wait=False)))
+        running = [turns(name) for name in variants]
         while running:
-            for name in list(running):
-                turn(name, lambda name=name: next(running[name][1]))
-                bar.update()
-    finally:  # there are some left if this was interrupted, or one has failed
-        bar.close()
-        for worker, _ in running.values():
-            worker.close(patience=0.0)
+            running = [own for own in running if next(own, "end") is None]
+            bar.update()

@@ -1,4 +1,4 @@
-"""A training step on ranks, each with its own rows of the batch: run by the notebook `parallel` with torchrun.
+"""A training step on ranks, each with its own rows of the batch: run by the notebook `parallel`.
 
 Phases: `step/<ranks>`, with a fixed number of rows per rank, for time and memory; `losses/<ranks>`, with the same total
 rows on any number of ranks, for the losses. The variant is the mode. Times are the slowest rank's, memory the largest;

@@ -1,36 +1,32 @@
-"""Runs a function in several processes on this host at once, started by torchrun: with one GPU each, or on the CPU.
-Where there are fewer GPUs than processes, they share them: that shows that results are right, not how fast they come.
+"""Runs a function in several processes on this host at once: with one GPU each, or on the CPU. Where there are fewer
+GPUs than processes, they share them: that shows that results are right, not how fast they come.
 
-No process outlives the call: a rank that ends early ends all of them, and so does the time limit, with a message that
-says which rank it was, and where.
+No process outlives the call: a rank that fails or ends early ends all of them, and so does the time limit, with a
+message that says which rank it was, and where.
 """
 
-import json
+import faulthandler
+import io
 import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+import torch.distributed as dist
 
-from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory, raised
+from t1lib.errors import reason
+from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory, outcome
 from t1lib.measure.records import Records
 
-WORKER = "t1lib.measure.parallel_worker"
-PATIENCE = 3.0  # seconds: beyond the limit, for ranks to dump their stacks; after a kill, for processes to end
-# Exit codes of ranks that fail only because another did: ended by torchrun, or by a communication library that has
-# lost its peers.
-SURVIVORS = (-getattr(signal, "SIGTERM", 15), -getattr(signal, "SIGABRT", 6))
-_ENDED = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
-_FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+PATIENCE = 3.0  # seconds beyond the limit, for ranks to write down where they are
+MOMENT = 1.0  # seconds after an error in which to see whether it came of another rank's end
 
 
 def share_gpus(ranks: int, device: str) -> bool:
@@ -39,137 +35,124 @@ def share_gpus(ranks: int, device: str) -> bool:
 
 
 def measure_ranks(
-    records: Records, task: Callable[..., None], settings: dict[str, Any], counts: Sequence[int], *, name: str,
+    records: Records, task: Callable[..., None], settings: dict[str, Any], ranks: int, *, name: str,
     variants: Sequence[str], device: str, limit: float,
 ) -> None:  # fmt: skip
-    """Run `task` on each number of ranks in turn, and add what it records in the phases `<name>/<ranks>`.
+    """Run a task in `ranks` processes, which share the cores; what rank 0 records is added, in phase `<name>/<ranks>`.
 
     task       module-level function, called as `task(records, device, phase=…, **settings)` on every rank, in a process
-               group; only rank 0's records are kept. `settings` must be serializable as JSON
+               group of all; settings must be picklable
     variants   those that become `oom` if memory runs out
-    limit      seconds that each number of ranks may take, counted from torchrun's start
+    limit      seconds that the task may take
 
-    Raises what a rank raised, see `run_ranks`.
+    What rank 0 prints is printed here. Raises `T1Error` and `UnavailableError` as a rank raised them, and
+    `VariantFailed`, whose first line names the rank, for any other failure: an exception in a rank, a rank that ended
+    without a message, or the time limit.
     """
-    there = torch.cuda.device_count()
-    for ranks in counts:
-        phase = f"{name}/{ranks}"
-        if share_gpus(ranks, device):
-            print(f"{phase}: shared, there {'is 1 GPU' if there == 1 else f'are {there} GPUs'} for {ranks} ranks")
-        try:
-            threads = max(1, torch.get_num_threads() // ranks)  # a single rank gets all cores
-            records.extend(run_ranks(task, settings | {"phase": phase}, ranks, device, limit, threads))
-        except VariantOutOfMemory as error:
-            print(f"{phase}: oom,", str(error).partition("\n")[0])
-            for variant in variants:
-                records.status(variant, "oom", phase)
+    phase = f"{name}/{ranks}"
+    if share_gpus(ranks, device):
+        print(f"{phase}: shared, more ranks than GPUs ({torch.cuda.device_count()})")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="t1-ranks-") as folder, ExitStack() as stack:
+            where = dict(ranks=ranks, kind=device, port=store.port, folder=Path(folder))
+            workers = [
+                stack.enter_context(closing(Isolated(Rank, where | {"rank": rank}, wait=False)))
+                for rank in range(ranks)
+            ]
+            for worker in workers:
+                worker.receive()
+            for worker in workers:
+                worker.send("run", task=task, settings=settings | {"phase": phase}, limit=limit)
+            rows, printed = _results(workers, limit, Path(folder))[0]
+    except VariantOutOfMemory as error:
+        print(f"{phase}: oom, {reason(error)}")
+        for variant in variants:
+            records.status(variant, "oom", phase)
+    else:
+        print(printed, end="")
+        records.extend(rows)
 
 
-def run_ranks(
-    task: Callable[..., None], settings: dict[str, Any], ranks: int, device: str, limit: float, threads: int = 1
-) -> list[dict[str, Any]]:
-    """Run `task(records, device, **settings)` in `ranks` processes with `threads` threads each; returns rank 0's rows.
-
-    What rank 0 prints is printed here. Raises `T1Error` and `UnavailableError` as a rank raised them,
-    `VariantOutOfMemory` if one ran out of memory, and `VariantFailed` for any other failure: an exception in a rank,
-    a rank that ended without a message, or the time limit. Its first line names the rank.
-    """
-    until = time.time() + limit
-    with tempfile.TemporaryDirectory(prefix="t1-ranks-") as temporary:
-        folder = Path(temporary)
-        call = {"task": f"{task.__module__}:{task.__name__}", "settings": settings, "device": device, "until": until}
-        call |= {"folder": temporary, "launcher": os.getpid()}
-        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            process = subprocess.Popen(
-                [*_torchrun(ranks), WORKER, json.dumps(call)], env=_environment(threads), stdin=subprocess.DEVNULL,
-                stdout=out, stderr=err, start_new_session=True,
-            )  # fmt: skip
-            code = None
+def _results(workers: list[Isolated], limit: float, folder: Path) -> dict[int, Any]:
+    """Every rank's result, by rank. Raises for the first that fails or ends, and for the time limit."""
+    end, found, failed, among = time.monotonic() + limit + PATIENCE, {}, {}, f"of {len(workers)}"
+    while len(found) + len(failed) < len(workers):
+        left = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in found | failed}
+        ready = [left[pipe] for pipe in connection.wait(left, max(0.0, end - time.monotonic()))]
+        if failed and not ready:
+            break
+        if not ready:
+            stacks = [f"rank {rank}:\n{(folder / str(rank)).read_text('utf-8')}" for rank in left.values()]
+            late = f"rank {', '.join(map(str, left.values()))} {among} took longer than {limit:g} s"
+            raise VariantFailed("\n".join([late, *stacks]))
+        for rank in ready:
             try:
-                with suppress(subprocess.TimeoutExpired):
-                    code = process.wait(until + PATIENCE - time.time())
-            finally:
-                _end(process)
-        if code != 0:
-            raise _failure(folder, ranks, None if code is None else _exit_codes(folder), limit)
-        print((folder / "out").read_text(encoding="utf-8", errors="replace"), end="")
-        return [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+                value, error = workers[rank].receive()
+            except (VariantFailed, VariantOutOfMemory) as ended:
+                raise type(ended)(f"rank {rank} {among}: {ended}") from None
+            if error is None:
+                found[rank] = value
+            else:
+                failed[rank] = error
+                end = min(end, time.monotonic() + MOMENT)
+    for rank, error in failed.items():  # the first one
+        named = isinstance(error, VariantFailed | VariantOutOfMemory)
+        raise type(error)(f"rank {rank} {among}: {error}") if named else error
+    return found
 
 
-def _torchrun(ranks: int) -> list[str]:
-    # A numeric address needs no name resolution: a host may be unable to resolve its own name.
-    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks), "--module"]
-    return [sys.executable, "-m", "torch.distributed.run", *options]
+@dataclass
+class Rank:
+    """One of the processes, as it sees itself.
 
-
-def _environment(threads: int) -> dict[str, str]:
-    """The processes communicate over the loopback interface, and can import what this one can."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    own = {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
-    own |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUNBUFFERED": "1"}
-    return {"OMP_NUM_THREADS": str(threads)} | os.environ | own
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Kill torchrun and its descendants, and wait until they are gone: only then is a GPU's memory free."""
-    family = []
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.pid)
-        family = [parent, *parent.children(recursive=True)]
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
-    deadline = time.monotonic() + PATIENCE
-    while any(map(_runs, family)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _exit_codes(folder: Path) -> dict[int, int]:
-    """Rank → exit code, for the ranks that torchrun reported as failed."""
-    summary = (folder / "err").read_text(encoding="utf-8", errors="replace")
-    return {int(rank): int(code) for rank, code in _ENDED.findall(summary)}
-
-
-def _failure(folder: Path, ranks: int, codes: dict[int, int] | None, limit: float) -> Exception:
-    """The exception to raise; `codes` is None if the time limit was reached.
-
-    A rank that ends without a message makes others fail, so it takes precedence over their messages; otherwise the
-    earliest message counts.
+    kind    cpu or cuda
+    port    of the store, on the loopback interface, through which the ranks find each other
+    folder  for a file of the stacks of all threads, named after the rank, when the time is up
     """
-    said = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.error.json")]
-    said.sort(key=lambda entry: entry["at"])
-    if codes is None and not said:
-        return _too_long(folder, ranks, limit)
-    silent = {r: c for r, c in (codes or {}).items() if r not in {entry["rank"] for entry in said}}
-    first = [r for r, c in silent.items() if c not in SURVIVORS] or ([] if said else list(silent))
-    if first:
-        rank, code = first[0], silent[first[0]]
-        if code == -getattr(signal, "SIGKILL", 9):
-            return VariantFailed(f"rank {rank} of {ranks} was killed, as by a host whose memory runs out")
-        return VariantFailed(f"rank {rank} of {ranks} ended with exit code {code}, without a message")
-    if said:
-        entry = said[0]
-        where = f"rank {entry['rank']} of {ranks}: {entry['line']}\n" if entry["kind"] == "error" else ""
-        return raised(entry["kind"], where + entry["text"])
-    tail = (folder / "err").read_text(encoding="utf-8", errors="replace")[-2000:]
-    return VariantFailed(f"torchrun of {ranks} ranks failed before they began\n{tail}")
 
+    rank: int
+    ranks: int
+    kind: str
+    port: int
+    folder: Path
 
-def _too_long(folder: Path, ranks: int, limit: float) -> VariantFailed:
-    """The error for the time limit: names the innermost line that each rank was at, and shows its stack."""
-    stacks = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.stack"))}
-    places = []
-    for rank, stack in stacks.items():
-        main = stack.rpartition("(most recent call first)")[2]  # the main thread is listed last
-        frame = _FRAME.search(main)
-        places.append(f"rank {rank} in {Path(frame[1]).name}:{frame[2]} {frame[3]}" if frame else f"rank {rank} silent")
-    text = "; ".join(places) or "none had begun"
-    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return VariantFailed("\n".join([f"{who} took longer than {limit:g} s: {text}", *stacks.values()]))
+    def __post_init__(self) -> None:
+        self._stacks = (self.folder / str(self.rank)).open("w", encoding="utf-8")  # open until the process ends
+
+    def run(self, task: Callable[..., None], settings: dict[str, Any], limit: float) -> tuple[Any, Exception | None]:
+        """The `outcome` of the task: the rows that it recorded and the text that it printed.
+
+        An error is returned, not raised: this process has to stay, because its end would make the others fail, too.
+        """
+        faulthandler.dump_traceback_later(limit, file=self._stacks)
+        return outcome(self._run, task, settings)
+
+    def _run(self, task: Callable[..., None], settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        torch.set_num_threads(max(1, torch.get_num_threads() // self.ranks))
+        records, printed = Records(), io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(io.StringIO()):  # every rank would give the same warnings
+            task(records, self._join(), **settings)
+        return records.rows, printed.getvalue()
+
+    def _join(self) -> torch.device:
+        """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors.
+
+        Where there are fewer GPUs than ranks, ranks share them. NCCL refuses two ranks of one host on one GPU, so each
+        claims to be a host of its own; they then exchange through sockets.
+        """
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ |= {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
+        # the rest as torchrun does
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        device, backend = torch.device("cpu"), "gloo"
+        if self.kind == "cuda":
+            if share_gpus(self.ranks, self.kind):
+                os.environ["NCCL_HOSTID"] = f"rank {self.rank}"
+            device, backend = torch.device("cuda", self.rank % torch.cuda.device_count()), "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend)
+        return device

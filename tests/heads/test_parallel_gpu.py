@@ -12,7 +12,7 @@ from head_cases import REDUCTIONS, assert_no_worse, error_bounds, options, probl
 from parallel_cases import ALL, CHUNKED, agrees, expected, on_shards, own_rows
 
 from t1lib.heads.parallel import linear_cross_entropy
-from t1lib.measure.ranks import run_ranks
+from t1lib.measure.ranks import measure_ranks
 from t1lib.measure.records import Records
 
 HEADS = {"chunked": CHUNKED, "fused": {"head": "fused", "chunks": 2}}
@@ -21,7 +21,7 @@ LARGE = {"tokens": 512, "rows": [5001, 4000], "hidden": 256}
 SMALL = {"tokens": 64, "rows": [160, 97], "hidden": 32}
 
 
-def compare_all(records: Records, device: torch.device, tokens: int, rows: list[int], hidden: int) -> None:
+def compare_all(records: Records, device: torch.device, phase: str, tokens: int, rows: list[int], hidden: int) -> None:
     """The task of each rank: both heads, each reduction, tokens replicated or (with a softcap and token weights)
     sharded; called twice, because the ranks compare only the first of two calls. Then one call that differs."""
     sizes, rows = {"n": tokens, "v": sum(rows), "d": hidden, "device": device}, tuple(rows)
@@ -39,7 +39,7 @@ def compare_all(records: Records, device: torch.device, tokens: int, rows: list[
     call = dict(group=dist.group.WORLD, softcap=3.0 if last else 2.0)
     message = refusal(lambda: linear_cross_entropy(single.e, single.w[own_rows(rows)], single.target, **call))
     assert "ranks disagree about softcap: " in message
-    records.add("all", "done", 1.0)
+    records.add("all", "done", 1.0, phase=phase)
 
 
 def sixteen_bits(p: Any, rows: tuple[int, ...], own: dict[str, Any], kwargs: dict[str, Any]) -> None:
@@ -61,4 +61,6 @@ def sixteen_bits(p: Any, rows: tuple[int, ...], own: dict[str, Any], kwargs: dic
 def test_on_two_processes(device, sizes):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    assert [row["metric"] for row in run_ranks(compare_all, sizes, 2, device, 240.0, threads=1)] == ["done"]
+    records = Records()
+    measure_ranks(records, compare_all, sizes, 2, name="heads", variants=[], device=device, limit=240.0)
+    assert [row["metric"] for row in records.rows] == ["done"]

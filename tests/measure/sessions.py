@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from t1lib.errors import T1Error, UnavailableError
@@ -28,3 +29,6 @@ class Diary:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
+
+    def sleep(self) -> None:
+        time.sleep(600)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from threading import Timer
 
 import psutil
 import pytest
@@ -20,10 +21,10 @@ def diary(tmp_path):
     """Measures the variants given as name → protocol; returns statuses, what was written, and the processes' ids."""
 
     def measure(protocols, settings=None, together=True):
-        path, records, pids = tmp_path / "diary", Records(), []
+        path, records, measure.pids = tmp_path / "diary", Records(), []
 
         def protocol(name, call):
-            pids.append(call("write", what="0"))
+            measure.pids.append(call("write", what="0"))
             yield
             yield from protocols[name](call)
 
@@ -31,7 +32,7 @@ def diary(tmp_path):
         try:
             measure_variants(Diary, variants, protocol, records, together, phase="here")
         finally:
-            measure.written, measure.pids = path.read_text().split() if path.exists() else [], pids
+            measure.written = path.read_text().split() if path.exists() else []
         assert {row["phase"] for row in records.rows} == {"here"}
         return statuses(records.frame())
 
@@ -116,6 +117,21 @@ def test_one_that_cannot_be_built_ends_as_one_that_cannot_run(diary):
 def test_any_other_end_comes_with_its_traceback_or_exit_code(diary, end, message):
     with pytest.raises(VariantFailed, match=message):
         diary({"A": twice, "B": end})
+    assert gone(diary.pids)
+
+
+@posix
+def test_an_interrupt_ends_all_even_in_a_call(diary):
+    """As Ctrl-C does: the signal reaches the processes, too, but it is the notebook that ends them."""
+
+    def interrupted(call):
+        for pid in (*diary.pids, os.getpid()):
+            Timer(0.5, os.kill, (pid, signal.SIGINT)).start()
+        call("sleep")
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        diary({"A": twice, "B": interrupted})
     assert gone(diary.pids)
 
 
