@@ -1,12 +1,11 @@
 """What the notebooks `convergence` and `cce` measure of a language model that is trained on real text."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from t1lib.heads import linear_cross_entropy, next_token_targets
-from t1lib.measure.head_data import save_operands
 from t1lib.text import session
 
 
@@ -24,8 +23,9 @@ class LanguageSession(session.LanguageSession):
     """A session whose hidden states can be taken, for modes that keep the model on the device (`gpu`, `ckpt`)."""
 
     @torch.no_grad()
-    def hidden_states(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The head's inputs on held-out text: hidden states after the norm (N, D), weight (V, D), targets (N).
+    def held_out(self, tokens: int, path: str) -> dict[str, float]:
+        """Write the head's inputs on held-out text to `path`, for `t1lib.measure.head_data`: hidden states after the
+        norm (N, D), weight (V, D), targets (N). Returns their mean loss, and N as `tokens`.
 
         N is `tokens`, or fewer if the held-out text is shorter; a row's last position has no target and is left out.
         """
@@ -35,10 +35,6 @@ class LanguageSession(session.LanguageSession):
             embedded = parts.embed(ids)
             states.append(parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1))
             targets.append(next_token_targets(ids)[:, :-1].flatten())
-        return torch.cat(states)[:tokens], weight, torch.cat(targets)[:tokens]
-
-    def held_out(self, tokens: int, path: str) -> dict[str, float]:
-        """Write `hidden_states` to `path` (`t1lib.measure.head_data`); return their mean loss and number of tokens."""
-        e, w, y = self.hidden_states(tokens)
-        save_operands(path, e, w, y)
+        e, w, y = torch.cat(states)[:tokens], weight, torch.cat(targets)[:tokens]
+        torch.save({"e": e.cpu(), "w": w.cpu(), "y": y.cpu()}, Path(path))
         return {"loss": float(linear_cross_entropy(e, w, y, head="chunked")), "tokens": len(y)}

@@ -17,10 +17,10 @@ from t1lib.heads import parse_bytes
 from t1lib.heads.fused import kernels_run
 from t1lib.heads.parallel import HEADS as SHARDED
 from t1lib.heads.parallel import linear_cross_entropy
-from t1lib.measure.chunk_bench import Call, OutputLayer, Result, compare
 from t1lib.measure.collectives import Exchange, SharedLeadIn, largest, overheard, ran
+from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.records import Records
-from t1lib.measure.timing import rounds, time_ms
+from t1lib.measure.timing import time_ms
 from t1lib.memory import host_available
 
 MIB = 2**20
@@ -28,123 +28,104 @@ HEADS = ("full", *SHARDED)  # `full` on one rank alone
 FULL_BYTES = 16  # per logit: an upper bound on what head full holds at its peak
 
 
-class ShardCall(Call):
-    """A `Call` where each rank holds only its own rows of the weight."""
+class Share(HeadBench):
+    """This rank's rows of a `HeadBench`'s weight; hidden states and targets are the same on every rank.
 
-    def __call__(self, e: Tensor, w: Tensor, y: Tensor, **given: Any) -> Tensor:
-        own = {"head": self.head, "reduction": self.reduction, **self.options}
-        return linear_cross_entropy(e, w, y, group=dist.group.WORLD, **own, **given)
-
-
-class Share(OutputLayer):
-    """This rank's rows of an `OutputLayer`'s weight; hidden states and targets are the same on every rank.
-
-    exact_share   loss, dE, and dW of this rank's rows, computed from the whole weight in the reference's dtype
+    The reference, whose dW is that of these rows, is computed from the whole weight, once.
     """
 
-    def __init__(self, *, device: torch.device, **shape: Any) -> None:
-        super().__init__(device=str(device), lead=SharedLeadIn(device), **shape)
-        mine = slice(*self._bounds(len(self.w)))
-        exact = self.exact("mean")
-        self.exact_share: Result | None = exact._replace(dW=exact.dW[mine].clone())
-        self.w = self.w.detach()[mine].clone().requires_grad_()
-        del exact
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # frees the reference's memory for the heads
+    def __init__(self, *, device: torch.device, **given: Any) -> None:
+        super().__init__(device=str(device), lead=SharedLeadIn(device), **given)
+        self.group: dist.ProcessGroup | None = None
+        whole = super().reference(Case("full"))
+        least, more = divmod(len(self.w), dist.get_world_size())  # the first ranks may have one more
+        first = dist.get_rank() * least + min(dist.get_rank(), more)
+        mine = slice(first, first + least + (dist.get_rank() < more))
+        self._references["mean"] = whole | {"dW": whole["dW"][mine].clone()}
+        self.w = self.w[mine].clone()
+        self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        del whole
+        free_cached()  # the reference's memory, for the heads
 
-    @staticmethod
-    def _bounds(rows: int) -> tuple[int, int]:
-        """Start and end (exclusive) of this rank's rows, split evenly: the first ranks may have one more."""
-        rank, (least, more) = dist.get_rank(), divmod(rows, dist.get_world_size())
-        first = rank * least + min(rank, more)
-        return first, first + least + (rank < more)
+    def reference(self, case: Case, valid: Tensor | None = None) -> dict[str, Tensor]:
+        return self._references["mean"]
 
-    def exchange(self, call: Call) -> Exchange:
+    def function(self, case: Case) -> Callable[..., Any]:
+        if self.group is None:
+            return super().function(case)
+        return partial(linear_cross_entropy, head=case.method, group=self.group, **case.settings)
+
+    def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
+        """The largest values of any rank; an error ends this rank, and then the others, which would wait for it."""
+        return largest(action()), ran(self.device), ""
+
+    def exchange(self, case: Case) -> Exchange:
         """The collectives of a call, recorded for replay."""
         with overheard() as exchange:
-            self.result(call)
+            self.result(case)
         return exchange
 
 
 def measure_head(
     records: Records, device: torch.device, *, phase: str, heads: list[str], workspace: str, error_bound: float,
-    iters: int, warmup: int, **shape: Any,
+    iters: int, warmup: int, **given: Any,
 ) -> None:  # fmt: skip
     """Errors, memory, and times interleaved with the floor, of heads on the ranks of this group.
 
     workspace   per rank, of the heads that take one: all but `full`
-    shape       tokens, vocabulary, hidden, dtype, seed and reference of the `OutputLayer`
+    given       tokens, vocabulary, hidden, dtype, seed and reference of the `HeadBench`
 
     A head whose error exceeds `error_bound` is `wrong`, one that cannot run here `unavailable`; `full` is `skipped`
     if its logits would not fit. None of these is timed, nor are ranks that share a GPU.
     """
     for head in heads:
         choose("head", head, HEADS)
-    layer = Share(device=device, **shape)
-    kind = Call if dist.get_world_size() == 1 else ShardCall
-    calls = {h: kind(h, options={} if h == "full" else {"workspace": parse_bytes(workspace)}) for h in heads}
-    calls = {h: call for h, call in calls.items() if _runs(records, phase, layer, h)}
-    sound = {h: call for h, call in calls.items() if _admit(records, phase, layer, call, error_bound)}
-    layer.exact_share = None
-    for head, call in sound.items():
-        _file_memory(records, phase, layer, head, call)
-    runners: dict[tuple[str, str], Callable[[], dict[str, float]]] = {("floor", ""): layer.product_times}
-    for head, call in sound.items():
-        runners[head, ""] = partial(layer.times, call)
-        if dist.get_world_size() > 1:
-            exchange = layer.exchange(call)
+    bench = Share(device=device, **given)
+    cases = {head: Case(head, {} if head == "full" else {"workspace": parse_bytes(workspace)}) for head in heads}
+    cases = {head: case for head, case in cases.items() if _runs(records, phase, bench, head)}
+    cases = {head: case for head, case in cases.items() if bench.admit(records, head, phase, case, error_bound)}
+    runners: dict[Key, Runner] = {("floor", phase): bench.products}
+    for head, case in cases.items():
+        _file_memory(records, phase, bench, head, case)
+        runners[head, phase] = partial(bench.times, case)
+        if bench.group is not None:
+            exchange = bench.exchange(case)
             records.add(head, "collectives", exchange.count, phase=phase)
             records.add(head, "exchanged_mib", exchange.nbytes / MIB, "MiB", phase)
-            runners[head, "collectives"] = partial(_alone, layer, exchange)
-    if ran(device) == "shared":
-        return
-    for step, turns in enumerate(rounds(list(runners), warmup + iters), -warmup):
-        for variant, what in turns:
-            times = largest(runners[variant, what]())
-            if step >= 0:
-                for name, ms in times.items():
-                    records.add(variant, f"{name}_ms", ms, "ms", phase, step)
+            runners[head, phase, "collectives"] = partial(_alone, bench, exchange)
+    if ran(device) == "ok":
+        bench.take_turns(records, runners, iters, warmup)
 
 
-def _alone(layer: Share, exchange: Exchange) -> dict[str, float]:
-    return {"collectives": time_ms(exchange.run, layer.device, layer.lead)}
+def _alone(bench: Share, exchange: Exchange, queued: bool) -> dict[str, float]:
+    return {"collectives": time_ms(exchange.run, bench.device, bench.lead if queued else None)}
 
 
-def _runs(records: Records, phase: str, layer: Share, head: str) -> bool:
+def _runs(records: Records, phase: str, bench: Share, head: str) -> bool:
     """Whether to try a head; all ranks must decide alike, because if one failed alone the others would wait for it."""
-    why = "its kernels need a CUDA device and Triton" if head == "fused" and not kernels_run(layer.e) else ""
-    if head not in SHARDED and dist.get_world_size() > 1:
+    state, why = "unavailable", ""
+    if head == "fused" and not kernels_run(bench.e):
+        why = "its kernels need a CUDA device and Triton"
+    elif head not in SHARDED and dist.get_world_size() > 1:
         why = "it does not shard its weight"
+    elif head == "full":
+        free = torch.cuda.mem_get_info(bench.device)[0] if bench.device.type == "cuda" else host_available()
+        need = len(bench.e) * len(bench.w) * FULL_BYTES
+        if largest({"beyond": need - free})["beyond"] > 0:
+            state, why = "skipped", f"its logits may take {need / MIB:,.0f} MiB, {free / MIB:,.0f} are free"
     if why:
-        records.status(head, "unavailable", phase)
-        print(f"{phase}: {head} is unavailable: {why}")
-        return False
-    free = torch.cuda.mem_get_info(layer.device)[0] if layer.device.type == "cuda" else host_available()
-    need = len(layer.e) * len(layer.w) * FULL_BYTES
-    if head == "full" and largest({"beyond": need - free})["beyond"] > 0:
-        records.status(head, "skipped", phase)
-        print(f"{phase}: full is skipped: its logits may take {need / MIB:,.0f} MiB, {free / MIB:,.0f} are free")
-        return False
-    return True
+        records.status(head, state, phase)
+        print(f"{phase}: {head} is {state}: {why}")
+    return not why
 
 
-def _admit(records: Records, phase: str, layer: Share, call: Call, bound: float) -> bool:
-    """Record the errors of loss, dE and dW; returns whether all are within the bound on every rank."""
-    errors = largest(compare(layer.result(call), layer.exact_share))
-    for name, value in errors.items():
-        records.add(call.head, f"error_{name}", value, "", phase)
-    sound = all(value <= bound for value in errors.values())  # false for NaN
-    records.status(call.head, ran(layer.device) if sound else "wrong", phase)
-    return sound
-
-
-def _file_memory(records: Records, phase: str, layer: Share, head: str, call: Call) -> None:
+def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Case) -> None:
     """Record what a rank holds at the head's peak, by kind; on its own GPU also what is outside PyTorch's allocator."""
-    parts = {"weight": layer.w.nbytes, "dW": layer.w.nbytes, "hidden": layer.e.nbytes, "dE": layer.e.nbytes}
-    parts["workspace"] = layer.memory(call)["workspace"]
+    parts = {"weight": bench.w.nbytes, "dW": bench.w.nbytes, "hidden": bench.e.nbytes, "dE": bench.e.nbytes}
+    parts["workspace"] = bench.memory(case)["workspace"]
     parts["held"] = sum(parts.values())
-    if layer.device.type == "cuda" and ran(layer.device) == "ok":
-        free, total = torch.cuda.mem_get_info(layer.device)
-        parts["outside"] = total - free - torch.cuda.memory_reserved(layer.device)
+    if bench.device.type == "cuda" and ran(bench.device) == "ok":
+        free, total = torch.cuda.mem_get_info(bench.device)
+        parts["outside"] = total - free - torch.cuda.memory_reserved(bench.device)
     for name, value in largest(parts).items():
         records.add(head, f"{name}_mib", value / MIB, "MiB", phase)

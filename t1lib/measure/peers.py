@@ -1,15 +1,15 @@
 """Public implementations of the same loss, behind one table: what the kit's heads are compared with.
 
-| name | what it is | exact | reductions |
-| --- | --- | --- | --- |
-| compile | `torch.compile` of the plain head, logits widened inside the graph | yes | any |
-| cce | cut-cross-entropy by default: gradients below 2⁻¹² (16 bits) are left out | no | any |
-| cce-exact | without that filter: "cce_exact" if the version has it, else filter_eps=None | yes | any |
-| liger | Liger's fused linear cross-entropy; under "none" its gradients wait for the backward | yes | any |
-| liger-sm90 | Liger's version for Hopper: all logits at once; N a multiple of 128, V of 256 | yes | mean, sum |
-| quack | QuACK's `LinearCrossEntropy`, 4096 rows per chunk (quack-1024: 1024), not tuned | yes | mean, sum |
-| trl | TRL's head, as its trainers call it: tiles of 4096 × 32768, computed again in the backward | yes | any |
-| torch-1024 | PyTorch's operator (2.13), 1024 rows per chunk; head `torch` lets it choose | yes | mean, sum |
+| name | what it is | reductions |
+| --- | --- | --- |
+| compile | `torch.compile` of the plain head, logits widened inside the graph | any |
+| cce | cut-cross-entropy by default: gradients below 2⁻¹² (16 bits) are left out | any |
+| cce-exact | without that filter: "cce_exact" if the version has it, else filter_eps=None | any |
+| liger | Liger's fused linear cross-entropy; under "none" its gradients wait for the backward | any |
+| liger-sm90 | Liger's version for Hopper: all logits at once; N a multiple of 128, V of 256 | mean, sum |
+| quack | QuACK's `LinearCrossEntropy`, 4096 rows per chunk (quack-1024: 1024), not tuned | mean, sum |
+| trl | TRL's head, as its trainers call it: tiles of 4096 × 32768, computed again in the backward | any |
+| torch-1024 | PyTorch's operator (2.13), 1024 rows per chunk; head `torch` lets it choose | mean, sum |
 
 Liger never chooses its version for Hopper by itself. Where N, V or D is no multiple of 8, QuACK's module computes all
 logits at once; tuning would take minutes and affect only the product for dW, since PyTorch does the other two.
@@ -20,7 +20,7 @@ cut-cross-entropy 25.1.1, the version on PyPI, accumulates its gradients in 16 b
 import importlib
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +31,6 @@ from t1lib.heads import HEADS, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(N, D) hidden states, (V, D) weight, (N) targets → mean loss."""
-
-
-class Peer(NamedTuple):
-    make: Callable[[], Loss]
-    exact: bool
-    reductions: tuple[str, ...]
 
 
 def _need(module: str, cuda: bool = True) -> Any:
@@ -103,17 +97,16 @@ def _torch_rows(rows: int) -> Loss:
     return lambda e, w, y: F.linear_cross_entropy(e, w, y, options=options)
 
 
-_ANY = ("mean", "sum", "none")
-PEERS: dict[str, Peer] = {
-    "compile": Peer(_compiled, True, _ANY),
-    "cce": Peer(partial(_cce, exact=False), False, _ANY),
-    "cce-exact": Peer(partial(_cce, exact=True), True, _ANY),
-    "liger": Peer(_liger, True, _ANY),
-    "liger-sm90": Peer(_liger_sm90, True, ("mean", "sum")),
-    "quack": Peer(partial(_quack, 4096), True, ("mean", "sum")),
-    "quack-1024": Peer(partial(_quack, 1024), True, ("mean", "sum")),
-    "trl": Peer(_trl, True, _ANY),
-    "torch-1024": Peer(partial(_torch_rows, 1024), True, ("mean", "sum")),
+PEERS: dict[str, Callable[[], Loss]] = {
+    "compile": _compiled,
+    "cce": partial(_cce, exact=False),
+    "cce-exact": partial(_cce, exact=True),
+    "liger": _liger,
+    "liger-sm90": _liger_sm90,
+    "quack": partial(_quack, 4096),
+    "quack-1024": partial(_quack, 1024),
+    "trl": _trl,
+    "torch-1024": partial(_torch_rows, 1024),
 }
 
 
@@ -123,16 +116,15 @@ def loss_function(method: str, **settings: Any) -> Callable[..., Any]:
     Raises `T1Error` for an unknown name, `UnavailableError` if the method cannot run here.
     """
     choose("method", method, [*HEADS, *PEERS])
-    return PEERS[method].make() if method in PEERS else partial(linear_cross_entropy, head=method, **settings)
+    return PEERS[method]() if method in PEERS else partial(linear_cross_entropy, head=method, **settings)
 
 
 def whether_available(method: str) -> str:
     """Empty if the method can run here, else the reason why not, in one line."""
     try:
-        loss_function(method)
+        function = loss_function(method)
         if method in HEADS:
-            one = torch.ones(1, 2)
-            linear_cross_entropy(one, one, torch.zeros(1, dtype=torch.int64), head=method)
+            function(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, dtype=torch.int64))
     except UnavailableError as error:
         return str(error).splitlines()[0]
     return ""

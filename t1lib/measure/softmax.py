@@ -4,16 +4,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from t1lib.measure.head_cases import FILTER_EPS
-
 TILE = (128, 256)  # tokens × columns: the block that a kernel computes or skips as a whole
 
 
 @torch.no_grad()
-def sparsity(e: Tensor, w: Tensor, y: Tensor, eps: float = FILTER_EPS, points: int = 60) -> dict[str, list | float]:
+def sparsity(
+    e: Tensor, w: Tensor, y: Tensor, eps: float, points: int = 60
+) -> tuple[dict[int, float], dict[str, float]]:
     """Facts of p = softmax(e wᵀ) over N tokens, from float32 logits (Cut Cross-Entropy's Figure 3 and section 4.3).
 
-    ranks, probability  mean over tokens of the k-th largest probability, at about `points` ranks k
+    Returns the mean over tokens of the k-th largest probability, for about `points` ranks k; and
+
     mass_below          share of the probability that lies in entries below `eps`
     entries_below       share of such entries
     tiles               share of 128 × 256 tiles of the logits' gradient, p − one-hot, with an entry of magnitude `eps`
@@ -25,7 +26,6 @@ def sparsity(e: Tensor, w: Tensor, y: Tensor, eps: float = FILTER_EPS, points: i
     order = (e.float().mean(0) @ wide.T).argsort(descending=True)  # the mean logit is the logit of the mean state
     by_rank = torch.zeros(vocabulary, dtype=torch.float64, device=e.device)
     mass = entries = kept = kept_sorted = 0.0
-    blocks = 0
     for start in range(0, tokens, TILE[0]):
         rows = slice(start, start + TILE[0])
         p = torch.softmax(e[rows].float() @ wide.T, dim=-1)
@@ -36,13 +36,12 @@ def sparsity(e: Tensor, w: Tensor, y: Tensor, eps: float = FILTER_EPS, points: i
         p[torch.arange(len(p), device=p.device), y[rows]] -= 1
         large = (p.abs() >= eps).any(0)
         kept, kept_sorted = kept + _tiles(large), kept_sorted + _tiles(large[order])
-        blocks += -(-vocabulary // TILE[1])
     ranks = np.unique(np.geomspace(1, vocabulary, points).round().astype(int))
     mean = (by_rank / tokens).cpu().numpy()
-    return {
-        "ranks": ranks.tolist(), "probability": mean[ranks - 1].tolist(), "mass_below": mass / tokens,
-        "entries_below": entries / (tokens * vocabulary), "tiles": kept / blocks, "tiles_sorted": kept_sorted / blocks,
-    }  # fmt: skip
+    blocks = -(-tokens // TILE[0]) * -(-vocabulary // TILE[1])
+    facts = {"mass_below": mass / tokens, "entries_below": entries / (tokens * vocabulary)}
+    facts |= {"tiles": kept / blocks, "tiles_sorted": kept_sorted / blocks}
+    return dict(zip(ranks.tolist(), mean[ranks - 1].tolist(), strict=True)), facts
 
 
 def _tiles(large: Tensor) -> float:

@@ -1,0 +1,347 @@
+"""Output layers on one set of operands: errors against a wide reference, times in turns with the products, workspace.
+
+The notebooks `cce`, `chunks`, `t1m3` and (through `t1lib.measure.parallel_head`) `parallel` describe what they measure
+as `Case`s of a `HeadBench`.
+"""
+
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from t1lib.errors import UnavailableError, choose
+from t1lib.heads.fused import kernels_run
+from t1lib.heads.fused_plan import TILES, device_of
+from t1lib.measure.floors import products_ms
+from t1lib.measure.head_data import operands
+from t1lib.measure.isolate import is_out_of_memory
+from t1lib.measure.memory import AllocatorTimeline, storage_bytes
+from t1lib.measure.peers import PEERS, loss_function
+from t1lib.measure.progress import progress
+from t1lib.measure.records import Records
+from t1lib.measure.timing import LeadIn, phases_ms, rounds, time_ms
+
+IGNORED = -100
+REFERENCES = ("float64", "float32")
+CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
+
+Key = tuple[str, ...]
+"""Variant, phase, and whatever else tells two measurements of them apart."""
+Runner = Callable[[bool], dict[str, float]]
+"""Measures once, behind the lead-in or, for a warm-up, without: name → ms."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call one method, a head of the kit or one of `PEERS`.
+
+    settings   of the head alone, such as `workspace`, `chunks`, `filter_eps`: they must not change the exact result
+    options    of `linear_cross_entropy` that change the result, the reference's too; the value "tokens" or "vocabulary"
+               stands for random numbers, one for each
+    gradients  compute the loss and its gradients; False: the loss alone, without autograd
+    frozen     the weight requires no gradient
+    ignored    share of tokens that are ignored, in random places, or (N) bool: which
+    """
+
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    gradients: bool = True
+    frozen: bool = False
+    ignored: float | Tensor = 0.0
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the metrics' names."""
+        return "" if self.gradients else "loss_"
+
+
+class Call(NamedTuple):
+    """A case's loss as a function without arguments, and its operands, which were made before what is measured."""
+
+    loss: Callable[[], Tensor]
+    backward: Callable[[Tensor], None]
+    e: Tensor
+    w: Tensor
+    inputs: list[Tensor]
+
+
+class HeadBench:
+    """Hidden states e (N, D), weight w (V, D) and targets y (N), and measurements of any case on them.
+
+    data       "flat", "peaked" or "real", as `operands` makes them; `path` is for "real"
+    reference  dtype of the reference for errors: float64, or float32 (without TF32) where float64 is too slow
+    lead       what timed samples are queued behind; by default a `LeadIn`
+    """
+
+    def __init__(
+        self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str, data: str = "flat",
+        path: str | None = None, seed: int = 0, reference: str = "float64", lead: LeadIn | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.dtype = torch.device(device), getattr(torch, dtype)
+        self.wide = getattr(torch, choose("reference", reference, REFERENCES))
+        self.lead = lead or LeadIn(self.device)
+        self.before = held_before(self.device, self.dtype)
+        self.e, self.w, self.y = operands(data, (tokens, vocabulary, hidden), self.dtype, self.device, seed, path)
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._references: dict[str, dict[str, Tensor]] = {}
+        self._products: tuple[Tensor, Tensor, Tensor] | None = None
+
+    # -- a case's call -----------------------------------------------------------------------------------------------
+
+    def function(self, case: Case) -> Callable[..., Any]:
+        """The case's method with its settings; kept, because making it again would compile it again."""
+        own = f"{case.method} {case.settings}"
+        if own not in self._functions:
+            self._functions[own] = loss_function(case.method, **case.settings)
+        return self._functions[own]
+
+    def _drawn(self, size: str) -> Tensor:
+        """Random numbers in [0.5, 1.5), float32, the same for every case."""
+        number = {"tokens": len(self.e), "vocabulary": len(self.w)}[size]
+        return (0.5 + torch.rand(number, generator=torch.Generator().manual_seed(7))).to(self.device)
+
+    def _arguments(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+        drawn = {k: self._drawn(v) for k, v in case.options.items() if v in ("tokens", "vocabulary")}
+        if "linear_bias" in drawn:
+            drawn["linear_bias"] = drawn["linear_bias"].to(self.dtype).to(dtype).requires_grad_(case.gradients)
+        return case.options | drawn
+
+    def call(self, case: Case, valid: Tensor | None = None, dtype: torch.dtype | None = None) -> Call:
+        """The call of a case in `dtype`, on the tokens in `valid` (N) alone, as if there were no others."""
+        rows, dtype = slice(None) if valid is None else valid, dtype or self.dtype
+        e = (self.e if valid is None else self.e[valid]).detach().to(dtype).requires_grad_(case.gradients)
+        w = self.w.detach().to(dtype).requires_grad_(case.gradients and not case.frozen)
+        ignored = case.ignored
+        if not isinstance(ignored, Tensor):
+            ignored = self._drawn("tokens") - 0.5 < ignored
+        y = self.y.masked_fill(ignored, IGNORED)[rows]
+        function, arguments = self.function(case), self._arguments(case, dtype)
+        upstream = self._drawn("tokens")[rows] if case.options.get("reduction") == "none" else None
+
+        def loss() -> Tensor:
+            found = function(e, w, y, **arguments)
+            return found[0] if case.options.get("return_stats") else found
+
+        def backward(loss: Tensor) -> None:
+            loss.backward(None if upstream is None else upstream.to(loss.dtype))
+
+        inputs = [self.e, self.w, self.y, e, w, y, *arguments.values(), upstream]
+        return Call(loss, backward, e, w, [t for t in inputs if isinstance(t, Tensor)])
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    def result(self, case: Case, valid: Tensor | None = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """`loss`, () or (N), and `dE` (N, D) and `dW` (V, D) if the case computes them; see `call`."""
+        call = self.call(case, valid, dtype)
+        with torch.set_grad_enabled(case.gradients):
+            loss = call.loss()
+        if case.gradients:
+            call.backward(loss)
+        found = {"loss": loss.detach(), "dE": call.e.grad, "dW": call.w.grad}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def reference(self, case: Case, valid: Tensor | None = None) -> dict[str, Tensor]:
+        """The exact result of a case, in the reference's dtype; kept until times or memory are measured."""
+        changed = valid is not None or isinstance(case.ignored, Tensor) or case.ignored > 0
+        key = "" if changed or case.options.keys() - {"reduction"} else case.options.get("reduction", "mean")
+        if key in self._references:
+            return self._references[key]
+        chunks = math.ceil(len(self.e) * len(self.w) * self.wide.itemsize / CHUNK_BYTES)
+        exact = Case("chunked", {"chunks": min(len(self.e), chunks)}, case.options, ignored=case.ignored)
+        self._references.clear()
+        found = self.result(exact, valid, self.wide)
+        if key:
+            self._references[key] = found
+        return found
+
+    def forget(self) -> None:
+        """Free the reference, so that it takes no memory from what is measured next."""
+        if self._references:
+            self._references.clear()
+            free_cached()
+
+    def errors(self, case: Case) -> dict[str, float]:
+        """Relative errors against the reference, by "error_" and the result's name."""
+        return differences("error", self.result(case), self.reference(case))
+
+    def padding_errors(self, case: Case, valid: Tensor) -> dict[str, float]:
+        """Errors of a case that ignores all tokens but those in `valid` (N).
+
+        leaks       number of nonzero values among the losses and gradients of ignored tokens
+        padded_*    difference between the call with ignored targets and the same head on the valid tokens alone
+        weighted_*  the same, with the tokens ignored by a token weight of 0 instead of an ignored target
+        error_*     of the call with ignored targets, against the reference without these tokens
+        """
+        exact, alone = self.reference(case, valid), self.result(case, valid)
+        weighted = replace(case, options=case.options | {"token_weight": valid.float()})
+        found: dict[str, float] = {"leaks": 0.0}
+        for way, masked in {"padded": replace(case, ignored=~valid), "weighted": weighted}.items():
+            whole = self.result(masked)
+            rows = {name: value for name, value in whole.items() if value.dim() and name != "dW"}  # one for each token
+            found["leaks"] += sum(int(value[~valid].count_nonzero()) for value in rows.values())
+            inside = whole | {name: value[valid] for name, value in rows.items()}
+            found |= differences(way, inside, alone)
+            if way == "padded":
+                found |= differences("error", inside, exact)
+        return found
+
+    # -- times and memory --------------------------------------------------------------------------------------------
+
+    def times(self, case: Case, queued: bool = True) -> dict[str, float]:
+        """Times in ms: `loss` alone, without autograd, or those of `t1lib.measure.timing.phases_ms`."""
+        self.forget()
+        call, lead = self.call(case), self.lead if queued else None
+        if case.gradients:
+            return phases_ms(call.loss, call.backward, self.device, lead)
+        with torch.no_grad():
+            return {"loss": time_ms(call.loss, self.device, lead)}
+
+    def products(self, queued: bool = True) -> dict[str, float]:
+        """Times in ms of the floor, the three matrix products: `logits`, `dE`, `dW`."""
+        if self._products is None:
+            logits = torch.empty(len(self.e), len(self.w), dtype=self.dtype, device=self.device)
+            self._products = logits, torch.empty_like(self.e), torch.empty_like(self.w)
+        return products_ms(self.e, self.w, self._products, self.lead if queued else None)
+
+    def memory(self, case: Case) -> dict[str, int]:
+        """Bytes of a second call: `workspace`, its peak beyond the inputs and the gradients that must exist; `kept`,
+        what stays allocated between forward and backward; `left`, what else the process holds and did not hold before
+        its first bench, such as what the first call left behind."""
+        self.forget()
+        self.result(case)
+        call = self.call(case)
+        inputs = storage_bytes(call.inputs)
+        with torch.set_grad_enabled(case.gradients), AllocatorTimeline(self.device, inputs) as forward:
+            loss = call.loss()
+        kept, peak = forward.points[-1][1] - forward.baseline, forward.peak.allocated - forward.baseline
+        if case.gradients:
+            with AllocatorTimeline(self.device, inputs + kept) as backward:
+                call.backward(loss)
+            peak = max(peak, backward.peak.allocated - backward.baseline + kept)
+        must = sum(t.nbytes for t in call.inputs if t.requires_grad)
+        return {"workspace": peak - must, "kept": kept, "left": forward.baseline - self.before - inputs}
+
+    def chunk_tokens(self, case: Case) -> int:
+        """Tokens in a chunk of a case that sets `chunks`; the kernels of `fused` round up to whole tiles of rows."""
+        tokens = -(-len(self.e) // case.settings["chunks"])
+        if case.method == "fused" and kernels_run(self.e):
+            tile = TILES[device_of(self.device).kind, self.e.element_size()].m
+            tokens = -(-tokens // tile) * tile
+        return min(tokens, len(self.e))
+
+    # -- into records ------------------------------------------------------------------------------------------------
+
+    def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
+        """See `attempt`; where an action concerns several processes, they may have to agree."""
+        return attempt(action, variant in PEERS)
+
+    def admit(
+        self, records: Records, variant: str, phase: str, case: Case, bound: float,
+        measure: Callable[[], dict[str, float]] | None = None,
+    ) -> bool:  # fmt: skip
+        """Record a case's errors (or what `measure` returns in their place), and the variant's status; True if it may
+        be timed: it ran, and no error exceeds `bound` or is NaN.
+
+        A variant may have several cases: that one is fine does not take back the status of another.
+        """
+        found, status, why = self.attempt(variant, measure or partial(self.errors, case))
+        for name, value in (found or {}).items():
+            records.add(variant, f"{case.prefix}{name}", value, "", phase)
+        if found is not None and not all(value <= bound for value in found.values()):
+            status, why = "wrong", f"its errors are {', '.join(f'{v:.2g}' for v in found.values())}, beyond {bound:g}"
+        states = [r for r in records.own if (r["variant"], r["phase"], r["metric"]) == (variant, phase, "status")]
+        known = {row["value"] for row in states}
+        if status != "ok" or not known:
+            records.status(variant, status, phase)
+        if why and status not in known:
+            print(f"{phase}: {variant} is {status}: {why}")
+        return found is not None and status != "wrong"
+
+    def take_turns(
+        self, records: Records, runners: dict[Key, Runner], repeats: int, warmup: int, often: Iterable[Key] = ()
+    ) -> None:
+        """Run the measurements of each key in `rounds`, and record their times (`<name>_ms`).
+
+        warmup  rounds before them, which need no lead-in
+        often   keys that get a further turn in every round
+
+        A measurement that cannot go on beside the others gets a status and is dropped.
+        """
+        running, count = dict(runners), Counter[Key]()
+        turns = [(key, False) for keys in rounds(list(runners), warmup) for key in keys]
+        turns += [(key, True) for keys in rounds([*runners, *often], repeats) for key in keys]
+        for key, queued in progress(turns, "turns"):
+            if key not in running:
+                continue
+            variant, phase, *_ = key
+            times, status, why = self.attempt(variant, partial(running[key], queued))
+            if times is None:
+                records.status(variant, status, phase)
+                print(f"{phase}: {variant} is {status}: {why}")
+                del running[key]
+            elif queued:
+                for name, ms in times.items():
+                    records.add(variant, f"{name}_ms", ms, "ms", phase, count[key])
+                count[key] += 1
+
+
+def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str, str]:
+    """(what `action` returns, "ok", ""), or (None, status, reason) if it cannot be measured here.
+
+    oom: memory ran out; unavailable: something optional is missing or, if the code is `foreign`, any other error.
+    """
+    try:
+        return action(), "ok", ""
+    except Exception as error:
+        oom = is_out_of_memory(error)
+        if not (oom or foreign or isinstance(error, UnavailableError)):
+            raise
+        status, kind = "oom" if oom else "unavailable", type(error).__name__
+        why = f"{kind}: {error}".removeprefix("UnavailableError: ").splitlines()[0][:200]
+    if status == "oom":  # outside the handler, whose exception still references the failed call's tensors
+        free_cached()
+    return None, status, why
+
+
+@cache
+def held_before(device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes that the device held when this process made its first bench, cuBLAS's workspaces included; on a CPU 0,
+    because there the profiler sees only what is new."""
+    if device.type != "cuda":
+        return 0
+    a = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+    (a @ a).sum().backward()  # a workspace for this thread, and one for the thread that runs backwards
+    del a
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+
+
+def free_cached() -> None:
+    """Give back device memory that nothing uses."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def differences(prefix: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Relative differences of results, by `prefix`, "_" and their names."""
+    return {f"{prefix}_{name}": relative_error(value, wanted[name]) for name, value in found.items()}
+
+
+def relative_error(found: Tensor, wanted: Tensor, rows: int = 8192) -> float:
+    """‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, a block of rows at a time to avoid a float64 copy of all.
+
+    0 if nothing differs.
+    """
+    above = below = 0.0
+    for a, b in zip(torch.atleast_1d(found).split(rows), torch.atleast_1d(wanted).split(rows), strict=True):
+        a, b = a.double(), b.double()
+        above, below = above + (a - b).square().sum(), below + b.square().sum()
+    return float((above / below).sqrt()) if above != 0 else 0.0

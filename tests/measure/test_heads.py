@@ -1,0 +1,234 @@
+"""Output layers' errors, memory and statuses, and who gets a time; data; sparsity. Nothing here depends on timing."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from t1lib.errors import T1Error, UnavailableError
+from t1lib.heads import linear_cross_entropy
+from t1lib.measure import workspaces
+from t1lib.measure.head_data import operands
+from t1lib.measure.heads import Case, HeadBench, attempt
+from t1lib.measure.isolate import VariantOutOfMemory
+from t1lib.measure.records import Records, statuses
+from t1lib.measure.softmax import sparsity
+from t1lib.measure.workspaces import measure_workspaces
+
+TOKENS, VOCABULARY, HIDDEN = 48, 300, 16
+SIZES = dict(tokens=TOKENS, vocabulary=VOCABULARY, hidden=HIDDEN)
+CPU = torch.device("cpu")
+FULL = Case("full")
+OPTIONS = [
+    {"linear_bias": "vocabulary"}, {"weight": "vocabulary"}, {"label_smoothing": 0.1}, {"softcap": 30.0},
+    {"z_loss": 1e-4}, {"token_weight": "tokens"}, {"return_stats": True}, {"reduction": "none"},
+]  # fmt: skip
+
+
+@pytest.fixture
+def bench():
+    return HeadBench(**SIZES, dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def valid():
+    return torch.arange(TOKENS) % 24 // 6 % 3 > 0  # without the first and the last quarter of 24 tokens
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        *((Case("chunked", options=options), ["loss", "dE", "dW"]) for options in OPTIONS),
+        (Case("full", gradients=False), ["loss"]),
+        (Case("full", ignored=0.5), ["loss", "dE", "dW"]),
+        (Case("full", frozen=True), ["loss", "dE"]),
+    ],
+    ids=str,
+)
+def test_every_kind_of_case_has_its_errors_and_times(bench, case, names):
+    errors = bench.errors(case)
+    assert list(errors) == [f"error_{name}" for name in names] and max(errors.values()) < 1e-5
+    times = bench.times(case)
+    assert set(times) == ({"forward", "backward", "both", "host"} if case.gradients else {"loss"})
+
+
+def test_a_reference_is_that_of_the_case(bench):
+    """Each option, and ignoring tokens, changes what is exact; the reference that was kept is not taken for another."""
+    plain = bench.reference(FULL)["dE"]
+    assert bench.reference(Case("chunked", {"chunks": 2}))["dE"] is plain and plain.dtype == torch.float64
+    for case in (Case("full", ignored=0.5), *(Case("full", options=o) for o in OPTIONS if "return_stats" not in o)):
+        assert float((bench.reference(case)["dE"] - plain).norm() / plain.norm()) > 1e-6, case
+    assert torch.equal(bench.reference(FULL)["dE"], plain)
+
+
+def test_an_unknown_reference_is_named():
+    with pytest.raises(T1Error, match=r"unknown reference 'float16'.*float64"):
+        HeadBench(**SIZES, dtype="float32", device="cpu", reference="float16")
+
+
+@pytest.mark.parametrize("method, reduction", [("full", "mean"), ("chunked", "sum"), ("fused", "none")])
+def test_ignored_tokens_get_no_gradient_and_the_others_theirs(bench, valid, method, reduction):
+    found = bench.padding_errors(Case(method, options={"reduction": reduction}), valid)
+    assert found["leaks"] == 0
+    assert {name.partition("_")[0] for name in found} == {"leaks", "padded", "weighted", "error"}
+    assert max(found.values()) < 1e-5
+
+
+def test_a_head_that_multiplies_padding_in_is_found(bench, valid, monkeypatch):
+    """Such as a head that treats an ignored token as having target 0."""
+    monkeypatch.setattr("t1lib.measure.heads.IGNORED", 0)
+    found = bench.padding_errors(Case("full", options={"reduction": "sum"}), valid)
+    assert found["leaks"] >= TOKENS // 2 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5
+
+
+def test_memory_is_the_peak_beyond_inputs_and_gradients(bench):
+    logits = TOKENS * VOCABULARY * 4
+    whole = bench.memory(FULL)
+    assert 2 * logits < whole["workspace"] < 4 * logits and whole["kept"] >= logits and whole["left"] == 0
+    assert 2 * logits <= bench.memory(Case("full", gradients=False))["workspace"] < 2.2 * logits
+    parts = bench.memory(Case("chunked", {"chunks": 16}))
+    assert parts["workspace"] < logits
+    assert parts["kept"] >= bench.e.nbytes + bench.w.nbytes  # gradients made in the forward
+    for case in (Case("full", frozen=True), Case("full", options={"linear_bias": "vocabulary"})):
+        assert 0 < bench.memory(case)["workspace"] < 5 * logits
+
+
+def refuse(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "foreign", "status"),
+    [
+        (UnavailableError("not here"), False, "unavailable"),
+        (torch.OutOfMemoryError("CUDA out of memory"), False, "oom"),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, "oom"),
+        (RuntimeError("its own way"), True, "unavailable"),
+    ],
+)
+def test_what_cannot_be_measured_is_a_status(error, foreign, status):
+    result, found, why = attempt(lambda: refuse(error), foreign)
+    assert (result, found) == (None, status) and str(error) in why
+    with pytest.raises(ZeroDivisionError):
+        attempt(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("measure", "status"),
+    [
+        (lambda: {"error_loss": 0.0, "error_dW": 0.1}, "ok"),
+        (lambda: {"error_loss": 0.0, "error_dW": 0.2}, "wrong"),
+        (lambda: {"error_loss": 0.0, "error_dW": math.nan}, "wrong"),
+        (lambda: refuse(torch.OutOfMemoryError("full")), "oom"),
+        (lambda: refuse(UnavailableError("not here")), "unavailable"),
+    ],
+)
+def test_only_what_is_right_is_timed(bench, measure, status):
+    records = Records()
+    assert bench.admit(records, "full", "mean", FULL, 0.1, measure) is (status == "ok")
+    assert statuses(records.frame()) == {"full": status}
+    bench.admit(records, "full", "mean", Case("full", gradients=False), 0.1)  # another case of it, which is right
+    assert statuses(records.frame()) == {"full": status}
+    assert "loss_error_loss" in {row["metric"] for row in records.rows}
+
+
+def test_a_wrong_gradient_is_seen(bench, capsys):
+    errors = bench.errors(Case("full", {"filter_eps": 0.1}))
+    assert errors["error_loss"] < 1e-5 and errors["error_dE"] > 1e-3 and errors["error_dW"] > 1e-3
+    records = Records()
+    for _ in range(2):  # two cases of one variant: the reason is given once
+        assert not bench.admit(records, "full", "mean", Case("full", {"filter_eps": 0.1}), 1e-3)
+    assert capsys.readouterr().out.count("mean: full is wrong: its errors are") == 1
+
+
+def test_variants_take_turns_and_one_without_memory_leaves_the_others(bench):
+    records, order = Records(), []
+
+    def run(name, queued, fails_at=None):
+        order.append(name)
+        if order.count(name) == fails_at:
+            raise torch.OutOfMemoryError("full")
+        return {"both": 1.0}
+
+    runners = {("a", "x"): partial(run, "a"), ("b", "x"): partial(run, "b", fails_at=3)}
+    bench.take_turns(records, runners, repeats=3, warmup=1)
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["a", "b"]] * 3
+    assert order[6:] == ["a"]
+    steps = [(row["variant"], row["step"]) for row in records.rows if row["metric"] == "both_ms"]
+    assert sorted(steps) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+    assert statuses(records.frame()) == {"b": "oom"}
+
+
+def test_what_is_timed_more_often_has_more_samples_and_two_cases_of_a_variant_are_kept_apart(bench):
+    records, alone = Records(), Case("full", gradients=False)
+    runners = {("floor", "x"): bench.products, ("full", "x"): partial(bench.times, FULL)}
+    runners["full", "x", "loss"] = partial(bench.times, alone)
+    bench.take_turns(records, runners, repeats=2, warmup=0, often=[("floor", "x")] * 2)
+    counts = {}
+    for row in records.rows:
+        counts.setdefault((row["variant"], row["metric"]), []).append(row["step"])
+    assert counts["floor", "dW_ms"] == list(range(6)) and counts["floor", "logits_ms"] == list(range(6))
+    assert counts["full", "both_ms"] == counts["full", "loss_ms"] == [0, 1]
+
+
+def loss_of(data, *sizes):
+    e, w, y = operands(data, sizes, torch.float32, CPU)
+    loss, stats = linear_cross_entropy(e, w, y, head="full", return_stats=True)
+    return float(loss), stats.logprob.exp()
+
+
+def test_flat_data_is_flat_and_peaked_data_peaked():
+    loss, p = loss_of("flat", 200, 5000, 128)
+    assert loss == pytest.approx(math.log(5000), rel=0.02) and float(p.max()) < 0.01
+    loss, p = loss_of("peaked", 200, 5000, 128)
+    assert 1.5 < loss < 4 and float((p > 0.99).float().mean()) > 0.05 and float((p < 0.01).float().mean()) > 0.05
+
+
+def test_sparsity_counts_what_it_says():
+    # Two tokens, 512 columns: one is sure of column 3, the other nearly even but for its target, column 400.
+    w = torch.zeros(512, 2)
+    w[3, 0] = 50.0
+    e, y = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([3, 400])
+    by_rank, facts = sparsity(e, w, y, eps=0.01)
+    assert min(by_rank) == 1 and max(by_rank) == 512
+    assert by_rank[1] == pytest.approx((1 + 1 / 512) / 2)
+    assert facts["mass_below"] == pytest.approx(0.5, abs=1e-3)
+    assert facts["entries_below"] == pytest.approx(1023 / 1024)
+    assert facts["tiles"] == 0.5 and facts["tiles_sorted"] == 0.5  # only the tile with column 400 has an entry
+
+
+def test_each_methods_workspaces_come_from_a_process():
+    records, alone = Records(), Case("full", gradients=False)
+    cases = {"A": {("full", "loss_"): alone, ("full", ""): FULL, ("cce", ""): Case("cce")}}
+    measure_workspaces(records, dict(dtype="float32", device="cpu", seed=0), {"A": SIZES}, cases)
+    found = {(row["variant"], row["metric"]): row["value"] for row in records.rows}
+    assert found["full", "workspace_mib"] > found["full", "loss_workspace_mib"] > TOKENS * VOCABULARY * 4 / 2**20
+    assert torch.cuda.is_available() or found["cce", "status"] == "unavailable"
+
+
+def test_after_a_shape_that_does_not_fit_the_next_one_is_measured(monkeypatch):
+    """Each method's process that ran out of memory is replaced, and every one is closed."""
+    closed = []
+
+    class Small:
+        def __init__(self, factory, settings):
+            self.dead = False
+
+        def call(self, name, cases, tokens):
+            assert not self.dead
+            self.dead = tokens == 64
+            if self.dead:
+                raise VariantOutOfMemory("no memory")
+            return [2**20] * len(cases)
+
+        def close(self):
+            closed.append(self)
+
+    monkeypatch.setattr(workspaces, "Isolated", Small)
+    records, cases = Records(), {("full", ""): FULL, ("chunked", ""): Case("chunked")}
+    measure_workspaces(records, {}, {"A": {"tokens": 64}, "B": {"tokens": 32}}, {"A": cases, "B": cases})
+    frame = records.frame()
+    assert statuses(frame[frame["phase"] == "workspace/A"]) == {"full": "oom", "chunked": "oom"}
+    assert set(frame[frame["phase"] == "workspace/B"]["value"]) == {1.0}
+    assert len(closed) == 4
