@@ -20,7 +20,7 @@ from t1lib.measure.records import Numbers
 PROFILE = "h200"  # that the claims are about
 FILE, PAGE = "claims.yaml", "docs/results.md"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
-SAMPLES, NUMBERS_FILE = "samples.csv", "numbers.json"
+NUMBERS = "numbers.json"
 _TABLE = re.compile(r"(<!-- claims of (\w+) -->\n).*?(<!-- end of claims -->)", re.DOTALL)
 _KEY = re.compile(r"\w+\.[\w.-]+")
 _NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e[+-]?\d+)?"
@@ -115,7 +115,7 @@ def doubts(folder: Path, experiment: str) -> str | None:
     if content is None:
         return manifest.damage(folder)
     of = content.get("experiment"), content.get("profile")
-    if of != (experiment, PROFILE) or not {SAMPLES, NUMBERS_FILE} <= content["files"].keys():
+    if of != (experiment, PROFILE) or not {"samples.csv", NUMBERS} <= content["files"].keys():
         return f"{manifest.NAME} is not that of a finished run of {experiment} with profile {PROFILE}"
     for name, value in content.get("parameters", {}).items():
         now = wanted.get(name, value)
@@ -131,14 +131,14 @@ def doubts(folder: Path, experiment: str) -> str | None:
             again = numbers_again(PROFILE, experiment, Path(scratch))
     except T1Error as error:
         return str(error)
-    kept = Numbers.load_json(folder / NUMBERS_FILE)
+    kept = Numbers.load_json(folder / NUMBERS)
     other = sorted(key for key in kept.keys() | again.keys() if kept.get(key) != again.get(key))
-    return f"{other[0]} does not follow from {SAMPLES}" if other else None
+    return f"{other[0]} does not follow from samples.csv" if other else None
 
 
 def _about(content: dict[str, Any]) -> str:
     commit = str(content["commit"])[:7] + " with changes" * (content["dirty"] is True)
-    whole = f"{len(content['files'])} files as the manifest lists them, numbers as {SAMPLES} gives them"
+    whole = f"{len(content['files'])} files as the manifest lists them, numbers as samples.csv gives them"
     return f"commit {commit}, {manifest.device(content)}, {content['started']}; {whole}"
 
 
@@ -150,7 +150,7 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
         return [NOT_RUN] * len(claims)
     why = doubts(folder, experiment)
     print(f"{experiment}: {why or _about(manifest.read(folder) or {})}")
-    numbers: dict[str, Any] = Numbers.load_json(folder / NUMBERS_FILE) if why is None else {}
+    numbers: dict[str, Any] = Numbers.load_json(folder / NUMBERS) if why is None else {}
     verdicts = []
     for claim in claims:
         found = numbers.get(claim.key, {"value": None, "text": "–", "unit": ""})
@@ -163,10 +163,10 @@ def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
 def _check_others() -> list[str]:
     """FAIL for each run of another profile that is not as it was left; says what is wrong with it."""
     folders = sorted(path.parent for path in (paths.root() / "outputs").glob(f"*/*/{manifest.NAME}"))
-    damaged = {folder: manifest.damage(folder) for folder in folders if folder.parent.name != PROFILE}
-    for folder in (folder for folder, why in damaged.items() if why):
-        print(f"{FAIL}  {paths.shown(folder)}: {damaged[folder]}")
-    return [FAIL for why in damaged.values() if why]
+    damaged = {folder: why for folder in folders if folder.parent.name != PROFILE and (why := manifest.damage(folder))}
+    for folder, why in damaged.items():
+        print(f"{FAIL}  {paths.shown(folder)}: {why}")
+    return [FAIL] * len(damaged)
 
 
 def check(experiments: Sequence[str]) -> int:

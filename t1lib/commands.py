@@ -33,8 +33,7 @@ def list_command(arguments: argparse.Namespace) -> int:
         choose("experiment", name, params.experiments())
     print(f"profiles: {', '.join(profiles)} (auto here: {default_profile()})")
     for experiment in named or params.experiments():
-        kit = params.read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
-        print(f"\n{experiment}  {kit.get('title', '')}".rstrip())
+        print(f"\n{experiment}  {params.about(experiment).get('title', '')}".rstrip())
         for profile in profiles:
             has_file = paths.params_file(profile, experiment).is_file()
             print(f"  {profile:<8} {_state(experiment, profile) if has_file else 'no parameters'}")

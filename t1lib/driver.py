@@ -1,15 +1,13 @@
 """Runs experiments headless and resumably: validates everything first, skips what is done, publishes what finishes."""
 
-import contextlib
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
@@ -20,8 +18,9 @@ from t1lib.execute import NotebookError, execute
 from t1lib.files import locked
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile, require_gpu
+from t1lib.signals import EXIT_INTERRUPTED
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_OK, EXIT_FAILED = 0, 1
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,10 @@ class Job:
     def staging(self) -> Path:
         return paths.staging(self.profile, self.experiment)
 
-    def difference(self) -> str | None:
-        """Return why the experiment has to run; None if its outputs are up to date."""
-        return manifest.difference(self.final, self.experiment, self.parameters)
-
     def expected_seconds(self) -> float | None:
         """Return how long the last run took, else the estimate in the notebook's metadata, else None."""
         last = (manifest.read(self.final) or {}).get("seconds")
-        kit = params.read_notebook(paths.notebook(self.experiment)).get("metadata", {}).get("t1", {})
-        return last or kit.get("expected_seconds", {}).get(self.profile)
+        return last or params.about(self.experiment).get("expected_seconds", {}).get(self.profile)
 
 
 def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> list[Job]:
@@ -75,53 +69,27 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
         jobs.append(Job(name, profile, params.resolve(name, profile, own)))
     measured = all(job.parameters.get("measure", True) for job in jobs)
     require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
-    _require_writable(paths.root() / "outputs" / profile)
-    return jobs
-
-
-def _require_writable(folder: Path) -> None:
+    folder = paths.root() / "outputs" / profile
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise T1Error(f"cannot write to the output folder {paths.shown(folder)}: {error.strerror}") from None
+    return jobs
 
 
-def _run_one(job: Job, tick: Callable[[], object]) -> None:
+def _run_one(job: Job) -> None:
     """Run one experiment and publish its folder. Raises `T1Error` if another process is running it."""
     with locked(job.staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
-        _run_alone(job, tick)
-
-
-def _run_alone(job: Job, tick: Callable[[], object]) -> None:
-    shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
-    job.staging.mkdir(parents=True)
-    started, clock = manifest.utc_now(), time.perf_counter()
-    execute(job.experiment, job.parameters, job.staging, tick)
-    manifest.write(
-        job.staging,
-        experiment=job.experiment,
-        profile=job.profile,
-        parameters=job.parameters,
-        started=started,
-        seconds=time.perf_counter() - clock,
-    )
-    manifest.publish(job.staging, job.final)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does, with the kernel shut down."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
+        job.staging.mkdir(parents=True)
+        started, clock = manifest.utc_now(), time.perf_counter()
+        execute(job.experiment, job.parameters, job.staging)
+        seconds = time.perf_counter() - clock
+        given = dict(experiment=job.experiment, profile=job.profile, parameters=job.parameters)
+        manifest.write(job.staging, **given, started=started, seconds=seconds)
+        manifest.publish(job.staging, job.final)
 
 
 def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force: bool = False) -> int:
@@ -132,11 +100,10 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     """
     jobs = plan(names, profile, overrides)
     paths.remove_abandoned(jobs[0].final.parent)
-    for job in jobs:
-        manifest.recover(job.final)
     due = []
     for job in jobs:
-        why = job.difference()
+        manifest.recover(job.final)
+        why = manifest.difference(job.final, job.experiment, job.parameters)
         if why or force:
             manifest.require_replaceable(job.final)
             due.append(job)
@@ -148,12 +115,14 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
         print(f"nothing to do: {len(jobs)} experiments up to date")
         return EXIT_OK
     require_gpu(jobs[0].profile)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
-        with _terminable():
-            failed = [job for job in due if not _attempt(job)]
+        failed = [job for job in due if not _attempt(job)]
     except KeyboardInterrupt:
         print("interrupted: the experiment that was running is not finished; run again to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"{len(due) - len(failed)} run, {len(jobs) - len(due)} up to date, {len(failed)} failed", end="")
     where = f"; see {paths.shown(due[0].final.parent)}"
     print(f": {', '.join(job.experiment for job in failed)}" if failed else where)
@@ -161,22 +130,19 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
 
 
 def _attempt(job: Job) -> bool:
-    """Run one experiment, with a line on a terminal that shows the time; returns whether it finished."""
+    """Run one experiment, and say how long it takes; returns whether it finished."""
     expected, outcome, began = job.expected_seconds(), "interrupted", time.monotonic()
     about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
     print(f"{job.label}: started, {about}", file=sys.stderr, flush=True)
-    bar = tqdm(desc=job.label, bar_format=f"{{desc}}: {{elapsed}}, {about}", leave=False, disable=None)
     try:
-        _run_one(job, bar.refresh)
+        _run_one(job)
         outcome = "done"
     except (NotebookError, T1Error) as error:
         outcome = "failed"
-        bar.close()
         print(f"error: {job.label} {error}", file=sys.stderr)
         if isinstance(error, NotebookError):
             print(f"       its notebook as far as it came: {paths.shown(job.staging)}/executed.ipynb", file=sys.stderr)
     finally:
-        bar.close()
         took = tqdm.format_interval(time.monotonic() - began)
         print(f"{job.label}: {outcome} after {took}", file=sys.stderr, flush=True)
     return outcome == "done"

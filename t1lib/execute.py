@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import signal
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,49 +18,33 @@ class NotebookError(RuntimeError):
     """A notebook did not reach its end. The message names the cell and the exception, in one line."""
 
 
-def execute(experiment: str, parameters: Mapping[str, Any], staging: Path, tick: Callable[[], object]) -> None:
-    """Execute an experiment's notebook into `staging`/executed.ipynb, calling `tick` twice a second.
+def execute(experiment: str, parameters: Mapping[str, Any], staging: Path) -> None:
+    """Execute an experiment's notebook into `staging`/executed.ipynb.
 
     Raises `NotebookError` for a cell that fails, a kernel that dies, and a notebook that ends
     without `run.finish()`; `KeyboardInterrupt` after the kernel has been shut down.
     """
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            _papermill(experiment, parameters, staging)
-        except BaseException as error:
-            failure.append(error)
-
-    # A thread of its own leaves the main one free for the progress line and for Ctrl-C.
-    worker = threading.Thread(target=work, daemon=True)
+    executed = staging / "executed.ipynb"
     # The kernel inherits its staging folder, and that this Python's kernels come before the user's own.
     with patch.dict(os.environ, {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}):
-        worker.start()
         try:
-            while worker.is_alive():
-                tick()
-                worker.join(0.5)
+            _papermill(experiment, parameters, executed)
         except KeyboardInterrupt:
-            _stop_kernel(worker)
+            _stop_kernel()
             raise
-    executed = staging / "executed.ipynb"
-    if failure:
-        raise NotebookError(_explain(failure[0], executed))
+        except Exception as error:
+            raise NotebookError(_explain(error, executed)) from None
     if not (staging / manifest.NOTES).is_file():
         raise NotebookError("the notebook ended without run.finish()")
     _forget_root(executed)
 
 
-def _papermill(experiment: str, parameters: Mapping[str, Any], staging: Path) -> None:
+def _papermill(experiment: str, parameters: Mapping[str, Any], executed: Path) -> None:
     import papermill
-    from nbclient import NotebookClient
 
-    # Saves a notebook's progress bar as a single line of output.
-    extras = {"coalesce_streams": True} if hasattr(NotebookClient, "coalesce_streams") else {}
     papermill.execute_notebook(
         paths.notebook(experiment),
-        staging / "executed.ipynb",
+        executed,
         dict(parameters),
         kernel_name="python3",
         cwd=paths.root(),
@@ -70,11 +52,11 @@ def _papermill(experiment: str, parameters: Mapping[str, Any], staging: Path) ->
         log_output=False,
         # Else ipykernel warns about TCP without encryption at every start, and of the interrupt that ends it.
         extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
-        **extras,
+        coalesce_streams=True,  # saves a notebook's progress bar as a single line of output
     )
 
 
-def _explain(error: BaseException, executed: Path) -> str:
+def _explain(error: Exception, executed: Path) -> str:
     """Return a line that names the cell and the exception."""
     from papermill.exceptions import PapermillExecutionError
 
@@ -84,28 +66,18 @@ def _explain(error: BaseException, executed: Path) -> str:
         what = f"{error.ename}: {told[0][:300]}" if told else error.ename
         return f"cell In [{error.exec_count}] (`{line[:60]}`): {what}"
     # The kernel died: papermill marks every cell as completed, but only cells that it reached have a start time.
-    cells = params.read_notebook(executed)["cells"] if executed.is_file() else []
+    cells = params.code_cells(executed) if executed.is_file() else []
     begun = [cell for cell in cells if cell["metadata"].get("papermill", {}).get("start_time")]
     first = params.source(begun[-1]).strip().partition("\n")[0][:60] if begun else "before the first"
     told = str(error).strip().splitlines()
     return f"cell `{first}`: {type(error).__name__}: {told[0] if told else ''}"
 
 
-def _stop_kernel(worker: threading.Thread) -> None:
-    """Interrupt the running cell, as Ctrl-C in it would, and kill what does not end by itself.
-
-    The kernel runs in a session of its own, so a Ctrl-C at the terminal does not reach it.
-    """
-    family = psutil.Process().children(recursive=True)
-    if os.name == "posix":
-        for process in family:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGINT)
-        worker.join(5)
-    for process in family + psutil.Process().children(recursive=True):
+def _stop_kernel() -> None:
+    """Kill the kernel and what it started: it runs in a session of its own, which no Ctrl-C at the terminal reaches."""
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             process.kill()
-    worker.join(10)
 
 
 def _forget_root(executed: Path) -> None:

@@ -1,6 +1,6 @@
 """What a run was made of: its notebook's code and the modules of the kit that it loaded, by their meaning.
 
-The meaning of code is its syntax tree: comments, docstrings and layout do not count, nor does Python's version.
+The meaning of code is what `ast` makes of it: comments, docstrings and layout do not count.
 """
 
 import ast
@@ -8,54 +8,31 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from t1lib import params, paths
 
 _ROOT = Path(__file__).resolve().parent
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MISSING = "missing"
 
 
 def meaning(text: str) -> str:
     """The SHA-256 of what Python code means; of the text itself if it is not Python, such as a cell with a magic."""
     try:
-        told = _told(ast.parse(text))
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+        text = ast.unparse(tree)  # unlike a dump of the tree, nearly the same in every version of Python
     except (SyntaxError, ValueError):
-        told = text
-    return hashlib.sha256(told.encode()).hexdigest()
-
-
-def _told(node: Any) -> str:
-    """A syntax tree as text. Empty fields are left out: further ones come with every version of Python."""
-    if isinstance(node, list):
-        return f"[{','.join(map(_told, node))}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = dict(ast.iter_fields(node))
-    if isinstance(node, ast.JoinedStr):
-        fields["values"] = _joined(node.values)
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        fields["body"] = node.body[ast.get_docstring(node, clean=False) is not None :]
-    kept = [f"{name}={_told(value)}" for name, value in sorted(fields.items()) if value is not None and value != []]
-    return f"{type(node).__name__}({','.join(kept)})"
-
-
-def _joined(values: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string, with texts that follow each other as one and without the empty ones of Python 3.12."""
-    found: list[ast.expr] = []
-    for value in values:
-        if found and isinstance(value, ast.Constant) and isinstance(found[-1], ast.Constant):
-            found[-1] = ast.Constant(found[-1].value + value.value)
-        else:
-            found.append(value)
-    return [value for value in found if not (isinstance(value, ast.Constant) and value.value == "")]
+        pass
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def notebook(experiment: str) -> str:
     """The meaning of a notebook's code cells, less their outputs."""
-    cells = params.read_notebook(paths.notebook(experiment))["cells"]
-    code = [meaning(params.source(cell)) for cell in cells if cell["cell_type"] == "code"]
-    return hashlib.sha256("".join(code).encode()).hexdigest()
+    cells = params.code_cells(paths.notebook(experiment))
+    return hashlib.sha256("".join(meaning(params.source(cell)) for cell in cells).encode()).hexdigest()
 
 
 def _file(module: str) -> Path | None:
@@ -79,14 +56,12 @@ def of(modules: Iterable[str]) -> dict[str, str]:
 def loaded() -> list[str]:
     """The modules of the kit that this process has loaded, and those that they import: processes that it started have
     loaded them."""
-    waiting = [name for name in sys.modules if name.split(".")[0] == _ROOT.name]
-    found: set[str] = set()
+    waiting, found = list(sys.modules), set()
     while waiting:
         name = waiting.pop()
-        path = _file(name)
-        if name not in found and path is not None:
+        if name.split(".")[0] == _ROOT.name and name not in found and (path := _file(name)):
             found.add(name)
-            waiting += [each for each in _imports(path) if each.split(".")[0] == _ROOT.name]
+            waiting += _imports(path)
     return sorted(found)
 
 

@@ -12,6 +12,7 @@ import json
 import re
 import tokenize
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -70,17 +71,28 @@ def read_notebook(path: Path) -> dict[str, Any]:
         raise T1Error(f"cannot read the notebook {paths.shown(path)}: {error}") from None
 
 
+def about(experiment: str) -> dict[str, Any]:
+    """Return what a notebook's metadata say for the kit: `title`, and `expected_seconds` by profile."""
+    return read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
+
+
 def source(cell: Mapping[str, Any]) -> str:
     """Return a cell's source as one string (nbformat allows a list of lines)."""
-    text = cell.get("source", "")
-    return text if isinstance(text, str) else "".join(text)
+    return "".join(cell["source"])
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    """Return the code cells of a notebook file."""
+    return [cell for cell in read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
+
+
+def holds_parameters(cell: Mapping[str, Any]) -> bool:
+    """Return whether a cell is the one tagged `parameters`."""
+    return "parameters" in cell["metadata"].get("tags", [])
 
 
 def _parameters_cell(path: Path) -> str | None:
-    for cell in read_notebook(path).get("cells", []):
-        if cell.get("cell_type") == "code" and "parameters" in cell.get("metadata", {}).get("tags", []):
-            return source(cell)
-    return None
+    return next((source(cell) for cell in code_cells(path) if holds_parameters(cell)), None)
 
 
 def declared(experiment: str) -> dict[str, Parameter]:
@@ -151,32 +163,20 @@ def _read_yaml(experiment: str, profile: str, known: Mapping[str, Parameter]) ->
         values, tree = yaml.load(text, _Loader) or {}, yaml.compose(text, _Loader)
     except UnicodeDecodeError:
         raise T1Error(f"{where} is not UTF-8") from None
-    except OSError as error:
-        raise T1Error(f"cannot read {where}: {error.strerror}") from None
-    except _BAD_YAML as error:
+    except (OSError, *_BAD_YAML) as error:
         told = " ".join(str(error).split())[:150]
         raise T1Error(f"{where} is not YAML that can be read: {told or type(error).__name__}") from None
-    flat = isinstance(values, dict) and all(isinstance(key, str) for key in values)
-    flat = flat and not any(isinstance(value, dict) for value in values.values())
+    flat = isinstance(values, dict) and not any(isinstance(value, dict) for value in values.values())
+    flat = flat and all(isinstance(key, str) for key in values)
     require(flat, f"{where} is not flat; write one `name: value` a line")
     names = [key.value for key, _ in tree.value] if values else []
     twice = [name for name in values if names.count(name) > 1]
     require(not twice, f"{where} has {', '.join(twice)} twice; write it once")
     values = _check(known, values, where)
     # Plain papermill knows the profile from this parameter alone, and outputs are saved under it.
-    if values.get("profile", profile) != profile:
-        raise T1Error(f"{where}: 'profile' is {values['profile']!r}; it must be {profile!r}, like the folder's name")
+    named = values.get("profile", profile)
+    require(named == profile, f"{where}: 'profile' is {named!r}; it must be {profile!r}, like the folder's name")
     return values
-
-
-def _parse_text(kind: str, text: str) -> Any:
-    """Return what a command line's `text` means for a parameter of type `kind` (unchecked)."""
-    if kind == "str":
-        return text
-    try:
-        return yaml.load(text, _Loader)
-    except _BAD_YAML:
-        return text
 
 
 def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -191,9 +191,10 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
     values = {name: parameter.default for name, parameter in known.items()}
     values |= _read_yaml(experiment, profile, known)
     given = dict(overrides or {})
-    for name, value in given.items():
-        if name in known and isinstance(value, str):
-            given[name] = _parse_text(known[name].type, value)
+    for name, text in given.items():
+        if isinstance(text, str) and name in known and known[name].type != "str":
+            with suppress(*_BAD_YAML):  # what is not YAML is refused below
+                given[name] = yaml.load(text, _Loader)
     values |= _check(known, given, "-p")
     named = values.get("profile", profile)
     require(named == profile, f"-p: 'profile' is {named!r}, with --profile {profile}; name one profile")
@@ -226,19 +227,18 @@ class Live:
         for name in self._injected():  # papermill only warns about one that is not declared
             choose("parameter in the notebook:", name, known)
 
-    def _ran(self) -> list[str]:
-        """What was run, the latest first."""
-        return self._namespace.get("In", [])[::-1]
+    def _ran(self, pattern: str) -> str | None:
+        """The latest cell that was run with a line that begins like this."""
+        cells = reversed(self._namespace.get("In", []))
+        return next((text for text in cells if re.search(f"^{pattern}", text, re.M)), None)
 
     def _declared(self) -> dict[str, Parameter]:
         """The parameters as the cell that was run declares them, whether or not it was saved."""
-        cell = next((text for text in self._ran() if re.search(r"^profile\s*:\s*str", text, re.M)), None)
+        cell = self._ran(r"profile\s*:\s*str")
         return declared(self._experiment) if cell is None else _parse(cell, "the parameters cell")
 
     def _injected(self) -> list[str]:
-        cell = next((text for text in self._ran() if text.startswith(INJECTED)), "")
-        targets = [node.targets[0] for node in ast.parse(cell).body if isinstance(node, ast.Assign)]
-        return [target.id for target in targets if isinstance(target, ast.Name)]
+        return re.findall(r"^(\w+) = ", self._ran(rf"\A{INJECTED}") or "", re.M)
 
     def values(self) -> dict[str, Any]:
         """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is
@@ -253,7 +253,7 @@ class Live:
         return self._now()[1]
 
     def _now(self) -> tuple[int, dict[str, Any]]:
-        return len(self._ran()), {name: self._namespace.get(name) for name in self._values}
+        return len(self._namespace.get("In", [])), {name: self._namespace.get(name) for name in self._values}
 
     def _load(self) -> dict[str, Any]:
         known, namespace = self._declared(), self._namespace
@@ -261,12 +261,9 @@ class Live:
         require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
         values = _check(known, {name: namespace[name] for name in known}, "the notebook")
         profile = choose("profile", values["profile"], profiles())
-        given, kept, base = _read_yaml(self._experiment, profile, known), self._injected(), self._base(known)
-        loaded = {
-            name: value
-            for name, value in given.items()
-            if value != values[name] and values[name] == base.get(name) and name not in kept
-        }
+        given, base = _read_yaml(self._experiment, profile, known), self._base(known)
+        untouched = {name for name in known if values[name] == base.get(name)} - set(self._injected())
+        loaded = {name: value for name, value in given.items() if name in untouched and value != values[name]}
         self._allow(values | loaded)
         if loaded:
             told = ", ".join(f"{name}={value!r}" for name, value in loaded.items())

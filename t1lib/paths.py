@@ -7,12 +7,11 @@ starts from the one root.
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from t1lib.errors import T1Error
+from t1lib.errors import T1Error, require
 
 _PROCESS = re.compile(r"\.(\d+)(?:\.whole)?\.partial$")
 
@@ -21,31 +20,24 @@ def _is_root(folder: Path) -> bool:
     return (folder / "notebooks").is_dir() and (folder / "params").is_dir()
 
 
-def _candidates() -> Iterator[Path]:
-    for start in (Path.cwd(), Path(__file__).resolve().parent):
-        yield start
-        yield from start.parents
-
-
 def root() -> Path:
     """Return the checkout: `T1_ROOT`, or the first folder upwards that holds notebooks/ and params/.
 
     The search starts at the working directory, then at this file (an editable install).
     Raises `T1Error` when there is none.
     """
-    named = os.environ.get("T1_ROOT")
-    if named:
+    if named := os.environ.get("T1_ROOT"):
         folder = Path(named).expanduser().resolve()
-        if not _is_root(folder):
-            raise T1Error(f"T1_ROOT is {str(folder)!r}, which holds no notebooks/ and params/ folders")
+        require(_is_root(folder), f"T1_ROOT is {str(folder)!r}, which holds no notebooks/ and params/ folders")
         return folder
-    for folder in _candidates():
-        if _is_root(folder):
-            return folder
-    raise T1Error(
-        f"no folder with notebooks/ and params/ at or above {str(Path.cwd())!r};\n"
-        "run from inside the checkout, or set T1_ROOT to it"
-    )
+    here, this = Path.cwd(), Path(__file__).resolve()
+    found = next(filter(_is_root, (here, *here.parents, *this.parents)), None)
+    if found is None:
+        raise T1Error(
+            f"no folder with notebooks/ and params/ at or above {str(here)!r};\n"
+            "run from inside the checkout, or set T1_ROOT to it"
+        )
+    return found
 
 
 def notebooks() -> Path:
@@ -88,7 +80,4 @@ def remove_abandoned(folder: Path) -> None:
 
 def shown(path: Path) -> str:
     """Return `path` relative to the root with forward slashes, for messages and manifests."""
-    try:
-        return path.relative_to(root()).as_posix()
-    except ValueError:
-        return path.as_posix()
+    return (path.relative_to(root()) if path.is_relative_to(root()) else path).as_posix()

@@ -59,7 +59,7 @@ def test_run_then_skip_then_redo_only_what_changed(checkout, capsys):
 def _finished_run_is_whole(checkout):
     folder = checkout.outputs("first")
     content = manifest.read(folder)
-    assert set(content["files"]) == {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex", "environment.json"}
+    assert set(content["files"]) == {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex"}
     assert content["parameters"] == {"profile": "smoke", "steps": 2, "rate": 0.5}
     assert sorted(path.name for path in folder.parent.glob("[!.]*")) == ["first", "second"]
     for name in content["files"]:

@@ -43,6 +43,14 @@ def test_extend_takes_rows_of_another_process():
     assert records.rows[-1] == {"variant": "gpu", "phase": "", "step": "", "metric": "wall", "unit": "", "value": 1.0}
 
 
+def test_the_name_of_a_metric_tells_its_unit():
+    records = Records()
+    records.put("slide", "own", {"loss": 1, "wall_ms": 2.5, "host_gib": 3.0, "h2d_gb_s": 4.0}, 7)
+    assert [(r["metric"], r["unit"], r["value"], r["step"]) for r in records.rows] == [
+        ("loss", "", 1.0, 7), ("wall_ms", "ms", 2.5, 7), ("host_gib", "GiB", 3.0, 7), ("h2d_gb_s", "GB/s", 4.0, 7)
+    ]  # fmt: skip
+
+
 def test_wrong_rows_are_refused(tmp_path):
     records = Records()
     with pytest.raises(T1Error, match="allowed: ok, shared, oom, unavailable, skipped, wrong"):

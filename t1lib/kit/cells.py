@@ -72,12 +72,12 @@ class Cells:
             self.measured[key] = None
         first = next(filter(None, map(str.strip, source.splitlines())), "")[:40]
         self.running, cell.title = key, f"[{number}] {first}" if number else first
-        direct, called, stored = _names(source, self.namespace)
+        read, stored = names(source, self.namespace)
         given = self.parameters()
-        cell.parameters |= {name: given[name] for name in direct | called if name in given}
-        for name in direct | (called - stored):
+        cell.parameters |= {name: given[name] for name in read if name in given}
+        for name in read - given.keys():
             maker = self._makers.get(name)
-            if name not in given and maker is not None and maker in self.known:
+            if maker in self.known:
                 self._read(cell, key, name, maker)
         for name in stored - given.keys():
             self._make(cell, key, name)
@@ -142,13 +142,13 @@ class Cells:
         return None
 
 
-def _names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], set[str]]:
-    """Global variables that a cell reads before it assigns them, that functions read which it calls, and that it
-    assigns. A function counts where its name is read, not where it is defined: what it uses may be made in between."""
+def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Global variables of others that a cell, or a function that it calls, reads, and those that it assigns. A function
+    counts where its name is read, not where it is defined: what it uses may be made in between."""
     try:
         code = compile(source, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except (SyntaxError, ValueError):  # the cell failed, or is one of another language
-        return set(), set(), set()
+        return set(), set()
     direct, stored, loaded = set(), set(), set()
     for step in dis.get_instructions(code):
         if step.opname in _LOADS:
@@ -168,7 +168,7 @@ def _names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str], 
             used = set(_globals(function.__code__))
             called |= used
             waiting |= used - followed
-    return direct, called, stored
+    return direct | (called - stored), stored
 
 
 def _functions(value: Any, namespace: dict[str, Any]) -> Iterator[FunctionType]:

@@ -23,7 +23,7 @@ REPORTS = ("t1m1", "t1m3")
 BOTH = ("convergence", "frontier")  # experiments that both reports quote if their runs are finished
 
 _MISSING_TEX = """the PDF files need TeX, and {missing} was not found here; all else is in {folder} already.
-Debian/Ubuntu: apt-get install latexmk texlive-latex-recommended lmodern; macOS: brew install --cask mactex-no-gui; \
+Debian/Ubuntu: apt-get install texlive-latex-recommended lmodern; macOS: brew install --cask mactex-no-gui; \
 Windows: winget install MiKTeX.MiKTeX"""
 # With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
@@ -121,45 +121,32 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _commands(report: str) -> list[list[str]]:
-    flags = ["-interaction=nonstopmode", "-halt-on-error", "-file-line-error"]
-    if shutil.which("latexmk") and shutil.which("perl"):  # MiKTeX has latexmk but lacks perl
-        return [["latexmk", "-norc", "-pdf", *flags, report]]
-    latex = ["pdflatex", *flags, report]
-    return [latex, ["bibtex", report], latex, latex]
-
-
 def _compile(folder: Path, report: str, started: str) -> None:
     """Run TeX in `folder`, with the run's date in place of today's so that the PDF depends only on its inputs."""
     epoch = str(int(datetime.fromisoformat(started).timestamp()))
     dates = {"SOURCE_DATE_EPOCH": epoch, "FORCE_SOURCE_DATE": "1"}
     environment = {**os.environ, **dates, "max_print_line": "1000"}  # else TeX breaks its messages at 79 characters
-    for command in _commands(report):
+    latex = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-file-line-error", report]
+    for command in (latex, ["bibtex", report], latex, latex):
         done = subprocess.run(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
+        said = done.stdout.decode(errors="replace")
         if done.returncode:
-            _fail(folder, report, done.stdout.decode(errors="replace"))
-    if _UNDEFINED.search(_log(folder, report)):
-        _fail(folder, report, "")
+            _fail(said, report)
+    if _UNDEFINED.search(said):
+        _fail(said, report)
 
 
-def _log(folder: Path, report: str) -> str:
-    log = folder / f"{report}.log"
-    return log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-
-
-def _fail(folder: Path, report: str, output: str) -> None:
-    """Raise an error that names the first problem TeX reported."""
-    log = _log(folder, report)
-    package = _NO_PACKAGE.search(log)
-    if package:
+def _fail(log: str, report: str) -> None:
+    """Raise an error that names the first problem that TeX reported."""
+    if package := _NO_PACKAGE.search(log):
         raise UnavailableError(
             f"this TeX lacks {package[1]}, which the reports need;\n"
             "Debian/Ubuntu: apt-get install texlive-latex-recommended lmodern; else install it with tlmgr or MiKTeX"
         )
     found = _ERROR.search(log) or _UNDEFINED.search(log)
-    first = found[0] if found else (output.strip().splitlines() or ["no message"])[-1]
+    first = found[0] if found else (log.strip().splitlines() or ["no message"])[-1]
     raise T1Error(f"LaTeX could not build the report {report}; its PDF is as it was before:\n{first}")
 
 

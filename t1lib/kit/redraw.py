@@ -39,23 +39,22 @@ def numbers_again(profile: str, experiment: str, folder: Path) -> Numbers:
 def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
     """Run a notebook's cells in this process, without measuring, on the samples of a finished run; its files go to
     `folder`."""
-    final = paths.outputs(profile, experiment)
-    manifest.require_finished(final, {})
+    content = manifest.require_finished(paths.outputs(profile, experiment), {})
     known = params.declared(experiment)
-    given = {name: value for name, value in manifest.read(final)["parameters"].items() if name in known}
     require(
         "measure" in known, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring"
     )
+    given = {name: value for name, value in content["parameters"].items() if name in known} | {"measure": False}
     folder.mkdir(parents=True, exist_ok=True)
-    cells = [cell for cell in params.read_notebook(paths.notebook(experiment))["cells"] if cell["cell_type"] == "code"]
-    at = next(i for i, cell in enumerate(cells) if "parameters" in cell["metadata"].get("tags", []))
-    values = "\n".join(f"{name} = {value!r}" for name, value in (given | {"measure": False}).items())
+    cells = params.code_cells(paths.notebook(experiment))
+    after = next(i for i, cell in enumerate(cells) if params.holds_parameters(cell)) + 1
     sources = [params.source(cell) for cell in cells]
+    values = "\n".join(f"{name} = {value!r}" for name, value in given.items())
     namespace: dict[str, Any] = {"__name__": f"{experiment}.ipynb", "In": [""]}
-    _execute([*sources[: at + 1], f"{params.INJECTED}\n{values}"], namespace)
+    _execute([*sources[:after], f"{params.INJECTED}\n{values}"], namespace)
     run = namespace[_RUN] = Run(experiment, namespace, folder)
     run.saves_figures = figures
-    _execute(sources[at + 1 :], namespace)
+    _execute(sources[after:], namespace)
 
 
 def _execute(sources: list[str], namespace: dict[str, Any]) -> None:

@@ -9,24 +9,24 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+from IPython import get_ipython
+from matplotlib.figure import Figure
 
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
 from t1lib.files import write_json
-from t1lib.kit import style
 from t1lib.kit.cells import Cells
-from t1lib.kit.tables import make_table
+from t1lib.kit.style import STYLE
+from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
-from t1lib.measure.environment import environment, git_state, require_gpu
+from t1lib.measure.environment import git_state, require_gpu
 from t1lib.measure.records import Numbers, Records
 from t1lib.params import Live
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
 _TIMED = re.compile(r"^(\s*)%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*", re.M)  # magics that run Python code
@@ -81,7 +81,7 @@ class Run:
         that needs a GPU that is not there, and if results that another GPU has measured would be replaced; where
         nothing is measured, if there is no finished run with these parameters.
         """
-        style.use()
+        plt.rcParams.update(STYLE)
         run = namespace.get(_RUN)
         if isinstance(run, cls) and run.experiment == experiment:
             run.params.values()
@@ -114,8 +114,6 @@ class Run:
 
     def _watch(self) -> None:
         """Be told by IPython, where there is one, when a cell begins and ends."""
-        from IPython import get_ipython
-
         shell = get_ipython()
         if shell is None:
             return
@@ -174,10 +172,8 @@ class Run:
             self.records.save(self.outdir / "samples.csv")
         return self.records.frame()
 
-    def figure(self, name: str, figure: "Figure") -> "Figure":
+    def figure(self, name: str, figure: Figure) -> Figure:
         """Save a figure as PDF and PNG, and return it: as the last line of its cell it is shown there."""
-        import matplotlib.pyplot as plt
-
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
         self._note_shown(name)
         if self.saves_figures:
@@ -188,13 +184,14 @@ class Run:
         return figure
 
     def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
-        """Save a table as LaTeX, and return it to be shown: rows of column → value, as for `make_table`."""
-        made = make_table(rows, text_columns)
+        """Save a table as LaTeX, and return it to be shown: rows of column → value, of which the first
+        `text_columns` are text."""
+        made = make_table(rows)
         self._note_shown(name)
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
-        text = made.latex if made.latex.endswith("\n") else made.latex + "\n"
+        text = to_latex(made, text_columns)
         (self.outdir / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
-        return made.frame
+        return made
 
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
         """Enter a number that a text quotes by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as in `format`."""
@@ -225,7 +222,7 @@ class Run:
         return [f"`{self._cells.title(key)}`: {why}" for key, why in whys.items() if why]
 
     def finish(self) -> None:
-        """Save records, numbers and environment. Without the driver, also publish the folder.
+        """Save records and numbers. Without the driver, also publish the folder.
 
         A folder published this way lacks executed.ipynb, so the driver does not count it as done and would
         redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
@@ -239,7 +236,6 @@ class Run:
         self._numbers.save_tex(self.outdir / "numbers.tex")
         if self._measures:
             self.records.save(self.outdir / "samples.csv")
-            write_json(self.outdir / "environment.json", environment())
             modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
             notes = {"made_of": self._made_of | {"modules": modules}, "inputs": self._inputs}
             write_json(self.outdir / manifest.NOTES, notes)
@@ -253,12 +249,6 @@ class Run:
         whole = self.outdir.with_suffix(".whole.partial")
         shutil.rmtree(whole, ignore_errors=True)
         shutil.copytree(self.outdir, whole)
-        manifest.write(
-            whole,
-            experiment=self.experiment,
-            profile=given["profile"],
-            parameters=given,
-            started=self._started,
-            seconds=time.perf_counter() - self._clock,
-        )
+        about = dict(experiment=self.experiment, profile=given["profile"], parameters=given, started=self._started)
+        manifest.write(whole, **about, seconds=time.perf_counter() - self._clock)
         manifest.publish(whole, paths.outputs(given["profile"], self.experiment))

@@ -1,13 +1,9 @@
 """One style for all figures: sizes for a LaTeX page, and the colour, marker and label of each variant."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
-import matplotlib
 import matplotlib.pyplot as plt
 import seaborn as sns
-from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -90,29 +86,8 @@ STYLE = {
 }
 
 
-def style() -> AbstractContextManager:
-    """Context in which figures are drawn and saved in the kit's style."""
-    _own_fonts()
-    return plt.rc_context(STYLE)
-
-
-def use() -> None:
-    """Draw and save all figures from now on in the kit's style."""
-    _own_fonts()
-    plt.rcParams.update(STYLE)
-
-
-def _own_fonts() -> None:
-    """Register Matplotlib's bundled fonts: its cached list, one file per user, may point to a removed environment."""
-    brought, known = Path(matplotlib.get_data_path(), "fonts", "ttf"), font_manager.fontManager.ttflist
-    if not any(Path(font.fname).parent == brought for font in known):
-        for path in font_manager.findSystemFonts(str(brought)):
-            font_manager.fontManager.addfont(path)
-        known.sort(key=lambda font: Path(font.fname).parent != brought)  # before the system's fonts of the same name
-
-
 def subplots(height: float, columns: int = 1, **kwargs: object) -> tuple[Figure, Axes]:
-    """A figure of the text width and `height` inches. Call it within `style()`."""
+    """A figure of the text width and `height` inches. Call it where `STYLE` is in force."""
     return plt.subplots(1, columns, figsize=(WIDTH, height), **kwargs)
 
 

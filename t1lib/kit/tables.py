@@ -1,7 +1,6 @@
 """Tables: a data frame to display and LaTeX to include, from one source."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import pandas as pd
 
@@ -11,33 +10,15 @@ MISSING = "–"
 EM = 0.54  # width of a character
 
 
-@dataclass(frozen=True)
-class Table:
-    frame: pd.DataFrame
-    latex: str
-
-
 def cell(value: object) -> str:
     """A table cell: a number with sensible digits, a dash for what was not measured, text unchanged."""
-    if value is None or (isinstance(value, float) and value != value):
+    if value is None or value != value:
         return MISSING
     return value if isinstance(value, str) else format_number(value)
 
 
-def make_table(rows: Iterable[dict[str, object]], text_columns: int = 1) -> Table:
-    """A table from rows of column → value; the first `text_columns` are left-aligned text, the others numbers. Columns
-    in GiB are shown in MiB if all of their values are small."""
-    frame = pd.DataFrame([{k: cell(v) for k, v in row.items()} for row in _in_unit(list(rows))])
-    return Table(frame, _latex(frame, text_columns))
-
-
-def memory_unit(gib: Iterable[float]) -> tuple[float, str]:
-    """(factor from GiB, unit) in which the values are easy to read: MiB if all are small, else GiB."""
-    return (1024.0, "MiB") if max(gib, default=0.0) < 0.1 else (1.0, "GiB")
-
-
-def _in_unit(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """The rows with each column that is in GiB in the unit that suits it."""
+def make_table(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
+    """Rows of column → value as a table of texts; a column in GiB is shown in MiB if all of its values are small."""
     frame = pd.DataFrame(rows, dtype=object)
     for name in [name for name in frame if "(GiB)" in name]:
         values = pd.to_numeric(frame[name], errors="coerce")
@@ -45,18 +26,23 @@ def _in_unit(rows: list[dict[str, object]]) -> list[dict[str, object]]:
         if values.notna().any() and unit != "GiB":
             frame[name] = values * scale
             frame = frame.rename(columns={name: name.replace("(GiB)", f"({unit})")})
-    return frame.to_dict("records")
+    return frame.map(cell)
 
 
-def _latex(frame: pd.DataFrame, text_columns: int) -> str:
-    """LaTeX for any document that loads `array`, `booktabs` and `graphicx`: headers and text wrap, and what is still
-    wider than the line is scaled down to it."""
+def memory_unit(gib: Iterable[float]) -> tuple[float, str]:
+    """(factor from GiB, unit) in which the values are easy to read: MiB if all are small, else GiB."""
+    return (1024.0, "MiB") if max(gib, default=0.0) < 0.1 else (1.0, "GiB")
+
+
+def to_latex(frame: pd.DataFrame, text_columns: int = 1) -> str:
+    """LaTeX for any document that loads `array`, `booktabs` and `graphicx`: the first `text_columns` are left-aligned
+    text, the others numbers; headers and text wrap, and what is still wider than the line is scaled down to it."""
     most = max(14, 90 // max(len(frame.columns), 1))
     columns = [_column(name, frame[name], index < text_columns, most) for index, name in enumerate(frame.columns)]
     table = frame.map(_tex).rename(columns=_tex).style.hide(axis="index")
     body = table.to_latex(column_format="".join(columns), hrules=True).rstrip()
     fitted = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
-    return f"{{\\footnotesize\\setlength{{\\tabcolsep}}{{3pt}}%\n{fitted}\n{body}}}}}%"
+    return f"{{\\footnotesize\\setlength{{\\tabcolsep}}{{3pt}}%\n{fitted}\n{body}}}}}%\n"
 
 
 def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
@@ -79,8 +65,8 @@ def median_iqr(values: pd.Series) -> str:
     """`median [quartile, quartile]`; a dash without values."""
     if not len(values):
         return MISSING
-    low, mid, high = (float(values.quantile(q)) for q in (0.25, 0.5, 0.75))
-    return f"{cell(mid)} [{cell(low)}, {cell(high)}]"
+    low, mid, high = (cell(float(values.quantile(q))) for q in (0.25, 0.5, 0.75))
+    return f"{mid} [{low}, {high}]"
 
 
 def _tex(text: str) -> str:

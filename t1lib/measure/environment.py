@@ -10,13 +10,15 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import torch
 
 from t1lib import __version__, paths
 from t1lib.errors import require
+from t1lib.memory import GIB
 
-_GIB = 2**30
 _FOR_GPUS = "laptop", "h200"  # profiles
 _H200_GIB = 70  # least for h200: low enough for 80 GB cards, which report a few GiB less than 80
+_CPU = Path("/proc/cpuinfo")
 
 
 def _output(*command: str) -> str | None:
@@ -32,13 +34,9 @@ def _output(*command: str) -> str | None:
 
 @functools.cache
 def _cpu_model() -> str:
-    if platform.system() == "Linux":
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    if platform.system() == "Darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    return platform.processor() or platform.machine()
+    text = _CPU.read_text(encoding="utf-8", errors="replace") if _CPU.exists() else ""
+    named = re.search(r"^model name\s*: (.+)", text, re.M)
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 @functools.cache
@@ -48,20 +46,17 @@ def _gpu() -> dict[str, str | float] | None:
     nvidia-smi is asked first because torch would create a CUDA context: the process that drives the
     runs would then hold GPU memory, and be counted on the card, during every measurement.
     """
-    import torch
-
     if not torch.cuda.is_available():
         return None
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = "--query-gpu=name,memory.total,driver_version"
     answer = _output("nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits") or ""
-    fields = [field.strip() for field in answer.split(",")]
     try:
-        name, mebibytes, driver = fields
+        name, mebibytes, driver = (field.strip() for field in answer.split(","))
         return {"name": name, "memory": round(float(mebibytes) / 1024, 1), "driver": driver}
     except ValueError:
         properties = torch.cuda.get_device_properties(0)
-        return {"name": properties.name, "memory": round(properties.total_memory / _GIB, 1), "driver": "unknown"}
+        return {"name": properties.name, "memory": round(properties.total_memory / GIB, 1), "driver": "unknown"}
 
 
 def _version(package: str) -> str:
@@ -93,41 +88,36 @@ def require_gpu(profile: str) -> None:
 
 def environment() -> dict[str, str | int | float]:
     """Return machine and versions as a flat dict; memory sizes in GiB. GPU entries only if there is a GPU."""
-    import torch
-
     found: dict[str, str | int | float] = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
         "cores_physical": psutil.cpu_count(logical=False) or 0,
         "cores_logical": psutil.cpu_count() or 0,
-        "ram_gib": round(psutil.virtual_memory().total / _GIB, 1),
+        "ram_gib": round(psutil.virtual_memory().total / GIB, 1),
         "t1lib": __version__,
         "torch": torch.__version__,
         "triton": _version("triton"),
         "transformers": _version("transformers"),
         "cuda": torch.version.cuda or "none",
     }
-    gpu = _gpu()
-    if gpu:
+    if gpu := _gpu():
         found |= {"gpu": gpu["name"], "gpu_memory_gib": gpu["memory"], "driver": gpu["driver"]}
     return found
 
 
 def git_state() -> dict[str, str | bool]:
-    """Return the commit and whether any file outside outputs/ differs from it.
+    """Return the commit and whether any file outside outputs/, into which runs write, differs from it.
 
     Without git, the values come from `T1_COMMIT` and `T1_DIRTY` (1 or 0); a value that is not given is "unknown".
-    outputs/ is left out because runs write into it. Raises `T1Error` for a `T1_COMMIT` that is not a full commit hash.
+    Raises `T1Error` for a `T1_COMMIT` that is not a full commit hash.
     """
     folder = str(paths.root())
     commit = _output("git", "-C", folder, "rev-parse", "HEAD")
     if commit:
         changes = _output("git", "-C", folder, "status", "--porcelain", "--", ".", ":(exclude)outputs")
         return {"commit": commit, "dirty": "unknown" if changes is None else bool(changes)}
-    dirty = os.environ.get("T1_DIRTY", "").lower()
-    known = {"1": True, "true": True, "0": False, "false": False}
     commit = os.environ.get("T1_COMMIT") or "unknown"
     whole = commit == "unknown" or re.fullmatch("[0-9a-f]{40}", commit) is not None
     require(whole, f"T1_COMMIT is {commit!r}; allowed: a commit's 40 hexadecimal digits")
-    return {"commit": commit, "dirty": known.get(dirty, "unknown")}
+    return {"commit": commit, "dirty": {"0": False, "1": True}.get(os.environ.get("T1_DIRTY", ""), "unknown")}

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from t1lib.measure.memory import pinned_zeros
-from t1lib.measure.timing import LeadIn, interleaved_ms, median_ms, settle
+from t1lib.measure.timing import LeadIn, median_ms, settle
+from t1lib.memory import pinned_zeros
 from t1lib.timing import PhaseTimer, synchronize
 
 
@@ -31,16 +31,13 @@ class Link:
         return (forward + together + max(rest_in, rest_out, 0.0)) * 1e3
 
 
-def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) -> Link:
-    """Measure the link with copies of `nbytes`; on a CPU, where there is no link, time plain memory copies."""
+def measure_link(device: torch.device, nbytes: int = 2**28) -> Link:
+    """Measure the link with copies of `nbytes`; on a CPU, where there is no link, plain copies of memory."""
+    if device.type != "cuda":
+        rate = measure_copy(nbytes) / 2
+        return Link(rate, rate, rate, rate)
     host_in, host_out = (pinned_zeros(nbytes, torch.uint8, device).fill_(1) for _ in range(2))
     dev_in, dev_out = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    if device.type != "cuda":
-        copies = {"in": lambda: dev_in.copy_(host_in), "out": lambda: host_out.copy_(dev_out)}
-        ms = interleaved_ms(copies, device, repeats)
-        rate_in, rate_out = (nbytes / min(ms[k]) * 1e3 for k in ("in", "out"))
-        return Link(rate_in, rate_out, rate_in, rate_out)
-
     inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def timed(copies: int, use_in: bool, use_out: bool) -> tuple[float, float]:
@@ -66,16 +63,16 @@ def measure_link(device: torch.device, nbytes: int = 2**28, repeats: int = 7) ->
     return Link(alone_in, alone_out, max(b[0] for b in both), max(b[1] for b in both))
 
 
-def measure_copy(nbytes: int = 2**29, repeats: int = 7) -> float:
+def measure_copy(nbytes: int) -> float:
     """Rate in bytes/s at which all cores copy within host memory, counting bytes read plus bytes written."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
-    return 2 * nbytes / median_ms(lambda: target.copy_(source), torch.device("cpu"), repeats) * 1e3
+    return 2 * nbytes / median_ms(lambda: target.copy_(source), torch.device("cpu")) * 1e3
 
 
 def measure_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """FLOP/s of a product of random (size, size) matrices."""
     a = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / median_ms(lambda: torch.mm(a, a), device, 7) * 1e3
+    return 2 * size**3 / median_ms(lambda: torch.mm(a, a), device) * 1e3
 
 
 def products_ms(e: Tensor, w: Tensor, results: tuple[Tensor, Tensor, Tensor], lead: LeadIn) -> dict[str, float]:

@@ -91,15 +91,13 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
         return damage(folder)
     if "executed.ipynb" not in content["files"]:
         return "not run by `python -m t1lib run`"
-    made_of = content["made_of"]
-    modules = made_of.get("modules", {})
+    modules = content["made_of"].get("modules", {"t1lib": ""})  # none were noted by the first edition
     now = fingerprint.of(modules)
-    changed_modules = [name for name, value in modules.items() if now[name] != value]
-    changed_parts = [f"{', '.join(changed_modules[:3])}{' …' * (len(changed_modules) > 3)}"] if changed_modules else []
-    changed_parts += ["the kit"] if not modules else []  # by a kit that noted no modules
-    changed_parts += ["notebook"] if made_of["notebook"] != fingerprint.notebook(experiment) else []
-    changed_parts += ["parameters"] if content["parameters"] != _lasting(parameters) else []
-    return f"{', '.join(changed_parts)} changed" if changed_parts else damage(folder)
+    changed = [name for name, value in modules.items() if now[name] != value]
+    changed[3:] = ["…"] * (len(changed) > 3)
+    changed += ["notebook"] * (content["made_of"]["notebook"] != fingerprint.notebook(experiment))
+    changed += ["parameters"] * (content["parameters"] != _lasting(parameters))
+    return f"{', '.join(changed)} changed" if changed else damage(folder)
 
 
 def damage(folder: Path) -> str | None:
@@ -108,14 +106,14 @@ def damage(folder: Path) -> str | None:
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
     names = [*content["files"], *([REPORT] if REPORT in content else [])]
-    return next((f"{name} is not as the run left it" for name in names if changed(folder, name)), None)
+    return next((f"{name} is not as the run left it" for name in names if _is_changed(folder, content, name)), None)
 
 
-def changed(folder: Path, name: str) -> bool:
-    """Return whether a file (or the `REPORT`) is missing, or is not the one that the folder's manifest lists."""
-    content = read(folder) or {"files": {}}
-    path = _report(folder) if name == REPORT else folder / name
-    listed = content.get(REPORT) if name == REPORT else content["files"].get(name)
+def _is_changed(folder: Path, content: Mapping[str, Any], name: str) -> bool:
+    """Whether a file (or the `REPORT`) is missing, or is not the one that the folder's manifest lists."""
+    path, listed = folder / name, content["files"].get(name)
+    if name == REPORT:
+        path, listed = _report(folder), content[REPORT]
     return not path.is_file() or _entry(path) != listed
 
 
@@ -128,15 +126,18 @@ def note_report(folder: Path) -> None:
     write_signed(folder / NAME, (read(folder) or {}) | {REPORT: _entry(_report(folder))})
 
 
-def require_finished(folder: Path, parameters: Mapping[str, Any]) -> None:
-    """Raise `T1Error` unless `folder` holds a finished run that had these parameters, with its samples as they were."""
+def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a finished run that had these parameters, with its samples as they were; raise `T1Error`
+    if `folder` holds none."""
     content, shown = read(folder), paths.shown(folder)
     if content is None:
         raise T1Error(f"{shown} holds no finished run to draw from; `python -m t1lib run` makes one")
-    require(not changed(folder, "samples.csv"), f"{shown}/samples.csv is not the one that the run was finished with")
+    whole = not _is_changed(folder, content, "samples.csv")
+    require(whole, f"{shown}/samples.csv is not the one that the run was finished with")
     for name, had in content["parameters"].items():
         now = parameters.get(name, had)
         require(now == had, f"{shown} was run with {name}={had!r}; {name}={now!r} has to be measured")
+    return content
 
 
 def replace_drawn(fresh: Path, folder: Path) -> list[str]:
@@ -145,27 +146,25 @@ def replace_drawn(fresh: Path, folder: Path) -> list[str]:
     The manifest takes their hashes. Other files keep theirs, so that a manual edit of one is still detected.
     """
     content = read(folder) or {}
-    written = [name for name in _files(fresh) if name.startswith(DRAWN)]
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)
+    written = {name: entry for name, entry in _files(fresh).items() if name.startswith(DRAWN)}
     for name in written:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(fresh / name, folder / name)
     kept = {name: entry for name, entry in content["files"].items() if not name.startswith(DRAWN)}
-    kept |= {name: entry for name, entry in _files(folder).items() if name.startswith(DRAWN)}
-    write_signed(folder / NAME, {**content, "files": dict(sorted(kept.items()))})
-    return written
+    write_signed(folder / NAME, {**content, "files": dict(sorted((kept | written).items()))})
+    return list(written)
 
 
 def require_replaceable(final: Path) -> None:
     """Raise `T1Error` if `final` holds what another GPU has measured: only the same kind may measure it again."""
     content = read(final)
-    other = content is not None and "gpu" in content["environment"] and device(content) != device_name()
-    require(
-        not other,
-        f"{paths.shown(final)} was measured on {device(content) if other else ''}, and this is {device_name()}; "
-        "allowed: another profile (copy its folder in params/), or that folder moved away",
-    )
+    if content is not None and "gpu" in content["environment"] and device(content) != device_name():
+        raise T1Error(
+            f"{paths.shown(final)} was measured on {device(content)}, and this is {device_name()}; "
+            "allowed: another profile (copy its folder in params/), or that folder moved away"
+        )
 
 
 def _aside(final: Path) -> Path:
@@ -183,10 +182,8 @@ def recover(final: Path) -> None:
 def publish(staging: Path, final: Path) -> None:
     """Replace `final` by the complete `staging` folder.
 
-    Raises `T1Error` if `staging` holds no manifest yet, if another GPU measured what `final` holds, or if a file there
-    is held open (Windows).
+    Raises `T1Error` if another GPU measured what `final` holds, or if a file there is held open (Windows).
     """
-    require((staging / NAME).is_file(), f"{paths.shown(staging)} is not complete: it holds no {NAME}")
     recover(final)
     require_replaceable(final)
     try:

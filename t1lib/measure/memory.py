@@ -1,38 +1,22 @@
 """Memory: the allocator's own history, exact peaks on the device and on the host, pinned bytes."""
 
 import os
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
-from t1lib.memory import (  # noqa: F401 (with these, all about memory can be had from here)
-    GIB,
-    SMALL,
-    _registered,
-    grow_segments,
-    host_available,
-    in_words,
-    pin,
-    pinned_zeros,
-    trim_heap,
-    unpinned_bytes,
-)
+from t1lib.memory import _registered
+
+STATUS = Path("/proc/self/status")  # Linux
 
 
 @dataclass
 class Peak:
-    """Bytes on the device: at the baseline, and the peaks since then of live tensors and of the allocator.
+    """The highest bytes of live tensors, and of what the allocator holds (None on a CPU, which has no caching one)."""
 
-    `reserved` is None on a CPU, which has no caching allocator.
-    """
-
-    baseline: int
     allocated: int
     reserved: int | None
 
@@ -57,21 +41,22 @@ class AllocatorTimeline:
     operations: take times from another pass.
     """
 
-    def __init__(self, device: torch.device | str, baseline: int = 0, max_events: int = 1_000_000) -> None:
-        self.device, self.baseline, self.max_events = torch.device(device), baseline, max_events
+    def __init__(self, device: torch.device | str, baseline: int = 0) -> None:
+        self.device, self.baseline = torch.device(device), baseline
         self.points: list[tuple[float, int, int | None]] = []
+        self._reserved: int | None = None
 
     def __enter__(self) -> "AllocatorTimeline":
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.baseline = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             self._reserved = torch.cuda.memory_reserved(self.device)
-            torch.cuda.memory._record_memory_history(context=None, max_entries=self.max_events)
+            torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
         else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all of its own: it would note each start and stop
             cpu = torch.profiler.ProfilerActivity.CPU
             self._profile = torch.profiler.profile(activities=[cpu], profile_memory=True)
-            with _quiet_stderr():
-                self._profile.__enter__()
+            self._profile.__enter__()
         self._start_us = time.time_ns() / 1e3
         return self
 
@@ -82,15 +67,13 @@ class AllocatorTimeline:
             torch.cuda.memory._record_memory_history(enabled=None)
             self._replay((e["time_us"], e["action"], e["size"]) for e in trace)
         else:
-            with _quiet_stderr():
-                self._profile.__exit__(*exc)
+            self._profile.__exit__(*exc)
             events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
             events.sort(key=lambda e: e.start_ns())
             self._replay((e.start_ns() / 1e3, "alloc", e.nbytes()) for e in events)
 
     def _replay(self, events: Iterable[tuple[float, str, int]]) -> None:
-        allocated = self.baseline
-        reserved = self._reserved if self.device.type == "cuda" else None
+        allocated, reserved = self.baseline, self._reserved
         self.points = [(0.0, allocated, reserved)]
         for time_us, action, size in events:
             if action == "alloc":
@@ -108,32 +91,7 @@ class AllocatorTimeline:
     @property
     def peak(self) -> Peak:
         reserved = [r for _, _, r in self.points if r is not None]
-        return Peak(self.baseline, max(a for _, a, _ in self.points), max(reserved, default=None))
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Silence stderr at the file descriptor: the profiler writes two lines at its start and stop, bypassing Python."""
-    sys.stderr.flush()
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
-
-
-def reset_peak(device: torch.device) -> int:
-    """Reset the peaks of a CUDA device; returns the currently allocated bytes, the baseline."""
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def read_peak(device: torch.device, baseline: int = 0) -> Peak:
-    """The peaks since `reset_peak`, in bytes."""
-    return Peak(baseline, torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+        return Peak(max(a for _, a, _ in self.points), max(reserved, default=None))
 
 
 class HostPeak:
@@ -141,39 +99,28 @@ class HostPeak:
 
         host = HostPeak(); …; host.read()
 
-    On Linux it resets and reads the kernel's own high-water mark. Elsewhere the mark cannot be reset: `exact` is False
-    and `read` returns the process's peak since its start.
+    Linux keeps such a mark, and lets it be reset. Other systems do not: `exact` is False, and `read` returns NaN.
     """
 
     def __init__(self) -> None:
-        self.baseline = psutil.Process().memory_info().rss
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self.exact = True
         except OSError:
             self.exact = False
 
-    def read(self) -> int:
-        if self.exact:
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        info = psutil.Process().memory_info()
-        if hasattr(info, "peak_wset"):  # Windows
-            return info.peak_wset
-        import resource  # POSIX only
+    def read(self) -> float:
+        return _status_bytes("VmHWM:") if self.exact else float("nan")
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+
+def _status_bytes(*names: str) -> int:
+    lines = STATUS.read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
 
 
 def mapped_bytes() -> int:
     """Bytes of resident memory that other processes may share: libraries and shared memory. 0 except on Linux."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssFile:", "RssShmem:")))
+    return _status_bytes("RssFile:", "RssShmem:") if STATUS.exists() else 0
 
 
 def pinned_bytes() -> int:

@@ -19,9 +19,9 @@ from t1lib.heads.parallel import HEADS as SHARDED
 from t1lib.heads.parallel import linear_cross_entropy
 from t1lib.measure.collectives import Exchange, SharedLeadIn, largest, overheard, ran
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
-from t1lib.measure.memory import host_available
 from t1lib.measure.records import Records
 from t1lib.measure.timing import time_ms
+from t1lib.memory import host_available
 
 MIB = 2**20
 HEADS = ("full", *SHARDED)  # `full` on one rank alone

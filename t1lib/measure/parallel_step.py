@@ -6,7 +6,6 @@ rows on any number of ranks, for the losses. The variant is the mode. Times are 
 """
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ import torch.distributed as dist
 
 from t1lib.measure.collectives import largest, meet, ran, total
 from t1lib.measure.records import Records
-from t1lib.measure.rows import add_memory, add_step
 
-PEAKS = ("allocated", "reserved", "host")
+PEAKS = ("allocated_gib", "reserved_gib", "host_gib")
 
 
 def measure_step(
@@ -48,13 +46,13 @@ def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, s
     train.warm_up(warmup)
     for step in range(steps):
         meet()
-        record = train.step()
-        slowest = largest({"wall": record.wall_ms} | record.phases)
+        found = train.step()
+        slowest = largest({metric: value for metric, value in found.items() if metric != "loss"})
         if ran(train.device) == "ok":
-            add_step(records, mode, phase, step, replace(record, wall_ms=slowest.pop("wall"), phases=slowest))
+            records.put(mode, phase, found | slowest, step)
     peaks = train.memory()
-    add_memory(records, mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
-    whole = {"host_all": peaks["host"], "host_setup_all": peaks["host_setup"]}
-    own, mapped = total({k: v - peaks["mapped"] for k, v in whole.items()}), largest({"": peaks["mapped"]})[""]
-    add_memory(records, mode, phase, {k: v + mapped for k, v in own.items()})
+    records.put(mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
+    whole = {"host_all_gib": peaks["host_gib"], "host_setup_all_gib": peaks["host_setup_gib"]}
+    own, mapped = total({k: v - peaks["mapped_gib"] for k, v in whole.items()}), largest({"": peaks["mapped_gib"]})[""]
+    records.put(mode, phase, {k: v + mapped for k, v in own.items()})
     train.trainer.close()

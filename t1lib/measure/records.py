@@ -3,11 +3,10 @@
 Figures and tables are functions of the rows alone, so `save` and `load` preserve every float exactly.
 """
 
-import csv
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
 # "wrong": loss or gradients exceed their error bound, so there is no time. "failed": any other kind of error.
 STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
 """`shared`: ran on ranks that shared a GPU, so its times would say nothing and are not recorded."""
-PLACES = ("device", "host", "streamed", "parked")  # where a plan puts things; records hold their index here
+UNITS = {"_ms": "ms", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
 
 
 class Records:
@@ -66,6 +65,11 @@ class Records:
             del self.parts[other]
         return found
 
+    def remove_times(self, variant: str, phase: str) -> None:
+        """Remove what a variant's metrics in ms say in a phase."""
+        for rows in self.parts.values():
+            rows[:] = [r for r in rows if (r["variant"], r["phase"], r["unit"]) != (variant, phase, "ms")]
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         """All rows that hold, part by part."""
@@ -90,6 +94,12 @@ class Records:
         """Append a variant's outcome: one of `STATUSES`."""
         self._append(variant, phase, "", "status", "", choose("status", state, STATUSES))
 
+    def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
+        """Append a sample of each metric; its name tells the unit (`UNITS`)."""
+        for metric, value in values.items():
+            unit = next((unit for end, unit in UNITS.items() if metric.endswith(end)), "")
+            self.add(variant, metric, value, unit, phase, step)
+
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows given as mappings with the names of `COLUMNS`; phase, step and unit may be left out."""
         for row in rows:
@@ -113,21 +123,15 @@ class Records:
 
     def save(self, path: Path) -> None:
         """Write the rows as CSV; floats in the shortest form that reads back exactly."""
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
+        pd.DataFrame(self.rows, columns=list(COLUMNS)).to_csv(path, index=False, na_rep="nan", lineterminator="\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote. Raises `T1Error` if the columns are not `COLUMNS`."""
-        records = cls()
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            require(tuple(reader.fieldnames or ()) == COLUMNS, f"{path} has not the columns {', '.join(COLUMNS)}")
-            for row in reader:
-                row["step"] = int(row["step"]) if re.fullmatch(r"-?\d+", row["step"]) else row["step"]
-                records.extend([row])
+        records, frame = cls(), pd.read_csv(path, dtype=str, keep_default_na=False)
+        require(tuple(frame) == COLUMNS, f"{path} has not the columns {', '.join(COLUMNS)}")
+        frame["step"] = [int(step) if step.lstrip("-").isdigit() else step for step in frame["step"]]
+        records.extend(frame.to_dict("records"))
         return records
 
 
@@ -141,6 +145,39 @@ def statuses(frame: pd.DataFrame) -> dict[str, str]:
     """Return variant -> status, the last one if several were recorded."""
     rows = frame[frame["metric"] == "status"]
     return dict(zip(rows["variant"], rows["value"], strict=True))
+
+
+def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: float) -> float:
+    """Compare the losses of runs with those of the first that has any, step by step; return the largest relative
+    difference, which is recorded. One that differs by more than `bound` gets status `wrong`, and its times are removed:
+    a wrong result has no speed.
+
+    runs    variant, phase of its losses, phase of its times
+    """
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for row in records.rows:
+        if row["metric"] == "loss":
+            losses.setdefault((row["variant"], row["phase"]), {})[row["step"]] = row["value"]
+    trained = [run for run in runs if run[:2] in losses]
+    worst = 0.0
+    for variant, of_losses, of_times in trained:
+        found, expected = losses[variant, of_losses], losses[trained[0][:2]]
+        apart = max((_relative_difference(found[k], expected[k]) for k in found.keys() & expected.keys()), default=0.0)
+        worst = max(worst, apart)
+        if apart > bound:
+            records.remove_times(variant, of_times)
+            records.status(variant, "wrong", of_times)
+    if trained:
+        records.add("all", "loss_difference", worst, phase=trained[0][2])
+    return worst
+
+
+def _relative_difference(found: float, expected: float) -> float:
+    """Relative difference; infinite instead of NaN, because `max` would lose a NaN that does not come first."""
+    if found == expected:
+        return 0.0
+    relative = abs(found - expected) / abs(expected) if expected else math.inf
+    return math.inf if math.isnan(relative) else relative
 
 
 def format_number(value: Any) -> str:

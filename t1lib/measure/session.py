@@ -1,9 +1,9 @@
 """A trainer with its data and measurements, behind methods that take and return plain values.
 
-The notebooks run what they measure in such a session, in a separate process (`t1lib.measure.isolate`).
+The notebooks run what they measure in such a session, in a separate process (`t1lib.measure.isolate`). Measurements are
+dictionaries of metric to value, as `Records.put` takes them.
 """
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,34 +11,22 @@ import torch
 from t1lib.errors import choose
 from t1lib.heads import HEADS
 from t1lib.measure.floors import measure_copy, measure_link, measure_product
-from t1lib.measure.memory import (
-    AllocatorTimeline,
-    HostPeak,
-    grow_segments,
-    mapped_bytes,
-    pinned_bytes,
-    read_peak,
-    reset_peak,
-    storage_bytes,
-    unpinned_bytes,
-)
-from t1lib.measure.records import PLACES
+from t1lib.measure.memory import AllocatorTimeline, HostPeak, mapped_bytes, pinned_bytes, storage_bytes
+from t1lib.memory import GIB, grow_segments
 from t1lib.models import build_model, split
-from t1lib.optimizers import OptimizerSpec, Schedule
+from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import device_bytes
-from t1lib.plan.duration import step_ms
-from t1lib.plan.rates import this_machine
 from t1lib.timing import NoTrace, Span, Trace, synchronize
 from t1lib.train import wrap
-from t1lib.train.loop import StepRecord, Trainer, make_trainer
+from t1lib.train.loop import Trainer, make_trainer
 from t1lib.train.placing import work_in
 from t1lib.train.slide import SlideTrainer
 
-TRAINED = ("all", "layers")
+PLACES = ("device", "host", "streamed", "parked")  # where a plan puts things; `TrainSession.choice` gives their index
 Timeline = list[tuple[float, int, int | None]]
 
 
-def envelope(points: Timeline, bins: int) -> Timeline:
+def envelope(points: Timeline, bins: int = 400) -> Timeline:
     """Thin a timeline to about `bins` points, keeping the highest point of each equal time span: no peak is lost."""
     if len(points) <= bins:
         return points
@@ -59,7 +47,7 @@ class TrainSession:
     batches         number of different batches, used in turn
     train           what to train: "all" parameters, or those of the "layers"
     compile_layers  compile the decoder layers
-    options         further arguments of `make_trainer`; `schedule` may also be a dict of `Schedule`'s fields
+    options         further arguments of `make_trainer`
     """
 
     def __init__(
@@ -73,124 +61,119 @@ class TrainSession:
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
         layers, spec = split(built).layers, OptimizerSpec(**optimizer)
-        if choose("train", train, TRAINED) == "layers":
+        if choose("train", train, ("all", "layers")) == "layers":
             built.requires_grad_(False)
             layers.requires_grad_(True)
         if compile_layers:
             wrap.compile_layers(layers)
-        if isinstance(options.get("schedule"), dict):
-            options["schedule"] = Schedule(**options["schedule"])
         self.trainer = make_trainer(built, mode, device=device, optimizer=spec, **options)
-        self.set_tokens(batch=batch, seq=seq)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # leftovers of building the model do not belong to the variant
+        self.set_point(batch, seq)
 
-    def set_tokens(self, batch: int, seq: int) -> None:
-        """From now on, train on `batch` sequences of `seq` tokens."""
+    def set_point(
+        self, batch: int, seq: int, head: str | None = None, head_options: dict[str, Any] | None = None
+    ) -> None:
+        """From now on, train on `batch` sequences of `seq` tokens, with this head if one is named."""
+        if head is not None:
+            self.trainer.head, self.trainer.head_options = choose("head", head, HEADS), head_options or {}
         vocabulary = self.trainer.parts.embed.num_embeddings
         generator = torch.Generator().manual_seed(self.seed + 1)
         self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
+        self._release()
 
     @property
     def batch(self) -> dict[str, torch.Tensor]:
         """The next step's batch."""
         return {"input_ids": self._batches[self.trainer.steps % self._count]}
 
-    def set_point(self, batch: int, seq: int, head: str, head_options: dict[str, Any]) -> None:
-        """From now on, train on batches of this shape with this head; unused memory is released."""
-        self.trainer.head, self.trainer.head_options = choose("head", head, HEADS), head_options
-        self.set_tokens(batch, seq)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def warm_up(self, steps: int) -> list[float]:
         """Train without measuring, then reset the memory peaks. Returns the losses."""
-        losses = [self.step().loss for _ in range(steps)]
+        losses = [self.step()["loss"] for _ in range(steps)]
         self._host_setup_peak = self._host_setup.read()
         self._host = HostPeak()
-        self._baseline = reset_peak(self.device) if self.device.type == "cuda" else 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         return losses
 
-    def step(self) -> StepRecord:
-        """One clean step."""
-        return self.trainer.step(self.batch)
+    def step(self) -> dict[str, float]:
+        """One clean step: its loss, its time and those of its phases (ms)."""
+        record = self.trainer.step(self.batch)
+        phases = {f"{name}_ms": ms for name, ms in record.phases.items()}
+        return {"loss": record.loss, "wall_ms": record.wall_ms} | phases
 
-    def turn(self) -> StepRecord:
+    def turn(self) -> dict[str, float]:
         """A clean step, for interleaving with other variants. An unmeasured step of this variant precedes it, whose
         updates may run on into it; this returns when all of its own pending work is done."""
         self.step()
-        record = self.step()
+        found = self.step()
         self._settle()
-        return record
+        return found
 
-    def traced_step(self) -> tuple[StepRecord, list[Span]]:
-        """A `turn` whose second step is instrumented; returns its record and the spans of its work on all lanes."""
+    def traced_step(self) -> tuple[float, list[Span]]:
+        """A `turn` whose second step is instrumented; returns its time (ms) and the spans of its work on all lanes."""
         self.step()
         self.trainer.trace = Trace(self.device)
-        record = self.step()
+        ms = self.step()["wall_ms"]
         trace, self.trainer.trace = self.trainer.trace, NoTrace()
         self._settle()
-        return record, trace.spans()
+        return ms, trace.spans()
 
-    def timeline(self, bins: int = 400) -> Timeline:
-        """One step's allocations on the compute device: (ms, allocated bytes, reserved bytes or None), thinned."""
+    def timeline(self) -> list[dict[str, float]]:
+        """One step's allocations on the compute device, thinned: time, allocated bytes, and reserved bytes on a GPU."""
         self._settle()
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
             self.step()
-        return envelope(timeline.points, bins)
+        points = envelope(timeline.points)
+        found = [{"at_ms": ms, "allocated_gib": allocated / GIB} for ms, allocated, _ in points]
+        if self.device.type == "cuda":
+            for held, (_, _, reserved) in zip(found, points, strict=True):
+                held["reserved_gib"] = reserved / GIB
+        return found
 
-    def memory(self) -> dict[str, int]:
-        """Memory in bytes: device peaks since `warm_up`, exact host peaks during set-up and since `warm_up`, pinned
+    def memory(self) -> dict[str, float]:
+        """Memory in GiB: device peaks since `warm_up`, exact host peaks during set-up and since `warm_up`, pinned
         memory, and mapped memory that other processes may share."""
-        result = {"host_setup": self._host_setup_peak, "host": self._host.read(), "pinned": pinned_bytes()}
-        result["unpinned"] = unpinned_bytes()
-        result["host_base"] = self._host_setup.baseline
-        result["mapped"] = mapped_bytes()
-        if self.device.type == "cuda":
-            peak = read_peak(self.device, self._baseline)
-            return result | {"baseline": peak.baseline, "allocated": peak.allocated, "reserved": peak.reserved}
-        baseline = storage_bytes(self.trainer.device_tensors())
-        return result | {"baseline": baseline, "allocated": max(a for _, a, _ in self.timeline())}
-
-    def link_floor(self) -> dict[str, float]:
-        """Link rates (bytes/s) measured on the spot, and the least time (ms) that slide's copies need at them."""
-        self._settle()
-        link = measure_link(self.device, nbytes=2**28 if self.device.type == "cuda" else 2**22)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the measurement's buffers do not belong to the variant
-        rates = {"h2d": link.host_to_device, "d2h": link.device_to_host}
-        rates |= {"both_in": link.both_in, "both_out": link.both_out}
-        if isinstance(self.trainer, SlideTrainer):
-            rates["ms"] = link.step_ms(*link_bytes(self.trainer))
-        return rates
+        found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
+        found |= {"pinned_gib": pinned_bytes() / GIB, "mapped_gib": mapped_bytes() / GIB}
+        if self.device.type != "cuda":
+            return found | {"allocated_gib": max(point["allocated_gib"] for point in self.timeline())}
+        found["allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
+        return found | {"reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB}
 
     def floors(self) -> dict[str, float]:
-        """Measured on the spot: rates of matrix products (FLOP/s) and of copies within host memory (bytes/s), and the
-        least times (ms) that the step's products and slide's updates on the host need at these rates."""
+        """The least times (ms) that a step's matrix products need and, in slide, its copies on the link and its updates
+        on the host, at rates measured on the spot; the link's rates (GB/s) as well."""
         self._settle()
         cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
-        found = {"product": measure_product(self.device, dtype, 8192 if cuda else 256)}
-        found["compute_ms"] = flops(self.trainer, self.batch["input_ids"].numel()) / found["product"] * 1e3
-        if isinstance(self.trainer, SlideTrainer) and update_bytes(self.trainer):
-            found["copy"] = measure_copy(2**29 if cuda else 2**24)
-            found["update_ms"] = update_bytes(self.trainer) / found["copy"] * 1e3
-        if cuda:
-            torch.cuda.empty_cache()
+        rate = measure_product(self.device, dtype, 8192 if cuda else 256)
+        found = {"compute_floor_ms": flops(self.trainer, self.batch["input_ids"].numel()) / rate * 1e3}
+        if isinstance(self.trainer, SlideTrainer):
+            link = measure_link(self.device, nbytes=2**28 if cuda else 2**22)
+            found |= {"h2d_gb_s": link.host_to_device / 1e9, "d2h_gb_s": link.device_to_host / 1e9}
+            found |= {"both_in_gb_s": link.both_in / 1e9, "both_out_gb_s": link.both_out / 1e9}
+            found["link_ms"] = link.step_ms(*link_bytes(self.trainer))
+            if moved := update_bytes(self.trainer):
+                found["update_floor_ms"] = moved / measure_copy(2**29 if cuda else 2**24) * 1e3
+        self._release()
         return found
 
     def choice(self) -> dict[str, float]:
-        """What slide chose for its budget: a `Choice` in numbers (places by `PLACES`), predicted bytes and ms."""
+        """What slide keeps where within its budget (places by `PLACES`), and the device memory predicted for it."""
         engine = self.trainer.engine
         choice, work = engine.choice, work_in(engine, None, *self._batches[0].shape)
-        chosen = {k: PLACES.index(v) if isinstance(v, str) else v for k, v in asdict(choice).items()}
-        ms = float(step_ms(work, choice, this_machine()))
-        return chosen | {"predicted_bytes": int(device_bytes(work, choice)), "predicted_ms": ms}
+        places = {name: PLACES.index(getattr(choice, name)) for name in ("inputs", "outer")}
+        predicted = float(device_bytes(work, choice)) / GIB
+        return {"resident": choice.resident, "keep": choice.keep, "predicted_gib": predicted} | places
 
     def _settle(self) -> None:
         """Let pending updates finish, so that a measurement starts with idle lanes."""
         self.trainer.drain()
         synchronize(self.device)
+
+    def _release(self) -> None:
+        """Give memory back that nothing uses: leftovers of what came before do not belong to the variant."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def flops(trainer: Trainer, tokens: int) -> float:

@@ -26,7 +26,7 @@ class LeadIn:
         if device.type == "cuda":
             self._a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
             self._out = torch.empty_like(self._a)
-            self._count = max(1, round(ms / median_ms(self._product, device, repeats=9)))
+            self._count = max(1, round(ms / median_ms(self._product, device)))
 
     def _product(self) -> None:
         torch.mm(self._a, self._a, out=self._out)
@@ -81,17 +81,6 @@ def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
         yield draw.sample(things, len(things))
 
 
-def interleaved_ms(
-    functions: dict[str, Callable[[], object]], device: torch.device, repeats: int, warmup: int = 2
-) -> dict[str, list[float]]:
-    """Time several functions in `rounds`: `repeats` samples of each in ms, after `warmup` rounds."""
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    for turns in rounds(list(functions), warmup + repeats):
-        for name in turns:
-            samples[name].append(time_ms(functions[name], device))
-    return {name: times[warmup:] for name, times in samples.items()}
-
-
-def median_ms(function: Callable[[], object], device: torch.device, repeats: int = 5, warmup: int = 2) -> float:
-    """Median time of a call in ms over `repeats` samples."""
-    return median(interleaved_ms({"": function}, device, repeats, warmup)[""])
+def median_ms(function: Callable[[], object], device: torch.device, repeats: int = 7, warmup: int = 2) -> float:
+    """Median time of a call in ms over `repeats` samples, after `warmup` others."""
+    return median([time_ms(function, device) for _ in range(warmup + repeats)][warmup:])

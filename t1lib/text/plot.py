@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from t1lib.errors import require
 from t1lib.files import whole
-from t1lib.kit.style import VARIANTS, style, subplots
+from t1lib.kit.style import STYLE, VARIANTS, subplots
 
 
 def plot_metrics(metrics: Path, path: Path) -> Path:
@@ -23,7 +23,7 @@ def plot_metrics(metrics: Path, path: Path) -> Path:
 
 def draw_metrics(frame: pd.DataFrame, path: Path) -> None:
     """Write to `path` a figure of loss, tokens/s and memory over steps, from the metrics of `t1lib.text.run`."""
-    with style():
+    with plt.rc_context(STYLE):
         figure, (losses, rate) = subplots(2.4, 2)
         _losses(losses, frame)
         colours = VARIANTS["slide"].colour, VARIANTS["ckpt"].colour

@@ -1,16 +1,11 @@
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from t1lib.measure.memory import (
-    AllocatorTimeline,
-    HostPeak,
-    host_available,
-    pinned_zeros,
-    storage_bytes,
-    unpinned_bytes,
-)
+from t1lib.measure.memory import AllocatorTimeline, HostPeak, storage_bytes
+from t1lib.memory import host_available, pinned_zeros, unpinned_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -29,7 +24,7 @@ def test_timeline_sees_every_allocation_in_order_and_exactly():
     assert {reserved for _, _, reserved in timeline.points} == {None}
     times = [ms for ms, _, _ in timeline.points]
     assert times == sorted(times) and times[0] == 0.0
-    assert (timeline.peak.baseline, timeline.peak.allocated, timeline.peak.reserved) == (1000, 7144, None)
+    assert (timeline.peak.allocated, timeline.peak.reserved) == (7144, None)
 
 
 def test_views_and_tied_weights_count_once():
@@ -45,9 +40,10 @@ def test_views_and_tied_weights_count_once():
 def test_host_peak_sees_a_buffer_that_is_freed_again():
     torch.ones(128 * MIB, dtype=torch.uint8)  # before it: not its peak
     host = HostPeak()
-    assert host.read() - host.baseline < 8 * MIB
+    before = host.read()
+    assert before < psutil.Process().memory_info().rss + 8 * MIB
     torch.ones(64 * MIB, dtype=torch.uint8)  # touched, and freed at once
-    assert host.read() - host.baseline == pytest.approx(64 * MIB, abs=6 * MIB)
+    assert host.read() - before == pytest.approx(64 * MIB, abs=6 * MIB)
 
 
 def test_memory_that_may_not_be_pinned_is_plain_and_counted(monkeypatch):

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from t1lib.kit.select import median
-from t1lib.measure.frontier import NARROW, Frontier, file_prediction
-from t1lib.measure.memory import GIB
 from t1lib.measure.records import Records, numeric
+from t1lib.memory import GIB
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice, device_bytes, reserved_bytes
 from t1lib.plan.predict import Setting, predict_point, work_for
@@ -19,6 +18,7 @@ from t1lib.plan.work import in_mode
 OUTPUTS = Path(__file__).resolve().parents[2] / "outputs"
 H200_KIT = OUTPUTS / "h200"
 SPLIT = {"split_master": True}
+NARROW = SPLIT | {"moments": "bfloat16"}
 LEAN = Choice(slots=2, inputs="host", outer="host")
 T1M1 = Setting("qwen3-1.7b", rows=16, seq=1024, micro_batch=16, together=False)
 CLIPPED = replace(T1M1, rows=32, together=True)
@@ -80,12 +80,14 @@ def test_points_of_frontier():
     measured = measured[~measured["variant"].str.startswith("qwen3-14b/slide")]
     records.extend(measured[~measured["metric"].str.startswith("predicted_")].to_dict("records"))
     asked = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["parameters"]
-    session = {"dtype": asked["dtype"], "device": "cuda", "optimizer": {"name": "adamw", "master_weights": True}}
-    given = {name: asked[name] for name in ("models", "modes", "heads", "lengths", "workspace", "longest")}
-    frontier = Frontier(**given, session=session, vram=0, host=0, steps=1, warmup=0, narrow=tuple(asked["narrow"]))
     for variant, phase in ran(measured).index:
-        p = frontier.predict(*variant.split("/"), int(phase.removeprefix("seq/")), H200)
-        file_prediction(records, variant, phase, p)
+        model, mode, head = variant.split("/")
+        narrow = model in asked["narrow"]
+        setting = Setting(model, 1, int(phase.removeprefix("seq/")), optimizer=adamw(**NARROW if narrow else {}))
+        setting = replace(setting, together=False, changes={"max_position_embeddings": max(asked["lengths"])})
+        p = predict_point(setting, mode, head, H200, replace(LEAN, slots=2 + narrow))
+        sizes = {f"predicted_{name}_gib": getattr(p, name) / GIB for name in ("allocated", "reserved", "host")}
+        records.put(variant, phase, sizes | {"predicted_ms": p.ms})
     found = errors(records.frame())
     assert len(found["time"]) > 150 and not any(values.isna().any() for values in found.values())
     assert (found["allocated"] <= 0.05).mean() >= 0.95 and found["allocated"].max() <= 0.15

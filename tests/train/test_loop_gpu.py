@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from t1lib.errors import T1Error
-from t1lib.measure.memory import read_peak, reset_peak
 from t1lib.models import build_model
 from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.train import make_trainer
@@ -67,11 +66,11 @@ def test_slide_memory_is_flat_and_small():
     for _ in range(2):
         slide.step(batch())
     torch.cuda.empty_cache()
-    reset_peak(CUDA)
+    torch.cuda.reset_peak_memory_stats(CUDA)
     peaks = []
     for _ in range(5):
         slide.step(batch())
-        peaks.append(read_peak(CUDA).reserved)
+        peaks.append(torch.cuda.max_memory_reserved(CUDA))
     assert len(set(peaks)) == 1
     layer = sum(p.numel() * p.element_size() for p in slide.parts.layers[0].parameters())
     assert sum(t.nbytes for t in slide.device_tensors()) < 6 * layer
