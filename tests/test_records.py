@@ -1,4 +1,5 @@
 import json
+import subprocess
 
 import numpy as np
 import pytest
@@ -123,6 +124,16 @@ def test_environment_names_the_machine_but_not_its_owner(checkout, monkeypatch):
     assert not any(str(checkout.root) in text for text in texts)
     assert device_name()
     assert default_profile() == "smoke" or torch.cuda.is_available()
+
+
+def test_git_state_refuses_another_commit_than_gits(checkout, monkeypatch):
+    own = ["git", "-C", str(checkout.root), "-c", "user.name=t", "-c", "user.email=t@t"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*own, *command], check=True)
+    assert len(git_state()["commit"]) == 40
+    monkeypatch.setenv("T1_COMMIT", "abc1" * 10)
+    with pytest.raises(T1Error, match="abc1, and git says"):
+        git_state()
 
 
 def test_git_state_falls_back_to_the_environment(checkout, monkeypatch):

@@ -114,10 +114,11 @@ def git_state() -> dict[str, str | bool]:
     """
     folder = str(paths.root())
     commit = _output("git", "-C", folder, "rev-parse", "HEAD")
+    given = os.environ.get("T1_COMMIT") or "unknown"
+    whole = given == "unknown" or re.fullmatch("[0-9a-f]{40}", given) is not None
+    require(whole, f"T1_COMMIT is {given!r}; allowed: a commit's 40 hexadecimal digits")
     if commit:
+        require(given in ("unknown", commit), f"T1_COMMIT is {given}, and git says {commit}: unset it, or remove .git")
         changes = _output("git", "-C", folder, "status", "--porcelain", "--", ".", ":(exclude)outputs")
         return {"commit": commit, "dirty": "unknown" if changes is None else bool(changes)}
-    commit = os.environ.get("T1_COMMIT") or "unknown"
-    whole = commit == "unknown" or re.fullmatch("[0-9a-f]{40}", commit) is not None
-    require(whole, f"T1_COMMIT is {commit!r}; allowed: a commit's 40 hexadecimal digits")
-    return {"commit": commit, "dirty": {"0": False, "1": True}.get(os.environ.get("T1_DIRTY", ""), "unknown")}
+    return {"commit": given, "dirty": {"0": False, "1": True}.get(os.environ.get("T1_DIRTY", ""), "unknown")}

@@ -9,6 +9,7 @@ Each column is a lane, and all lanes overlap. A layer's weights are not sent bef
 holds is known at any time, so stale weights are never read.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from t1lib.errors import require
+from t1lib.memory import pinned_zeros
 from t1lib.optimizers import Rule
-from t1lib.plan.cost import Choice, updated_by_host
+from t1lib.plan.cost import HOST_GRADS, Choice, updated_by_host
 from t1lib.timing import NoTrace
 from t1lib.train.lanes import Lane, Mark, UpdateThread, uninterrupted, wait_for
 from t1lib.train.layers import HostLayer, Layout, Slots
@@ -60,6 +62,7 @@ class Schedule:
         self._coming: dict[int, Future] = {}  # by layer: when the copy of its weights is queued
         self._following = -1  # layer to fetch into a slot once the update that reads it is queued
         self._scratch = Scratch()  # the update thread's
+        self._rooms: deque[tuple[int, Tensor]] = deque()  # host buffers for gradients: the layer that took each, and it
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         # Joining and splitting masters takes the CPU longer than moving them.
         whole = replace(precision, masters="whole") if precision.masters == "split" else precision
@@ -225,11 +228,24 @@ class Schedule:
             layer.waiting = self.travel.cut(self.grads.flat[slot])
             self.grads.freed[slot], layer.arrived, layer.scale = self.compute.mark(), None, None
         else:
-            layer.arrived, layer.scale = self._send(layer, layer.room_for_gradients(), "gradients"), None
+            layer.arrived, layer.scale = self._send(layer, self._room_on_host(layer), "gradients"), None
             if self.in_backward:
                 self.begin(layer, self._rules())
         if self.in_backward:
             layer.absent = set(layer.params)
+
+    def _room_on_host(self, layer: HostLayer) -> Tensor:
+        """A host buffer for the layer's gradients: its own or, where the CPU updates in the backward, one of a few."""
+        if not self.in_backward:
+            return layer.room_for_gradients()
+        if len(self._rooms) < HOST_GRADS:
+            room = pinned_zeros(self.layout.numel, self.layout.dtype, self.device)
+        else:
+            earlier, room = self._rooms.popleft()
+            self.thread.wait(earlier)
+        self._rooms.append((layer.index, room))
+        layer.grads = room
+        return room
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:
         """Queue the copy of the layer's gradient slot to the host; returns the mark when it has arrived."""

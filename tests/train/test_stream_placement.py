@@ -24,7 +24,7 @@ from stream_cases import (
 from stream_models import MODELS, data, llama, qwen3
 from torch.optim.lr_scheduler import LambdaLR
 
-from t1lib.plan.cost import Choice
+from t1lib.plan.cost import HOST_GRADS, Choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,6 +74,13 @@ def test_all_placements_change_no_bits(place):
 def test_updates_in_the_backward_change_no_bits(choice):
     for optimizer in (grouped, sgd):
         compare(qwen3, optimizer, everything(None), choice=choice, update_in_backward=True)
+
+
+def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers():
+    model = qwen3(num_hidden_layers=HOST_GRADS + 3)
+    with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
+        train(streamed, own)
+        assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
 
 
 @pytest.mark.parametrize(
