@@ -43,8 +43,8 @@ TILES: dict[tuple[str, int], Tiles] = {
     ("hopper", 4): Tiles(128, 128, 32, 8, 3, 3),  # correct, not tuned
     ("other", 2): Tiles(128, 128, 32, 4, 3, 3),  # 48 KiB of shared memory: Ampere, Ada, Blackwell; not measured
     ("other", 4): Tiles(64, 64, 32, 4, 2, 2),
-    ("interpreter", 2): Tiles(32, 64, 32, 4, 1, 1),
-    ("interpreter", 4): Tiles(32, 64, 32, 4, 1, 1),
+    ("interpreter", 2): Tiles(16, 32, 16, 4, 1, 1),
+    ("interpreter", 4): Tiles(16, 32, 16, 4, 1, 1),
 }
 """By architecture and bytes per element."""
 

@@ -1,83 +1,66 @@
-"""Two gloo processes train a model under FSDP2 and DDP: the gradients are those of one process on the whole batch."""
+"""Cases of `patch_head` on several processes: under FSDP2 and DDP, gradients are those of one process on the batch."""
 
 import copy
-import os
-import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from huggingface_models import assert_close, batch, build, gradients
+from processes import Cases
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from t1lib.heads.huggingface import patch_head
 
-CASES = {  # (modules with a group of their own, family, whether the patch comes first)
+GROUPS = {  # (modules with a group of their own, family, whether the patch comes first)
     "own group": (("lm_head",), "Qwen3", False),
     "with the norm": (("model.norm", "lm_head"), "Gemma2", True),
     "tied": ((), "Mistral", False),
 }
 
 
-def check(rank: int, case: str) -> None:
-    names, family, first = CASES[case]
-    model = build(family, num_hidden_layers=1, tie_word_embeddings=case == "tied")
-    whole = batch(rows=4)
-    loss = model(**whole).loss
-    expected = gradients(model, loss)
+def wrapped() -> Cases:
+    """For two processes."""
+    return {f"patch_head, FSDP2, {name}": partial(sharded, name) for name in GROUPS} | {"patch_head, DDP": replicated}
 
-    sharded = copy.deepcopy(model)
+
+def halves(model, whole) -> tuple[dict, list]:
+    """The arguments of this rank, and the gradients of one process. FSDP2 and DDP take the mean over the ranks, and
+    here it is the sum over the two halves."""
+    expected = gradients(model, model(**whole).loss)
+    mine = {name: values[2 * dist.get_rank() :][:2] for name, values in whole.items()}
+    return {**mine, "num_items_in_batch": (whole["labels"][:, 1:] != -100).sum() / 2}, expected
+
+
+def sharded(case: str) -> None:
+    names, family, first = GROUPS[case]
+    model, whole = build(family, num_hidden_layers=1, tie_word_embeddings=case == "tied"), batch(rows=4)
+    mine, expected = halves(model, whole)
+    found = copy.deepcopy(model)
     if first:
-        patch_head(sharded, head="chunked")
-    fully_shard(sharded.model.layers[0])
+        patch_head(found, head="chunked")
+    fully_shard(found.model.layers[0])
     if names:
-        fully_shard([sharded.get_submodule(name) for name in names])
-    fully_shard(sharded)
+        fully_shard([found.get_submodule(name) for name in names])
+    fully_shard(found)
     if not first:
-        patch_head(sharded, head="chunked")
-
-    mine = {name: values[2 * rank : 2 * rank + 2] for name, values in whole.items()}
+        patch_head(found, head="chunked")
     for _ in range(2):  # a second step meets what the first one left
-        sharded.zero_grad()
-        # FSDP2 takes the mean over processes, and this is the sum over the two halves
-        count = (whole["labels"][:, 1:] != -100).sum()
-        part = sharded(**mine, num_items_in_batch=count / 2)
+        found.zero_grad()
+        part = found(**mine)
         part.loss.backward()
         total = part.loss.detach().clone()
         dist.all_reduce(total)
-        torch.testing.assert_close(total / 2, loss.detach(), rtol=1e-6, atol=0.0)
-        assert part.logits is None
-        grads = [parameter.grad for parameter in sharded.parameters()]
-        assert all(isinstance(grad, DTensor) for grad in grads)
+        torch.testing.assert_close(total / 2, model(**whole).loss.detach(), rtol=1e-6, atol=0.0)
+        grads = [parameter.grad for parameter in found.parameters()]
+        assert part.logits is None and all(isinstance(grad, DTensor) for grad in grads)
         assert_close(expected, [grad.full_tensor() for grad in grads])
 
 
-def check_ddp(rank: int) -> None:
+def replicated() -> None:
     model = build("Qwen3", num_hidden_layers=1)
-    whole = batch(rows=4)
-    expected = gradients(model, model(**whole).loss)
-    wrapped = patch_head(DistributedDataParallel(model), head="chunked")
-    count = (whole["labels"][:, 1:] != -100).sum()
-    mine = {name: values[2 * rank : 2 * rank + 2] for name, values in whole.items()}
-    wrapped(**mine, num_items_in_batch=count / 2).loss.backward()
+    mine, expected = halves(model, batch(rows=4))
+    found = patch_head(DistributedDataParallel(model), head="chunked")
+    found(**mine).loss.backward()
     assert_close(expected, [parameter.grad for parameter in model.parameters()])
-
-
-def work(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    for case in CASES:
-        check(rank, case)
-        if rank == 0:
-            print(case, "passed", flush=True)
-    check_ddp(rank)
-    print("DDP passed" if rank == 0 else "", flush=True)
-    dist.destroy_process_group()
-    os._exit(0)  # a thread of gloo's may abort a process that shuts its interpreter down
-
-
-if __name__ == "__main__":
-    mp.spawn(work, (int(sys.argv[1]),), nprocs=2)

@@ -15,7 +15,7 @@ from t1lib.heads.parallel import linear_cross_entropy
 Cases = dict[str, Callable[[], None]]
 CHUNKED = {"head": "chunked", "chunks": 3}
 ROWS = {2: (100, 157), 3: (90, 7, 160)}  # of the weight on each rank: 257 classes in total
-FEW = {2: (72, 28), 3: (70, 10, 20)}  # for the interpreter; rows of 72, 28 and 20 logits need no padding
+FEW = {2: (36, 20), 3: (24, 4, 20)}  # for the interpreter; rows of these numbers of logits need no padding
 STATS = ("lse", "logprob", "correct")
 ALL = (True, True, True)
 GRADS = ((True, False, False), (False, True, False), (False, False, True), (False,) * 3)
@@ -48,12 +48,11 @@ def edges(size: int) -> Cases:
     }.items():
         changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
         found[name] = {"p": changed, "reduction": "sum"}
-    far = problem(36, 257, 16)
+    far, masked = (problem(36, 257, 16) for _ in range(2))
     far.b[50] += 2000.0  # a class that only the first rank holds
-    found["a logit far above the others"] = {"p": far}
-    masked = Problem(p.e, p.w, p.b.clone(), p.target.where(p.target < 0, p.target % (257 - rows[-1])))
     masked.b[-rows[-1] :] = float("-inf")  # all classes of the last rank
-    found["a rank all masked"] = {"p": masked}
+    masked.target = masked.target.where(masked.target < 0, masked.target % (257 - rows[-1]))
+    found |= {"a logit far above the others": {"p": far}, "a rank all masked": {"p": masked}}
     found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
     common = {"p": p, "rows": rows, "tolerance": 1e-11, **CHUNKED}
     return {f"chunked, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
@@ -61,29 +60,25 @@ def edges(size: int) -> Cases:
 
 def kernels(size: int) -> Cases:
     """Head `fused` in Triton's interpreter; 36 tokens make two chunks."""
-    p, few = (problem(n, 100, 16, dtype=torch.float32) for n in (36, 9))
+    rows = FEW[size]
+    p, few = (problem(n, sum(rows), 16, dtype=torch.float32) for n in (36, 9))
     found = {"tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p))}
     if size == 2:
+        far, masked = (problem(9, sum(rows), 16, dtype=torch.float32) for _ in range(2))
+        far.b[3] += 1000.0
+        masked.b[rows[0] :] = float("-inf")
+        masked.target = masked.target.where(masked.target < 0, masked.target % rows[0])
         found |= {
             "tokens dealt, none": dict(p=p, reduction="none", sequence_parallel=True, **options("all", p)),
-            "weighted smoothing": dict(p=few, **options("weighted smoothing", few)),
             "softcap": dict(p=few, **options("softcap", few)),
-            "sum, no bias": dict(p=few, reduction="sum", bias=False),
-            "float32 sums": dict(p=few, accumulate="float32"),
-            "filter": dict(p=few, filter_eps=1e-3),
-            "weight alone": dict(p=few, grad=(False, True, False)),
+            "float32 sums, no bias": dict(p=few, accumulate="float32", reduction="sum", bias=False),
+            "filter, weight alone": dict(p=few, filter_eps=1e-3, grad=(False, True, False)),
             "loss alone": dict(p=few, grad=(False,) * 3, **options("all", few)),
+            "a logit far above the others": dict(p=far, tolerance=1e-4),
+            "a rank all masked": dict(p=masked),
         }
-        far = problem(9, 100, 16, dtype=torch.float32)
-        far.b[3] += 1000.0
-        found["a logit far above the others"] = dict(p=far, tolerance=1e-4)
-        masked = Problem(few.e, few.w, few.b.clone(), few.target.where(few.target < 0, few.target % FEW[2][0]))
-        masked.b[FEW[2][0] :] = float("-inf")
-        found["a rank all masked"] = dict(p=masked)
-    return {
-        f"fused, {name}": partial(agrees, rows=FEW[size], **{"tolerance": 3e-6, "head": "fused"} | c)
-        for name, c in found.items()
-    }
+    common = {"rows": rows, "tolerance": 3e-6, "head": "fused"}
+    return {f"fused, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
 
 def agrees(

@@ -1,6 +1,6 @@
-"""The kernels of head `fused` without a GPU: the tests of two other files, by Triton's interpreter.
+"""The kernels of head `fused` without a GPU: the tests of another file, by Triton's interpreter.
 
-Each file runs in a process of its own, because Triton decides on import whether kernels are interpreted.
+It runs in a process of its own, because Triton decides on import whether kernels are interpreted.
 """
 
 import importlib.util
@@ -11,26 +11,13 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-FILES = ("fused_interpreted.py", "fused_manners.py")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+CASES = Path(__file__).with_name("fused_interpreted.py")
 
 
-def run(selection: str) -> None:
-    """Run the selected tests of both files at once."""
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_by_the_interpreter(which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = {"cwd": HERE.parent.parent, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    started = [subprocess.Popen([*command, "-m", selection, HERE / f], text=True, **options) for f in FILES]
-    outputs = [process.communicate()[0] for process in started]
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output[-6000:]
-
-
-def test_kernels_by_the_interpreter():
-    run("not slow")
-
-
-@pytest.mark.slow
-def test_more_cases_by_the_interpreter():
-    run("slow")
+    done = subprocess.run([*command, "-m", which, CASES], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

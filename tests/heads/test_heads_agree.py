@@ -1,7 +1,10 @@
-"""Every head against `full` in float64: all options, reductions, chunkings, dtypes, strides and frozen operands."""
+"""Every head against `full` in float64: all options, reductions, chunkings, dtypes, strides, and extreme values."""
+
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from head_cases import (
     CHUNKED,
     HEADS,
@@ -20,40 +23,40 @@ from head_cases import (
 
 from t1lib.heads import linear_cross_entropy
 
-VARIANTS = [
-    ("chunked", {}),
-    ("chunked", {"chunks": 1000}),
-    ("chunked", {"by": "vocabulary", "chunks": 6}),
-    ("torch", {}),
-    ("torch", {"chunked": False}),
-]
+needs_torch = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this PyTorch")
+TORCH = [pytest.param("torch", {"chunked": chunked}, marks=needs_torch) for chunked in (True, False)]
+CHUNKINGS = [{}, {"chunks": 1000}, {"by": "vocabulary", "chunks": 6}]
+VARIANTS = [*(("chunked", own) for own in CHUNKINGS), *TORCH]
+by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+by_head = pytest.mark.parametrize("head, own", HEADS, ids=str)
+by_chunking = pytest.mark.parametrize("own", CHUNKED, ids=str)
 
 
 def lacks(head, own, name):
-    """Whether PyTorch's op lacks this option (its chunked path also lacks label smoothing), or is itself not there."""
-    lacking = name in ("softcap", "z_loss", "all") or ("smoothing" in name and own.get("chunked", True))
-    return head == "torch" and (lacking or not hasattr(torch.nn.functional, "linear_cross_entropy"))
+    """Whether PyTorch's op lacks this option; its chunked path also lacks label smoothing."""
+    return head == "torch" and (name in ("softcap", "z_loss", "all") or ("smoothing" in name and own["chunked"]))
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("head, own", VARIANTS)
 @pytest.mark.parametrize("name", OPTION_SETS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_agrees(reduction, name, variant):
-    head, own = variant
+def test_agrees(name, head, own):
     if lacks(head, own, name):
         pytest.skip("not in PyTorch's op")
-    for shape, bias in zip(SHAPES, (False, True, False), strict=True):
-        p = problem(*shape, bias=bias)
-        kwargs = options(name, p) | {"reduction": reduction}
-        assert_close(run(head, p, **kwargs, **own), run("full", p, **kwargs), 1e-11)
-    q = problem(37, 257, 20, dtype=torch.float32)  # chunked has one buffer then, which the softmax overwrites
-    kwargs |= options(name, q)
-    assert_close(run(head, q, **kwargs, **own), run("full", q.to(torch.float64), **kwargs), 3e-6)
+    for reduction in REDUCTIONS:
+        for shape, bias in zip(SHAPES, (False, True, False), strict=True):
+            p = problem(*shape, bias=bias)
+            kwargs = options(name, p) | {"reduction": reduction}
+            assert_close(run(head, p, **kwargs, **own), run("full", p, **kwargs), 1e-11)
+        q = problem(37, 257, 20, dtype=torch.float32)  # chunked has one buffer then, which the softmax overwrites
+        kwargs |= options(name, q)
+        assert_close(run(head, q, **kwargs, **own), run("full", q.to(torch.float64), **kwargs), 3e-6)
 
 
 @pytest.mark.parametrize("own", [{}, {"by": "vocabulary", "chunks": 6}], ids=str)
-@pytest.mark.parametrize("dtype, name", [*((torch.bfloat16, name) for name in OPTION_SETS), (torch.float16, "all")])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "dtype, name", [*((torch.bfloat16, name) for name in ("plain", "softcap", "all")), (torch.float16, "all")]
+)
 def test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction):
     p = problem(150, 1000, 64, dtype=dtype)
     kwargs = options(name, p) | {"reduction": reduction}
@@ -83,7 +86,7 @@ def test_the_upstream_scalar_is_not_rounded_to_16_bits(device="cpu"):
 
 
 @pytest.mark.parametrize("softcap", SOFTCAPS)
-@pytest.mark.parametrize("head, own", HEADS)
+@by_head
 def test_a_softcap_of_any_size(head, own, softcap):
     p = problem(37, 257, 16, dtype=torch.float32)
     got, want = (run(h, q, softcap=softcap, **o) for h, q, o in ((head, p, own), ("full", p.to(torch.float64), {})))
@@ -91,7 +94,7 @@ def test_a_softcap_of_any_size(head, own, softcap):
     assert_close(got, want, 3e-6)
 
 
-@pytest.mark.parametrize("own", CHUNKED, ids=str)
+@by_chunking
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head="chunked", device="cpu"):
     """Else cuBLAS takes five times as long. And what is beyond the last class reaches no result."""
@@ -103,8 +106,8 @@ def test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head="chunked", 
     assert_close(got, run("full", p.to(torch.float64)), 0.05 if dtype == torch.bfloat16 else 3e-6)
 
 
-@pytest.mark.parametrize("own", CHUNKED, ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@by_chunking
+@by_reduction
 def test_frozen_operands(own, reduction):
     p = problem(37, 257, 16)
     for wanted in range(1, 8):
@@ -112,13 +115,10 @@ def test_frozen_operands(own, reduction):
         assert_close(run("chunked", p, **kwargs, **own), run("full", p, **kwargs), 1e-12)
 
 
-@pytest.mark.parametrize("variant", [*HEADS, ("torch", {})], ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_leading_dimensions_and_strides(variant, reduction):
+@pytest.mark.parametrize("head, own", [*HEADS, TORCH[0]])
+@by_reduction
+def test_leading_dimensions_and_strides(head, own, reduction):
     """(B, S, D) input whose memory is transposed, a target that is a column, w with a stride; and a single token."""
-    head, own = variant
-    if lacks(head, own, "plain"):
-        pytest.skip("not in this PyTorch")
     flat = problem(15, 257, 16)
     e = flat.e.view(3, 5, 16).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     w, b = (torch.stack([t, t], -1)[..., 1].requires_grad_() for t in (flat.w, flat.b))
@@ -132,12 +132,11 @@ def test_leading_dimensions_and_strides(variant, reduction):
     want = run("full", flat, torch.ones_like(loss).flatten() if loss.dim() else torch.ones(()), **kwargs)
     assert_close([loss.detach().reshape(want[0].shape), got[0].reshape(15, 16), *got[1:]], want, 1e-12)
     one = linear_cross_entropy(flat.e[0], flat.w, flat.target[0], head=head, reduction=reduction, **own)
-    logits = flat.w @ flat.e[0]
-    torch.testing.assert_close(one, torch.nn.functional.cross_entropy(logits, flat.target[0], reduction=reduction))
+    torch.testing.assert_close(one, F.cross_entropy(flat.w @ flat.e[0], flat.target[0], reduction=reduction))
 
 
-@pytest.mark.parametrize("own", CHUNKED, ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@by_chunking
+@by_reduction
 def test_ignore_index_inside_the_vocabulary(own, reduction):
     p = problem(37, 257, 16, ignored=False)
     p.target[::3] = 5
@@ -147,9 +146,75 @@ def test_ignore_index_inside_the_vocabulary(own, reduction):
     assert (got[1][::3] == 0).all()
 
 
-@pytest.mark.parametrize("own", CHUNKED, ids=str)
+@by_chunking
 def test_no_tokens_at_all(own):
     p = problem(5, 7, 3)
     p.e, p.target = p.e[:0], p.target[:0]
     loss, de, dw, db = run("chunked", p, reduction="sum", **own)
     assert loss == 0 and de.shape == (0, 3) and (dw == 0).all() and (db == 0).all()
+
+
+@pytest.mark.parametrize("head, own", [*HEADS, *TORCH])
+@by_reduction
+def test_all_tokens_ignored(head, own, reduction):
+    p = problem(5, 257, 16)
+    p.target[:] = -100
+    loss, *grads = run(head, p, reduction=reduction, **own)
+    want = F.cross_entropy(p.e @ p.w.T, p.target, reduction=reduction)
+    torch.testing.assert_close(loss, want, equal_nan=True)
+    assert math.isnan(loss) if reduction == "mean" else (loss == 0).all()
+    assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("name", ["plain", "weight", "all"])
+@by_head
+def test_what_an_ignored_token_holds_reaches_no_result(head, own, name):
+    p = problem(37, 257, 16, dtype=torch.float32)
+    for reduction, bad in zip(REDUCTIONS, (math.nan, math.inf, math.nan), strict=True):
+        kwargs = {"reduction": reduction, **options(name, p), **own}
+        want = run(head, p, **kwargs)
+        ignored = p.to(torch.float32)
+        ignored.e = torch.where((p.target == -100)[:, None], bad, p.e)
+        got = run(head, ignored, **kwargs)
+        assert all(t.isfinite().all() for t in got) and (got[1][p.target == -100] == 0).all()
+        assert got[1][p.target != -100].abs().amax(1).min() > 0
+        assert_close(got, want, 3e-6)
+
+
+@by_head
+@pytest.mark.parametrize("offset, smoothing", [(1e3, 0.0), (-1e3, 0.2)])
+def test_large_offsets(head, own, offset, smoothing):
+    """A constant added to every logit changes only the rounding: 6e-5 for float32 logits near 1000."""
+    p = problem(37, 1000, 16, dtype=torch.float32)
+    p.b += offset
+    kwargs = {"reduction": "none", "label_smoothing": smoothing}
+    assert_close(run(head, p, **kwargs, **own), run("full", p.to(torch.float64), **kwargs), 3e-4)
+
+
+@by_head
+def test_certain_targets(head, own):
+    """p(target) → 1: the loss goes to 0 and stays there, and the gradient keeps the size of 1 − p."""
+    e, target = torch.eye(4, dtype=torch.float32), torch.arange(4)
+    w = torch.zeros(50, 4)
+    w[target, target] = torch.tensor([8.0, 14.0, 30.0, 1e3])
+    z = (e @ w.T).requires_grad_()
+    want = F.cross_entropy(z, target, reduction="none")
+    (dz,) = torch.autograd.grad(want.sum(), z)
+    losses = linear_cross_entropy(e, w.requires_grad_(), target, head=head, reduction="none", **own)
+    (dw,) = torch.autograd.grad(losses.sum(), w)
+    torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=2e-7)
+    torch.testing.assert_close(dw, dz.T @ e, rtol=1e-5, atol=2e-7)
+    assert (losses >= 0).all() and losses[3] == 0
+
+
+@by_head
+@pytest.mark.parametrize("masked", [slice(0, 86), slice(86, 200), slice(1, None)], ids=str)
+def test_logits_of_minus_infinity(head, own, masked):
+    """A bias of −inf masks whole chunks of the vocabulary: the first; the second and more; all but one column."""
+    p = problem(5, 257, 16)
+    p.b[masked] = -math.inf
+    allowed = (~p.b.isinf()).nonzero()[:, 0]
+    p.target = torch.where(p.target < 0, p.target, allowed[p.target % len(allowed)])
+    got, want = run(head, p, **own), run("full", p)
+    assert all(t.isfinite().all() for t in got)
+    assert_close(got, want, 1e-11)

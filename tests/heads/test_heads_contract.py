@@ -1,31 +1,32 @@
-"""The contract: messages for bad arguments, workspace, autocast, statistics, helpers."""
+"""The contract: messages for bad arguments, workspace, autocast, statistics, products, compilation, helpers."""
 
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, least_of, options, problem, refusal, run
 from head_cases import HEADS as TRIED
-from head_cases import Recorder, assert_close, least_of, options, problem, refusal, run
+from test_heads_agree import TORCH
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy, next_token_targets, parse_bytes
+from t1lib.heads import options as checks
 
 N, V, D = 5, 257, 16
 GOOD = problem(N, V, D, dtype=torch.float32)
 HUGE = 10**400
+PAIR = 2  # chunks that share a product for dW
 BAD = {
     "input scalar": ({"input": torch.tensor(1.0)}, r"input must have shape \(…, D\)"),
     "input of 8 bits": ({"input": GOOD.e.to(torch.float8_e4m3fn)}, "input must be .*bfloat16.*torch.float8"),
     "input sparse": ({"input": GOOD.e.to_sparse()}, "input must be a dense tensor.*sparse"),
-    "input of mkldnn": ({"input": GOOD.e.to_mkldnn()}, "input must be a dense tensor.*mkldnn"),
     "weight nested": ({"linear_weight": torch.nested.nested_tensor([GOOD.e])}, "linear_weight must be a dense tensor"),
     "weight 3-D": ({"linear_weight": torch.ones(V, 1, D)}, r"linear_weight must have shape \(V, D\).*\(257, 1, 16"),
     "no classes": ({"linear_weight": torch.ones(0, D)}, r"linear_weight must .*\(0, 16\)"),
     "dtype differs": ({"linear_weight": GOOD.w.half()}, "linear_weight is torch.float16, input torch.float32"),
     "bias shape": ({"linear_bias": torch.ones(V - 1)}, r"linear_bias must have shape \(257,\), got \(256,\)"),
     "target device": ({"target": GOOD.target.to("meta")}, "target is on meta, input on cpu"),
-    "target float": ({"target": torch.ones(N)}, "target must hold class indices.*torch.float32"),
     "target uint64": ({"target": torch.full((N,), 2**64 - 100, dtype=torch.uint64)}, "class indices.*torch.uint64"),
     "target probabilities": ({"target": torch.ones(N, V) / V}, "class probabilities"),
     "target shape": ({"target": GOOD.target[:-1]}, r"target must have shape \(5,\).*got \(4,\)"),
@@ -33,38 +34,30 @@ BAD = {
     "ignore_index too large": ({"ignore_index": HUGE}, "ignore_index must be an int of 64 bits"),
     "class weight shape": ({"weight": torch.ones(V + 1)}, r"weight must have shape \(257,\), got \(258,\)"),
     "class weight grad": ({"weight": torch.ones(V, requires_grad=True)}, "weight requires a gradient"),
-    "reduction": ({"reduction": "avg"}, "unknown reduction 'avg'; allowed: mean, sum, none"),
-    "reduction an array": ({"reduction": torch.ones(2).numpy()}, "unknown reduction"),
+    "reduction an array": ({"reduction": torch.ones(2).numpy()}, "unknown reduction .*allowed: mean, sum, none"),
     "return_stats": ({"return_stats": "x"}, "return_stats must be True or False"),
     "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be a number in \[0, 1\], got 1.5"),
     "softcap": ({"softcap": 0.0}, "softcap must be None or a finite number > 0, got 0.0"),
-    "softcap too large": ({"softcap": HUGE}, "softcap must be None or a finite number > 0"),
     "z_loss beyond what Python prints": ({"z_loss": 10**5000}, "z_loss must be a finite number >= 0"),
     "filter_eps": ({"filter_eps": 1.0}, r"filter_eps must be None or a number in \(0, 1\), got 1.0"),
-    "workspace of 400 digits": ({"workspace": "9" * 400 + "GiB"}, "bad size '999.*; allowed"),
     "head": ({"head": "fulll"}, "unknown head 'fulll'.*Did you mean 'full'"),
     "option": ({"head": "full", "chunks": 2}, "unknown option 'chunks' for head 'full'; its options: none"),
-    "fused's option": ({"head": "fused", "by": "sequence"}, "its options: chunks, accumulate"),
     "by": ({"head": "chunked", "by": "token"}, "unknown by 'token'; allowed: sequence, vocabulary"),
     "accumulate": ({"accumulate": "bfloat16"}, "unknown accumulate 'bfloat16'; allowed: float32"),
     "chunks": ({"head": "chunked", "chunks": 0}, "chunks must be an int >= 1, got 0"),
     "chunks and workspace": ({"head": "chunked", "chunks": 2, "workspace": "1GiB"}, "chunks or workspace, not both"),
     "chunked filter": ({"head": "chunked", "filter_eps": 0.1}, "has no filter_eps; heads that take it: full, fused"),
     "torch smoothing": ({"head": "torch", "label_smoothing": 0.1}, "has no label_smoothing with chunked=True"),
+    "torch softcap": ({"head": "torch", "softcap": 1.0}, "has no softcap; heads that"),
+    "torch workspace": ({"head": "torch", "workspace": "1GiB"}, "has no workspace; heads that"),
 }
-NUMBERS = {"softcap": 1.0, "z_loss": 1.0, "filter_eps": 0.1, "workspace": "1GiB", "return_stats": True}
-BAD |= {f"torch {name}": ({"head": "torch", name: x}, f"has no {name}; heads that") for name, x in NUMBERS.items()}
-
-
-def needs_torch_head(head):
-    if head == "torch" and not hasattr(F, "linear_cross_entropy"):
-        pytest.skip("this PyTorch has no linear_cross_entropy")
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments(case):
     change, message = BAD[case]
-    needs_torch_head(change.get("head"))
+    if change.get("head") == "torch" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this PyTorch has no linear_cross_entropy")
     arguments = {"input": GOOD.e, "linear_weight": GOOD.w, "target": GOOD.target} | change
     assert re.search(message, refusal(lambda: linear_cross_entropy(**arguments)))
 
@@ -93,11 +86,11 @@ def test_another_head_computes_where_the_kernels_of_fused_cannot(own):
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("own", [{}, {"by": "vocabulary"}], ids=str)
 def test_workspace_picks_a_chunk_or_says_the_least(own, name, dtype):
-    p = problem(37, V, D, dtype=dtype)
+    p = problem(20, 41, D, dtype=dtype)
     kwargs = options(name, p) | own
     least = least_of(lambda: run("chunked", p, workspace=100, **kwargs))
     assert least_of(lambda: run("chunked", p, workspace=least - 1, **kwargs)) == least
-    for workspace, chunks in ((least, V if own else 37), ("1GiB", 1)):
+    for workspace, chunks in ((least, 41 if own else 20), ("1GiB", 1)):
         found = []
         for sized in ({"workspace": workspace}, {"chunks": chunks}):
             with Recorder() as seen:
@@ -114,18 +107,13 @@ def test_full_checks_its_workspace():
     assert_close(run("full", p, workspace=need), run("full", p), 0.0)
 
 
-@pytest.mark.parametrize("head", ["full", "chunked", "torch"])
-def test_autocast_casts_as_linear_does(head):
-    needs_torch_head(head)
+@pytest.mark.parametrize("head, own", [("full", {}), ("chunked", {}), TORCH[0]])
+def test_autocast_casts_as_linear_does(head, own):
+    want = run(head, GOOD.to(torch.bfloat16), **own)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = run(head, GOOD)
-    half = GOOD.to(torch.bfloat16)
-    want = run(head, half)
-    assert all(g.dtype == torch.float32 for g in got)
+        got, exact = (run(head, p, **own) for p in (GOOD, GOOD.to(torch.float64)))
+    assert all(g.dtype == torch.float32 for g in got) and exact[0].dtype == torch.float64
     assert_close(got, want, 0.0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        exact = run(head, GOOD.to(torch.float64))
-    assert exact[0].dtype == torch.float64
 
 
 @pytest.mark.parametrize("head, own", TRIED)
@@ -154,14 +142,99 @@ def test_ties_count_as_correct(head, own):
     assert stats.correct.tolist() == [True, False, True, False]
 
 
+def record(p, reduction="mean", grad=(True, True, True), backward=True, **kwargs):
+    """A Recorder over one call of `chunked` (on a CPU the target's range check may wait, unless it is patched out)."""
+    e, w, b = (t.detach().requires_grad_(g) for t, g in zip((p.e, p.w, p.b), grad, strict=True))
+    with Recorder() as seen:
+        loss = linear_cross_entropy(e, w, p.target, head="chunked", linear_bias=b, reduction=reduction, **kwargs)
+        if backward:
+            loss.backward(torch.ones_like(loss))
+    return seen
+
+
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_never_waits_and_never_holds_more_than_a_chunk(own, name, reduction, monkeypatch):
+    monkeypatch.setattr(checks, "_check_range", lambda *_: None)
+    p = problem(64, 1000, 8, dtype=torch.bfloat16)
+    seen = record(p, reduction, **options(name, p), **own)
+    assert seen.waits == []
+    largest = 64 * 336 if "by" in own else PAIR * 8 * 1000
+    assert max(numel for numel, _ in seen.made) == largest
+    if "by" not in own:
+        p = problem(64, 1000, 64, dtype=torch.bfloat16)  # now a V × D buffer is larger than a chunk
+        seen = record(p, reduction, **options(name, p), **own)
+        assert {dtype for numel, dtype in seen.made if numel > 8 * 1000} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "own, reduction, grad, backward, products",
+    [
+        ({"chunks": 4}, "mean", (True, True, True), True, 2 * 4 + 4 // PAIR),
+        ({"chunks": 4}, "mean", (True, False, False), True, 2 * 4),
+        ({"chunks": 4}, "mean", (False, True, False), True, 4 + 4 // PAIR),
+        ({"chunks": 4}, "mean", (False, False, False), False, 1 * 4),
+        ({"chunks": 4}, "none", (True, True, True), False, 1 * 4),
+        ({"chunks": 4}, "none", (True, True, True), True, 3 * 4 + 4 // PAIR),
+        ({"chunks": 4, "by": "vocabulary"}, "mean", (True, True, True), True, 4 * 4),
+        ({"chunks": 4, "by": "vocabulary"}, "mean", (True, False, True), True, 3 * 4),
+    ],
+)
+def test_number_of_products(own, reduction, grad, backward, products):
+    """64 classes, because the columns beyond a multiple of 8 take a product of their own."""
+    assert len(record(problem(8, 64, 3), reduction, grad, backward, **own).products) == products
+
+
+@pytest.mark.parametrize("head, own", [*TRIED, *TORCH])
+def test_compiled(head, own):
+    """257 classes: the rows of logits are padded."""
+    p = problem(20, V, 8, dtype=torch.float32)
+
+    def call(e, w):
+        losses = linear_cross_entropy(e, w, p.target, head=head, linear_bias=p.b, reduction="none", **own)
+        return losses.sum() + linear_cross_entropy(e, w, p.target, head=head, **own)
+
+    found = []
+    for f in (call, torch.compile(call, backend="aot_eager")):
+        operands = [t.detach().clone().requires_grad_() for t in (p.e, p.w)]
+        loss = f(*operands)
+        found.append([loss.detach(), *torch.autograd.grad(loss, operands)])
+    assert_close(*found, 1e-6)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("head, own", [*TRIED[1:], *TORCH])
+def test_a_second_backward_is_right_or_refused_and_a_second_derivative_refused(head, own, reduction):
+    p = problem(8, 40, 3)
+    e = p.e.requires_grad_()
+    loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own)
+    ones = torch.ones_like(loss)
+    (first,) = torch.autograd.grad(loss, e, ones, retain_graph=True)
+    kept = first.clone()
+    if "by" in own or (head == "chunked" and reduction == "none") or own.get("chunked") is False:
+        assert torch.equal(torch.autograd.grad(loss, e, ones)[0], kept)
+    else:
+        assert "second backward" in refusal(lambda: torch.autograd.grad(loss, e, ones))
+    assert torch.equal(first, kept)
+    if own.get("chunked") is not False:
+        loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
+        assert "no second derivative" in refusal(lambda: torch.autograd.grad(loss, e, create_graph=True))
+
+
+def test_an_operand_changed_before_the_backward_is_noticed():
+    p = problem(8, 40, 3)
+    loss = linear_cross_entropy(p.e.requires_grad_(), p.w, p.target, head="chunked", by="vocabulary")
+    p.w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_parse_bytes():
     sizes = {0: 0, 7: 7, "7": 7, "7B": 7, "256MiB": 2**28, "1.5GiB": 3 * 2**29, "2 KiB": 2048, "2GB": 2 * 10**9}
     assert {text: parse_bytes(text) for text in sizes} == sizes
-
-
-@pytest.mark.parametrize("text", ["MiB", "1.5.1GiB", "3 miles", "256mib", 1.5, None, True, -2])
-def test_parse_bytes_refuses(text):
-    assert re.search(r"bad size .*allowed: .*MiB", refusal(lambda: parse_bytes(text)))
+    for wrong in ("MiB", "1.5.1GiB", "3 miles", "256mib", "9" * 400 + "GiB", 1.5, None, True, -2):
+        assert re.search(r"bad size .*allowed: .*MiB", refusal(lambda wrong=wrong: parse_bytes(wrong)))
 
 
 def test_next_token_targets():

@@ -1,23 +1,40 @@
-"""The vocabulary-parallel heads on two and three processes against one; each set of processes runs all cases."""
+"""The vocabulary-parallel heads, and `patch_head`, on two and three processes against one.
 
+Each set of processes runs all cases of its size; they run this file as a script.
+"""
+
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+from huggingface_fsdp import wrapped
+from parallel_cases import Cases, edges, exact, kernels
+from parallel_manners import groups_made_anew, manners
+from parallel_refusals import refusals
+from processes import SIZES, Outcomes, work
+
 from t1lib.errors import T1Error
 from t1lib.heads.parallel import linear_cross_entropy
 
-pytest.importorskip("triton")
-from parallel_worker import alone, cases
-from processes import SIZES, Outcomes
 
-WORKER = Path(__file__).parent / "parallel_worker.py"
+def cases(size: int, folder: Path | None = None) -> Cases:
+    found = {**exact(size), **edges(size), **kernels(size), **manners(size), **refusals(size)}
+    return {**found, **wrapped()} if size == 2 else found
+
+
+def alone(size: int, folder: Path | None = None) -> Cases:
+    return {"groups made anew": partial(groups_made_anew, size)}
+
+
 NAMES = [(size, name) for size in SIZES for name in {**cases(size), **alone(size)}]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> Outcomes:
-    return Outcomes(WORKER, tmp_path_factory.mktemp("parallel"))
+    return Outcomes(Path(__file__), tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.mark.parametrize("size, name", NAMES, ids=str)
@@ -29,3 +46,7 @@ def test_on_every_process(outcomes, size, name):
 def test_without_a_group():
     with pytest.raises(T1Error, match=r"not initialised; call torch\.distributed\.init_process_group"):
         linear_cross_entropy(None, None, None)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), cases, alone)

@@ -3,12 +3,8 @@
 import copy
 import inspect
 import pickle
-import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,18 +67,16 @@ def test_other_arguments_reach_the_model():
 def test_embeddings_caches_positions_and_tuples():
     own, ours = pair("Llama")
     ids, labels = batch().values()
-    embeds = own.get_input_embeddings()(ids).detach()
-    compare(own, ours, inputs_embeds=embeds, labels=labels)
-    caches = [model(input_ids=ids[:, :6]).past_key_values for model in (own, ours)]
-    losses = [
-        model(input_ids=ids[:, 6:], labels=labels[:, 6:], past_key_values=cache).loss
-        for model, cache in zip((own, ours), caches, strict=True)
-    ]
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0.0)
-    expected, got = (model(input_ids=ids, labels=labels, return_dict=False, use_cache=False) for model in (own, ours))
-    assert isinstance(got, tuple) and len(got) == len(expected) and got[1] is None
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(ours(ids, None, None, None, None, labels).loss, expected[0], rtol=1e-6, atol=0.0)
+    compare(own, ours, inputs_embeds=own.get_input_embeddings()(ids).detach(), labels=labels)
+    found = []
+    for model in (own, ours):
+        cache = model(input_ids=ids[:, :6]).past_key_values
+        cached = model(input_ids=ids[:, 6:], labels=labels[:, 6:], past_key_values=cache).loss
+        found.append([cached, *model(input_ids=ids, labels=labels, return_dict=False, use_cache=False)])
+    (expected, loss, *others), (got, own_loss, logits, *rest) = found
+    torch.testing.assert_close([got, own_loss], [expected, loss], rtol=1e-6, atol=0.0)
+    assert logits is None and len(others) == 1 + len(rest)
+    torch.testing.assert_close(ours(ids, None, None, None, None, labels).loss, loss, rtol=1e-6, atol=0.0)
 
 
 def test_logits_if_asked_for():
@@ -108,17 +102,15 @@ def test_no_logits_are_made():
 
 def test_training_modes():
     own, ours = pair("Qwen3", CHUNKED, attention_dropout=0.1)
-    inputs = batch()
+    found = []
     for model in (own, ours):
         model.train()
         model.gradient_checkpointing_enable()
-    results = []
-    for model in (own, ours):
         torch.manual_seed(3)
-        loss = model(**inputs).loss
-        results.append((loss.detach(), gradients(model, loss)))
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-6, atol=0.0)
-    assert_close(results[0][1], results[1][1])
+        loss = model(**batch()).loss
+        found.append((loss.detach(), gradients(model, loss)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0.0)
+    assert_close(found[0][1], found[1][1])
 
 
 def test_bfloat16_and_autocast():
@@ -218,45 +210,28 @@ def test_threads():
         assert all(pool.map(work, range(60)))
 
 
-@pytest.mark.parametrize("order", ["compiled last", pytest.param("compiled first", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["compiled last", "compiled first"])
 def test_compiled(order):
     own = build("Cohere", num_hidden_layers=1)
     ours = copy.deepcopy(own)
     ours = torch.compile(patch_head(ours) if order == "compiled last" else ours, backend="eager")
     ours = ours if order == "compiled last" else patch_head(ours)
-    inputs = batch()
-    expected, got = own(**inputs), ours(**inputs, use_cache=False)
-    assert got.logits is None
-    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=0.0)
-    assert_close(gradients(own, expected.loss), gradients(ours, got.loss))
+    compare(own, ours, **batch(), use_cache=False)
     torch._dynamo.reset()
 
 
 # ---------------------------------------------------------------- trainers
 
 
-class Texts(torch.utils.data.Dataset):
-    def __init__(self, count: int = 64) -> None:
-        self.rows = batch(rows=count, seed=7)
-
-    def __len__(self) -> int:
-        return len(self.rows["input_ids"])
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: values[index] for name, values in self.rows.items()}
-
-
-def trainer(model, folder, base=transformers.Trainer, **settings):
-    settings = {"max_steps": 20, "logging_steps": 1, "report_to": [], "use_cpu": True, **settings}
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        save_strategy="no",
-        disable_tqdm=True,
-        learning_rate=1e-3,
-        per_device_train_batch_size=2,
-        **settings,
-    )
-    return base(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts(8))
+def trainer(model, folder, base=transformers.Trainer, kind=transformers.TrainingArguments, **settings):
+    rows = {name: values.tolist() for name, values in batch(rows=64, seed=7).items()}
+    rows = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    quiet = {"save_strategy": "no", "disable_tqdm": True, "report_to": [], "use_cpu": True, "logging_steps": 1}
+    arguments = kind(str(folder), learning_rate=1e-3, per_device_train_batch_size=2, **quiet, **settings)
+    more = {} if base is transformers.Trainer else {"processing_class": tokenizer()}
+    collate = transformers.default_data_collator
+    return base(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:8], data_collator=collate, **more)
 
 
 def losses(run) -> list[float]:
@@ -266,9 +241,9 @@ def losses(run) -> list[float]:
 
 def test_trainer(tmp_path):
     own, ours = pair("Qwen3", CHUNKED)
-    runs = [trainer(model, tmp_path) for model in (own, ours)]
+    runs = [trainer(model, tmp_path, max_steps=8) for model in (own, ours)]
     expected, got = (losses(run) for run in runs)
-    assert len(got) == 20 and got == pytest.approx(expected, rel=1e-5)
+    assert len(got) == 8 and got == pytest.approx(expected, rel=1e-5)
     evaluated = [run.evaluate()["eval_loss"] for run in runs]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
 
@@ -285,32 +260,30 @@ def test_trainer_with_accumulation_in_bfloat16(tmp_path):
     assert patch_head(ours)(**batch()).logits is None
 
 
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {str(word): word for word in range(VOCAB)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
+
+
 @pytest.mark.slow
 def test_sft_trainer(tmp_path):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
 
-    own, ours = pair("Qwen3", CHUNKED)
-    rows = datasets.Dataset.from_list([{name: v.tolist() for name, v in row.items()} for row in Texts()])
+    class Sft(trl.SFTTrainer):
+        def __init__(self, train_dataset, **given):
+            given["eval_dataset"] = None
+            super().__init__(train_dataset=datasets.Dataset.from_list(train_dataset), **given)
 
-    class OwnLoss(trl.SFTTrainer):
+    class OwnLoss(Sft):
         compute_loss = transformers.Trainer.compute_loss
 
-    def run(model, base):
-        config = trl.SFTConfig(
-            str(tmp_path), max_steps=5, logging_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
-            disable_tqdm=True, dataset_kwargs={"skip_prepare_dataset": True}, per_device_train_batch_size=2,
-        )  # fmt: skip
-        return losses(base(model=model, args=config, train_dataset=rows, processing_class=tokenizer))
-
-    words = Tokenizer(WordLevel({str(word): word for word in range(VOCAB)}, unk_token="0"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
-
-    expected = run(copy.deepcopy(own), trl.SFTTrainer)
-    assert run(copy.deepcopy(ours), trl.SFTTrainer) == pytest.approx(expected, rel=1e-4)  # TRL's own head
-    assert run(ours, OwnLoss) == pytest.approx(expected, rel=1e-4)
+    own, ours = pair("Qwen3", CHUNKED)
+    settings = {"kind": trl.SFTConfig, "max_steps": 5, "bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    expected = losses(trainer(copy.deepcopy(own), tmp_path, Sft, **settings))
+    for model, base in ((copy.deepcopy(ours), Sft), (ours, OwnLoss)):  # TRL's own head, and ours
+        assert losses(trainer(model, tmp_path, base, **settings)) == pytest.approx(expected, rel=1e-4)
 
 
 # ---------------------------------------------------------------- adapters and shards
@@ -320,18 +293,15 @@ def test_sft_trainer(tmp_path):
 def test_lora(order):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    own = build("Llama")
-    ours = copy.deepcopy(own)
-    torch.manual_seed(1)
-    own = peft.get_peft_model(own, config)
-    torch.manual_seed(1)
-    if order == "before":
-        patch_head(ours, head="chunked")
-    lm, ours = ours, peft.get_peft_model(ours, config)
+    found = []
+    for patched in (False, True):
+        lm = patch_head(build("Llama"), head="chunked") if patched and order == "before" else build("Llama")
+        torch.manual_seed(1)
+        found.append(peft.get_peft_model(lm, config))
     if order != "before":
-        patch_head(ours if order == "after" else lm, head="chunked")
-    compare(own, ours, **batch())
-    assert unpatch_head(ours)(**batch()).logits is not None
+        patch_head(found[1] if order == "after" else lm, head="chunked")
+    compare(*found, **batch())
+    assert unpatch_head(found[1])(**batch()).logits is not None
 
 
 def test_an_output_layer_that_peft_trains():
@@ -359,15 +329,6 @@ def test_an_adapter_on_the_output_layer_is_refused_by_name():
     with pytest.raises(T1Error, match=r"lora.*Linear"):
         ours(**batch())
     assert ours(input_ids=batch()["input_ids"]).logits is not None
-
-
-def test_fsdp2_and_ddp_on_two_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("huggingface_fsdp.py")
-    run = subprocess.run([sys.executable, script, str(port)], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and run.stdout.count("passed") == 4, run.stdout + run.stderr[-3000:]
 
 
 # ---------------------------------------------------------------- bad input
@@ -410,18 +371,12 @@ def test_output_layers_that_are_refused():
     assert "meta" in refused(model, **batch())
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"head": "fast"}, "fast"),
-        ({"head": "full", "chunks": 3}, "chunks"),
-        ({"softcap": 30.0}, "softcap"),
-        ({"workspace": "much"}, "much"),
-    ],
-)
-def test_options_that_are_refused(options, words):
+def test_options_that_are_refused():
     model = build("Llama")
-    assert words in refused(patch_head, model, **options)
+    for options in ({"head": "fast"}, {"head": "full", "chunks": 3}, {"softcap": 30.0}, {"workspace": "much"}):
+        name, value = list(options.items())[-1]
+        message = refused(patch_head, model, **options)
+        assert name in message or value in message
     assert "forward" not in model.__dict__
 
 
