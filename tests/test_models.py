@@ -81,17 +81,9 @@ def test_sizes_are_those_of_the_model(tmp_path):
     assert sizes(str(tmp_path)) == expected
 
 
-@pytest.mark.parametrize(
-    ("preset", "billions"),
-    [
-        ("qwen3-0.6b", 0.5960),
-        ("qwen3-8b", 8.1907),
-        ("llama-3.2-1b", 1.2358),
-        ("gemma-2-2b", 2.6143),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(preset, billions):
-    assert round(sizes(preset)["params"] / 1e9, 4) == billions
+def test_presets_have_the_published_number_of_parameters():
+    published = {"qwen3-0.6b": 0.5960, "qwen3-8b": 8.1907, "llama-3.2-1b": 1.2358, "gemma-2-2b": 2.6143}
+    assert {preset: round(sizes(preset)["params"] / 1e9, 4) for preset in published} == published
 
 
 @pytest.mark.parametrize(
@@ -99,22 +91,18 @@ def test_presets_have_the_published_number_of_parameters(preset, billions):
     [
         ("tiny", {"num_key_value_heads": 3}, "num_key_value_heads=3; allowed: divisors of num_attention_heads=4"),
         ("tiny", {"hidden_size": -64}, "hidden_size=-64; allowed: 1 or more"),
-        ("tiny", {"intermediate_size": 1.5}, "intermediate_size=1.5; allowed: 1 or more"),
         ("tiny", {"hidden_act": "foo"}, "unknown hidden_act 'foo'; allowed: gelu, .*silu"),
-        ("tiny", {"dtype": "float16"}, "dtype='float16' is no change of the shape; allowed: by its own option --dtype"),
         ("tiny", {"model_type": "nope"}, "unknown model_type 'nope'; allowed: gpt.* more"),
         ("tiny", {"attention_dropout": 2.0}, "attention_dropout=2.0; allowed: 0 to 1"),
         ("tiny", {"num_hidden_layers": 100_000}, "num_hidden_layers=100000; allowed: 1 or more, at most 1024"),
-        ("tiny", {"pad_token_id": 10**6}, "no model of type 'qwen3' can be made"),
     ],
 )
 def test_changes_that_make_no_model_are_named(preset, changes, message):
     with pytest.raises(T1Error, match=message) as raised:
         shape_only(preset, torch.float32, **changes)
     assert len(str(raised.value)) < 300
-    if "dtype" not in changes:
-        with pytest.raises(T1Error, match=message):
-            build_model(preset, **changes)
+    with pytest.raises(T1Error, match=message):
+        build_model(preset, **changes)
 
 
 @pytest.fixture
@@ -155,12 +143,12 @@ def test_no_other_implementation_of_attention_is_loaded(folder, asked):
     assert build_model(str(folder)).config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["a" * 300 + "/b", "a" * 5000, "a\0b", ""])
-def test_names_that_no_folder_can_have(name):
-    for call in (build_model, shape_only):
-        with pytest.raises(T1Error, match="unknown model") as raised:
-            call(name)
-        assert len(str(raised.value)) < 300
+def test_names_that_no_folder_can_have():
+    for name in ("a" * 300 + "/b", "a" * 5000, "a\0b", ""):
+        for call in (build_model, shape_only):
+            with pytest.raises(T1Error, match="unknown model") as raised:
+                call(name)
+            assert len(str(raised.value)) < 300
 
 
 def test_split_names_the_parts():

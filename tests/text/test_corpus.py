@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_another_order():
     assert not torch.equal(other.held_out, one.held_out)
 
 
-@pytest.mark.parametrize("share", [0.0001, 0.05, 0.5, 0.9999])
+@pytest.mark.parametrize("share", [0.0001, 0.05, 0.9999])
 def test_rows_are_the_texts_in_order_and_the_last_are_held_out(share, monkeypatch):
     monkeypatch.setattr(corpus, "HELD_OUT", share)
     found = corpus.load_corpus(600, 32, source=SOURCE)
@@ -84,23 +84,13 @@ def test_a_damaged_cache_is_made_again(cache, monkeypatch):
         assert trained.pop() and kept.read_bytes() == whole
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+def test_bad_arguments_are_named_and_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+    for wrong, message in (({"seq": 1}, "seq 1"), ({"seq": 10**7}, "two rows"), ({"limit": "12 parsecs"}, "bad size")):
+        with pytest.raises(T1Error, match=message):
+            corpus.load_corpus(**{"vocabulary": 600, "seq": 32, "source": SOURCE} | wrong)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("T1_CACHE", str(tmp_path / "file" / "cache"))
     assert len(corpus.load_corpus(600, 32, source=SOURCE).train)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"seq": 1}, "seq 1"),
-        ({"seq": 10**7}, "less than two rows"),
-        ({"limit": "12 parsecs"}, "bad size"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(T1Error, match=message):
-        corpus.load_corpus(**{"vocabulary": 600, "seq": 32, "source": SOURCE} | arguments)
 
 
 def test_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_row_once():

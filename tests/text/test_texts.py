@@ -1,9 +1,11 @@
 """Texts: what is read from the standard library, files and folders, and what is refused."""
 
+import importlib.util
 import json
 import os
 from contextlib import suppress
 
+import pandas
 import pytest
 
 from t1lib.errors import T1Error
@@ -39,11 +41,13 @@ def test_a_folder_gives_all_text_below_it(tmp_path):
     (tmp_path / "deep" / "a.md").write_text("some text")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\x01")
     (tmp_path / "nul.txt").write_text("a\0b")
+    (tmp_path / "mark.TXT").write_bytes(b"\xef\xbb\xbfthird")
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "blank.txt").write_text(" \n")
     lines = [{"text": "first"}, {"content": "second", "id": 3}]
-    (tmp_path / "part.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert read_texts(tmp_path) == {"deep/a.md": "some text", "part.jsonl#0": "first", "part.jsonl#1": "second"}
+    (tmp_path / "PART.JSONL").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    lines = {"PART.JSONL#0": "first", "PART.JSONL#1": "second"}
+    assert read_texts(tmp_path) == {"deep/a.md": "some text", "mark.TXT": "third", **lines}
     assert read_texts(tmp_path / "deep" / "a.md") == {"a.md": "some text"}
     assert sum(map(len, read_texts(tmp_path, 10).values())) <= 10
 
@@ -65,11 +69,9 @@ def test_the_hash_is_of_names_and_texts_in_any_order():
     ("name", "content", "message"),
     [
         ("a.bin", b"\x00\x01", "not UTF-8 text"),
-        ("a.txt", b"\xff\xfe", "not UTF-8 text"),
         ("a.txt", b" \n", "corpus is empty"),
         ("a.jsonl", b"{", "line 1: not JSON"),
         ("a.jsonl", b'{"title": "x"}', "record 0: no text; allowed: an object with a string in 'text' or 'content'"),
-        ("a.jsonl", b"[1]", "record 0: no text"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1: not JSON"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl, record 0: the text is not Unicode"),
     ],
@@ -100,24 +102,13 @@ def test_a_limit_below_every_text_says_what_it_may_be(tmp_path):
 
 
 def test_parquet_needs_its_library(tmp_path):
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        (tmp_path / "a.parquet").write_bytes(b"PAR1")
-        with pytest.raises(T1Error, match="pyarrow"):
-            read_texts(tmp_path)
-        return
-    import pandas as pd
-
-    pd.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
-    assert read_texts(tmp_path) == {"a.parquet#0": "one", "a.parquet#1": "two"}
-
-
-def test_a_broken_parquet_shard_is_refused_by_name(tmp_path):
-    pytest.importorskip("pyarrow")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(T1Error, match=r"cannot read .*a\.parquet: "):
+    there = importlib.util.find_spec("pyarrow")
+    with pytest.raises(T1Error, match=r"cannot read .*a\.parquet: " if there else "pyarrow"):
         read_texts(tmp_path)
+    if there:
+        pandas.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
+        assert read_texts(tmp_path) == {"a.parquet#0": "one", "a.parquet#1": "two"}
 
 
 def test_folders_with_a_run_are_left_out(tmp_path):
@@ -133,7 +124,7 @@ def test_folders_with_a_run_are_left_out(tmp_path):
         read_texts(run)
 
 
-@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "part.jsonl.gz", "A.JSONL.GZ", "a.zst", "a.bz2", "a.xz"])
+@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "A.JSONL.GZ"])
 def test_a_dataset_of_a_kind_that_is_not_read_is_refused_by_name(tmp_path, name):
     (tmp_path / "README.md").write_text("about the dataset")
     (tmp_path / name).write_bytes(b"\xff\x00")
@@ -141,12 +132,6 @@ def test_a_dataset_of_a_kind_that_is_not_read_is_refused_by_name(tmp_path, name)
     for source in (tmp_path, tmp_path / name):
         with pytest.raises(T1Error, match=message):
             read_texts(source)
-
-
-def test_suffixes_are_of_any_case_and_a_byte_order_mark_is_no_text(tmp_path):
-    (tmp_path / "A.JSONL").write_bytes(b'\xef\xbb\xbf{"text": "first"}\n')
-    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfsecond")
-    assert read_texts(tmp_path) == {"A.JSONL#0": "first", "b.txt": "second"}
 
 
 def test_linked_folders_are_read_once_and_without_end(tmp_path):

@@ -35,7 +35,7 @@ def of_layers(kind: str = "qwen3", **more: Any):
     return found
 
 
-def ragged(count: int = 5) -> list[dict]:
+def ragged(count: int = 3) -> list[dict]:
     """Batches of five rows, each row with a different number of ignored tokens."""
     generator = torch.Generator().manual_seed(2)
     found = []

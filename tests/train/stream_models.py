@@ -13,7 +13,7 @@ from t1lib.train import build_model
 
 LAYERS = 4
 ROWS, LENGTH, VOCABULARY = 4, 7, 61
-STEPS = 10
+STEPS = 6
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": LAYERS}
 SHAPE |= {"vocab_size": VOCABULARY, "num_attention_heads": 4, "num_key_value_heads": 2}
 

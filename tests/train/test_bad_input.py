@@ -13,7 +13,6 @@ from t1lib.train import make_trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
 SMALL |= {"head_dim": 8, "max_position_embeddings": 16}
-LLAMA = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def model(dtype=torch.float32, **changes):
@@ -24,7 +23,6 @@ def model(dtype=torch.float32, **changes):
     ("options", "parts"),
     [
         ({"mode": "slides"}, ["unknown mode 'slides'", "allowed: gpu, gpu-graph, ckpt, slide, fsdp", "'slide'?"]),
-        ({"head": "ful"}, ["unknown head 'ful'", "full", "chunked"]),
         ({"optimizer": "adam"}, ["unknown optimizer 'adam'", "allowed: sgd, adamw"]),
         ({"loss": "mse"}, ["unknown loss 'mse'", "allowed: cross_entropy, mean_square"]),
         ({"loss": "mean_square", "micro_batch": 1}, ["'mean_square' with micro_batch=1", "allowed: None"]),
@@ -41,14 +39,11 @@ def model(dtype=torch.float32, **changes):
         ({"mode": "gpu", "slots": 3}, ["slots", "head_options"]),
         ({"micro_batch": 0}, ["micro_batch=0", "allowed: 1 or more"]),
         ({"max_grad_norm": 0.0}, ["max_grad_norm=0.0", "allowed: more than 0"]),
-        ({"micro_batch": True}, ["micro_batch=True", "whole numbers"]),
-        ({"max_grad_norm": "1"}, ["max_grad_norm='1'", "allowed: more than 0"]),
         ({"device": "gpu"}, ["device 'gpu'", "allowed: 'cpu', 'cuda'"]),
         ({"mode": "slide", "gpu_memory": "1GiB", "plan_for": (1, 8), "optimizer": 5}, ["optimizer=5"]),
         ({"schedule": "cosine"}, ["schedule='cosine'", "`Schedule`"]),
         ({"optimizer": {"name": "sgd"}}, ["optimizer={'name': 'sgd'}", "`OptimizerSpec`"]),
         ({"head_options": {"reduction": "sum"}}, ["option of the head 'reduction'", "allowed: workspace"]),
-        ({"head_options": {"weight": None}}, ["option of the head 'weight'", "allowed: workspace"]),
     ],
     ids=str,
 )
@@ -66,17 +61,11 @@ def test_options_of_a_trainer(options, parts):
         (lambda: OptimizerSpec("adamw", moments="fp8"), ["moments 'fp8'", "allowed: float32, bfloat16"]),
         (lambda: OptimizerSpec("sgd", master_weights=True, split_master=True), ["split_master", "name='adamw'"]),
         (lambda: OptimizerSpec("adamw", betas=(0.9,)), ["betas (0.9,)", "allowed: two"]),
-        (lambda: OptimizerSpec("adamw", betas=0.9), ["betas 0.9; allowed: two"]),
         (lambda: OptimizerSpec("sgd", lr=float("inf")), ["lr inf", "a finite number"]),
         (lambda: OptimizerSpec("sgd", lr=-0.1), ["-0.1", "allowed: a finite number, 0 or more"]),
-        (lambda: OptimizerSpec("sgd", lr="x"), ["lr 'x'; allowed: a finite number"]),
-        (lambda: OptimizerSpec("adamw", eps=float("nan")), ["eps nan; allowed: a finite number"]),
-        (lambda: OptimizerSpec("adamw", weight_decay=float("inf")), ["weight_decay inf; allowed: a finite number"]),
         (lambda: Schedule("cosine", total="a"), ["schedule of total=", "allowed:"]),
         (lambda: Schedule("cosine", total=4, warmup=None), ["schedule of warmup=", "allowed:"]),
-        (lambda: Schedule("cosine", total=4, least="x"), ["schedule of least=", "allowed:"]),
         (lambda: Schedule("linear", warmup=-3, total=5), ["warmup=-3", "0 or more"]),
-        (lambda: Schedule("linear", total=5, least=-1.0), ["least=-1.0", "0 to 1"]),
         (lambda: Schedule("step"), ["schedule 'step'", "constant, linear, cosine"]),
         (lambda: Schedule("cosine", warmup=5, total=5), ["total=5", "warmup=5", "beyond warmup"]),
     ],
@@ -85,17 +74,19 @@ def test_optimizers_and_schedules(call, parts):
     refused(call, *parts)
 
 
-def test_unknown_models(tmp_path):
+def test_models_and_folders(tmp_path):
     refused(lambda: build_model("qwen3-1.7"), "'qwen3-1.7'", "qwen3-1.7b", "checkpoint directory", "owner/model")
-    missing, empty = tmp_path / "missing", tmp_path / "empty"
+    refused(lambda: build_model("tiny", num_hidden_layer=2), "num_hidden_layer", "num_hidden_layers")
+    missing, empty, wrong, saved = (tmp_path / name for name in ("missing", "empty", "wrong", "saved"))
     empty.mkdir()
+    wrong.mkdir()
+    (wrong / "config.json").write_text("{}")
+    model().save_pretrained(saved)
     refused(lambda: build_model(str(missing)), str(missing), "checkpoint directory")
     refused(lambda: build_model(str(empty)), str(empty), "presets that need no files: tiny")
-
-
-def test_a_checkpoint_takes_no_changes(tmp_path):
-    model().save_pretrained(tmp_path)
-    refused(lambda: build_model(str(tmp_path), num_hidden_layers=1), str(tmp_path), "num_hidden_layers", "no preset")
+    refused(lambda: build_model(str(wrong)), "cannot load")
+    refused(lambda: sizes(str(wrong)), "cannot load")
+    refused(lambda: build_model(str(saved), num_hidden_layers=1), str(saved), "num_hidden_layers", "no preset")
 
 
 def ids(rows=2, length=11, **at):
@@ -107,18 +98,14 @@ def ids(rows=2, length=11, **at):
 
 BATCHES = {
     "too large an id": ({"input_ids": ids(bad=97)}, ["input_ids hold 97", "allowed: 0 to 96"]),
-    "negative id": ({"input_ids": ids(bad=-1)}, ["input_ids hold -1", "allowed: 0 to 96"]),
     "no ids": ({"labels": ids()}, ["`input_ids`", "(batch, sequence)", "found None"]),
-    "ids of one dimension": ({"input_ids": ids()[0]}, ["`input_ids`", "(batch, sequence)", "(11,)"]),
     "no tokens": ({"input_ids": ids()[:, :0]}, ["`input_ids`", "(2, 0)"]),
     "too long": ({"input_ids": ids(length=17)}, ["17 tokens", "16 positions"]),
     "too large a label": ({"input_ids": ids(), "labels": ids(bad=97)}, ["labels hold 97", "allowed: 0 to 96, or -100"]),
-    "negative label": ({"input_ids": ids(), "labels": ids(bad=-1)}, ["labels hold -1", "allowed: 0 to 96, or -100"]),
     "a key nobody reads": ({"input_ids": ids(), "lables": ids()}, ["'lables'", "allowed: input_ids, and labels"]),
     "labels shifted": ({"input_ids": ids(), "labels": ids()[:, 1:]}, ["labels (2, 10)", "input_ids (2, 11)"]),
     "no label that counts": ({"input_ids": ids(), "labels": torch.full((2, 11), -100)}, ["no label counts"]),
     "ids of floats": ({"input_ids": ids().float()}, ["input_ids of torch.float32", "allowed: a tensor of integers"]),
-    "ids of bools": ({"input_ids": ids().bool()}, ["input_ids of torch.bool", "allowed: a tensor of integers"]),
     "labels that are no numbers": ({"input_ids": ids(), "labels": ids() * float("nan")}, ["labels of torch.float"]),
 }
 
@@ -143,42 +130,28 @@ def test_a_refused_batch_changes_nothing(trainer, name):
 LAST = "model.layers.1.mlp.down_proj.weight"  # so that everything before it has already been checked
 
 
-def without_weight(state):
-    del state["model"][LAST]
-
-
-def of_other_shape(state):
-    state["model"][LAST] = torch.zeros(32, 49)
-
-
-def without_optimizer(state):
-    del state["optimizer"][LAST]
-
-
-def of_another_moment(state):
-    state["optimizer"][LAST]["exp_avg"] = torch.zeros(3, 3)
-
-
-def of_nothing(state):
-    del state["optimizer"]
-
-
 STATES = {
-    without_weight: [f"{LAST!r}", "another model"],
-    of_other_shape: [f"{LAST!r}", "(32, 49)", "(32, 48)"],
-    without_optimizer: [f"{LAST!r}", "no optimizer state"],
-    of_another_moment: [f"{LAST!r}", "exp_avg", "(3, 3)", "(32, 48)"],
-    of_nothing: ["lacks optimizer"],
-}
+    "without a weight": (lambda state: state["model"].pop(LAST), [f"{LAST!r}", "another model"]),
+    "of another shape": (
+        lambda state: state["model"].update({LAST: torch.zeros(32, 49)}), [f"{LAST!r}", "(32, 49)", "(32, 48)"]
+    ),
+    "without a parameter's state": (lambda state: state["optimizer"].pop(LAST), [f"{LAST!r}", "no optimizer state"]),
+    "of another moment": (
+        lambda state: state["optimizer"][LAST].update(exp_avg=torch.zeros(3, 3)),
+        [f"{LAST!r}", "exp_avg", "(3, 3)", "(32, 48)"],
+    ),
+    "without an optimizer": (lambda state: state.pop("optimizer"), ["lacks optimizer"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("spoil", STATES, ids=lambda f: f.__name__)
-def test_a_refused_checkpoint_changes_nothing(trainer, spoil):
+@pytest.mark.parametrize("name", STATES)
+def test_a_refused_checkpoint_changes_nothing(trainer, name):
+    spoil, parts = STATES[name]
     other = trainer.state_dict()
     trainer.step({"input_ids": ids()})
     before = trainer.state_dict()
     spoil(other)
-    refused(lambda: trainer.load_state_dict(other), *STATES[spoil])
+    refused(lambda: trainer.load_state_dict(other), *parts)
     assert_same(trainer.state_dict(), before)
 
 
@@ -201,10 +174,6 @@ def test_masters_that_a_checkpoint_lacks_are_made_of_its_weights(mode):
     wide.close()
 
 
-def test_mistyped_field_of_a_preset():
-    refused(lambda: build_model("tiny", num_hidden_layer=2), "num_hidden_layer", "num_hidden_layers")
-
-
 def test_state_of_another_optimizer():
     adamw, sgd = make_trainer(model(), "gpu", optimizer="adamw"), make_trainer(model(), "slide", optimizer="sgd")
     adamw.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
@@ -213,23 +182,12 @@ def test_state_of_another_optimizer():
     refused(lambda: sgd.load_state_dict(momentum.state_dict()), "momentum_buffer")
 
 
-def test_checkpoint_directory_without_a_usable_configuration(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    refused(lambda: build_model(str(tmp_path)), "cannot load")
-    refused(lambda: sizes(str(tmp_path)), "cannot load")
-
-
-@pytest.mark.parametrize("mode", ["gpu", "slide"])
-def test_what_is_no_model(mode):
-    refused(lambda: make_trainer(torch.nn.Linear(2, 2), mode), "model of type Linear", "allowed: a decoder")
-
-
-def test_a_trained_head_behind_the_loss():
-    own = model(tie_word_embeddings=False)
+def test_models_that_cannot_be_trained():
+    for mode in ("gpu", "slide"):
+        given = ["model of type Linear", "allowed: a decoder"]
+        refused(lambda mode=mode: make_trainer(torch.nn.Linear(2, 2), mode), *given)
+    frozen, own = model().requires_grad_(False), model(tie_word_embeddings=False)
+    refused(lambda: make_trainer(frozen, "gpu"), "no parameter of the model requires a gradient")
     for name, param in own.named_parameters():
         param.requires_grad_("lm_head" in name or "layers" in name)
     refused(lambda: make_trainer(own, "slide", loss="mean_square"), "before ['lm_head.weight']", "no gradient")
-
-
-def test_a_model_of_which_nothing_is_trained():
-    refused(lambda: make_trainer(model().requires_grad_(False), "gpu"), "no parameter of the model requires a gradient")

@@ -21,6 +21,7 @@ from t1lib.train import OptimizerSpec, build_model, checkpoint, make_trainer
 from t1lib.train.checkpoint import META, has_checkpoint, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SLOW = pytest.mark.slow
 MODULE = "transformers.models.qwen3.modeling_qwen3"
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=97, num_attention_heads=2)
 
@@ -90,9 +91,11 @@ def killed_at(call: int) -> Iterator[Callable[[], bool]]:
         yield lambda: len(made) > call
 
 
-@pytest.mark.parametrize("before", [[1], *(pytest.param(steps, marks=pytest.mark.slow) for steps in ([1, 1], [2, 1]))])
-def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, before):
-    """Steps are saved in this order, and then step 1 again with other content: what loads is the last save, or what was
+@pytest.mark.parametrize(
+    "before, last", [([1], 1), pytest.param([1], 2, marks=SLOW), pytest.param([2, 1], 1, marks=SLOW)]
+)
+def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, before, last):
+    """Steps are saved in this order, and then step `last` with other content: what loads is the last save, or what was
     there before."""
     point, killed, weight = 0, lambda: True, trained.parts.norm.weight.data
     while killed():
@@ -101,27 +104,13 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, b
             weight.fill_(point)
             save_checkpoint(trained, folder)
         weight.fill_(point + 1)
+        trained.steps = last
         with killed_at(point) as killed, suppress(Killed):
             save_checkpoint(trained, folder)
-        assert load_checkpoint(trained, folder) == 1
+        assert load_checkpoint(trained, folder) in ((1, last) if killed() else (last,))
         assert float(weight[0]) in ((point, point + 1) if killed() else (point + 1,))
         path = save_checkpoint(trained, folder)
         assert names(folder) == [META, path.name]
-        point += 1
-    assert point > 10
-
-
-@pytest.mark.slow
-def test_killed_while_it_goes_on_there_is_a_complete_checkpoint(tmp_path, trained):
-    """The next step is saved, and the one before is removed."""
-    point, killed = 0, lambda: True
-    while killed():
-        trained.steps = 1
-        save_checkpoint(trained, tmp_path / str(point))
-        trained.steps = 2
-        with killed_at(point) as killed, suppress(Killed):
-            save_checkpoint(trained, tmp_path / str(point))
-        assert load_checkpoint(trained, tmp_path / str(point)) in ((1, 2) if killed() else (2,))
         point += 1
     assert point > 10
 
@@ -224,10 +213,9 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatch, t
     assert_same(state, trained.state_dict())
 
 
-@pytest.mark.parametrize("size", [10, 1000, 5000])
-def test_a_file_that_cannot_grow_is_one_error(tmp_path, trained, size):
+def test_a_file_that_cannot_grow_is_one_error(tmp_path, trained):
     """PyTorch's writer raises its own error on top of the system's."""
-    with largest_file(size), pytest.raises(T1Error, match=r"^cannot write .*step-\d+: File too large$"):
+    with largest_file(1000), pytest.raises(T1Error, match=r"^cannot write .*step-\d+: File too large$"):
         save_checkpoint(trained, tmp_path)
     assert names(tmp_path) == []
 
@@ -251,7 +239,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, trained):
     before, chance = flat(trained.state_dict()), random.Random(0)
     for file in (tmp_path / META, *(path / name for name in ("rest.pt", "layer-0000.pt", "layer-0001.pt"))):
         content = file.read_bytes()
-        for _ in range(15):
+        for _ in range(8):
             place, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
             file.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
             with pytest.raises(T1Error, match=str(file)):
@@ -262,7 +250,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, trained):
 
 
 @pytest.mark.parametrize("name", [META, "rest.pt"])
-@pytest.mark.parametrize("content", ["", "{", "{}", "[1]", "[" * 100_000, "\0\1", None])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 100_000, None])
 def test_a_broken_file_is_named(tmp_path, trained, name, content):
     path = save_checkpoint(trained, tmp_path)
     path = tmp_path / META if name is META else path / name
@@ -288,12 +276,9 @@ def _integers(part):
     "change",
     [
         lambda part: [part["model"], part["optimizer"]],
-        lambda part: {"model": part["model"]},
         lambda part: {"optimizer": part["optimizer"]},
         lambda part: part | {"optimizer": list(part["optimizer"])},
-        lambda part: part | {"optimizer": {name: [1] for name in part["optimizer"]}},
         lambda part: part | {"optimizer": {name: {} for name in part["optimizer"]}},
-        lambda part: part | {"model": dict.fromkeys(part["model"], 1.0)},
         lambda part: part | {"model": {1: torch.zeros(1)} | part["model"]},
         lambda part: torch.zeros(3),
         _integers,

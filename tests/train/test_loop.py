@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loop_cases import EVERYTHING, OPTIMIZERS, assert_same, model, of_layers, ragged, run
+from loop_cases import OPTIMIZERS, assert_same, model, of_layers, ragged, run
 from torch import nn
 
 from t1lib.errors import T1Error
@@ -13,7 +13,6 @@ from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
-from t1lib.train.wrap import compile_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = OPTIMIZERS["adamw"]
@@ -22,22 +21,28 @@ OTHERS = [mode for mode in ON_CPU if mode != "gpu"]
 CLIPPED = {"max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10, least=0.1)}
 
 
-@pytest.mark.parametrize("options", [{}, CLIPPED], ids=["plain", "clipped"])
-@pytest.mark.parametrize("kind, optimizer", [("qwen3", "adamw"), ("qwen3-untied", "momentum"), ("gemma2", "sgd")])
-@pytest.mark.parametrize("mode", OTHERS)
-def test_same_bits_as_gpu(mode, kind, optimizer, options):
-    found, expected = (run(make_trainer(model(kind), m, optimizer=OPTIMIZERS[optimizer], **options))
-                       for m in (mode, "gpu"))  # fmt: skip
+def assert_agree(build, mode: str, options: dict) -> dict:
+    """Assert that `mode` has the losses, norms and state of mode gpu; return the state."""
+    found, expected = (run(make_trainer(build(), m, **options)) for m in (mode, "gpu"))
     assert found[0] == expected[0] and len(set(found[0])) == len(found[0])
     assert_same(found[1], expected[1])
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    "kind, optimizer, options",
+    [("qwen3", "adamw", CLIPPED), ("qwen3-untied", "momentum", {}), ("gemma2", "sgd", CLIPPED), ("llama", "adamw", {})],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", OTHERS)
+def test_same_bits_as_gpu(mode, kind, optimizer, options):
+    assert_agree(lambda: model(kind), mode, {"optimizer": OPTIMIZERS[optimizer], **options})
 
 
 @pytest.mark.parametrize("mode", OTHERS)
 def test_same_bits_in_float64_and_with_masters(mode):
     for dtype, spec in ((torch.float64, ADAMW), (torch.bfloat16, OptimizerSpec("adamw", lr=1e-2, master_weights=True))):
-        found, expected = (run(make_trainer(model(dtype=dtype), m, optimizer=spec)) for m in (mode, "gpu"))
-        assert found[0] == expected[0]
-        assert_same(found[1], expected[1])
+        assert_agree(lambda dtype=dtype: model(dtype=dtype), mode, {"optimizer": spec})
 
 
 @pytest.mark.parametrize("mode", ["gpu", "slide"])
@@ -68,12 +73,12 @@ def test_a_plain_loop_gives_the_same_bits():
     assert all(torch.equal(p, state["model"][n]) for n, p in plain.named_parameters())
 
 
-@pytest.mark.parametrize("head", ["full", "fused"])
 @pytest.mark.parametrize("mode", ON_CPU)
-def test_micro_batches_add_up_to_the_batch(mode, head):
+def test_micro_batches_add_up_to_the_batch(mode):
     """The mean is over all tokens that count, however many of them a micro-batch has."""
-    spec = OptimizerSpec("sgd", lr=0.1)
-    whole, parts = (make_trainer(model(), mode, optimizer=spec, head=head, micro_batch=rows) for rows in (None, 2))
+    head = "full" if mode in ("gpu", "slide") else "fused"
+    options = {"optimizer": OptimizerSpec("sgd", lr=0.1), "head": head}
+    whole, parts = (make_trainer(model(), mode, micro_batch=rows, **options) for rows in (None, 2))
     for batch in ragged(3):
         one, other = whole.step(batch), parts.step(batch)
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
@@ -86,42 +91,32 @@ def test_micro_batches_add_up_to_the_batch(mode, head):
     parts.close()
 
 
-@pytest.mark.parametrize("choice", [Choice(outer="host", inputs="host"), Choice(slots=1, resident=2, keep=2),
-                                    Choice(slots=3, host_share=0.5, outer="host")], ids=str)  # fmt: skip
-@pytest.mark.parametrize("options", [{}, CLIPPED], ids=["plain", "clipped"])
-def test_what_slide_keeps_where_changes_no_bit(choice, options):
-    found = run(make_trainer(model(), "slide", optimizer=ADAMW, choice=choice, **options))
-    expected = run(make_trainer(model(), "gpu", optimizer=ADAMW, **options))
-    assert found[0] == expected[0]
-    assert_same(found[1], expected[1])
-
-
-@pytest.mark.parametrize("head", [{"head": "full"}, {"head_options": {"chunks": 2}}, {"head": "chunked"}], ids=str)
-def test_a_budget_chooses_what_is_kept_where(head):
-    options = {"optimizer": ADAMW, **head}
+def test_a_budget_chooses_what_is_kept_where():
+    options = {"optimizer": ADAMW, "head_options": {"chunks": 2}}
     trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), **options)
     assert trainer.engine.choice != Choice()
-    found, expected = run(trainer), run(make_trainer(model(), "gpu", **options))
-    assert found[0] == expected[0]
+    assert run(trainer)[0] == run(make_trainer(model(), "gpu", **options))[0]
 
 
-@pytest.mark.parametrize("first, second", [("gpu", "slide"), ("slide", "gpu"), ("slide", "slide"), ("ckpt", "fsdp")])
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize(
+    "first, second, optimizer",
+    [("gpu", "slide", "adamw"), ("slide", "gpu", "momentum"), ("slide", "slide", "adamw"), ("ckpt", "fsdp", "adamw")],
+)
 def test_a_run_goes_on_in_another_mode(first, second, optimizer):
-    data, spec = ragged(6), OPTIMIZERS[optimizer]
-    losses, state = run(make_trainer(model(), "gpu", optimizer=spec, **CLIPPED), data)
-    begun, saved = run(make_trainer(model(), first, optimizer=spec, **CLIPPED), data[:3])
-    resumed = make_trainer(model(seed=4), second, optimizer=spec, **CLIPPED)
-    resumed.step(data[5])  # leaves state that must be overwritten
+    data, options = ragged(4), {"optimizer": OPTIMIZERS[optimizer], **CLIPPED}
+    losses, state = run(make_trainer(model(), "gpu", **options), data)
+    begun, saved = run(make_trainer(model(), first, **options), data[:2])
+    resumed = make_trainer(model(seed=4), second, **options)
+    resumed.step(data[3])  # leaves state that must be overwritten
     resumed.load_state_dict(saved)
-    rest, final = run(resumed, data[3:])
+    rest, final = run(resumed, data[2:])
     assert begun + rest == losses
     assert_same(state, final)
 
 
-@pytest.mark.parametrize("layout", [{}, {"split_master": True}], ids=["whole", "split"])
 @pytest.mark.parametrize("first, second", [("gpu", "slide"), ("slide", "gpu"), ("slide", "fsdp")])
-def test_masters_go_with_the_state_in_either_layout(first, second, layout):
+def test_masters_go_with_the_state_in_either_layout(first, second):
+    layout = {"split_master": first == "gpu"}
     spec, data = {"name": "adamw", "lr": 1e-2, "master_weights": True}, ragged(4)
     one = make_trainer(model(dtype=torch.bfloat16), first, optimizer=OptimizerSpec(**spec))
     _, saved = run(one, data[:2])
@@ -168,37 +163,30 @@ def test_evaluation_changes_nothing(mode):
     trainer.close()
 
 
-@pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
-def test_evaluation_drops_nothing_out(mode):
-    trainer = make_trainer(model(attention_dropout=0.5), mode, optimizer=ADAMW)
-    plain, batch = make_trainer(model(), "gpu", optimizer=ADAMW), ragged(1)[0]
-    assert trainer.evaluate(batch) == trainer.evaluate(batch) == plain.evaluate(batch)
-    assert trainer.step(batch).loss != plain.step(batch).loss  # training does
-    trainer.close()
-
-
-def test_all_modes_drop_the_same_out():
-    found = []
+def test_all_modes_drop_the_same_out_and_nothing_in_evaluation():
+    batch, found = ragged(1)[0], []
+    loss = make_trainer(model(), "gpu", optimizer=ADAMW).evaluate(batch)
     for mode in ("gpu", "ckpt", "slide"):
         torch.manual_seed(3)
-        found.append(run(make_trainer(model(attention_dropout=0.5), mode, optimizer=ADAMW)))
-    assert found[0][0] == found[1][0] == found[2][0]
+        trainer = make_trainer(model(attention_dropout=0.5), mode, optimizer=ADAMW)
+        assert trainer.evaluate(batch) == trainer.evaluate(batch) == loss
+        found.append(run(trainer, ragged(3))[0])
+    assert found[0] == found[1] == found[2] and found[0][0][0] != loss
 
 
-@pytest.mark.parametrize("mode", OTHERS)
-@pytest.mark.parametrize("which", ["layers", "head", "some layers"])
+TRAINED = {"layers": ["layers"], "head": ["lm_head"], "some layers": ["layers.2.", "layers.4."]}
+
+
+@pytest.mark.parametrize("mode, which", [("ckpt", "head"), ("fsdp", "layers"), *(("slide", each) for each in TRAINED)])
 def test_frozen_parts(mode, which):
     def frozen():
         one = model("qwen3-untied")
         for name, param in one.named_parameters():
-            param.requires_grad_({"layers": "layers" in name, "head": "lm_head" in name,
-                                  "some layers": "layers.2." in name or "layers.4." in name}[which])  # fmt: skip
+            param.requires_grad_(any(part in name for part in TRAINED[which]))
         return one
 
-    found, expected = (run(make_trainer(frozen(), m, optimizer=ADAMW)) for m in (mode, "gpu"))
-    assert found[0] == expected[0]
-    assert_same(found[1], expected[1])
-    moved = {n for n, p in model("qwen3-untied").named_parameters() if not torch.equal(p, found[1]["model"][n])}
+    state = assert_agree(frozen, mode, {"optimizer": ADAMW})
+    moved = {n for n, p in model("qwen3-untied").named_parameters() if not torch.equal(p, state["model"][n])}
     assert moved == {n for n, p in frozen().named_parameters() if p.requires_grad}
 
 
@@ -207,9 +195,8 @@ def test_the_reports_own_setting_leaves_embedding_and_head_on_the_host():
     trainer = make_trainer(of_layers("qwen3-untied"), "slide", **options)
     unused = {trainer.parts.embed.weight.data_ptr(), trainer.parts.head.weight.data_ptr()}
     assert not unused & {tensor.data_ptr() for tensor in trainer.device_tensors()}
-    found, expected = run(trainer), run(make_trainer(of_layers("qwen3-untied"), "gpu", **options))
-    assert found[0] == expected[0]
-    assert_same(found[1], expected[1])
+    trainer.close()
+    assert_agree(lambda: of_layers("qwen3-untied"), "slide", options)
 
 
 @pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide", "fsdp"])
@@ -251,16 +238,3 @@ def test_a_closed_trainer_gives_the_model_back(mode):
     with pytest.raises(T1Error, match="the trainer was closed"):
         trainer.step(batch)
     assert make_trainer(one, "slide").evaluate(batch) == loss
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ckpt", "slide", "fsdp"])
-def test_compiled_layers(mode):
-    spec = {"optimizer": OptimizerSpec("sgd", lr=0.1), **EVERYTHING}
-    one = model()
-    compile_layers(one.model.layers)
-    compiled = make_trainer(one, mode, **spec)
-    plain = make_trainer(model(), "gpu", **spec)
-    for batch in ragged(3):
-        assert compiled.step(batch).loss == pytest.approx(plain.step(batch).loss, rel=1e-5)
-    compiled.close()

@@ -1,5 +1,6 @@
 """Bad input of `stream`: one clear error, and the model is as it was."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,43 +31,28 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BATCHES = data(4)
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "micro_batch 0": ({"micro_batch": 0}, "micro_batch=0"),
-    "micro_batch -1": ({"micro_batch": -1}, "micro_batch=-1"),
     "micro_batch True": ({"micro_batch": True}, "micro_batch=True"),
     "micro_batch text": ({"micro_batch": "2"}, "micro_batch='2'"),
-    "micro_batch 1.5": ({"micro_batch": 1.5}, "micro_batch=1.5"),
     "gpu_memory text": ({"gpu_memory": "lots"}, "'lots'"),
     "gpu_memory without a unit": ({"gpu_memory": "16"}, "'16'"),
-    "gpu_memory empty": ({"gpu_memory": ""}, "''"),
-    "gpu_memory negative": ({"gpu_memory": -1}, "-1"),
     "gpu_memory 0": ({"gpu_memory": 0}, "0"),
     "gpu_memory True": ({"gpu_memory": True}, "True"),
-    "gpu_memory nan": ({"gpu_memory": float("nan")}, "nan"),
     "gpu_memory of 400 digits": ({"gpu_memory": "9" * 400 + "GiB"}, "999"),
     "gpu_memory too small": ({"gpu_memory": 1000, "plan_for": (4, 7)}, ""),
     "plan_for one number": ({"gpu_memory": "1GiB", "plan_for": (4,)}, "(4,)"),
-    "plan_for a number": ({"gpu_memory": "1GiB", "plan_for": 4}, "4"),
     "plan_for 0": ({"gpu_memory": "1GiB", "plan_for": (4, 0)}, "(4, 0)"),
-    "plan_for True": ({"gpu_memory": "1GiB", "plan_for": (True, 4)}, "(True, 4)"),
     "device of no kind": ({"device": "gpu"}, "'gpu'"),
-    "device a number": ({"device": 1.5}, "1.5"),
     "device elsewhere": ({"device": "cuda:99"}, "cuda:99"),
     "device meta": ({"device": "meta"}, "meta"),
     "master_weights": ({"master_weights": "both"}, "'both'"),
-    "master_weights True": ({"master_weights": True}, "True"),
     "moments": ({"moments": "fp8"}, "'fp8'"),
     "choice no Choice": ({"choice": {"slots": 2}}, "slots"),
     "slots 0": ({"choice": partial(Choice, slots=0)}, "slots=0"),
-    "slots True": ({"choice": partial(Choice, slots=True)}, "slots=True"),
-    "resident -1": ({"choice": partial(Choice, resident=-1)}, "resident=-1"),
     "resident beyond the layers": ({"choice": partial(Choice, resident=5)}, "resident=5"),
-    "keep -1": ({"choice": partial(Choice, keep=-1)}, "keep=-1"),
     "keep beyond the layers": ({"choice": partial(Choice, keep=5)}, "keep=5"),
-    "keep 1.5": ({"choice": partial(Choice, keep=1.5)}, "keep=1.5"),
     "inputs": ({"choice": partial(Choice, inputs="disk")}, "'disk'"),
     "outer": ({"choice": partial(Choice, outer="parked")}, "'parked'"),
-    "grad_slots 0": ({"choice": partial(Choice, grad_slots=0)}, "grad_slots=0"),
     "host_share 2": ({"choice": partial(Choice, host_share=2.0)}, "host_share=2.0"),
-    "host_share nan": ({"choice": partial(Choice, host_share=float("nan"))}, "nan"),
     "host_share text": ({"choice": partial(Choice, host_share="half")}, "'half'"),
 }
 
@@ -100,61 +86,40 @@ def test_arguments(name):
     untouched(model, lambda: streamed_with(model, **options), shown)
 
 
-@pytest.mark.parametrize("name", ["micro_batch 0", "resident beyond the layers", "moments", "gpu_memory too small"])
+@pytest.mark.parametrize("name", ["resident beyond the layers", "gpu_memory too small"])
 def test_a_refused_model_trains_on(name):
     """Plain or streamed: a constructor that fails leaves nothing behind."""
-    plain, model = blocks(), blocks()
+    plain, model, other = (blocks() for _ in range(3))
     expected = train(plain, adamw(plain), BATCHES)
-    refused(lambda: streamed_with(model, **ARGUMENTS[name][0]))
+    for each in (model, other):
+        refused(lambda each=each: streamed_with(each, **ARGUMENTS[name][0]))
     with streaming(model, adamw(model)) as (streamed, own):
-        assert train(streamed, own, BATCHES[:2]) == expected[:2]
-    plain, model = blocks(), blocks()
-    refused(lambda: streamed_with(model, **ARGUMENTS[name][0]))
-    assert train(model, adamw(model), BATCHES) == expected
+        assert train(streamed, own, BATCHES) == expected
+    assert train(other, adamw(other), BATCHES) == expected
 
 
-def wider(model: nn.Module) -> None:
-    model.blocks[2].up, model.blocks[2].down = nn.Linear(32, 80), nn.Linear(80, 32, bias=False)
+CHANGES: dict[str, Callable[[Blocks], object]] = {
+    "wider": lambda model: setattr(model.blocks[2], "up", nn.Linear(32, 80)),
+    "biased": lambda model: setattr(model.blocks[2], "down", nn.Linear(64, 32, bias=True)),
+    "in 16 bits": lambda model: model.blocks[3].up.bfloat16(),
+    "shared": lambda model: setattr(model.blocks[3].up, "weight", model.blocks[1].up.weight),
+    "shared with what is in no layer": lambda model: setattr(model.norm, "weight", model.blocks[0].norm.weight),
+    "repeated": lambda model: model.blocks.__setitem__(3, model.blocks[0]),
+}
 
 
-def biased(model: nn.Module) -> None:
-    model.blocks[2].down = nn.Linear(64, 32, bias=True)
-
-
-def in_16_bits(model: nn.Module) -> None:
-    model.blocks[3].up.bfloat16()
-
-
-def shared(model: nn.Module) -> None:
-    model.blocks[3].up.weight = model.blocks[1].up.weight
-
-
-def shared_within(model: nn.Module) -> None:
-    """Between a layer and what is not in the layers."""
-    model.norm.weight = model.blocks[0].norm.weight
-
-
-def repeated(model: nn.Module) -> None:
-    model.blocks[3] = model.blocks[0]
-
-
-@pytest.mark.parametrize(
-    "change", [wider, biased, in_16_bits, shared, shared_within, repeated], ids=lambda f: f.__name__
-)
-def test_layers_that_differ_or_share(change):
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_that_differ_or_share(name):
     model = blocks()
-    change(model)
+    CHANGES[name](model)
     untouched(model, lambda: streamed_with(model))
 
 
 STACKS: dict[str, Callable[[Blocks], object]] = {
-    "a list": lambda model: list(model.blocks),
     "the model": lambda model: model,
-    "one layer": lambda model: model.blocks[0],
     "a name": lambda model: "blocks",
     "none of its own": lambda model: nn.ModuleList(blocks().blocks),
     "a new list of its own layers": lambda model: nn.ModuleList(model.blocks),
-    "nothing": lambda model: nn.ModuleList(),
     "a sequence": lambda model: nn.Sequential(*model.blocks),
 }
 
@@ -170,17 +135,14 @@ def test_a_model_in_which_no_layers_are_found():
         untouched(model, lambda model=model: stream(model, adamw(model)))
 
 
-@pytest.mark.parametrize("model", [None, "qwen3-8b", blocks], ids=["none", "a name", "a function"])
-def test_what_is_no_model(model):
-    refused(lambda: stream(model, adamw(blocks())))
+def test_what_is_no_model():
+    for model in (None, "qwen3-8b", blocks):
+        refused(lambda model=model: stream(model, adamw(blocks())))
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "Adam": (lambda model: torch.optim.Adam(model.parameters()), "Adam"),
-    "RMSprop": (lambda model: torch.optim.RMSprop(model.parameters()), "RMSprop"),
     "a name": (lambda model: "adamw", ""),
-    "a class": (lambda model: torch.optim.AdamW, ""),
-    "parameters": (lambda model: model.parameters(), ""),
     "amsgrad": (lambda model: adamw(model, amsgrad=True), "amsgrad"),
     "another model's": (lambda model: adamw(blocks()), ""),
     "one parameter too many": (lambda model: adamw(nn.ModuleList([model, nn.Linear(2, 2)])), "(2, 2)"),
@@ -204,14 +166,9 @@ def test_a_model_already_streamed(build):
         found = train(streamed, own, BATCHES[:2])
         refused(lambda: streamed_with(streamed))
         refused(lambda: streamed_with(streamed, own))
+        refused(lambda: streamed_with(build(), own))  # which streams another model
         assert found + train(streamed, own, BATCHES[2:]) == expected
         assert_same_weights(streamed, plain)
-
-
-def test_an_optimizer_that_streams_another_model():
-    first, second = blocks(), blocks()
-    with streaming(first, adamw(first)) as (_, own):
-        refused(lambda: streamed_with(second, own))
 
 
 def test_gradient_checkpointing_of_the_model():
@@ -278,19 +235,13 @@ def test_a_budget_that_is_too_small_for_the_first_batch():
     untouched(model, lambda: streamed_with(model, gpu_memory="1MiB", plan_for=(4, 7)))
 
 
-@pytest.mark.parametrize("clip", [own_clip, torch_clip], ids=lambda f: f.__name__)
-def test_updates_in_the_backward_are_not_clipped(clip):
+@pytest.mark.parametrize("options", [{"clip": own_clip}, {"clip": torch_clip}, {"accumulate": 2}], ids=str)
+def test_updates_in_the_backward_are_not_clipped_and_not_accumulated(options):
     """The norm comes too late for them."""
     model = qwen3()
     with streaming(model, sgd(model), update_in_backward=True) as (streamed, own):
-        refused(lambda: train(streamed, own, BATCHES, clip=clip))
-
-
-def test_updates_in_the_backward_are_not_accumulated():
-    model = qwen3()
-    with streaming(model, sgd(model), update_in_backward=True) as (streamed, own):
         train(streamed, own, BATCHES[:1])
-        refused(lambda: train(streamed, own, BATCHES, accumulate=2))
+        refused(lambda: train(streamed, own, BATCHES, **options))
 
 
 def test_a_streamed_model_is_not_converted():
@@ -306,52 +257,36 @@ def test_a_streamed_model_is_not_converted():
         refused(convert)
 
 
-@pytest.mark.parametrize("most", [-1.0, "1", True, None, float("nan")], ids=str)
-def test_norms_to_clip_to(most):
+def test_norms_to_clip_to():
     model = qwen3()
     with streaming(model, adamw(model)) as (streamed, own):
         model_loss(streamed, BATCHES[0]).backward()
-        refused(lambda: own.clip_grad_norm_(most), repr(most))
+        for most in (-1.0, "1", True, None, float("nan")):
+            refused(lambda most=most: own.clip_grad_norm_(most), repr(most))
 
 
-def without_groups(state: dict) -> None:
-    del state["param_groups"]
+SPOILT: dict[str, Callable[[dict], object]] = {
+    "without groups": lambda state: state.pop("param_groups"),
+    "with a group more": lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [99]}),
+    "of another shape": lambda state: state["state"][5].update(exp_avg=torch.zeros(3, 3)),
+    "of another optimizer": lambda state: state["state"].update({0: {"momentum_buffer": torch.zeros(61, 32)}}),
+    "with an unknown parameter": lambda state: state["state"].update({1000: dict(state["state"][0])}),
+}
 
 
-def with_a_group_more(state: dict) -> None:
-    state["param_groups"].append({**state["param_groups"][0], "params": [99]})
-
-
-def of_another_shape(state: dict) -> None:
-    state["state"][5]["exp_avg"] = torch.zeros(3, 3)
-
-
-def of_another_optimizer(state: dict) -> None:
-    for slots in state["state"].values():
-        slots.clear()
-        slots["momentum_buffer"] = torch.zeros(1)
-
-
-def with_an_unknown_parameter(state: dict) -> None:
-    state["state"][1000] = dict(state["state"][0])
-
-
-SPOILT = [without_groups, with_a_group_more, of_another_shape, of_another_optimizer, with_an_unknown_parameter]
-
-
-@pytest.mark.parametrize("spoil", SPOILT, ids=lambda f: f.__name__)
-def test_a_state_that_does_not_fit_changes_nothing(spoil):
-    plain, model = blocks(), blocks()
-    usual = adamw(plain)
-    expected = train(plain, usual, BATCHES)
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_state_that_does_not_fit_changes_nothing(name):
+    plain, model, late = blocks(), blocks(), blocks()
+    expected = train(plain, adamw(plain), BATCHES)
     with streaming(model, adamw(model)) as (streamed, own):
         found = train(streamed, own, BATCHES[:2])
-        state = {key: dict(value) if key == "state" else list(value) for key, value in own.state_dict().items()}
-        state["state"] = {key: dict(value) for key, value in state["state"].items()}
-        spoil(state)
+        state = copy.deepcopy(own.state_dict())
+        SPOILT[name](state)
         refused(lambda: own.load_state_dict(state))
         assert found + train(streamed, own, BATCHES[2:]) == expected
         assert_same_weights(streamed, plain)
+    with streaming(late, adamw(late), gpu_memory="1GiB") as (_, own):  # planned for at the first batch only
+        refused(lambda: own.load_state_dict(state))
 
 
 def test_a_closed_optimizer_steps_no_more():

@@ -39,7 +39,7 @@ PLACES = [
     pytest.param({"choice": Choice(resident=4, outer="host"), "overlap": False}, id="resident"),
 ]
 AT_ONCE = pytest.param({"update_in_backward": True}, id="at once")
-FIRST, SECOND = data(10)[:5], data(10)[5:]
+FIRST, SECOND = data(6)[:3], data(6)[3:]
 
 
 def reloaded(state: Any) -> Any:
@@ -51,7 +51,7 @@ def reloaded(state: Any) -> Any:
 
 
 def unbroken(build, optimizer=adamw) -> tuple[nn.Module, Any, list[float]]:
-    """A plain model after ten steps, its optimizer, and the losses of the last five."""
+    """A plain model after six steps, its optimizer, and the losses of the last three."""
     plain = build()
     usual = optimizer(plain)
     CLIPPED(plain, usual, FIRST)
@@ -73,15 +73,11 @@ def load(model: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 KINDS = {"plain": None, **{place.id: place.values[0] for place in PLACES}}
-WAYS = [
-    *(("plain", name) for name in KINDS if name != "plain"),
-    *((name, "plain") for name in KINDS if name != "plain"),
-]
-WAYS += [("streamed", "mixed"), ("streamed", "host"), ("mixed", "resident"), ("host", "streamed")]
+WAYS = ["plain mixed", "mixed plain", "plain host", "host plain", "streamed mixed", "mixed resident", "host streamed"]
 
 
 @pytest.mark.parametrize("optimizer", [sgd, grouped], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("source, target", WAYS)
+@pytest.mark.parametrize("source, target", [way.split() for way in WAYS])
 def test_a_run_goes_on_elsewhere(source, target, optimizer):
     """In a fresh model, or (with AdamW) in one that has been trained on something else."""
     plain, usual, expected = unbroken(llama, optimizer)
@@ -91,7 +87,7 @@ def test_a_run_goes_on_elsewhere(source, target, optimizer):
         saved = saved_of(model, own)
     with placed(KINDS[target], second, optimizer(second)) as (model, own):
         if optimizer is grouped:
-            train(model, own, SECOND[:3])
+            train(model, own, SECOND[:2])
         load(model, own, saved)
         assert CLIPPED(model, own, SECOND) == expected
         assert_same_weights(model, plain)
@@ -130,7 +126,7 @@ def test_loading_weights_changes_their_masters():
     assert losses["not loaded"] != pytest.approx(losses["fresh"], rel=1e-3)
 
 
-@pytest.mark.parametrize("options", PLACES[:3])
+@pytest.mark.parametrize("options", PLACES[:2])
 def test_the_state_of_a_fresh_optimizer_starts_anew(options):
     """Its state is empty: nothing of the steps before is left."""
     plain, model = qwen3(), qwen3()
@@ -145,7 +141,7 @@ def test_the_state_of_a_fresh_optimizer_starts_anew(options):
         assert_same_weights(streamed, plain)
 
 
-@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("options", PLACES[1:])
 @pytest.mark.parametrize("optimizer", [adamw, sgd], ids=lambda f: f.__name__)
 def test_state_that_the_optimizer_has_is_taken_over(optimizer, options):
     plain, usual, expected = unbroken(qwen3, optimizer)
@@ -192,7 +188,7 @@ def test_weights_are_current_parameter_by_parameter(options):
 
 
 @pytest.mark.parametrize("options", PLACES)
-@pytest.mark.parametrize("kind", ["qwen3", "blocks"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_seen_is_complete(kind, options):
     plain, model = MODELS[kind](), MODELS[kind]()
     usual = adamw(plain)
@@ -211,44 +207,22 @@ def test_a_gradient_that_is_seen_is_complete(kind, options):
             assert all(p.grad is None for p in streamed.parameters())
 
 
-def test_gradients_set_to_none_by_hand():
-    def each(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = [model_loss(model, FIRST[0])]
-        for batch in FIRST[1:]:
-            losses[-1].backward()
-            optimizer.step()
-            for param in model.parameters():
-                param.grad = None
-            losses.append(model_loss(model, batch))
-        return [loss.item() for loss in losses]
-
-    compare(blocks, adamw, each)
+WRITES = {
+    "fill": lambda weight: weight[0].fill_(0.5),
+    "copy": lambda weight: weight.copy_(weight * 0.5),
+    "data": lambda weight: setattr(weight, "data", weight.data * 0.5),
+}
 
 
-def test_the_model_may_be_moved_to_where_it_is():
-    compare(qwen3, adamw, loop(between=lambda model: float(model.to("cpu").to(torch.float32).train().training)))
-
-
-@pytest.mark.parametrize("write", ["fill", "copy", "data", "initialise"])
-@pytest.mark.parametrize("options", PLACES[:4])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("options", PLACES)
 def test_weights_that_the_loop_writes_are_used(options, write):
-    def change(model: nn.Module) -> None:
-        with torch.no_grad():
-            for block in model.blocks:
-                weight = block.up.weight
-                if write == "fill":
-                    weight[0].fill_(0.5)
-                elif write == "copy":
-                    weight.copy_(weight * 0.5)
-                elif write == "data":
-                    weight.data = weight.data * 0.5
-                else:
-                    nn.init.constant_(weight, 0.01)
-
     def changed(model: nn.Module, optimizer: Any) -> list[float]:
         losses = train(model, optimizer, FIRST)
         getattr(optimizer, "drain", lambda: None)()
-        change(model)
+        with torch.no_grad():
+            for block in model.blocks:
+                WRITES[write](block.up.weight)
         return [*losses, *train(model, optimizer, SECOND), evaluated(model)]
 
     compare(blocks, adamw, changed, **options)
@@ -281,14 +255,13 @@ def test_a_copy_of_a_closed_model_trains():
         assert_same_weights(one, plain)
 
 
-@pytest.mark.parametrize("options", PLACES[:3])
-def test_a_closed_model_is_streamed_again(options):
+def test_a_closed_model_is_streamed_again():
     plain, _, expected = unbroken(blocks)
     model = blocks()
     with streaming(model, adamw(model)) as (streamed, own):
         CLIPPED(streamed, own, FIRST)
         saved = copy.deepcopy(own.state_dict())
-    with streaming(model, adamw(model), **options) as (streamed, own):
+    with streaming(model, adamw(model), choice=Choice(resident=1, keep=2, host_share=0.5)) as (streamed, own):
         own.load_state_dict(saved)
         assert CLIPPED(streamed, own, SECOND) == expected
         assert_same_weights(streamed, plain)
@@ -300,4 +273,4 @@ def test_closing_twice_and_unused():
     with streaming(model, adamw(model)) as (_, own):
         own.close()
     assert_same_weights(model, start)
-    assert len(set(train(model, adamw(model), FIRST))) == 5
+    assert len(set(train(model, adamw(model), FIRST))) == 3

@@ -1,50 +1,83 @@
-"""What loops on a CPU do not meet by themselves: found by reading."""
+"""What usual loops on a CPU do not meet: gradients and methods that a loop sets itself, graphs, budgets of adapters."""
 
+import gc
+import weakref
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from stream_cases import adamw, compare, in_pieces, loop, own_clip, streaming, train, weights
-from stream_models import adapted, adapters_of, blocks, data, layers_of, llama
-from torch import nn
+from stream_cases import adamw, compare, in_pieces, loop, own_clip, refused, sgd, streaming, train, weights
+from stream_models import VOCABULARY, Blocks, adapted, adapters_of, blocks, cross_entropy, data, layers_of, llama, qwen3
+from torch import Tensor, nn
 
 from t1lib.heads import patch_head
 from t1lib.plan.cost import Choice
-from t1lib.train import placing
+from t1lib.train import placing, stream
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.layers import HostLayer, Layout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+FEW = data(4)
+OUTSIDE = Choice(outer="host")
 
 
-def with_unused(dtype: torch.dtype) -> nn.Module:
-    model = blocks()
-    for block in model.blocks:
-        block.unused = nn.Linear(8, 8)
-    return model.to(dtype)
+@pytest.mark.parametrize("kept", [slice(0, 1), slice(1, None)], ids=["one", "all but one"])
+def test_a_dropped_gradient_counts_in_no_norm(kept):
+    """The loop sets a gradient of the second layer, or drops some, before it clips."""
+
+    def run(model: nn.Module, optimizer: Any) -> list[float]:
+        events = []
+        for batch in FEW:
+            loss = model(**batch).loss
+            loss.backward()
+            params = list(layers_of(model)[1].parameters())
+            for param in params:
+                param.grad = param.grad if any(param is other for other in params[kept]) else None
+            if kept.stop:
+                params[0].grad = torch.ones_like(params[0])
+            events += [loss.item(), own_clip(model, optimizer).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return events
+
+    compare(qwen3, loop=run)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_without_a_gradient_are_left_alone(dtype):
-    model = with_unused(dtype)
-    before = {n: p.detach().clone() for n, p in model.named_parameters() if "unused" in n}
-    with streaming(model, adamw(model)) as (streamed, own):
-        train(streamed, own, data(3))
-        after = weights(streamed)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+class Projected(Blocks):
+    """A narrow embedding, whose gradient is made of the projections' weights, after the backward of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.inner = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.inner(self.embed(input_ids))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return SimpleNamespace(loss=cross_entropy(self.head(self.norm(hidden)), labels))
 
 
-def test_an_update_covers_no_parameter_between_two_others():
-    module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(16, 16, bias=False))
-    params = dict(module.named_parameters())
-    groups, counts = dict.fromkeys(map(id, params.values()), 0), dict.fromkeys(params.values(), 0)
-    held = HostLayer(module, 0, Layout(params), torch.device("cpu"), groups, counts)
-    held._device, held.absent = torch.device("cuda"), {"1.weight"}
-    inside = held.layout.span("1.weight")
-    assert all(span.at.stop <= inside.start or span.at.start >= inside.stop for span in held.spans([{}]))
-    assert not held.whole
-    held.absent = set()
-    assert held.whole
+@pytest.mark.parametrize("options", [{}, {"update_in_backward": True}], ids=["", "at once"])
+def test_matrices_before_the_layers_are_there_for_their_backward(options):
+    def projected() -> nn.Module:
+        torch.manual_seed(5)
+        return Projected()
+
+    compare(projected, loop=loop(batches=FEW), choice=OUTSIDE, **options)
+    compare(projected, sgd, loop(batches=FEW, accumulate=1 if options else 2), choice=OUTSIDE, **options)
+
+
+def test_gradients_from_before_are_added_to():
+    def begun() -> nn.Module:
+        model = qwen3()
+        model(**FEW[0]).loss.backward()
+        return model
+
+    compare(begun, loop=loop(batches=FEW))
+    compare(begun, loop=loop(batches=FEW), choice=Choice(resident=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,31 +100,75 @@ def test_weights_written_between_backward_and_step(dtype):
     assert found == pytest.approx(run(plain, adamw(plain, lr=1e-3)), rel=1e-2)
 
 
-def test_a_first_forward_in_inference_mode():
-    model = llama()
-    with streaming(model, adamw(model), gpu_memory="1GiB") as (streamed, own):
-        batch = data(1)[0]
-        with torch.inference_mode():
-            first = streamed(**batch).loss.item()
-        with torch.no_grad():
-            assert streamed(**batch).loss.item() == first
+def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
+    """`zero_grad` right after `step` waits for no update, and makes no new buffer."""
+    model = blocks()
+    with streaming(model, adamw(model), choice=Choice(host_share=1.0)) as (streamed, own):
         train(streamed, own, data(2))
+        layer = own._engine.host[0]
+        buffer, read = layer.grads, layer.grads[:4]
+        own.zero_grad()
+        assert layer.grads is buffer and read.data_ptr() == buffer.data_ptr()
 
 
-def test_a_forward_without_a_backward_with_inputs_on_the_host():
-    def logged(model, batch):
-        model(**batch)  # for its logits alone; nothing runs backward
-        return model(**batch).loss
+def test_what_is_refused_while_a_model_streams():
+    model = qwen3()
+    layers_of(model)[0].requires_grad_(False)
+    with streaming(model, torch.optim.AdamW(model.parameters())) as (streamed, own):
+        train(streamed, own, FEW[:1])
+        layers_of(model)[0].requires_grad_(True)
+        refused(lambda: train(streamed, own, FEW[1:]), "layer 0", "unfrozen")
+    model = qwen3()
+    with streaming(model, sgd(model), update_in_backward=True) as (streamed, own):
+        train(streamed, own, FEW[:1])
+        param = next(layers_of(model)[0].parameters())
+        refused(lambda: setattr(param, "grad", torch.zeros_like(param)), "update_in_backward")
+        param.grad = None
 
-    compare(llama, adamw, loop(loss=logged), choice=Choice(inputs="host"))
+
+def test_closing_gives_back_methods_and_buffers():
+    model = qwen3()
+    modules = [*layers_of(model), model.model.embed_tokens]
+    for module in modules:
+        module.forward = module.forward  # in the module's own dictionary
+    before = [vars(module)["forward"] for module in modules]
+    streamed, own = stream(model, adamw(model), choice=Choice(resident=1, outer="host"))
+    train(streamed, own, FEW[:2])
+    buffers = [weakref.ref(tensor) for tensor in own._engine.schedule.device_tensors()]
+    own.close()
+    gc.collect()
+    assert [vars(module)["forward"] for module in modules] == before
+    assert buffers and not any(buffer() is not None for buffer in buffers)
 
 
-def test_layers_with_adapters_run_without_graphs():
-    """A graph would read one layer's adapters for all."""
-    model = adapted(dropout=0.0)
-    with streaming(model, adamw(model)) as (streamed, own):
-        train(streamed, own, data(1))
-        assert not own._engine.passes.for_graphs
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def held_of(module: nn.Module) -> HostLayer:
+    params = dict(module.named_parameters())
+    groups, counts = dict.fromkeys(map(id, params.values()), 0), dict.fromkeys(params.values(), 0)
+    return HostLayer(module, 0, Layout(params), torch.device("cpu"), groups, counts)
+
+
+def test_an_update_covers_no_parameter_between_two_others():
+    held = held_of(nn.Sequential(*(nn.Linear(size, size, bias=False) for size in (16, 4, 16))))
+    held._device, held.absent = torch.device("cuda"), {"1.weight"}
+    inside = held.layout.span("1.weight")
+    assert all(span.at.stop <= inside.start or span.at.start >= inside.stop for span in held.spans([{}]))
+    assert not held.whole
+    held.absent = set()
+    assert held.whole
+
+
+def test_gradients_of_replayed_layers_are_those_of_eager_ones():
+    """A replay calls no hooks that tell which parameters were reached: it is all of them, or graphs are given up."""
+    module = nn.Linear(4, 4)
+    held, graphs = held_of(module), LayerGraphs([module], {0})
+    graphs.note_gradients(held, replayed=True)
+    assert held.reached == {"weight", "bias"} and graphs.allow(0)
+    held.reached = {"weight"}
+    graphs.note_gradients(held, replayed=False)
+    assert held.reached == {"weight"} and not graphs.allow(0)
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
@@ -106,19 +183,6 @@ def test_layers_with_hooks_inside_run_without_graphs(kind):
     assert not graphs.allow(0)
     hook.remove()
     assert graphs.allow(0)
-
-
-def test_gradients_of_replayed_layers_are_those_of_eager_ones():
-    """A replay calls no hooks that tell which parameters were reached: it is all of them, or graphs are given up."""
-    module = nn.Linear(4, 4)
-    params = dict(module.named_parameters())
-    groups, counts = dict.fromkeys(map(id, params.values()), 0), dict.fromkeys(params.values(), 0)
-    held, graphs = HostLayer(module, 0, Layout(params), torch.device("cpu"), groups, counts), LayerGraphs([module], {0})
-    graphs.note_gradients(held, replayed=True)
-    assert held.reached == {"weight", "bias"} and graphs.allow(0)
-    held.reached = {"weight"}
-    graphs.note_gradients(held, replayed=False)
-    assert held.reached == {"weight"} and not graphs.allow(0)
 
 
 @pytest.mark.parametrize("rows", [None, 3])
@@ -146,21 +210,14 @@ def test_a_hook_that_comes_later_sees_what_its_module_computes():
     assert len(seen) == 2 and torch.equal(*seen)
 
 
-class Windowed(nn.Module):
-    def __init__(self, window: tuple[int, int]) -> None:
-        super().__init__()
-        self.linear, self.window = nn.Linear(4, 4), window
-
-
 def test_layers_that_compute_otherwise_share_no_graph():
-    first, second = [int(n) for n in "64"], [int(n) for n in "32"]  # tuples that are not the same object
-    layers = [Windowed(tuple(first)), Windowed(tuple(second))]
-    assert len(set(LayerGraphs(layers, set()).kinds)) == 2
+    different, alike = ([nn.Linear(4, 4) for _ in range(2)] for _ in range(2))
     config = object()
-    alike = [nn.Linear(4, 4) for _ in range(2)]
+    for layer, window in zip(different, ("64", "32"), strict=True):
+        layer.window = tuple(int(n) for n in window)  # tuples that are not the same object
     for layer in alike:
         layer.config = config
-    assert len(set(LayerGraphs(alike, set()).kinds)) == 1
+    assert [len(set(LayerGraphs(layers, set()).kinds)) for layers in (different, alike)] == [2, 1]
 
 
 def test_calls_with_unknown_objects_are_not_captured():
@@ -168,6 +225,17 @@ def test_calls_with_unknown_objects_are_not_captured():
     for _ in range(3):
         graphs.run(0, "place", lambda x, cache: calls.append(cache) or x, torch.ones(2, 4), object())
     assert len(calls) == 3 and not graphs._seen
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_with_adapters_run_without_graphs():
+    """A graph would read one layer's adapters for all."""
+    model = adapted(dropout=0.0)
+    with streaming(model, adamw(model)) as (streamed, own):
+        train(streamed, own, data(1))
+        assert not own._engine.passes.for_graphs
 
 
 @pytest.mark.parametrize("planned_for", [None, (2, 6)])
@@ -190,14 +258,3 @@ def test_a_budget_for_adapters_under_a_patched_head():
     patch_head(model, workspace="16MiB")
     with streaming(model, adamw(model), gpu_memory="1GiB") as (streamed, own):
         train(streamed, own, data(2))
-
-
-def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
-    """`zero_grad` right after `step` waits for no update, and makes no new buffer."""
-    model = blocks()
-    with streaming(model, adamw(model), choice=Choice(host_share=1.0)) as (streamed, own):
-        train(streamed, own, data(2))
-        layer = own._engine.host[0]
-        buffer, read = layer.grads, layer.grads[:4]
-        own.zero_grad()
-        assert layer.grads is buffer and read.data_ptr() == buffer.data_ptr()
