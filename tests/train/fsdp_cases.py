@@ -16,6 +16,7 @@ from processes import Cases
 
 from t1lib.errors import T1Error
 from t1lib.train import OptimizerSpec, Trainer, build_model, make_trainer
+from t1lib.train.ranks import Ranks
 
 SGD = OPTIMIZERS["momentum"]  # a step is proportional to its gradient; AdamW would hide a wrong factor
 ADAM = {"rel": 1e-6, "abs": 1e-8, "norm": 1e-9}
@@ -43,32 +44,28 @@ def of_layers():
 def numbers(size: int) -> Cases:
     """All cases with two processes; with three, those that depend on the number of processes."""
     plain = {"optimizer": SGD, "head": "full"}
-    every = {**EVERYTHING, **plain}
+    every, resident = {**EVERYTHING, **plain}, {"offload": False}
     found: Cases = {
-        "everything, tied": partial(agrees, ragged(3), DOUBLE, {}, **every),
-        "everything, untied": partial(agrees, ragged(3), DOUBLE, UNTIED, own={"offload": False}, **every),
+        "everything, untied": partial(agrees, ragged(3), DOUBLE, UNTIED, own=resident, **every),
         "fewer rows in a weight than ranks": partial(agrees, even(2), DOUBLE, {"head_dim": 4}, **plain),
-        "as many rows as ranks": partial(agrees, even(2, size), DOUBLE, {}, **plain),
         "a rank without a token that counts": partial(agrees, last_rows_ignored(), DOUBLE, {}, **plain),
         "evaluation": evaluation,
         "the same on all ranks": same_everywhere,
         "gradients are reduced once": partial(reduced_once, size),
     }
-    return found if size > 2 else found | at_two(plain, every)
-
-
-def at_two(plain: dict[str, Any], every: dict[str, Any]) -> Cases:
-    single = {"dtype": torch.float32}
-    return {
-        "everything, tied, no offload": partial(agrees, ragged(3), DOUBLE, {}, own={"offload": False}, **every),
-        "everything, untied, offload": partial(agrees, ragged(3), DOUBLE, UNTIED, **every),
-        "float32": partial(agrees, even(), SINGLE, single, **plain),
+    if size > 2:
+        return found
+    single = {"dtype": torch.float32, "vocab_size": 97}
+    return found | {
+        "everything, tied": partial(agrees, ragged(3), DOUBLE, {}, **every),
+        "everything, tied, no offload": partial(agrees, ragged(3), DOUBLE, {}, own=resident, **every),
         "AdamW": partial(agrees, even(), ADAM, {}, optimizer=OPTIMIZERS["adamw"], head="full"),
         "head chunked": partial(agrees, ragged(1), DOUBLE, {}, **{**plain, "head": "chunked"}),
-        "head fused": partial(agrees, even(1, 2), SINGLE, {**single, "vocab_size": 97}, own={"head": "fused"}, **plain),
+        "head fused, float32": partial(agrees, even(1, 2), SINGLE, single, own={"head": "fused"}, **plain),
         "clipped": partial(agrees, even(2), DOUBLE, {}, optimizer=LARGE, max_grad_norm=0.1, head="full"),
         "layers alone": partial(compare, of_layers, even(1), DOUBLE, **plain),
-        "another decoder": another_decoder,
+        # Gemma-2 computes its norms in float32, whatever the dtype
+        "another decoder": partial(compare, partial(model, "gemma2"), even(1), SINGLE, **plain),
         "mixed precision": mixed_precision,
         "16 bits": sixteen_bits,
         "a gradient that is no number on one rank": no_number,
@@ -89,11 +86,9 @@ def agrees(data: list[dict], bound: dict[str, float], changes: dict, own: dict |
     compare(lambda: tiny(**changes), data, bound, own, **options)
 
 
-def compare(
-    build: Any, data: list[dict], bound: dict[str, float], own: dict | None = None, mode: str = "fsdp", **options: Any
-) -> None:
-    """Compare losses, norms and tokens for each batch of `data`, then weights and state. own: options of `mode` only"""
-    one, many = make_trainer(build(), "gpu", **options), make_trainer(build(), mode, **{**options, **(own or {})})
+def compare(build: Any, data: list[dict], bound: dict[str, float], own: dict | None = None, **options: Any) -> None:
+    """Compare losses, norms and tokens for each batch of `data`, then weights and state. own: options of fsdp only"""
+    one, many = make_trainer(build(), "gpu", **options), make_trainer(build(), "fsdp", **{**options, **(own or {})})
     for batch in data:
         expected, found = one.step(batch), many.step(batch)
         assert found.loss == pytest.approx(expected.loss, rel=2e-6)
@@ -115,13 +110,8 @@ def same_state(trainer: Trainer, expected: Trainer, bound: dict[str, float]) -> 
             close(found["optimizer"][name][key], value, msg=lambda text, at=(name, key): f"{at}: {text}")
 
 
-def another_decoder() -> None:
-    """Gemma-2 computes its norms in float32, whatever the dtype."""
-    compare(lambda: model("gemma2"), even(1), SINGLE, optimizer=SGD, head="full")
-
-
-def evaluation(mode: str = "fsdp") -> None:
-    one, many = (make_trainer(tiny(), m, optimizer=SGD, head="full", micro_batch=2) for m in ("gpu", mode))
+def evaluation() -> None:
+    one, many = (make_trainer(tiny(), m, optimizer=SGD, head="full", micro_batch=2) for m in ("gpu", "fsdp"))
     for rows in (1, 2, 5):  # fewer rows than ranks, too
         batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
         assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
@@ -132,8 +122,8 @@ def evaluation(mode: str = "fsdp") -> None:
     many.close()
 
 
-def same_everywhere(mode: str = "fsdp") -> None:
-    trainer = make_trainer(tiny(), mode, optimizer=SGD, head="full", max_grad_norm=0.5)
+def same_everywhere() -> None:
+    trainer = make_trainer(tiny(), "fsdp", optimizer=SGD, head="full", max_grad_norm=0.5)
     records = [trainer.step(batch) for batch in ragged(2)]
     mine = [(r.loss, r.grad_norm, r.tokens, r.step) for r in records] + [trainer.evaluate(even(1)[0])]
     mine += [w.double().sum().item() for w in trainer.state_dict()["model"].values()]
@@ -209,13 +199,6 @@ def no_number() -> None:
 
 def noticed() -> None:
     """The comparison fails if sums over ranks, of losses and norms, are left out or off by a factor."""
-    from t1lib.train.ranks import Ranks
-
     for wrong in (lambda self, tensor, device: tensor, lambda self, tensor, device: tensor * self.size):
-        with patch.object(Ranks, "sum", wrong):
-            failed = False
-            try:
-                agrees(even(1), DOUBLE, {}, optimizer=SGD, head="full")
-            except AssertionError:
-                failed = True
-        assert failed
+        with patch.object(Ranks, "sum", wrong), pytest.raises(AssertionError):
+            agrees(even(1), DOUBLE, {}, optimizer=SGD, head="full")

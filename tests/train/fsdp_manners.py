@@ -31,8 +31,7 @@ def checkpoints(size: int, folder: Path) -> Cases:
     return found | {
         "masters in both layouts": masters,
         "a full disk": partial(full_disk, folder / "full"),
-        "a checkpoint that one rank does not find": partial(not_found, folder / "missing"),
-        "a checkpoint of another model": partial(of_another_model, folder / "other"),
+        "a checkpoint that does not fit": partial(does_not_fit, folder / "other"),
     }
 
 
@@ -40,13 +39,13 @@ def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
     return make_trainer(tiny(), mode, **{**ADAMW, **options})
 
 
-def saved_and_on(folder: Path, mode: str = "fsdp") -> None:
+def saved_and_on(folder: Path) -> None:
     """Resumed with as many processes, the run is bitwise the same; in one process, it is the same within rounding.
 
     Both start from bitwise the same state. The losses of the unbroken run are stored beside the checkpoint, for a
     resume with another number of processes.
     """
-    data, whole, one = even(TOTAL), trainer(mode), trainer("gpu")
+    data, whole, one = even(TOTAL), trainer(), trainer("gpu")
     losses = [whole.step(batch).loss for batch in data[:SAVED]]
     save_checkpoint(whole, folder)
     state = whole.state_dict()
@@ -54,7 +53,7 @@ def saved_and_on(folder: Path, mode: str = "fsdp") -> None:
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
-    again = make_trainer(tiny(seed=4), mode, **ADAMW)
+    again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
     again.step(data[3])  # state that the checkpoint must overwrite
     assert load_checkpoint(again, folder) == load_checkpoint(one, folder) == SAVED
     assert_same(state, again.state_dict())
@@ -69,18 +68,13 @@ def saved_and_on(folder: Path, mode: str = "fsdp") -> None:
         many.close()
 
 
-def on_from(folder: Path, mode: str = "fsdp") -> None:
-    other, losses = trainer(mode), json.loads((folder / "losses.json").read_text(encoding="utf-8"))
-    assert load_checkpoint(other, folder) == SAVED
-    assert_same(_from_one(folder).state_dict(), other.state_dict())
+def on_from(folder: Path) -> None:
+    one, other = trainer("gpu"), trainer()
+    losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
+    assert load_checkpoint(one, folder) == load_checkpoint(other, folder) == SAVED
+    assert_same(one.state_dict(), other.state_dict())
     assert [other.step(batch).loss for batch in even(TOTAL)[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
     other.close()
-
-
-def _from_one(folder: Path) -> Trainer:
-    one = trainer("gpu")
-    load_checkpoint(one, folder)
-    return one
 
 
 def masters() -> None:
@@ -133,18 +127,13 @@ def full_disk(folder: Path) -> None:
     many.close()
 
 
-def not_found(folder: Path) -> None:
-    many = trainer()
-    save_checkpoint(many, folder)
-    last = dist.get_rank() == dist.get_world_size() - 1
-    refused(lambda: load_checkpoint(many, folder / "nowhere" if last else folder), "^rank 1: no checkpoint in")
-    many.close()
-
-
-def of_another_model(folder: Path) -> None:
+def does_not_fit(folder: Path) -> None:
+    """A checkpoint that one rank does not find, and one of another model."""
     many, other = trainer(), make_trainer(tiny(num_hidden_layers=1), "fsdp", **ADAMW)
     save_checkpoint(other, folder)
     before = many.state_dict()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    refused(lambda: load_checkpoint(many, folder / "nowhere" if last else folder), "^rank 1: no checkpoint in")
     refused(lambda: load_checkpoint(many, folder), "^the checkpoint is of another model")
     assert_same(before, many.state_dict())
     many.close()

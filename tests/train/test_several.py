@@ -1,16 +1,22 @@
 """Mode `fsdp` on two and three processes against mode `gpu` in one.
 
-All cases of a size run in one set of processes.
+All cases of a size run in one set of processes, which run this file as a script: first how one of two processes ends
+the other, then every case, in the same order on all.
 """
 
 import json
+import os
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from fsdp_command import SMALL, commands, losses
-from processes import SIZES, Outcomes
-from several_worker import ENDS, cases
+from fsdp_cases import numbers
+from fsdp_command import SMALL, commands, fails, is_killed, losses
+from fsdp_manners import checkpoints, refusals
+from processes import SIZES, Cases, Outcomes, as_torchrun_does, forked, free_ports, work
 
 from t1lib.__main__ import main
 from t1lib.train.ranks import EXIT_LOST
@@ -19,13 +25,37 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="the worker forks, and gloo listens on lo"),
 ]
-WORKER = Path(__file__).parent / "several_worker.py"
+ENDS = {"fails": fails, "is killed": is_killed}
+
+
+def cases(size: int, folder: Path) -> Cases:
+    return {**numbers(size), **checkpoints(size, folder), **refusals(size)}
+
+
+def ended(name: str, folder: Path) -> None:
+    """Run two processes, one of which ends as `name` says; write their exit codes, outputs and seconds."""
+    folder.mkdir()
+    start, ports = time.monotonic(), free_ports(2)
+    codes = forked(2, partial(_told, ENDS[name], folder, ports))
+    outputs = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(2)]
+    result = {"codes": codes, "outputs": outputs, "seconds": time.monotonic() - start}
+    (folder / "ended.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _told(call: Callable[[Path], None], folder: Path, ports: list[int], rank: int) -> None:
+    with (folder / f"{rank}.txt").open("w", encoding="utf-8") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    as_torchrun_does(rank, 2, ports)
+    call(folder / "run")
+
+
 NAMES = [(size, name) for size in SIZES for name in {**cases(size, Path()), **commands(size, Path())}]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> Outcomes:
-    return Outcomes(WORKER, tmp_path_factory.mktemp("several"))
+    return Outcomes(Path(__file__), tmp_path_factory.mktemp("several"))
 
 
 @pytest.mark.parametrize("size, name", NAMES, ids=str)
@@ -55,3 +85,9 @@ def test_one_process_ends_the_other(outcomes, name):
     else:
         assert found["codes"] == [EXIT_LOST, -9]
         assert first.count("error: a process of the run was lost: ") == 1 and last == ""
+
+
+if __name__ == "__main__":
+    for name in ENDS:
+        ended(name, Path(sys.argv[1]) / name)
+    work(Path(sys.argv[1]), cases, commands)

@@ -111,21 +111,6 @@ def broken(loss: torch.Tensor) -> None:
     raise Broken(loss)
 
 
-@pytest.mark.parametrize("options", PLACES)
-def test_a_state_that_is_loaded_after_an_aborted_step_is_used(options):
-    """All of it: no layer stays bound to what it was computed with."""
-    with going_on(options) as (streamed, own):
-        saved = weights(streamed), deep(own.state_dict())
-        train(streamed, own, BATCHES[4:])
-        for layer in (1, 2):
-            streamed.blocks[layer].fault.arm(Broken(), call=layer - 1)
-            with pytest.raises(Broken):
-                model_loss(streamed, BATCHES[5]).backward()
-        streamed.load_state_dict(saved[0])
-        own.load_state_dict(saved[1])
-        own.zero_grad()
-
-
 def deep(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: deep(each) for key, each in value.items()}
