@@ -1,4 +1,4 @@
-"""Head `fused` through Triton's interpreter, which must be enabled on import: see test_fused.py."""
+"""Head `fused` through Triton's interpreter, which must be enabled on import: see test_interpreted.py."""
 
 import os
 from functools import partial
@@ -16,6 +16,7 @@ from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_he
 assert os.environ.get("TRITON_INTERPRET") == "1"
 run = partial(run_head, "fused")
 slow = pytest.mark.slow
+SOFTCAPS = (1e-40, 0.01, 0.5, 50.0, 1e6, 1e300)
 FAST = [("mean", "plain"), ("mean", "weighted smoothing"), ("none", "all")]
 SLOW = [(r, name) for r in ("mean", "sum", "none") for name in (*OPTION_SETS, "all but smoothing")]
 COMPILED = [("none", None, False), ("mean", "4MiB", True)]
@@ -51,25 +52,57 @@ def test_agrees_with_full(reduction, name):
 
 
 @slow
-@pytest.mark.parametrize("reduction, group", [("mean", 1), ("mean", 2), ("none", 2), ("none", 8)])
-def test_row_blocks_go_through_the_vocabulary_in_groups(reduction, group, monkeypatch):
+@pytest.mark.parametrize("units, group", [(1, 1), (5, 2), (40, 8)])
+def test_work_is_dealt_to_any_number_of_programs_in_groups_of_row_blocks(units, group, monkeypatch):
     """There are three blocks of 16 rows, so the last group may be smaller."""
-    monkeypatch.setattr(fused_launch, "CACHED", group * 16 * 16 * 4)
-    agrees(single(40, 70, 16), own={"chunks": 1}, reduction=reduction)
-
-
-@slow
-@pytest.mark.parametrize("units", [1, 5, 40])
-def test_work_is_dealt_to_any_number_of_programs(units, monkeypatch):
     monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
-    p = single(20, 70, 24)
-    agrees(p, own={"chunks": 2}, **options("weighted smoothing", p))
+    monkeypatch.setattr(fused_launch, "CACHED", group * 16 * 16 * 4)
+    p = single(40, 70, 16)
+    agrees(p, own={"chunks": 1}, **options("weighted smoothing", p))
 
 
-@pytest.mark.parametrize("shape", [(1, 7, 3), *slowly([((17, 65, 61),)])], ids=str)
-def test_ragged_shapes(shape):
+def odd(change=None, given=None, n: int = 9, v: int = 40, d: int = 16, tolerance: float = 3e-6, **kwargs) -> tuple:
+    """change: of a problem, in place. given: options that follow from it"""
+    return change, given, (n, v, d), tolerance, kwargs
+
+
+ODD = {
+    "one token": odd(n=1, v=7, d=3),
+    "no shape a multiple": odd(n=17, v=65, d=61),
+    "weight and bias frozen": odd(grad=(True, False, False)),
+    "input and bias frozen": odd(grad=(False, True, False)),
+    "input and weight frozen": odd(grad=(False, False, True)),
+    "a filter": odd(filter_eps=1e-3),
+    # the exponentials overflow with the first estimate of their offset, so those rows are recomputed
+    "a logit far above": odd(lambda p: p.b[3].add_(1000.0), n=20, tolerance=1e-4),
+    # float32 resolves logits near 1000 to 6e-5
+    "all logits large": odd(lambda p: p.b.add_(1e3), tolerance=3e-4),
+    "all logits small": odd(lambda p: p.b.sub_(1e3), tolerance=3e-4),
+    # the kernels read both with stride 1
+    "strided targets": odd(lambda p: setattr(p, "target", torch.stack([p.target, 0 * p.target], 1)[:, 0])),
+    "a strided weight": odd(None, lambda p: {"weight": torch.rand(40, 2)[:, 0] + 0.2}, label_smoothing=0.3),
+    "an infinite class weight": odd(None, lambda p: {"weight": torch.ones(40).index_fill(0, absent(p), torch.inf)}),
+    "an infinite token weight": odd(None, lambda p: {"token_weight": torch.ones(9).where(p.target >= 0, torch.inf)}),
+    # a tight one saturates: its tanh is within a few roundings of 1
+    **{f"softcap {size}": odd(softcap=size, tolerance=3e-5 if size in (0.01, 0.5) else 3e-6) for size in SOFTCAPS},
+}
+QUICK = ["one token", "a logit far above", "softcap 1e-40", "softcap 1000000.0"]
+
+
+def absent(p: Problem) -> torch.Tensor:
+    """A class that is no token's target."""
+    return torch.tensor([next(c for c in range(len(p.w)) if c not in p.target)])
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slowly([name for name in ODD if name not in QUICK])])
+def test_odd_operands_and_options(name):
+    change, given, shape, tolerance, kwargs = ODD[name]
+    p = single(*shape)
+    if change is not None:
+        change(p)
+    more = given(p) if given else {}
     for reduction in ("mean", "none"):
-        agrees(single(*shape, bias=False), reduction=reduction)
+        agrees(p, tolerance, reduction=reduction, **kwargs, **more)
 
 
 @both_reductions
@@ -91,35 +124,15 @@ def test_chunked_computes_bfloat16(autocast):
 
 
 @slow
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_frozen_operands_and_a_filter(reduction):
-    p = single(9, 50, 16)
-    for wanted in range(3):
-        agrees(p, reduction=reduction, grad=tuple(i == wanted for i in range(3)))
-    agrees(p, reduction=reduction, filter_eps=1e-3)
-
-
-@both_reductions
-def test_a_logit_far_above_the_targets(reduction):
-    """The exponentials overflow with the first estimate of their offset, so those rows are recomputed."""
-    p = single(20, 40, 16)
-    p.b[3] += 1000.0
-    agrees(p, 1e-4, reduction=reduction)
-
-
-@slow
-def test_extreme_values():
-    for shift, reduction in ((-1e3, "mean"), (1e3, "none")):
-        p = single(20, 70, 16)
-        p.b += shift  # float32 resolves logits near 1000 to 6e-5
-        agrees(p, 3e-4, reduction=reduction)
-    for bad in (float("nan"), float("inf")):  # appear where they appear with `full`
-        p = single(20, 40, 16, bias=False, ignored=False)
+def test_numbers_that_are_none():
+    """NaN and inf appear where they appear with `full`."""
+    p = single(20, 40, 16, bias=False, ignored=False)
+    for bad in (float("nan"), float("inf")):
         p.e[3, 2] = bad
         for got, want in zip(run(p), run_head("full", p), strict=True):
             assert torch.equal(got.isfinite(), want.isfinite())
     p.target[:] = -100
-    loss, *gradients = run(p.to(torch.float32))
+    loss, *gradients = run(p)
     assert loss.isnan() and all((g == 0).all() for g in gradients)
 
 
@@ -147,38 +160,11 @@ def test_what_an_ignored_token_holds_reaches_no_result(reduction, own, bad):
     assert all(g.isfinite().all() for g in got) and (got[1][p.target == -100] == 0).all()
 
 
-@slow
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_an_infinite_weight_that_no_token_counts(reduction):
-    p = single(20, 40, 16)
-    weight, token_weight = torch.rand(40) + 0.2, torch.rand(20)
-    weight[0], token_weight[p.target < 0] = float("inf"), float("inf")
-    p = Problem(p.e, p.w, p.b, p.target.where(p.target != 0, 1))
-    for kwargs in ({"weight": weight}, {"token_weight": token_weight}):
-        agrees(p, reduction=reduction, **kwargs)
-
-
-@pytest.mark.parametrize("softcap", [1e-40, 1e6, *slowly([0.01, 0.5, 50.0, 1e300])])
-def test_a_softcap_of_any_size(softcap):
-    """A tight one saturates: its tanh is within a few roundings of 1."""
-    agrees(single(9, 50, 16), 3e-5 if 0.001 < softcap < 1 else 3e-6, softcap=softcap)
-
-
 def test_statistics():
     p = single(20, 70, 16)
     call = partial(linear_cross_entropy, p.e, p.w, p.target, linear_bias=p.b, return_stats=True)
     for g, w in zip(call(head="fused")[1], call(head="full")[1], strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
-
-
-@slow
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_strided_targets_and_class_weights(reduction):
-    """The kernels read both with stride 1."""
-    p = single(20, 40, 16)
-    target = torch.stack([p.target, torch.zeros_like(p.target)], 1)[:, 0]
-    weight = torch.stack([torch.rand(40) + 0.2, torch.zeros(40)], 1)[:, 0]
-    agrees(Problem(p.e, p.w, p.b, target), reduction=reduction, weight=weight, label_smoothing=0.3)
 
 
 # -- workspace, refusals, autocast -------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -105,15 +104,16 @@ def test_16_bit_weights_have_float32_masters_and_the_first_lines_say_so(tmp_path
 # -- resumed -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["as it was begun", "with its folder alone"])
-def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, a_run, given):
+def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, two_steps):
+    """As it was begun, or told its folder alone."""
     often = ["--schedule", "constant", "--steps", "5"]
     assert train(tmp_path / "whole", *often) == 0
-    with (a_run / "metrics.csv").open("a") as file:
-        file.write("3" + ",1.0" * 8 + ",\n")  # a step after the checkpoint, logged before a power failure
-    again = [*SMALL, *often] if given else ["train", "--steps", "5"]
-    assert main([*again, "--out", str(a_run), "--resume"]) == 0
-    assert losses(a_run) == losses(tmp_path / "whole")
+    for name, again in (("a", [*SMALL, *often]), ("b", ["train", "--steps", "5"])):
+        folder = Path(shutil.copytree(two_steps, tmp_path / name))
+        with (folder / "metrics.csv").open("a") as file:
+            file.write("3" + ",1.0" * 8 + ",\n")  # a step after the checkpoint, logged before a power failure
+        assert main([*again, "--out", str(folder), "--resume"]) == 0
+        assert losses(folder) == losses(tmp_path / "whole")
 
 
 def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, capsys):
@@ -125,26 +125,18 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, capsys):
         ("--steps", "2"): "is at step 4; allowed: --steps 4 or more",
         ("--steps", "60", "--warmup", "5"): "warmup is 5; the run in",
         ("--steps", "1"): "allowed: total beyond warmup",
-        ("--batch", "8"): "batch is 8; the run in",
+        ("--batch", "16"): "batch is 16; the run in",  # even if it is the default
         ("--data", str(Path(csv.__file__))): "data is ",
     }.items():
         assert train(tmp_path / "a", "--resume", *more) == 2
         assert message in capsys.readouterr().err
-    assert {path: before[path] for path in before if path.name != "metrics.png"}.items() <= content(
-        tmp_path / "a"
-    ).items()
+    assert main(["train", "--resume"]) == 2 and "needs --out" in capsys.readouterr().err
+    assert main(["train", "--out", str(tmp_path / "a")]) == 2 and "--model is missing" in capsys.readouterr().err
+    after = content(tmp_path / "a")
+    assert all(after[path] == before[path] for path in before if path.name != "metrics.png")
     assert train(tmp_path / "a", "--steps", "8", "--resume") == 0
     options = json.loads((tmp_path / "a" / "run.json").read_text())["options"]
     assert (options["steps"], options["warmup"], options["schedule"]) == (8, 1, "cosine")
-
-
-def test_what_is_the_runs_own_cannot_be_changed(a_run, capsys):
-    for name, value in {"lr": "1", "batch": "16", "warmup": "1"}.items():  # even if it is the default
-        assert main(["train", "--out", str(a_run), "--resume", f"--{name}", value]) == 2
-        assert f"{name} is {float(value):g}" in capsys.readouterr().err.replace("1.0", "1")
-    assert main(["train", "--out", str(a_run), "--resume", "--batch", "4"]) == 0
-    assert main(["train", "--resume"]) == 2 and "needs --out" in capsys.readouterr().err
-    assert main(["train", "--out", str(a_run)]) == 2 and "--model is missing" in capsys.readouterr().err
 
 
 def test_a_run_is_not_overwritten_and_begins_again_only_without_a_checkpoint(a_run, capsys):
@@ -201,32 +193,6 @@ def test_a_start_that_failed_does_not_take_its_folder(tmp_path, capsys):
 # -- interrupted -------------------------------------------------------------------------------------------------------
 
 
-def start(folder, *more):
-    command = [sys.executable, "-m", "t1lib", *SMALL, "--out", str(folder), "--steps", "100000"]
-    command += ["--checkpoint-every", "0", "--eval-every", "0", *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
-
-
-def ended(process, number):
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 130 and "Traceback" not in out, out
-    return out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_keeps_what_it_has(tmp_path, number):
-    """In the middle: a checkpoint of the last step, all metrics, one line, exit code 130."""
-    process, deadline = start(tmp_path / "a"), time.monotonic() + 120
-    while time.monotonic() < deadline and not ((tmp_path / "a" / "metrics.csv").is_file() and metrics(tmp_path / "a")):
-        time.sleep(0.05)
-    out = ended(process, number)
-    done = len(metrics(tmp_path / "a"))
-    assert out.count(f"interrupted after step {done}; --resume goes on\n") == out.count("\ninterrupted") == 1
-    assert names(tmp_path / "a" / "checkpoints") == [META, f"step-{done:08d}"]
-
-
 STARTS = """
 import sys, time
 sys.argv = {argv!r}
@@ -260,19 +226,19 @@ def test_interrupted_while_starting_it_ends_with_one_line(tmp_path, number, modu
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", script], **options)
     assert process.stdout.readline() == "now\n"
-    began = time.monotonic()
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "interrupted while starting; nothing was trained\n")
-    assert time.monotonic() - began < 30
 
 
-def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monkeypatch, capsys, number):
+    """In the middle: a checkpoint of the last step, all metrics, one line, exit code 130."""
     step = LanguageSession.step
 
     def swallows(self):
         try:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         except BaseException:
             pytest.fail("a step was interrupted")
         return step(self)
@@ -280,7 +246,7 @@ def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monk
     monkeypatch.setattr(LanguageSession, "step", swallows)
     assert train(tmp_path / "a", "--steps", "5") == 130
     assert capsys.readouterr().err == "interrupted after step 1; --resume goes on\n"
-    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"]
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
 
 
 @pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
@@ -342,7 +308,7 @@ def test_metrics_that_cannot_be_written_cost_no_step(tmp_path, monkeypatch, caps
     assert {4, 5, 6} <= {int(row["step"]) for row in metrics(tmp_path / "a")}
 
 
-@pytest.mark.parametrize("damage", [b",,\n", b",,", b"2,1.0,2", b"\0\0\0", b"\xff\xfe\n", b"2,x" + b",1" * 8 + b"\n"])
+@pytest.mark.parametrize("damage", [b",,\n", b"2,1.0,2", b"\xff\xfe\n", b"2,x" + b",1" * 8 + b"\n"])
 def test_damaged_rows_are_dropped(a_run, damage):
     before = (a_run / "metrics.csv").read_bytes()
     (a_run / "metrics.csv").write_bytes(before + damage)
@@ -389,25 +355,20 @@ def test_a_row_longer_than_the_models_positions_is_refused_before_anything_is_bu
     assert not (tmp_path / "a").exists()
 
 
-def spoilt(text: str) -> list[str]:
-    settings = json.loads(text)
-    lr = settings["options"]["lr"]
-    others = [{}, [], None, settings | {"options": []}, {k: v for k, v in settings.items() if k != "sha256"}]
-    flipped = text.replace(repr(lr), repr(lr * 2))
-    return ["", "{", "[" * 100_000, "\0", text[: len(text) // 2], flipped, *map(json.dumps, others)]
-
-
 def test_a_spoilt_run_json_is_one_error(a_run, capsys):
-    before = (a_run / "run.json").read_text()
-    for text in spoilt(before):
-        (a_run / "run.json").write_text(text)
+    file = a_run / "run.json"
+    before = file.read_text()
+    settings = json.loads(before)
+    lr = settings["options"]["lr"]
+    others = [{}, None, settings | {"options": []}, {k: v for k, v in settings.items() if k != "sha256"}]
+    spoilt = ["", "[" * 100_000, before[: len(before) // 2], before.replace(repr(lr), repr(lr * 2))]
+    for text in (*spoilt, *map(json.dumps, others), b"\xff" + before.encode()):
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
         for again in (["train"], [*SMALL, "--schedule", "constant", "--steps", "2"]):
             assert main([*again, "--resume", "--out", str(a_run)]) == 2
             err = capsys.readouterr().err
-            assert str(a_run / "run.json") in err and err.count("\n") == 1
-    (a_run / "run.json").write_bytes(b"\xff" + before.encode())
-    assert main(["train", "--resume", "--out", str(a_run)]) == 2
-    (a_run / "run.json").unlink()
+            assert str(file) in err and err.count("\n") == 1
+    file.unlink()
     assert main(["train", "--resume", "--out", str(a_run)]) == 2
     assert "holds no run to go on with" in capsys.readouterr().err
     assert train(a_run, "--steps", "2") == 2

@@ -1,4 +1,4 @@
-"""The one-pass AdamW through Triton's interpreter, which must be on before Triton is imported: see test_adamw.py."""
+"""The one-pass AdamW through Triton's interpreter, on before Triton is imported: see test_interpreted.py."""
 
 import os
 

@@ -1,12 +1,5 @@
-"""The update kernel, and the bytes of state that each layout keeps."""
+"""The bytes of state that each layout keeps."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from t1lib.optimizers import OptimizerSpec
@@ -28,14 +21,3 @@ def test_a_master_survives_being_split():
     weight, low = torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16)
     split(master.clone(), weight, low)
     assert torch.equal(join(weight, low), master)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_kernel_by_the_interpreter(which):
-    """In a separate process: Triton decides on import whether kernels are interpreted."""
-    cases = Path(__file__).parent / "adamw_interpreted.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, str(cases)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cases.parents[2], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -1,6 +1,6 @@
-"""The kernels of head `fused` without a GPU: the tests of another file, by Triton's interpreter.
+"""The kernels without a GPU: the tests of two other files, by Triton's interpreter.
 
-It runs in a process of its own, because Triton decides on import whether kernels are interpreted.
+They run in a process of their own, because Triton decides on import whether kernels are interpreted.
 """
 
 import importlib.util
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("fused_interpreted.py")
+HERE = Path(__file__).parent
+FILES = [HERE / "heads" / "fused_interpreted.py", HERE / "train" / "adamw_interpreted.py"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -19,5 +20,5 @@ CASES = Path(__file__).with_name("fused_interpreted.py")
 def test_kernels_by_the_interpreter(which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "-m", which, CASES], env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, "-m", which, *FILES], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
