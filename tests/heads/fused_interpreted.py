@@ -7,7 +7,18 @@ import pytest
 import torch
 import transformers
 from functorch.compile import make_boxed_func
-from head_cases import OPTION_SETS, Problem, assert_close, assert_no_worse, least_of, options, problem, refusal
+from head_cases import (
+    ODD,
+    OPTION_SETS,
+    Problem,
+    assert_close,
+    assert_no_worse,
+    least_of,
+    odd_problem,
+    options,
+    problem,
+    refusal,
+)
 from head_cases import run as run_head
 from torch._dynamo.backends.common import aot_autograd
 
@@ -16,7 +27,6 @@ from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_he
 assert os.environ.get("TRITON_INTERPRET") == "1"
 run = partial(run_head, "fused")
 slow = pytest.mark.slow
-SOFTCAPS = (1e-40, 0.01, 0.5, 50.0, 1e6, 1e300)
 FAST = [("mean", "plain"), ("mean", "weighted smoothing"), ("none", "all")]
 SLOW = [(r, name) for r in ("mean", "sum", "none") for name in (*OPTION_SETS, "all but smoothing")]
 COMPILED = [("none", None, False), ("mean", "4MiB", True)]
@@ -61,48 +71,14 @@ def test_work_is_dealt_to_any_number_of_programs_in_groups_of_row_blocks(units, 
     agrees(p, own={"chunks": 1}, **options("weighted smoothing", p))
 
 
-def odd(change=None, given=None, n: int = 9, v: int = 40, d: int = 16, tolerance: float = 3e-6, **kwargs) -> tuple:
-    """change: of a problem, in place. given: options that follow from it"""
-    return change, given, (n, v, d), tolerance, kwargs
-
-
-ODD = {
-    "one token": odd(n=1, v=7, d=3),
-    "no shape a multiple": odd(n=17, v=65, d=61),
-    "weight and bias frozen": odd(grad=(True, False, False)),
-    "input and bias frozen": odd(grad=(False, True, False)),
-    "input and weight frozen": odd(grad=(False, False, True)),
-    "a filter": odd(filter_eps=1e-3),
-    # the exponentials overflow with the first estimate of their offset, so those rows are recomputed
-    "a logit far above": odd(lambda p: p.b[3].add_(1000.0), n=20, tolerance=1e-4),
-    # float32 resolves logits near 1000 to 6e-5
-    "all logits large": odd(lambda p: p.b.add_(1e3), tolerance=3e-4),
-    "all logits small": odd(lambda p: p.b.sub_(1e3), tolerance=3e-4),
-    # the kernels read both with stride 1
-    "strided targets": odd(lambda p: setattr(p, "target", torch.stack([p.target, 0 * p.target], 1)[:, 0])),
-    "a strided weight": odd(None, lambda p: {"weight": torch.rand(40, 2)[:, 0] + 0.2}, label_smoothing=0.3),
-    "an infinite class weight": odd(None, lambda p: {"weight": torch.ones(40).index_fill(0, absent(p), torch.inf)}),
-    "an infinite token weight": odd(None, lambda p: {"token_weight": torch.ones(9).where(p.target >= 0, torch.inf)}),
-    # a tight one saturates: its tanh is within a few roundings of 1
-    **{f"softcap {size}": odd(softcap=size, tolerance=3e-5 if size in (0.01, 0.5) else 3e-6) for size in SOFTCAPS},
-}
 QUICK = ["one token", "a logit far above", "softcap 1e-40", "softcap 1000000.0"]
-
-
-def absent(p: Problem) -> torch.Tensor:
-    """A class that is no token's target."""
-    return torch.tensor([next(c for c in range(len(p.w)) if c not in p.target)])
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slowly([name for name in ODD if name not in QUICK])])
 def test_odd_operands_and_options(name):
-    change, given, shape, tolerance, kwargs = ODD[name]
-    p = single(*shape)
-    if change is not None:
-        change(p)
-    more = given(p) if given else {}
+    p, kwargs, tolerance = odd_problem(name)
     for reduction in ("mean", "none"):
-        agrees(p, tolerance, reduction=reduction, **kwargs, **more)
+        agrees(p, tolerance, reduction=reduction, **kwargs)
 
 
 @both_reductions

@@ -15,7 +15,8 @@ from t1lib.heads import linear_cross_entropy
 OPTION_SETS = ("plain", "weight", "smoothing", "weighted smoothing", "softcap", "z_loss", "token_weight", "all")
 REDUCTIONS = ("mean", "sum", "none")
 SHAPES = ((1, 7, 3), (37, 257, 20), (5, 8200, 3))  # N, V, D; 8200 crosses a chunk of 8192 columns
-SOFTCAPS = (1e-40, 20.0, 1e4, 50.0, 1e6, 1e8, 1e300)
+SOFTCAPS = (1e-40, 0.01, 0.5, 50.0, 1e6, 1e300)
+TIGHT = {0.01: 5e-5, 0.5: 3e-5}  # tolerances
 CHUNKED = ({}, {"by": "vocabulary", "chunks": 3})
 HEADS = [("full", {}), *(("chunked", own) for own in CHUNKED)]
 """The heads that run anywhere and take every option."""
@@ -65,6 +66,50 @@ def options(name: str, p: Problem, seed: int = 1) -> dict:
     every = {k: v for part in single.values() for k, v in part.items()}
     without = {k: v for k, v in every.items() if k != "label_smoothing"}
     return {**single, "all": every, "all but smoothing": without}[name]
+
+
+def odd(change=None, given=None, n: int = 9, v: int = 40, d: int = 16, tolerance: float = 3e-6, **kwargs) -> tuple:
+    """change: of a problem, in place. given: options that follow from it"""
+    return change, given, (n, v, d), tolerance, kwargs
+
+
+ODD = {
+    "one token": odd(n=1, v=7, d=3),
+    "no shape a multiple": odd(n=17, v=65, d=61),
+    "weight and bias frozen": odd(grad=(True, False, False)),
+    "input and bias frozen": odd(grad=(False, True, False)),
+    "input and weight frozen": odd(grad=(False, False, True)),
+    "weight frozen": odd(grad=(True, False, True)),
+    "a filter": odd(filter_eps=1e-3),
+    "an ignore_index inside the vocabulary": odd(lambda p: p.target.masked_fill_(p.target < 0, 5), ignore_index=5),
+    # the exponentials overflow with the first estimate of their offset, so those rows are recomputed
+    "a logit far above": odd(lambda p: p.b[3].add_(1000.0), n=20, tolerance=1e-4),
+    # float32 resolves logits near 1000 to 6e-5
+    "all logits large": odd(lambda p: p.b.add_(1e3), tolerance=3e-4),
+    "all logits small": odd(lambda p: p.b.sub_(1e3), tolerance=3e-4, label_smoothing=0.2),
+    # the kernels read both with stride 1
+    "strided targets": odd(lambda p: setattr(p, "target", torch.stack([p.target, 0 * p.target], 1)[:, 0])),
+    "a strided weight": odd(None, lambda p: {"weight": torch.rand(40, 2)[:, 0] + 0.2}, label_smoothing=0.3),
+    "an infinite class weight": odd(None, lambda p: {"weight": torch.ones(40).index_fill(0, absent(p), torch.inf)}),
+    "an infinite token weight": odd(None, lambda p: {"token_weight": torch.ones(9).where(p.target >= 0, torch.inf)}),
+    # a tight one saturates: its tanh is within a few roundings of 1
+    **{f"softcap {size}": odd(softcap=size, tolerance=TIGHT.get(size, 3e-6)) for size in SOFTCAPS},
+}
+"""Operands and options that a head may stumble over."""
+
+
+def absent(p: Problem) -> Tensor:
+    """A class that is no token's target."""
+    return torch.tensor([next(c for c in range(len(p.w)) if c not in p.target)])
+
+
+def odd_problem(name: str) -> tuple[Problem, dict, float]:
+    """The float32 problem, its options, and the tolerance."""
+    change, given, shape, tolerance, kwargs = ODD[name]
+    p = problem(*shape, dtype=torch.float32)
+    if change is not None:
+        change(p)
+    return p, {**kwargs, **(given(p) if given else {})}, tolerance
 
 
 def upstream_for(loss: Tensor) -> Tensor:

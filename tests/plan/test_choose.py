@@ -117,11 +117,10 @@ def test_all_at_once_is_as_one_by_one(work):
                 assert found == pytest.approx(float(cost(work, one)), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("share", "layers"), [(0.0, []), (1 / 3, [2, 5, 8]), (1 / 2, [1, 3, 5, 7, 9]), (1.0, [*range(10)])]
-)
-def test_the_host_updates_every_nth_layer(share, layers):
-    assert [i for i in range(10) if updated_by_host(i, share)] == layers
+def test_the_host_updates_every_nth_layer():
+    shares = {0.0: [], 1 / 3: [2, 5, 8], 1 / 2: [1, 3, 5, 7, 9], 1.0: [*range(10)]}
+    for share, layers in shares.items():
+        assert [i for i in range(10) if updated_by_host(i, share)] == layers
 
 
 def test_what_is_trained_and_what_streams_follow_from_the_parameters():
@@ -155,21 +154,6 @@ def test_any_stack_of_layers_can_be_planned_for():
     assert choose_plan(work, 2**20).keep == 3
 
 
-def test_weights_of_embedding_and_head_leave_the_device_to_the_backward():
-    there, here = Choice(outer="host"), Choice(outer="device")
-    assert device_bytes(WORK, here) - device_bytes(WORK, there) >= 12 * WORK.outer
-    restored = host_bytes(WORK, there)
-    copied = host_bytes(dataclasses.replace(WORK, masters=False), there)
-    assert copied - restored == 2 * (WORK.outer + 4096 * WORK.hidden)
-
-
-def test_graphs_take_the_place_of_kept_activations_where_launches_take_the_time():
-    few, machine = dataclasses.replace(FEW, outer=0, state=0), Machine(update=1e12)
-    eager = dataclasses.replace(few, graphed=False)
-    assert step_ms(few, Choice(), machine) < step_ms(eager, Choice(keep=28), machine)
-    assert device_bytes(few, Choice()) > device_bytes(eager, Choice())
-
-
 def test_gradients_with_a_place_let_computing_run_ahead_of_the_link():
     """State is transferred beside a backward that recomputes nothing; lower layers are resident and need no link."""
     few, many = (Choice(resident=4, keep=28, grad_slots=slots, outer="host") for slots in (2, 8))
@@ -177,11 +161,6 @@ def test_gradients_with_a_place_let_computing_run_ahead_of_the_link():
     assert device_bytes(WORK, many) - device_bytes(WORK, few) == 6 * WORK.layer * WORK.itemsize
     assert choose_plan(WORK, 60 * 2**30).grad_slots > 2
     assert choose_plan(TOGETHER, 60 * 2**30).grad_slots == 2
-
-
-def test_the_last_layer_that_becomes_resident_costs_no_time():
-    all_but_one, everything = (step_ms(WORK, Choice(resident=n, keep=28), H200) for n in (27, 28))
-    assert everything <= all_but_one < 1.03 * everything
 
 
 def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
@@ -213,13 +192,3 @@ def test_activations_are_those_that_the_layer_saves(preset, tokens):
     hidden, arguments = layer_arguments(parts, torch.randn(1, tokens, 64, requires_grad=True))
     real = saved_by(lambda: parts.layers[0](hidden, **arguments[0]), parts.layers[0].parameters()) / tokens
     assert saved_bytes(model.config, torch.float32, tokens) == pytest.approx(real, rel=0.1)
-
-
-def test_pieces_of_state_have_room_wherever_something_travels():
-    """Also where the CPU updates all layers, if embedding and head travel."""
-    travels = [Choice(), Choice(outer="host", host_share=1.0)]
-    held = [
-        device_bytes(WORK, choice) - device_bytes(dataclasses.replace(WORK, cuda=False), choice) for choice in travels
-    ]
-    none = Choice(host_share=1.0)
-    assert device_bytes(WORK, none) - device_bytes(dataclasses.replace(WORK, cuda=False), none) < min(held)

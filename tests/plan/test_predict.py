@@ -8,7 +8,6 @@ from math import inf
 import pytest
 import torch
 
-from t1lib import models
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
 from t1lib.heads.fused_plan import Device
@@ -158,15 +157,6 @@ def test_the_command_to_train_is_as_a_shell_takes_it(capsys):
     assert command[-3:] == ["--change", "rope_parameters", value] and "1 GiB" in command
 
 
-def test_of_a_model_of_the_hub_there_is_no_command_to_train(capsys, monkeypatch):
-    config = shape_only("tiny").config
-    monkeypatch.setattr(models.AutoConfig, "from_pretrained", lambda *_, **__: config)
-    assert main(["plan", "--model", "owner/model", "--vram", "1GiB"]) == 0
-    out = capsys.readouterr().out
-    assert "t1lib train" not in out
-    assert out.splitlines()[-1] == "  (train takes presets and checkpoint folders only, no names of the hub)"
-
-
 def test_updates_that_wait_for_the_norm_take_longer_in_slide_alone(capsys):
     one, other = (by_name(predict(replace(SETTING, together=t), 8 * GIB, None, H200)) for t in (False, True))
     assert one["gpu", "fused"] == other["gpu", "fused"]
@@ -217,17 +207,3 @@ def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(capsys, monk
     assert rates.this_machine() == H200
     rates.machine_file().write_text("{")
     assert rates.this_machine() == H200
-
-
-def test_a_busy_moment_of_the_host_does_not_count(monkeypatch):
-    now, calls = [0.0], []
-
-    def launch():
-        calls.append(1)
-        now[0] += 0.0017 if len(calls) % 3 == 0 else 0.0009
-
-    measures = dict.fromkeys(rates.PRACTICE, (1, lambda: now.__setitem__(0, now[0] + 1))) | {"launch_ms": (1, launch)}
-    monkeypatch.setattr(rates, "_measures", lambda device: measures)
-    monkeypatch.setattr(rates.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(rates, "PAUSE", 0)
-    assert rates.measure_machine(torch.device("cpu")).launch_ms == pytest.approx(0.9)

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import os
-from contextlib import suppress
 
 import pandas
 import pytest
@@ -44,24 +42,17 @@ def test_a_folder_gives_all_text_below_it(tmp_path):
     (tmp_path / "mark.TXT").write_bytes(b"\xef\xbb\xbfthird")
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "blank.txt").write_text(" \n")
-    lines = [{"text": "first"}, {"content": "second", "id": 3}]
-    (tmp_path / "PART.JSONL").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    lines = {"PART.JSONL#0": "first", "PART.JSONL#1": "second"}
+    lines = [{"text": "first\u2028"}, {"content": "second", "id": 3}]  # with another end of a line
+    (tmp_path / "PART.JSONL").write_text("\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n")
+    lines = {"PART.JSONL#0": "first\u2028", "PART.JSONL#1": "second"}
     assert read_texts(tmp_path) == {"deep/a.md": "some text", "mark.TXT": "third", **lines}
     assert read_texts(tmp_path / "deep" / "a.md") == {"a.md": "some text"}
     assert sum(map(len, read_texts(tmp_path, 10).values())) <= 10
 
 
-def test_a_record_may_hold_other_ends_of_lines(tmp_path):
-    found = ["a\u2028b", "c\u2029d\u0085e", "f"]
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in found]
-    (tmp_path / "a.jsonl").write_bytes("\r\n".join(lines).encode())
-    assert sorted(read_texts(tmp_path / "a.jsonl").values()) == sorted(found)
-
-
 def test_the_hash_is_of_names_and_texts_in_any_order():
     one = texts.corpus_hash({"a": "x", "b": "y"})
-    assert one == texts.corpus_hash({"b": "y", "a": "x"})
+    assert one == texts.corpus_hash({"b": "y", "a": "x"}) and len(texts.corpus_hash({"a\udcff.txt": "x"})) == 64
     assert one not in (texts.corpus_hash({"a": "y", "b": "x"}), texts.corpus_hash({"a": "x"}))
 
 
@@ -144,12 +135,3 @@ def test_linked_folders_are_read_once_and_without_end(tmp_path):
     (root / "loop").symlink_to("loop")
     (other / "back").symlink_to(root)
     assert read_texts(root) == {"own/a.txt": "text of own", "again/a.txt": "text of other"}
-
-
-def test_a_file_may_have_a_name_that_is_not_unicode(tmp_path):
-    with suppress(OSError), open(os.fsencode(tmp_path) + b"/a\xff.txt", "w") as file:  # some file systems refuse it
-        file.write("some text")
-    (tmp_path / "b.txt").write_text("other text")
-    found = read_texts(tmp_path)
-    assert set(found.values()) <= {"some text", "other text"} and len(texts.corpus_hash(found)) == 64
-    assert len(texts.corpus_hash({"a\udcff.txt": "some text"})) == 64

@@ -29,32 +29,22 @@ from t1lib.train import stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCHES = data(4)
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "micro_batch 0": ({"micro_batch": 0}, "micro_batch=0"),
-    "micro_batch True": ({"micro_batch": True}, "micro_batch=True"),
-    "micro_batch text": ({"micro_batch": "2"}, "micro_batch='2'"),
-    "gpu_memory text": ({"gpu_memory": "lots"}, "'lots'"),
-    "gpu_memory without a unit": ({"gpu_memory": "16"}, "'16'"),
-    "gpu_memory 0": ({"gpu_memory": 0}, "0"),
-    "gpu_memory True": ({"gpu_memory": True}, "True"),
-    "gpu_memory of 400 digits": ({"gpu_memory": "9" * 400 + "GiB"}, "999"),
-    "gpu_memory too small": ({"gpu_memory": 1000, "plan_for": (4, 7)}, ""),
-    "plan_for one number": ({"gpu_memory": "1GiB", "plan_for": (4,)}, "(4,)"),
-    "plan_for 0": ({"gpu_memory": "1GiB", "plan_for": (4, 0)}, "(4, 0)"),
-    "device of no kind": ({"device": "gpu"}, "'gpu'"),
-    "device elsewhere": ({"device": "cuda:99"}, "cuda:99"),
-    "device meta": ({"device": "meta"}, "meta"),
-    "master_weights": ({"master_weights": "both"}, "'both'"),
-    "moments": ({"moments": "fp8"}, "'fp8'"),
-    "choice no Choice": ({"choice": {"slots": 2}}, "slots"),
-    "slots 0": ({"choice": partial(Choice, slots=0)}, "slots=0"),
-    "resident beyond the layers": ({"choice": partial(Choice, resident=5)}, "resident=5"),
-    "keep beyond the layers": ({"choice": partial(Choice, keep=5)}, "keep=5"),
-    "inputs": ({"choice": partial(Choice, inputs="disk")}, "'disk'"),
-    "outer": ({"choice": partial(Choice, outer="parked")}, "'parked'"),
-    "host_share 2": ({"choice": partial(Choice, host_share=2.0)}, "host_share=2.0"),
-    "host_share text": ({"choice": partial(Choice, host_share="half")}, "'half'"),
+VALUES: dict[str, tuple] = {
+    "micro_batch": (0, True, "2"),
+    "gpu_memory": ("lots", "16", 0, True),
+    "device": ("gpu", "cuda:99", "meta"),
+    "master_weights": ("both",),
+    "moments": ("fp8",),
+    "choice": ({"slots": 2},),
+    "plan_for": ((4,), (4, 0)),
 }
+CHOICES: dict[str, tuple] = {
+    "slots": (0,), "resident": (5,), "keep": (5,), "inputs": ("disk",), "outer": ("parked",),
+    "grads": ("parked",), "host_share": (2.0, "half"),
+}  # fmt: skip
+ARGUMENTS = [({name: value}, str(value)) for name, values in VALUES.items() for value in values]
+ARGUMENTS += [({"gpu_memory": "9" * 400 + "GiB"}, "999"), ({"gpu_memory": 1000, "plan_for": (4, 7)}, "")]
+ARGUMENTS += [({"choice": partial(Choice, **{n: v})}, str(v)) for n, values in CHOICES.items() for v in values]
 
 
 def untouched(model: nn.Module, call: Callable[[], object], *parts: str) -> None:
@@ -79,43 +69,32 @@ def streamed_with(model: nn.Module, optimizer: Any = None, **options: Any) -> An
     return stream(model, adamw(model) if optimizer is None else optimizer, **(layers | options))
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments(name):
-    options, shown = ARGUMENTS[name]
+@pytest.mark.parametrize("options, shown", ARGUMENTS, ids=str)
+def test_arguments(options, shown):
     model = blocks()
+    options = {"gpu_memory": "1GiB", **options} if "plan_for" in options else options
     untouched(model, lambda: streamed_with(model, **options), shown)
 
 
-@pytest.mark.parametrize("name", ["resident beyond the layers", "gpu_memory too small"])
-def test_a_refused_model_trains_on(name):
+@pytest.mark.parametrize("options", [{"choice": Choice(resident=5)}, {"gpu_memory": 1000, "plan_for": (4, 7)}], ids=str)
+def test_a_refused_model_trains_on(options):
     """Plain or streamed: a constructor that fails leaves nothing behind."""
     plain, model, other = (blocks() for _ in range(3))
     expected = train(plain, adamw(plain), BATCHES)
     for each in (model, other):
-        refused(lambda each=each: streamed_with(each, **ARGUMENTS[name][0]))
+        refused(lambda each=each: streamed_with(each, **options))
     with streaming(model, adamw(model)) as (streamed, own):
         assert train(streamed, own, BATCHES) == expected
     assert train(other, adamw(other), BATCHES) == expected
 
 
-CHANGES: dict[str, Callable[[Blocks], object]] = {
+WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or returns `layers`
     "wider": lambda model: setattr(model.blocks[2], "up", nn.Linear(32, 80)),
     "biased": lambda model: setattr(model.blocks[2], "down", nn.Linear(64, 32, bias=True)),
-    "in 16 bits": lambda model: model.blocks[3].up.bfloat16(),
+    "in 16 bits": lambda model: model.blocks[3].up.bfloat16() and None,
     "shared": lambda model: setattr(model.blocks[3].up, "weight", model.blocks[1].up.weight),
     "shared with what is in no layer": lambda model: setattr(model.norm, "weight", model.blocks[0].norm.weight),
     "repeated": lambda model: model.blocks.__setitem__(3, model.blocks[0]),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_layers_that_differ_or_share(name):
-    model = blocks()
-    CHANGES[name](model)
-    untouched(model, lambda: streamed_with(model))
-
-
-STACKS: dict[str, Callable[[Blocks], object]] = {
     "the model": lambda model: model,
     "a name": lambda model: "blocks",
     "none of its own": lambda model: nn.ModuleList(blocks().blocks),
@@ -124,20 +103,21 @@ STACKS: dict[str, Callable[[Blocks], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_layers_that_are_no_stack_of_the_model(name):
+@pytest.mark.parametrize("name", WRONG)
+def test_layers_that_differ_or_share_or_are_no_stack_of_the_model(name):
     model = blocks()
-    untouched(model, lambda: streamed_with(model, layers=STACKS[name](model)))
+    layers = WRONG[name](model)
+    untouched(model, lambda: streamed_with(model, **({} if layers is None else {"layers": layers})))
 
 
-def test_a_model_in_which_no_layers_are_found():
+def test_models_that_are_refused():
     for model in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())):
         untouched(model, lambda model=model: stream(model, adamw(model)))
-
-
-def test_what_is_no_model():
     for model in (None, "qwen3-8b", blocks):
         refused(lambda model=model: stream(model, adamw(blocks())))
+    model = llama()
+    model.gradient_checkpointing_enable()  # `stream` recomputes already
+    untouched(model, lambda: streamed_with(model))
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
@@ -169,13 +149,6 @@ def test_a_model_already_streamed(build):
         refused(lambda: streamed_with(build(), own))  # which streams another model
         assert found + train(streamed, own, BATCHES[2:]) == expected
         assert_same_weights(streamed, plain)
-
-
-def test_gradient_checkpointing_of_the_model():
-    """`stream` recomputes already."""
-    model = llama()
-    model.gradient_checkpointing_enable()
-    untouched(model, lambda: streamed_with(model))
 
 
 class Layer(nn.Module):
