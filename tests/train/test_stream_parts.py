@@ -84,6 +84,13 @@ def test_the_schedule_changes_no_bits(options):
     compare(llama, grouped, everything(own_clip), overlap=False, **options)
 
 
+@pytest.mark.parametrize("clip", [own_clip, torch_clip])
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"zero": False}], ids=str)
+def test_gradients_that_wait_on_the_device(options, clip):
+    """Until more of them come, or until somebody looks at them."""
+    compare(qwen3, sgd, loop(batches=data(6), clip=clip, **options), choice=Choice(resident=1, grads="device"))
+
+
 # -- 16 bits -----------------------------------------------------------------------------------------------------------
 
 
