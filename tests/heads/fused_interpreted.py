@@ -27,7 +27,7 @@ from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_he
 assert os.environ.get("TRITON_INTERPRET") == "1"
 run = partial(run_head, "fused")
 slow = pytest.mark.slow
-FAST = [("mean", "plain"), ("mean", "weighted smoothing"), ("none", "all")]
+FAST = [("mean", "weighted smoothing"), ("sum", "all but smoothing"), ("none", "all")]
 SLOW = [(r, name) for r in ("mean", "sum", "none") for name in (*OPTION_SETS, "all but smoothing")]
 COMPILED = [("none", None, False), ("mean", "4MiB", True)]
 both_reductions = pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=slow)])
