@@ -59,9 +59,9 @@ def edges(size: int) -> Cases:
 
 
 def kernels(size: int) -> Cases:
-    """Head `fused` in Triton's interpreter; 36 tokens make two chunks."""
+    """Head `fused` in Triton's interpreter; 24 tokens make two chunks."""
     rows = FEW[size]
-    p, few = (problem(n, sum(rows), 16, dtype=torch.float32) for n in (36, 9))
+    p, few = (problem(n, sum(rows), 16, dtype=torch.float32) for n in (24, 9))
     found = {"tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p))}
     if size == 2:
         far, masked = (problem(9, sum(rows), 16, dtype=torch.float32) for _ in range(2))

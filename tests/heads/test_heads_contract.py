@@ -86,11 +86,11 @@ def test_another_head_computes_where_the_kernels_of_fused_cannot(own):
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("own", [{}, {"by": "vocabulary"}], ids=str)
 def test_workspace_picks_a_chunk_or_says_the_least(own, name, dtype):
-    p = problem(20, 41, D, dtype=dtype)
+    p = problem(12, 17, D, dtype=dtype)
     kwargs = options(name, p) | own
     least = least_of(lambda: run("chunked", p, workspace=100, **kwargs))
     assert least_of(lambda: run("chunked", p, workspace=least - 1, **kwargs)) == least
-    for workspace, chunks in ((least, 41 if own else 20), ("1GiB", 1)):
+    for workspace, chunks in ((least, 17 if own else 12), ("1GiB", 1)):
         found = []
         for sized in ({"workspace": workspace}, {"chunks": chunks}):
             with Recorder() as seen:
@@ -186,7 +186,7 @@ def test_number_of_products(own, reduction, grad, backward, products):
     assert len(record(problem(8, 64, 3), reduction, grad, backward, **own).products) == products
 
 
-@pytest.mark.parametrize("head, own", [*TRIED, *TORCH])
+@pytest.mark.parametrize("head, own", [*TRIED[1:], pytest.param(*TRIED[0], marks=pytest.mark.slow)])
 def test_compiled(head, own):
     """257 classes: the rows of logits are padded."""
     p = problem(20, V, 8, dtype=torch.float32)
