@@ -62,7 +62,9 @@ def kernels(size: int) -> Cases:
     """Head `fused` in Triton's interpreter; 24 tokens make two chunks."""
     rows = FEW[size]
     p, few = (problem(n, sum(rows), 16, dtype=torch.float32) for n in (24, 9))
-    found = {"tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p))}
+    dealt, chunks = (p, 2) if size == 2 else (few, 1)
+    kwargs = options("weighted smoothing", dealt)
+    found = {"tokens dealt": dict(p=dealt, chunks=chunks, sequence_parallel=True, **kwargs)}
     if size == 2:
         far, masked = (problem(9, sum(rows), 16, dtype=torch.float32) for _ in range(2))
         far.b[3] += 1000.0

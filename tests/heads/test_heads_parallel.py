@@ -3,6 +3,7 @@
 Each set of processes runs all cases of its size; they run this file as a script.
 """
 
+import importlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -49,4 +50,6 @@ def test_without_a_group():
 
 
 if __name__ == "__main__":
+    importlib.import_module("torch._dynamo")  # once, not in each process
+
     work(Path(sys.argv[1]), cases, alone)
