@@ -1,4 +1,4 @@
-"""Cases of the vocabulary-parallel heads, by name: what each process of the group does (parallel_worker.py)."""
+"""Cases of the vocabulary-parallel heads, by name: what each process of the group does (test_heads_parallel.py)."""
 
 from collections.abc import Callable
 from functools import partial

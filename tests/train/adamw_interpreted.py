@@ -1,13 +1,13 @@
-"""The one-pass AdamW through Triton's interpreter, on before Triton is imported: see test_interpreted.py."""
+"""The one-pass AdamW and its state through Triton's interpreter, which is on before the import: see test_interpreted.py."""
 
 import os
 
 import pytest
 import torch
 
-from t1lib.optimizers import Precision
+from t1lib.optimizers import OptimizerSpec, Precision
 from t1lib.train.adamw import BLOCK, adamw_
-from t1lib.train.update import join, new_state
+from t1lib.train.update import join, new_state, split
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 SPLIT, SHORT = {"masters": "split"}, {"moments": "bfloat16"}
@@ -84,3 +84,20 @@ def test_the_noise_is_that_of_the_step():
         assert not torch.equal(state["exp_avg"] == state["exp_avg"][0], state["exp_avg_sq"] == state["exp_avg_sq"][0])
         moments.append(state["exp_avg"])
     assert torch.equal(moments[0], moments[1]) and not torch.equal(moments[0], moments[2])
+
+
+def test_bytes_per_parameter():
+    """State of a 2-byte parameter: 12 bytes in float32, 8 with 16-bit moments, 6 with a split master as well."""
+    weight, rule = torch.zeros(1000, dtype=torch.bfloat16), {"betas": (0.9, 0.999)}
+    for own, expected in (({}, 12), ({"moments": "bfloat16"}, 8), ({"moments": "bfloat16", "split_master": True}, 6)):
+        spec = OptimizerSpec("adamw", **own)
+        assert sum(t.nbytes for t in new_state(weight, rule, spec.precision).values()) == expected * 1000
+        assert sum(kind.itemsize for kind in spec.kinds(weight).values()) == expected
+
+
+def test_a_master_survives_being_split():
+    torch.manual_seed(0)
+    master = torch.cat([torch.randn(999), torch.tensor([0.0, -0.0, torch.inf, 1.0 + 2**-8, 1.0 - 2**-9])])
+    weight, low = torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16)
+    split(master.clone(), weight, low)
+    assert torch.equal(join(weight, low), master)

@@ -1,4 +1,4 @@
-"""Cases of mode `fsdp` on several processes against mode `gpu` in one: what each process does (several_worker.py).
+"""Cases of mode `fsdp` on several processes against mode `gpu` in one: what each process does (test_several.py).
 
 Sums over ranks and sums over a batch differ in order, so weights agree within rounding. Losses are float32.
 """
