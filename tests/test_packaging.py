@@ -139,6 +139,7 @@ def test_heads_and_streaming_are_imported_without_the_rest(wheel):
     assert Path(succeeds(run).strip()) == wheel / "t1lib/__init__.py"
 
 
+@pytest.mark.slow
 def test_train_works_in_the_plain_installation(plain, tmp_path):
     (tmp_path / "text.txt").write_text("A short text about nothing. " * 200)
     small = ["--vocabulary", "270", "--seq", "16", "--batch", "2", "--steps", "2", "--eval-rows", "2"]

@@ -1,4 +1,4 @@
-"""The one-pass AdamW and its state through Triton's interpreter, which is on before the import: see test_interpreted.py."""
+"""The one-pass AdamW and its state through Triton's interpreter, on before the import: see test_interpreted.py."""
 
 import os
 
