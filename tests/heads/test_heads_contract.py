@@ -10,7 +10,7 @@ from head_cases import HEADS as TRIED
 from test_heads_agree import TORCH
 
 from t1lib.errors import UnavailableError
-from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy, next_token_targets, parse_bytes
+from t1lib.heads import linear_cross_entropy, next_token_targets, parse_bytes
 from t1lib.heads import options as checks
 
 N, V, D = 5, 257, 16
@@ -68,11 +68,10 @@ def test_torch_head_says_when_it_is_unavailable(monkeypatch):
         linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target, head="torch")
 
 
-def test_registry_and_default():
-    assert list(HEADS) == ["full", "chunked", "fused", "torch"] and DEFAULT_HEAD in HEADS
-    default = linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target)
-    same = {"head": DEFAULT_HEAD, "ignore_index": None}  # PyTorch's default
-    assert default == linear_cross_entropy(GOOD.e, GOOD.w, GOOD.target, **same)
+def test_fused_is_the_default():
+    same = {"head": "fused", "ignore_index": None}  # PyTorch's default
+    arguments = GOOD.e, GOOD.w, GOOD.target
+    assert linear_cross_entropy(*arguments) == linear_cross_entropy(*arguments, **same)
 
 
 @pytest.mark.parametrize("own", [{}, {"chunks": 3}, {"accumulate": "float32"}, {"filter_eps": 1e-3}], ids=str)

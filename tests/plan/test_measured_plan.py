@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from t1lib.kit.select import median
 from t1lib.measure.records import Records, numeric
 from t1lib.memory import GIB
 from t1lib.optimizers import OptimizerSpec
@@ -102,17 +101,6 @@ def test_points_of_a_shorter_run_of_frontier():
     assert (found["allocated"] <= 0.05).mean() >= 0.9 and found["allocated"].max() <= 0.15
     assert (found["reserved"] <= 0.10).mean() >= 0.9 and found["reserved"].max() <= 0.15
     assert (found["time"] <= 0.20).mean() >= 0.8
-
-
-@pytest.mark.parametrize("head", ["full", "chunked", "fused"])
-def test_memory_of_t1m3(head):
-    """The steps of t1m3's committed run: SGD, everything on the device."""
-    measured = Records.load(H200_KIT / "t1m3" / "samples.csv").frame()
-    asked = json.loads((H200_KIT / "t1m3" / "manifest.json").read_text(encoding="utf-8"))["parameters"]
-    setting = Setting(asked["model"], asked["batch"], asked["seq"], optimizer=OptimizerSpec("sgd"), workspace=300 << 20)
-    found = predict_point(setting, "gpu", head, H200)
-    assert found.allocated / GIB == pytest.approx(median(measured, "allocated_gib", "step", head), rel=0.02)
-    assert found.reserved / GIB == pytest.approx(median(measured, "reserved_gib", "step", head), rel=0.10)
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
