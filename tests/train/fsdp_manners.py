@@ -31,7 +31,7 @@ def checkpoints(size: int, folder: Path) -> Cases:
     return found | {
         "masters in both layouts": masters,
         "a full disk": partial(full_disk, folder / "full"),
-        "a checkpoint that does not fit": partial(does_not_fit, folder / "other"),
+        "a checkpoint that does not fit": partial(does_not_fit, folder / "unfit"),
     }
 
 
@@ -130,11 +130,12 @@ def full_disk(folder: Path) -> None:
 def does_not_fit(folder: Path) -> None:
     """A checkpoint that one rank does not find, and one of another model."""
     many, other = trainer(), make_trainer(tiny(num_hidden_layers=1), "fsdp", **ADAMW)
-    save_checkpoint(other, folder)
+    save_checkpoint(many, folder / "own")
+    save_checkpoint(other, folder / "other")
     before = many.state_dict()
-    last = dist.get_rank() == dist.get_world_size() - 1
-    refused(lambda: load_checkpoint(many, folder / "nowhere" if last else folder), "^rank 1: no checkpoint in")
-    refused(lambda: load_checkpoint(many, folder), "^the checkpoint is of another model")
+    place = folder / ("nowhere" if dist.get_rank() == dist.get_world_size() - 1 else "own")
+    refused(lambda: load_checkpoint(many, place), "^rank 1: no checkpoint in")
+    refused(lambda: load_checkpoint(many, folder / "other"), "^the checkpoint is of another model")
     assert_same(before, many.state_dict())
     many.close()
 
