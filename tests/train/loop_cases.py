@@ -12,7 +12,6 @@ SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 5, "vo
 SHAPES = {
     "qwen3": ("tiny", {**SMALL, "head_dim": 8}),
     "qwen3-untied": ("tiny", {**SMALL, "head_dim": 8, "tie_word_embeddings": False}),
-    "llama": ("llama-3.2-1b", {**SMALL, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}),
     "gemma2": ("gemma-2-2b", {**SMALL, "head_dim": 8, "num_attention_heads": 4, "sliding_window": 4}),
 }
 OPTIMIZERS = {

@@ -179,7 +179,7 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
 MANY = pytest.param(100, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("times", [4, MANY])
+@pytest.mark.parametrize("times", [3, MANY])
 @pytest.mark.parametrize("options", PLACES)
 def test_an_interrupt_at_any_call(options, times):
     """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
