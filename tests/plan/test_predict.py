@@ -8,6 +8,7 @@ from math import inf
 import pytest
 import torch
 
+from t1lib import models
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
 from t1lib.heads.fused_plan import Device
@@ -155,6 +156,13 @@ def test_the_command_to_train_is_as_a_shell_takes_it(capsys):
     command = shlex.split(capsys.readouterr().out.splitlines()[-2])
     assert command[:6] == ["python", "-m", "t1lib", "train", "--model", "tiny"]
     assert command[-3:] == ["--change", "rope_parameters", value] and "1 GiB" in command
+
+
+def test_of_a_model_of_the_hub_there_is_no_command_to_train(capsys, monkeypatch):
+    config = shape_only("tiny").config
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", lambda *_, **__: config)
+    assert main(["plan", "--model", "owner/model", "--vram", "1GiB"]) == 0
+    assert "t1lib train" not in capsys.readouterr().out
 
 
 def test_updates_that_wait_for_the_norm_take_longer_in_slide_alone(capsys):

@@ -436,6 +436,11 @@ def test_a_run_in_the_folder_of_its_data_is_refused(tmp_path, capsys):
     assert names(tmp_path) == ["a.txt"]
 
 
+def test_a_changed_vocabulary_sizes_the_tokenizer(tmp_path):
+    own = [argument for argument in SMALL if argument not in ("--vocabulary", "300")]
+    assert main([*own, "--out", str(tmp_path / "a"), "--steps", "1", "--change", "vocab_size", "300"]) == 0
+
+
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
