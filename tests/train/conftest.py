@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Compute on one thread: products as small as these are slower on two, by far where the cores are busy."""
     before = torch.get_num_threads()

@@ -10,7 +10,6 @@ from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.plan.cost import Choice
 from t1lib.train import make_trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
 SMALL |= {"head_dim": 8, "max_position_embeddings": 16}
 

@@ -18,7 +18,6 @@ from t1lib.files import read_signed, write_signed
 from t1lib.train import OptimizerSpec, build_model, checkpoint, make_trainer
 from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SLOW = pytest.mark.slow
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=97, num_attention_heads=2)
 

@@ -14,7 +14,6 @@ from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = OPTIMIZERS["adamw"]
 ON_CPU = [mode for mode in MODES if mode != "gpu-graph"]
 OTHERS = [mode for mode in ON_CPU if mode != "gpu"]

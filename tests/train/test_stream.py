@@ -28,7 +28,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PADDED = data(padded=True)
 RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 GROUPED_SGD = partial(grouped, make=torch.optim.SGD)

@@ -32,7 +32,7 @@ from torch import nn
 from t1lib.plan.cost import Choice
 from t1lib.train import stream
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_collection")
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 PLACES = [
     pytest.param({}, id="streamed"),

@@ -36,11 +36,7 @@ from t1lib.heads import patch_head
 from t1lib.plan.cost import Choice
 from t1lib.train import build_model, graphs, placing, stream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
 BATCHES = data(device=DEVICE if torch.cuda.is_available() else "cpu")
 GIB = 2**30

@@ -32,7 +32,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 PLACE = ("device", "host")
 PLACES = [

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from t1lib.plan.cost import Choice
 from t1lib.train import stream
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BATCHES = data(4)
 VALUES: dict[str, tuple] = {
     "micro_batch": (0, True, "2"),

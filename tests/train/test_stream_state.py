@@ -29,8 +29,6 @@ from transformers import AutoModelForCausalLM
 
 from t1lib.plan.cost import Choice
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CLIPPED = loop(clip=own_clip)
 PLACES = [
     pytest.param({}, id="streamed"),

@@ -13,7 +13,6 @@ from t1lib.errors import T1Error
 from t1lib.heads.huggingface import patch_head
 from t1lib.train.huggingface import StreamTrainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 8
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 61}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}

@@ -18,7 +18,6 @@ from t1lib.train import placing, stream
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.layers import HostLayer, Layout
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = data(4)
 OUTSIDE = Choice(outer="host")
 
