@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from t1lib.errors import T1Error
-from t1lib.plan.cost import Choice
+from t1lib.plan.cost import HOST_GRADS, Choice
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 PLACE = ("device", "host")
@@ -76,6 +76,13 @@ def test_two_forwards_with_the_head_on_the_host(inputs):
 def test_updates_in_the_backward_change_no_bits(choice):
     for optimizer in (grouped, sgd):
         compare(qwen3, optimizer, everything(None), choice=choice, update_in_backward=True)
+
+
+def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers():
+    model = qwen3(num_hidden_layers=HOST_GRADS + 3)
+    with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
+        train(streamed, own)
+        assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
 
 
 @pytest.mark.parametrize("options", [{}, {"choice": Choice(slots=3, host_share=0.5)}], ids=str)
