@@ -1,8 +1,10 @@
 """Checkpoints on disk: complete or absent, whenever a run is killed; refused when damaged or of another model."""
 
 import hashlib
+import multiprocessing
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,7 +18,7 @@ from loop_cases import assert_same
 from t1lib.errors import T1Error
 from t1lib.files import read_signed, write_signed
 from t1lib.train import OptimizerSpec, build_model, checkpoint, make_trainer
-from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import META, has_checkpoint, load_checkpoint, save_checkpoint
 
 SLOW = pytest.mark.slow
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=97, num_attention_heads=2)
@@ -109,6 +111,55 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, b
         assert names(folder) == [META, path.name]
         point += 1
     assert point > 10
+
+
+def _run(folder: Path, steps: int, threads: int) -> None:
+    """The body of a process: continue from the last checkpoint, up to `steps` steps."""
+    torch.set_num_threads(threads)  # their number decides the order of summation
+    trainer = a_trainer("ckpt")
+    if has_checkpoint(folder):
+        load_checkpoint(trainer, folder)
+    for batch in batches(steps)[trainer.steps :]:
+        record = trainer.step(batch)
+        with (folder / "losses").open("a") as file:
+            file.write(f"{record.step} {record.loss!r}\n")
+        save_checkpoint(trainer, folder)
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_and_resumed(tmp_path):
+    """A run that is killed at random times, again and again, has the losses of one that is not."""
+    kills, folder = int(os.environ.get("T1_KILLS", "20")), tmp_path / "run"
+    steps = 10 * kills  # a process makes a few before it is killed
+    folder.mkdir()
+    trainer = a_trainer("gpu")
+    expected = {record.step: record.loss for record in map(trainer.step, batches(steps))}
+    chance, killed = random.Random(0), 0
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["t1lib.train", "transformers.models.qwen3.modeling_qwen3"])  # imported once
+    deadline = time.monotonic() + 40 * kills
+    while not (has_checkpoint(folder) and read_signed(folder / META)["step"] == steps) and time.monotonic() < deadline:
+        process = processes.Process(target=_run, args=(folder, steps, torch.get_num_threads()))
+        process.start()
+        begun = len(_losses(folder))
+        while process.is_alive() and len(_losses(folder)) == begun:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.1))
+        if killed < kills and process.is_alive():
+            killed += 1
+            process.kill()
+        process.join()
+    assert killed == kills
+    found = _losses(folder)
+    assert {step for step, _ in found} == set(expected)
+    assert all(loss == expected[step] for step, loss in found)
+
+
+def _losses(folder) -> list[tuple[int, float]]:
+    path = folder / "losses"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(step), float(loss)) for step, loss in (line.split() for line in lines if line.count(" ") == 1)]
 
 
 def test_what_killed_processes_left_is_removed(tmp_path, trained):

@@ -1,5 +1,9 @@
 """`StreamTrainer` gives what `transformers.Trainer` gives, with the same arguments: losses, norms, weights, files."""
 
+import json
+import multiprocessing
+import random
+import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -226,6 +230,41 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
 
 
 # -- before and after --------------------------------------------------------------------------------------------------
+
+
+KILLED = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
+
+
+def train_on(folder: Path, done: Path) -> None:
+    """In a process of its own: begin, or go on from the last checkpoint, to the end."""
+    torch.set_num_threads(1)
+    found = trainer(StreamTrainer, folder, make_model(), save_strategy="steps", **KILLED)
+    try:
+        found.train(resume_from_checkpoint=True)
+    except T1Error:  # there is none yet
+        found.train()
+    done.write_text(json.dumps(history(found)))
+
+
+@pytest.mark.slow
+def test_killed_at_any_time(tmp_path):
+    """20 processes are killed, each at a random time, and the next one goes on: the same losses, to all digits."""
+    whole = trainer(StreamTrainer, tmp_path / "whole", make_model(), **KILLED)
+    whole.train()
+    context, draw, runs = multiprocessing.get_context("forkserver"), random.Random(0), 0
+    context.set_forkserver_preload([__name__])
+    for kill in range(21):
+        folder, done = tmp_path / str(runs), tmp_path / f"{runs}.json"
+        process = context.Process(target=train_on, args=(folder, done))
+        process.start()
+        process.join(draw.uniform(0.5, 3.0) if kill < 20 else None)
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        if process.exitcode == 0:  # the next one begins another run
+            assert json.loads(done.read_text()) == history(whole)
+            runs += 1
+    assert runs > 0
 
 
 @pytest.mark.slow
