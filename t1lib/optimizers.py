@@ -58,8 +58,7 @@ class OptimizerSpec:
 
     master_weights  keep a float32 master of each 16-bit parameter, and moments in float32 (but see `moments`); by
                     default for adamw, whose updates of 16-bit parameters would mostly round to nothing
-    split_master    store only those 16 bits of the master that the parameter lacks: saves 2 bytes per parameter (not
-                    for layers that the host updates while a GPU updates others)
+    split_master    store only those 16 bits of the master that the parameter lacks: saves 2 bytes per parameter
     moments         of AdamW beside a master, as in `Precision`
     """
 
