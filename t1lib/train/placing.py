@@ -52,7 +52,7 @@ def require_host_memory(
 
 def check_choice(choice: Any, layers: int) -> None:
     """Raise `T1Error` unless it is a `Choice` for a stack of so many layers."""
-    require(isinstance(choice, Choice), f"choice={shown(choice)}; allowed: a t1lib.train.Choice")
+    require(isinstance(choice, Choice), f"choice={shown(choice)}; allowed: a t1lib.plan.cost.Choice")
     for name in ("resident", "keep", "slots", "grad_slots"):
         value, least, most = getattr(choice, name), *((0, layers) if name in ("resident", "keep") else (1, None))
         limit = "or more" if most is None else f"to {most}, the model's layers"
