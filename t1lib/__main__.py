@@ -14,19 +14,17 @@ from importlib import import_module
 from typing import NoReturn
 
 from t1lib.errors import T1Error, UnavailableError
-from t1lib.plan import command as planning
-from t1lib.text import command as training
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
-def _of_the_kit(name: str) -> Callable[[argparse.Namespace], int]:
-    """A command of `t1lib.commands`, which is imported when it is called: the plain installation lacks what it needs.
-    That is a `T1Error` of the command."""
+def _later(name: str, module: str = "t1lib.commands") -> Callable[[argparse.Namespace], int]:
+    """The command `name` of a module that is imported when the command is called, which takes seconds. What it needs
+    may be missing, as the plain installation is for `plan` and `train` alone: that is a `T1Error` of the command."""
 
     def command(arguments: argparse.Namespace) -> int:
         try:
-            return getattr(import_module("t1lib.commands"), f"{name}_command")(arguments)
+            return getattr(import_module(module), f"{name}_command")(arguments)
         except ModuleNotFoundError as error:
             needed = (error.name or "t1lib").split(".")[0]
             if needed == "t1lib":
@@ -51,23 +49,81 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
     )
-    run.set_defaults(command=_of_the_kit("run"))
+    run.set_defaults(command=_later("run"))
 
     listing = commands.add_parser("list", help="show experiments and the state of their outputs, or all about one")
     listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")
-    listing.set_defaults(command=_of_the_kit("list"))
+    listing.set_defaults(command=_later("list"))
 
     report = commands.add_parser("report", help="redraw everything from the samples and build the reports")
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
-    report.set_defaults(command=_of_the_kit("report"))
+    report.set_defaults(command=_later("report"))
 
     check = commands.add_parser("check", help="hold claims.yaml against outputs/h200")
     check.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
-    check.set_defaults(command=_of_the_kit("check"))
-    planning.add_parser(commands)
-    training.add_parser(commands)
+    check.set_defaults(command=_later("check"))
+    _add_plan(commands.add_parser("plan", help="predict memory and time of a step for every mode and head"))
+    _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot"))
     return parser
+
+
+def _add_step(parser: argparse.ArgumentParser, seq: int, batch: int) -> None:
+    """What the commands `plan` and `train` are both told; the defaults of --seq and --batch are given."""
+    add = parser.add_argument
+    add("--change", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of a preset's shape")
+    add("--seq", type=int, default=seq, help=f"tokens a row (default: {seq})")
+    add("--batch", type=int, default=batch, help=f"rows a step (default: {batch})")
+    add("--micro-batch", type=int, help="rows computed at a time (default: all)")
+    add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
+    add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
+    add("--split-master", action="store_true", help="of float32 masters keep the bits that bfloat16 weights lack")
+    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to it; 0: do not (default: 1)")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="a preset, such as qwen3-8b, a checkpoint folder, or a hub name")
+    _add_step(parser, seq=1024, batch=1)
+    add("--vram", help="of the GPU, less what CUDA itself takes, such as 15GiB of 16 (default: what is free here)")
+    add("--host", help="memory of the host, such as 64GiB (default: enough)")
+    add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
+    add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
+    add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
+    parser.set_defaults(command=_later("plan", "t1lib.plan.command"))
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="a preset, such as qwen3-0.6b, or a checkpoint folder with its tokenizer")
+    add("--data", default="stdlib", help="a file, a folder of text or of a dataset's shards, or stdlib (default)")
+    add("--limit", default="", help="most bytes of it, such as 20MB (default: all)")
+    add("--vocabulary", type=int, help="tokens, trained on the text (default: the preset's, at most 16384)")
+    _add_step(parser, seq=512, batch=16)
+    add("--mode", default="gpu", help="gpu, gpu-graph, ckpt, slide, or fsdp, the one for many processes (default: gpu)")
+    add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
+    add("--workspace", help="of the head, such as 256MiB")
+    add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
+    add("--no-offload", action="store_true", help="of mode fsdp: weights, gradients and state stay on the device")
+    add("--compute-dtype", help="of mode fsdp: bfloat16 computes in it what is kept in --dtype float32")
+    add("--steps", type=int, help="in all, to which the schedule stretches (default: 1000, or what a run has)")
+    add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
+    add("--weight-decay", type=float, default=0.0, help="(default: 0)")
+    add("--schedule", default="cosine", help="constant, linear or cosine (default: cosine)")
+    add("--warmup", type=int, help="steps (default: a twentieth of all, or what a run has)")
+    add("--dtype", help="of weights: float32, bfloat16 (default: bfloat16 on a GPU, with float32 masters)")
+    add("--device", help="cuda or cpu (default: a GPU where there is one)")
+    add("--seed", type=int, default=0, help="of weights, split and order (default: 0)")
+    add("--out", help="folder of the run (default: runs/MODEL-MODE-HEAD)")
+    add("--resume", action="store_true", help="go on from the folder's last checkpoint; --out and --steps are enough")
+    add("--export", action="store_true", help="at the end, write the model with its tokenizer to the folder's model/")
+    add("--checkpoint-every", type=int, default=500, help="steps; 0: at the end alone (default: 500)")
+    add("--eval-every", type=int, default=100, help="steps; 0: never (default: 100)")
+    add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
+    add("--report-every", type=int, default=10, help="steps; 0: never (default: 10)")
+    usual = vars(parser.parse_args([]))
+    command = _later("train", "t1lib.text.command")
+    parser.set_defaults(**dict.fromkeys(usual), command=command, defaults=usual)  # None: not given
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,9 @@ SHARES = 0.0, 1 / 4, 1.0
 
 
 def kinds(work: Work) -> Iterator[Choice]:
-    """All choices but for how many layers are resident or kept. A third slot helps where updates read the weights."""
+    """All choices, each with every number of resident layers (rows) and of kept ones (columns) at once. A third slot
+    helps where updates read the weights."""
+    layers = np.arange(work.layers + 1)
     outers = ("device", "host") if work.outer else ("device",)
     shares = SHARES if work.cuda and work.frozen < work.layers else (float(work.frozen < work.layers),)
     gradients = (2,) if work.together or not work.state else (2, 4, 8)
@@ -29,17 +31,7 @@ def kinds(work: Work) -> Iterator[Choice]:
     waiting = ("host", "device") if work.together and work.cuda and not work.graphed else ("host",)
     each = product(outers, ("device", "host"), weights, gradients, shares, waiting)
     for outer, inputs, slots, places, share, grads in each:
-        yield Choice(slots, 0, 0, inputs, outer, places, share, grads)
-
-
-def _grids(work: Work) -> Iterator[tuple[Choice, np.ndarray, np.ndarray]]:
-    """Each kind with every number of resident layers (rows) and of kept ones (columns); and the bytes that each choice
-    is expected to reserve, and at most."""
-    each = np.arange(work.layers + 1)
-    for kind in kinds(work):
-        choices = replace(kind, resident=each[:, None], keep=each[None, :])
-        allocated = device_bytes(work, choices)
-        yield choices, *(reserved_bytes(work, allocated, choices, most) for most in (False, True))
+        yield Choice(slots, layers[:, None], layers[None, :], inputs, outer, places, share, grads)
 
 
 def choose_plan(
@@ -57,10 +49,13 @@ def choose_plan(
 
     Raises `T1Error` if no choice fits; the message says the least budget that works.
     """
-    grids, smallest = list(_grids(work)), defaultdict(lambda: np.inf)
-    for choices, expected, _ in grids:
+    grids, smallest, found = [], defaultdict(lambda: np.inf), []
+    for choices in kinds(work):
+        allocated = device_bytes(work, choices)
+        expected, most = (reserved_bytes(work, allocated, choices, most) for most in (False, True))
+        grids.append((choices, expected, most))
         smallest[choices.host_share] = min(smallest[choices.host_share], expected.min())
-    least, found = int(min(smallest.values())) + 1, []
+    least = int(min(smallest.values())) + 1
     too_small = (
         f"gpu_memory of {in_words(budget)} is too small for one layer at a time; the least that works for "
         f"{work.tokens} tokens per step, {work.micro_tokens} at a time, is {least // 2**20 + 1}MiB "
@@ -74,6 +69,6 @@ def choose_plan(
             ms = np.round(step_ms(work, choices, machine), 3)
             keys = np.stack(np.broadcast_arrays(beyond, ms, expected))[:, fits]
             best = np.lexsort(keys[::-1])[0]
-            resident, keep = (int(index[best]) for index in np.nonzero(fits))
+            resident, keep = np.argwhere(fits)[best].tolist()
             found.append((tuple(keys[:, best]), replace(choices, resident=resident, keep=keep)))
     return min(found, key=lambda pair: pair[0])[1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from t1lib.plan.work import Work
+from t1lib.plan.work import SLACK, Work
 
 # Buffers of `t1lib.train`, which takes their sizes from here.
 PIECE = 5 << 19  # elements of a piece of travelling state: enough to keep the link busy, few compared to a layer
@@ -90,17 +90,18 @@ def outer_bytes(work: Work) -> int:
 def device_bytes(work: Work, choice: Choice) -> Any:
     """Peak allocated bytes on the device: in the output layer's phase, at the beginning of the backward, at its end, or
     at the beginning of the next forward."""
-    hidden, outer = work.live * work.hidden * work.itemsize, work.outer * work.itemsize
+    live = work.tokens if work.streams else work.micro_tokens  # tokens whose activations exist at once
+    hidden, outer = live * work.hidden * work.itemsize, work.outer * work.itemsize
     first = min(work.head * work.itemsize, outer)  # gradients that the output layer makes
     others = work.layers - choice.keep
     grads = trained_layers(work, choice)[0] * work.layer * work.itemsize  # of resident layers
     always = grads * (work.streams or work.pieces > 1)  # the others' are freed after each step
     on_host, leaves = choice.inputs == "host", choice.outer == "host" and work.streams
     waiting = (np.minimum(LEAVING, others) if on_host else others) * hidden
-    kept = choice.keep * (work.live * work.saved + hidden * work.streams)  # when streamed, also each layer's output
+    kept = choice.keep * (live * work.saved + hidden * work.streams)  # when streamed, also each layer's output
     beside = BACKWARD * work.micro_tokens * work.inner * work.itemsize
     # Inputs and output of the graphs of layers, and cuBLAS's workspaces. What replays use counts as reserved alone.
-    graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + work.slack) * (graphed_layers(work, choice) > 0)
+    graphs = (3 * work.micro_tokens * work.hidden * work.itemsize + SLACK) * (graphed_layers(work, choice) > 0)
     again = (beside + work.micro_tokens * work.saved * (others > 0)) * (graphs == 0)
     # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
     inputs = np.minimum(3, others) * hidden * (work.pieces > 1) if on_host else waiting
@@ -127,7 +128,7 @@ def _held(work: Work, choice: Choice) -> Any:
         slots = slots + room * ((streamed > 0) & (choice.host_share < 1) | (choice.outer == "host"))
     layers = choice.resident * weights + resident * work.layer * work.state + work.aside
     outer = (work.outer + work.still) * work.itemsize + work.outer * work.state * (choice.outer == "device")
-    return slots + layers + outer + work.slack
+    return slots + layers + outer + SLACK * work.cuda
 
 
 def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = False) -> Any:

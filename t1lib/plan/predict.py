@@ -1,6 +1,6 @@
 """Predicted memory and time of a step, for every mode and head; and similar settings that would fit."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from t1lib.errors import T1Error, require
+from t1lib.heads import HEADS
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, shape_only
 from t1lib.optimizers import OptimizerSpec
@@ -17,7 +18,7 @@ from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes
 from t1lib.plan.duration import fsdp_ms, step_ms
 from t1lib.plan.rates import Machine
-from t1lib.plan.work import HEADS, MODES, Work, in_mode, work_of
+from t1lib.plan.work import MODES, Work, in_mode, work_of
 
 ALIKE = 1.1  # predicted times within this ratio count as equal: they are no better than that
 PROCESS = int(1.5 * GIB)  # host memory that Python, torch and CUDA take
@@ -69,10 +70,9 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
             p = _predicted(one, mode, head, machine, choice)
         except T1Error as error:
             p = Prediction(mode, head, why=str(error))
-        if not p.why and p.reserved > vram:
-            p = replace(p, why=f"needs {in_words(p.reserved)} of {in_words(vram)} on the device")
-        elif not p.why and host is not None and p.host > host:
-            p = replace(p, why=f"needs {in_words(p.host)} of {in_words(host)} on the host")
+        for need, there, where in (p.reserved, vram, "device"), (p.host, inf if host is None else host, "host"):
+            if not p.why and need > there:
+                p = replace(p, why=f"needs {in_words(need)} of {in_words(there)} on the {where}")
         found.append(p)
     return found
 
@@ -110,16 +110,15 @@ def work_for(setting: Setting) -> Work:
     )  # fmt: skip
 
 
-def recommended(predictions: Iterable[Prediction]) -> Prediction:
+def recommended(predictions: Collection[Prediction]) -> Prediction:
     """The fastest prediction that fits; among those about as fast (`ALIKE`), the plainest mode, then the fastest head.
 
     Raises `T1Error` if nothing fits; the message says what needs the least.
     """
-    everything = list(predictions)
-    fitting = [p for p in everything if not p.why]
+    fitting = [p for p in predictions if not p.why]
     if not fitting:
-        on_device = [p for p in everything if p.why.endswith("on the host")]
-        least = min(on_device, key=lambda p: p.host) if on_device else min(everything, key=lambda p: p.reserved)
+        on_device = [p for p in predictions if p.why.endswith("on the host")]
+        least = min(on_device, key=lambda p: p.host) if on_device else min(predictions, key=lambda p: p.reserved)
         need = f"{in_words(least.reserved)} on the device and {in_words(least.host)} on the host"
         raise T1Error(f"nothing fits; the least is mode {least.mode} with head {least.head}, which needs {need}")
     fastest = min(p.ms for p in fitting)

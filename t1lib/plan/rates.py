@@ -5,13 +5,13 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from t1lib.files import cache_folder, write_json
+from t1lib.files import cache_folder
 from t1lib.memory import pinned_zeros
 from t1lib.models import build_model, layer_arguments, split
 from t1lib.timing import synchronize
@@ -48,24 +48,12 @@ def machine_file() -> Path:
 
 
 def this_machine() -> Machine:
-    """The rates that `calibrate` found for this device, else an H200's."""
+    """The rates that `python -m t1lib plan --calibrate` found for this device, else an H200's."""
     try:
         found = Machine(**json.loads(machine_file().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return H200
     return found if found.name == device_name() else H200
-
-
-def measured_here(machine: Machine) -> bool:
-    """Whether these are this device's own rates."""
-    return device_name() in (machine.name, f"NVIDIA {machine.name}")
-
-
-def calibrate(device: torch.device) -> Machine:
-    """Measure this machine and keep its rates for `this_machine`. Raises `T1Error` where they cannot be written."""
-    found = measure_machine(device)
-    write_json(machine_file(), asdict(found))
-    return found
 
 
 def measure_machine(device: torch.device) -> Machine:

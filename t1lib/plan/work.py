@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from t1lib.errors import require
 from t1lib.heads.fused_plan import Device, Shape, bytes_needed, device_of, early_from, plan
-from t1lib.models import Parts, layer_arguments, split
+from t1lib.models import layer_arguments, split
 
 MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one process, with offload
-HEADS = ("full", "chunked", "fused", "torch")
-SLACK = 64 * 2**20
+SLACK = 64 * 2**20  # bytes that any step on a GPU holds in addition: cuBLAS's workspaces, small tensors
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
 Kinds = Callable[[torch.Tensor], dict[str, torch.dtype]]
 LEAST, MOST, LAUNCHED = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
@@ -54,16 +53,6 @@ class Work:
     cuda: bool = True  # whether on a GPU: only there does state travel to the device
 
     @property
-    def live(self) -> int:
-        """Tokens whose activations exist at once."""
-        return self.tokens if self.streams else self.micro_tokens
-
-    @property
-    def slack(self) -> int:
-        """Bytes that any step holds in addition: cuBLAS's workspaces, small tensors."""
-        return SLACK * self.cuda
-
-    @property
     def pieces(self) -> int:
         """Micro-batches per step."""
         return -(-self.tokens // self.micro_tokens)
@@ -91,13 +80,13 @@ def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int
     return sum(t.untyped_storage().nbytes() for t in found.values())
 
 
-_SAVED: dict[tuple, tuple[float, float]] = {}
+_SAVED: dict[tuple, int] = {}
 
 
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
     """Bytes per token that a decoder layer saves for its backward, excluding weights, in rows of `seq` tokens: found by
     running a layer, once for each configuration."""
-    key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype
+    key = type(config), config.to_json_string(use_diff=False), config._attn_implementation, dtype, seq
     if key not in _SAVED:
         small = copy.deepcopy(config)
         small.num_hidden_layers, small.vocab_size = 1, 8
@@ -105,22 +94,16 @@ def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
             small.layer_types = small.layer_types[:1]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(small, dtype=dtype)
-        _SAVED[key] = _saved_by_length(split(model.to_empty(device="cpu")), dtype)  # with arbitrary weights
-    each, square = _SAVED[key]
-    return round(each + square * seq)
+        _SAVED[key] = saved_by_layer(model.to_empty(device="cpu"), dtype, seq)  # with arbitrary weights
+    return _SAVED[key]
 
 
 def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
-    """The same for a model whose layers have more than their configuration says, such as adapters."""
-    each, square = _saved_by_length(split(model), dtype)
-    return round(each + square * seq)
-
-
-def _saved_by_length(parts: Parts, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per token that the first layer saves, and how many more per token of a row. The layer runs on short rows:
-    bytes grow with the tokens, with their square if attention keeps its matrix (not if PyTorch computes it), and some,
-    such as those made of weights, do not."""
-    layer, found, config = parts.layers[0], [], parts.base.config
+    """The same for a model whose layers may have more than their configuration says, such as adapters. The first one
+    runs on short rows: bytes grow with the tokens, with their square if attention keeps its matrix (not if PyTorch
+    computes it), and some, such as those made of weights, do not."""
+    parts, found = split(model), []
+    layer, config = parts.layers[0], parts.base.config
     for tokens in (4, 8) if config._attn_implementation == "sdpa" else (4, 8, 16):
         hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, device=next(layer.parameters()).device)
         hidden, arguments = layer_arguments(parts, hidden.requires_grad_())
@@ -128,7 +111,7 @@ def _saved_by_length(parts: Parts, dtype: torch.dtype) -> tuple[float, float]:
         found.append(saved_by(call, layer.parameters()))
     first = (found[1] - found[0]) / 4
     square = ((found[2] - found[1]) / 8 - first) / 12 if len(found) == 3 else 0
-    return first - 12 * square, square
+    return round(first + square * (seq - 12))
 
 
 def work_of(
@@ -227,12 +210,12 @@ def with_head(work: Work, head: str) -> Work:
         held, moved = max(12 * count - work.head * size * (work.outer > 0), 0), 20.0
     elif head == "chunked":
         held, moved = count, 10.5  # of eight chunks
-    elif head == "torch" and count:
+    elif head == "torch":
         share = -(-tokens // -(-vocabulary // work.hidden))
         rows = max(2 ** (share - 1).bit_length() // 2, 1)  # of its chunks, a power of two
         held = max(8 * rows * vocabulary, (work.head + tokens * work.hidden) * size)
         moved = 2 * size * work.hidden / rows
-    elif count and size <= 4:
+    elif size <= 4:
         held = min(_fused_bytes(work), 12 * count)
     return replace(work, workspace=held, logits=4 * count * (head == "full"), head_moves=moved)
 

@@ -8,48 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from t1lib.errors import T1Error, is_whole, require, shown
-from t1lib.plan.command import add_training
 from t1lib.signals import AT_ONCE, EXIT_INTERRUPTED
 
 LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary"), 1)
 LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "eval_rows", "report_every"), 0)
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command's arguments, without slow imports."""
-    parser = commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot")
-    add = parser.add_argument
-    add("--model", help="a preset, such as qwen3-0.6b, or a checkpoint folder with its tokenizer")
-    add("--data", default="stdlib", help="a file, a folder of text or of a dataset's shards, or stdlib (default)")
-    add("--limit", default="", help="most bytes of it, such as 20MB (default: all)")
-    add("--vocabulary", type=int, help="tokens, trained on the text (default: the preset's, at most 16384)")
-    add_training(parser, seq=512, batch=16)
-    add("--mode", default="gpu", help="gpu, gpu-graph, ckpt, slide, or fsdp, the one for many processes (default: gpu)")
-    add("--head", default="fused", help="full, chunked, fused or torch (default: fused)")
-    add("--workspace", help="of the head, such as 256MiB")
-    add("--gpu-memory", help="of mode slide, such as 16GiB: what it keeps on the device follows")
-    add("--no-offload", action="store_true", help="of mode fsdp: weights, gradients and state stay on the device")
-    add("--compute-dtype", help="of mode fsdp: bfloat16 computes in it what is kept in --dtype float32")
-    add("--steps", type=int, help="in all, to which the schedule stretches (default: 1000, or what a run has)")
-    add("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
-    add("--weight-decay", type=float, default=0.0, help="(default: 0)")
-    add("--schedule", default="cosine", help="constant, linear or cosine (default: cosine)")
-    add("--warmup", type=int, help="steps (default: a twentieth of all, or what a run has)")
-    add("--dtype", help="of weights: float32, bfloat16 (default: bfloat16 on a GPU, with float32 masters)")
-    add("--device", help="cuda or cpu (default: a GPU where there is one)")
-    add("--seed", type=int, default=0, help="of weights, split and order (default: 0)")
-    add("--out", help="folder of the run (default: runs/MODEL-MODE-HEAD)")
-    add("--resume", action="store_true", help="go on from the folder's last checkpoint; --out and --steps are enough")
-    add("--export", action="store_true", help="at the end, write the model with its tokenizer to the folder's model/")
-    add("--checkpoint-every", type=int, default=500, help="steps; 0: at the end alone (default: 500)")
-    add("--eval-every", type=int, default=100, help="steps; 0: never (default: 100)")
-    add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
-    add("--report-every", type=int, default=10, help="steps; 0: never (default: 10)")
-    usual = vars(parser.parse_args([]))
-    parser.set_defaults(**dict.fromkeys(usual), command=train, defaults=usual)  # None: not given
-
-
-def train(arguments: argparse.Namespace) -> int:
+def train_command(arguments: argparse.Namespace) -> int:
     """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
     from t1lib.text.run import TrainRun
     from t1lib.train.ranks import together

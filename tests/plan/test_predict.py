@@ -11,6 +11,7 @@ import torch
 from t1lib import models
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
+from t1lib.heads import HEADS
 from t1lib.heads.fused_plan import Device
 from t1lib.memory import GIB
 from t1lib.models import build_model, shape_only
@@ -20,7 +21,7 @@ from t1lib.plan import rates, work
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.predict import Setting, predict, recommended, work_for, would_fit
 from t1lib.plan.rates import H200, Machine
-from t1lib.plan.work import HEADS, MODES, in_mode, with_head, work_of
+from t1lib.plan.work import MODES, in_mode, with_head, work_of
 from t1lib.train import make_trainer
 
 SETTING = Setting("qwen3-1.7b", rows=16, seq=1024)
