@@ -38,10 +38,9 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     as long as the storage. If the system refuses to pin, the memory stays pageable, with a warning: copies are correct
     but slower, and the host waits for them (`unpinned_bytes`).
     """
-    if device.type == "cuda" and 0 < numel * dtype.itemsize < SMALL:
-        return torch.zeros(numel, dtype=dtype, pin_memory=True)
-    if device.type != "cuda":
-        return torch.zeros(numel, dtype=dtype)
+    cuda = device.type == "cuda"
+    if not cuda or 0 < numel * dtype.itemsize < SMALL:
+        return torch.zeros(numel, dtype=dtype, pin_memory=cuda)
     # `zero_` touches the pages on all cores; `torch.zeros` would leave that to the registration, which uses only one.
     return pin(torch.empty(numel, dtype=dtype).zero_(), device)
 
@@ -49,22 +48,21 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Register a flat host tensor, which fills its storage, with CUDA for as long as the storage lives; returns it."""
     if device.type == "cuda" and buffer.numel():
-        pointer, nbytes = buffer.data_ptr(), buffer.nbytes
+        pointer, nbytes, storage = buffer.data_ptr(), buffer.nbytes, buffer.untyped_storage()
         code = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
-        kept = _registered if code == 0 else _refused
-        kept[pointer] = nbytes
-        weakref.finalize(buffer.untyped_storage(), _unregister if code == 0 else _forget, pointer)
-        if code != 0 and len(_refused) == 1:
+        if code == 0:
+            _registered[pointer] = nbytes
+            weakref.finalize(storage, _unregister, pointer)
+            return buffer
+        _refused[pointer] = nbytes
+        weakref.finalize(storage, _refused.pop, pointer, None)
+        if len(_refused) == 1:
             warnings.warn(
                 f"the system refused to pin {nbytes / GIB:.2f} GiB of memory (CUDA error {code}): copies to and from "
                 "such memory make the host wait; `ulimit -l` may have a limit",
                 stacklevel=2,
             )
     return buffer
-
-
-def _forget(pointer: int) -> None:
-    _refused.pop(pointer, None)
 
 
 def unpinned_bytes() -> int:

@@ -70,13 +70,9 @@ def parse_changes(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
 
 def build_model(
-    name: str,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
+    name: str, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", seed: int = 0,
     **changes: object,
-) -> PreTrainedModel:
+) -> PreTrainedModel:  # fmt: skip
     """A Hugging Face causal language model on `device`, ready to train.
 
     `name` is a preset (random weights of that shape, drawn from `seed`), a local checkpoint directory, or a hub name
@@ -156,14 +152,12 @@ def _check(fields: dict[str, Any]) -> None:
     own = f"dtype={fields.get('dtype')!r} is no change of the shape; allowed: by its own option --dtype, argument dtype"
     require("dtype" not in fields, own)
     choose("model_type", fields["model_type"], CONFIG_MAPPING)
-    for name in COUNTS:
+    for name, value in fields.items():
         most = MOST_LAYERS if name == "num_hidden_layers" else 2**31
-        fits = is_whole(fields[name], 1, most)
-        require(fits, f"{name}={shown(fields[name])}; allowed: 1 or more, at most {most}")
-    for name in fields:
-        if name.endswith(("dropout", "pdrop")):
-            share = is_number(fields[name]) and 0 <= fields[name] <= 1
-            require(share, f"{name}={shown(fields[name])}; allowed: 0 to 1")
+        fits = name not in COUNTS or is_whole(value, 1, most)
+        require(fits, f"{name}={shown(value)}; allowed: 1 or more, at most {most}")
+        share = not name.endswith(("dropout", "pdrop")) or (is_number(value) and 0 <= value <= 1)
+        require(share, f"{name}={shown(value)}; allowed: 0 to 1")
     heads, shared = fields["num_attention_heads"], fields["num_key_value_heads"]
     require(heads % shared == 0, f"num_key_value_heads={shared}; allowed: divisors of num_attention_heads={heads}")
     for name in fields.keys() & {"hidden_act", "hidden_activation"}:
@@ -228,10 +222,8 @@ class Parts:
 
 def split(model: PreTrainedModel) -> Parts:
     """Split a decoder into parts. Raises `T1Error` unless it is embedding, stack of layers, norm and linear head."""
-    own = isinstance(model, PreTrainedModel)
-    require(
-        own, f"model of type {type(model).__name__}; allowed: a decoder of transformers, such as `build_model` gives"
-    )
+    allowed = "a decoder of transformers, such as `build_model` gives"
+    require(isinstance(model, PreTrainedModel), f"model of type {type(model).__name__}; allowed: {allowed}")
     base, embed, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
     head = getattr(head, "layer", head)  # in a call of a model with `patch_head`, its stand-in
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
@@ -285,10 +277,8 @@ def sizes(name: str, **changes: object) -> dict[str, int]:
     """Counts of a preset or checkpoint, without building it: layers, layer_params, params, vocabulary, hidden."""
     model = shape_only(name, **changes)
     layers, config = split(model).layers, model.config
+    params, layer_params = (sum(p.numel() for p in module.parameters()) for module in (model, layers[0]))
     return {
-        "layers": len(layers),
-        "layer_params": sum(p.numel() for p in layers[0].parameters()),
-        "params": sum(p.numel() for p in model.parameters()),
-        "vocabulary": config.vocab_size,
-        "hidden": config.hidden_size,
-    }
+        "layers": len(layers), "layer_params": layer_params, "params": params,
+        "vocabulary": config.vocab_size, "hidden": config.hidden_size,
+    }  # fmt: skip

@@ -122,9 +122,7 @@ class Trace:
         synchronize(self.device)
 
         def ms(mark: Mark) -> float:
-            if isinstance(mark, float):
-                return (mark - self._clock) * 1e3
-            return self._zero.elapsed_time(mark)
+            return between_ms(self._clock if isinstance(mark, float) else self._zero, mark)
 
         spans = [Span(lane, phase, layer, ms(a), ms(b)) for lane, phase, layer, a, b in self._closed]
         return sorted(spans, key=lambda s: s.start)

@@ -51,7 +51,9 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
         forward = _longer(forward, link * (outer + np.maximum(moving * weights, inputs)))
     # The first layer that streams in the next step waits for the link.
     waits = np.maximum(copies - backward - choice.resident * _layer_ms(work, machine)[0], 0)
-    last = _device_update_ms(work, machine, trained, work.outer * (choice.outer == "device"))
+    # What is on the device is updated at the end.
+    updated = (trained * work.layer + work.outer * (choice.outer == "device")) * (3 * work.itemsize + 2 * work.state)
+    last = np.maximum(updated / (UPDATE * machine.memory) * 1e3, trained * UPDATE_LAUNCHES * machine.launch_ms)
     host = streamed * choice.host_share * _host_update_ms(work, machine)
     step = forward + _head_ms(work, machine) + backward + waits + last
     return step if work.together else np.maximum(step + HELD_UP * host, host)
@@ -62,7 +64,7 @@ def fsdp_ms(work: Work, machine: Machine) -> float:
     computing = sum(_computing_ms(replace(work, graphed=False), Choice(), machine))
     trained = (work.layers - work.frozen) * work.layer + work.outer
     copied = (2 * work.layers * work.layer + work.outer + work.still + trained) * work.itemsize * work.pieces
-    updated = trained * (2 * (work.state + work.itemsize) + work.itemsize) / (ALONE * machine.update)
+    updated = trained * (3 * work.itemsize + 2 * work.state) / (ALONE * machine.update)
     return computing + _head_ms(work, machine) + (copied / machine.link + updated) * 1e3
 
 
@@ -86,21 +88,9 @@ def _head_ms(work: Work, machine: Machine) -> float:
     return work.tokens * (products + moved) * 1e3
 
 
-def _device_update_ms(work: Work, machine: Machine, layers: Any, outer: int) -> Any:
-    """Time to update `layers` layers, and `outer` parameters outside of them, on the device at the end of a step."""
-    moved = (layers * work.layer + outer) * (2 * (work.state + work.itemsize) + work.itemsize)
-    return np.maximum(moved / (UPDATE * machine.memory) * 1e3, layers * UPDATE_LAUNCHES * machine.launch_ms)
-
-
 def _host_update_ms(work: Work, machine: Machine) -> float:
     """Time in which the CPU updates a layer, whose data it both reads and writes."""
     return 2 * work.layer * (work.state + work.itemsize) / machine.update * 1e3
-
-
-def _rows_ms(work: Work, machine: Machine) -> float:
-    """Time in which the host gathers and sends the rows of the embedding that a step's tokens look up, with state."""
-    moved = min(work.tokens, work.vocabulary) * work.hidden * outer_bytes(work)
-    return (2 * moved / machine.update + moved / machine.link) * 1e3
 
 
 def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.0) -> tuple[Any, Any]:
@@ -129,8 +119,10 @@ def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing
     crowd = CROWDED[choice.host_share > 0] if choice.host_share < 1 and work.state else 1.0
     travelling = crowd * (work.layer * work.state / machine.link * 1e3 + plain * come)
     link = host = busy = np.zeros_like(one)
-    # When each layer has been computed, after the beginning: once the rows of the embedding are gathered and sent.
-    done = [link + _rows_ms(work, machine) * (choice.outer == "host")]
+    # When each layer has been computed, after the beginning: once the host has gathered and sent the rows of the
+    # embedding that the step's tokens look up, with their state.
+    rows = min(work.tokens, work.vocabulary) * work.hidden * outer_bytes(work) * (choice.outer == "host")
+    done = [link + (2 * rows / machine.update + rows / machine.link) * 1e3]
     for layer in range(work.layers):
         place, trained = layer - choice.resident, layer >= work.frozen
         by_host = updated_by_host(place, choice.host_share) & trained

@@ -145,7 +145,7 @@ def work_of(
     return Work(
         layers=len(layers), layer=numel, outer=_count(outside & trained), hidden=hidden or config.hidden_size,
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
-        state=_bytes_of(state), tokens=rows * seq, micro_tokens=micro_tokens,
+        state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
         head_tokens=rows * seq, workspace=workspace * (output is not None), together=together, frozen=frozen,
         aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
         still=_count(outside - trained), head=vocabulary * width, largest=max(p.numel() for p in model.parameters()),
@@ -155,7 +155,7 @@ def work_of(
 
 
 def _streaming(
-    layers: Sequence[nn.Module], trained: Collection[nn.Parameter], kinds: Kinds
+    layers: Sequence[nn.Module], trained: set[nn.Parameter], kinds: Kinds
 ) -> tuple[list[nn.Parameter], int, int]:
     """A layer's streaming parameters; bytes of all others, with gradients and state; how many layers are frozen."""
     aside, frozen, many = 0, 0, []
@@ -163,7 +163,9 @@ def _streaming(
         sides = [[p for p in layer.parameters() if (p in trained) == side] for side in (True, False)]
         few, many = sorted(sides, key=lambda side: sum(p.nbytes for p in side))
         frozen += many is sides[1]
-        aside += sum(p.nbytes + (p in trained) * (p.nbytes + p.numel() * _bytes_of(kinds(p))) for p in few)
+        aside += sum(p.nbytes for p in few)
+        for p in trained.intersection(few):
+            aside += p.nbytes + p.numel() * sum(kind.itemsize for kind in kinds(p).values())
     return many, aside, frozen
 
 
@@ -173,10 +175,6 @@ def _attention(config: PreTrainedConfig | None, seq: int) -> int:
     heads = getattr(config, "num_attention_heads", 0)
     width = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * (seq + SHORT) * width
-
-
-def _bytes_of(state: dict[str, torch.dtype]) -> int:
-    return sum(kind.itemsize for kind in state.values())
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:

@@ -9,6 +9,9 @@ from typing import Any
 
 from t1lib.errors import T1Error, is_whole, require, shown
 from t1lib.signals import AT_ONCE, EXIT_INTERRUPTED
+from t1lib.text.run import TrainRun
+from t1lib.text.texts import METRICS
+from t1lib.train.ranks import together
 
 LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary"), 1)
 LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "eval_rows", "report_every"), 0)
@@ -16,9 +19,6 @@ LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "eval_rows",
 
 def train_command(arguments: argparse.Namespace) -> int:
     """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
-    from t1lib.text.run import TrainRun
-    from t1lib.train.ranks import together
-
     with together() as ranks:
         given = check(arguments)
         asked = {**arguments.defaults, **given}
@@ -43,8 +43,6 @@ def train_command(arguments: argparse.Namespace) -> int:
 
 def _plot(folder: Path) -> str:
     """Draw a run's metrics, if Matplotlib is there; returns what to print about it."""
-    from t1lib.text.texts import METRICS
-
     try:
         from t1lib.text.plot import plot_metrics
     except ModuleNotFoundError as error:

@@ -1,5 +1,6 @@
 """Training runs in a folder: metrics of every step, checkpoints to resume from, and a plot."""
 
+import re
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -27,6 +28,7 @@ SITTING = {  # options that are given anew each time a run is resumed
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "wall_ms", "device_gib", "host_gib", "held_out_loss",
 )  # fmt: skip
+_ROW = re.compile(rf"^[1-9][0-9]*(?:,[-+.0-9einfa]*){{{len(COLUMNS) - 1}}}\n", re.MULTILINE)
 
 
 class TrainRun:
@@ -41,7 +43,7 @@ class TrainRun:
     """
 
     def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any], ranks: Ranks = ALONE) -> None:
-        self.folder, self.ranks = folder, ranks
+        self.folder, self.ranks, self._checkpoints = folder, ranks, folder / "checkpoints"
         taken = f"another process trains in {folder}; wait for it, or take another --out"
         with ExitStack() as stack:
             ranks.first(lambda: stack.enter_context(held(folder, RUN, taken)))
@@ -80,8 +82,9 @@ class TrainRun:
         folder, ranks, text = self.folder, self.ranks, self.session.corpus.sha256
         ranks.agree({"the text (its sha256)": text})
         require(before in (None, text), f"the text is not the one that the run in {folder} was begun with")
-        if before is not None and ranks.first(self._has_checkpoints):  # otherwise it ended before the first one
-            load_checkpoint(self.session.trainer, folder / "checkpoints")
+        self._saved = -1  # step of the last checkpoint
+        if ranks.first(lambda: has_checkpoint(self._checkpoints)):  # else the run is new, or ended before its first
+            self._saved = load_checkpoint(self.session.trainer, self._checkpoints)
         most = f"the run in {folder} is at step {self.steps}; allowed: --steps {self.steps} or more, or none"
         require(self.steps <= self.options["steps"], most)
         own = {name: value for name, value in self.options.items() if name not in SITTING}
@@ -104,10 +107,7 @@ class TrainRun:
 
     def _begun(self) -> bool:
         """Whether the folder's run completed a step: if it failed before that, it may be started over."""
-        return bool(_read_metrics(self.folder / METRICS)) or self._has_checkpoints()
-
-    def _has_checkpoints(self) -> bool:
-        return has_checkpoint(self.folder / "checkpoints")
+        return bool(_read_metrics(self.folder / METRICS)) or has_checkpoint(self._checkpoints)
 
     def train(self) -> bool:
         """Train up to the option `steps`; returns whether that was reached.
@@ -117,7 +117,7 @@ class TrainRun:
         turns that checkpoint, evaluation or report off.
         Raises `T1Error` if metrics cannot be written, after saving a checkpoint of that step.
         """
-        last, saved = self.options["steps"], self.steps if self.ranks.first(self._has_checkpoints) else -1
+        last = self.options["steps"]
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)
             while self.steps < last and not any(self.ranks.share(interrupted)):
@@ -133,8 +133,8 @@ class TrainRun:
                 if self._due("report_every", ends or interrupted()):
                     print(_line(row, last), flush=True)
                 if self._due("checkpoint_every", False):
-                    saved = self._save()
-            if saved != self.steps:
+                    self._save()
+            if self._saved != self.steps:
                 self._save()
         return self.steps >= last
 
@@ -143,48 +143,38 @@ class TrainRun:
         every = self.options[interval]
         return every > 0 and (anyway or self.steps % every == 0)
 
-    def _save(self) -> int:
+    def _save(self) -> None:
         began = time.monotonic()
-        path = save_checkpoint(self.session.trainer, self.folder / "checkpoints")
+        path = save_checkpoint(self.session.trainer, self._checkpoints)
         print(f"checkpoint {path} in {time.monotonic() - began:.1f} s", flush=True)
-        return self.steps
+        self._saved = self.steps
 
     def _row(self, record: StepRecord, held_out: float | None) -> dict[str, float | None]:
         trainer = self.session.trainer
         lr = trainer.spec.lr * trainer.schedule(record.step - 1)
         peak = None if self.options["device"] == "cpu" else torch.cuda.max_memory_reserved() / GIB
-        return {
-            "step": record.step, "loss": record.loss, "grad_norm": record.grad_norm, "lr": lr, "tokens": record.tokens,
-            "tokens_per_s": record.tokens / record.wall_ms * 1e3, "wall_ms": record.wall_ms, "device_gib": peak,
-            "host_gib": psutil.Process().memory_info().rss / GIB, "held_out_loss": held_out,
-        }  # fmt: skip
+        rate, host = record.tokens / record.wall_ms * 1e3, psutil.Process().memory_info().rss / GIB
+        training = record.step, record.loss, record.grad_norm, lr, record.tokens
+        return dict(zip(COLUMNS, (*training, rate, record.wall_ms, peak, host, held_out), strict=True))
 
     def _begin_metrics(self) -> None:
         """Drop the rows of steps that will be repeated, and damaged ones."""
-        rows = [COLUMNS, *(row for row in _read_metrics(self.folder / METRICS) if int(row[0]) <= self.steps)]
+        rows = [row for row in _read_metrics(self.folder / METRICS) if int(row.split(",")[0]) <= self.steps]
         with whole(self.folder / METRICS) as path:
-            path.write_text("".join(f"{','.join(row)}\n" for row in rows), encoding="utf-8", newline="\n")
+            path.write_text("".join([",".join(COLUMNS), "\n", *rows]), encoding="utf-8", newline="\n")
 
     def _add_metrics(self, row: dict[str, float | None]) -> None:
         with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
-            file.write(",".join("" if row[name] is None else repr(row[name]) for name in COLUMNS) + "\n")
+            file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
 
     def close(self) -> None:
         with self._holding:
             self.session.trainer.close()
 
 
-def _read_metrics(path: Path) -> list[list[str]]:
+def _read_metrics(path: Path) -> list[str]:
     """The whole rows of a metrics.csv: one truncated by a full disk or a power cut is skipped, as is the header."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return [row for row in (line.split(",") for line in text[: text.rfind("\n") + 1].split("\n")) if _is_whole(row)]
-
-
-def _is_whole(row: list[str]) -> bool:
-    try:
-        return len([float(value or 0) for value in row]) == len(COLUMNS) and int(row[0]) > 0
-    except ValueError:
-        return False
+    return _ROW.findall(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
 
 
 def _line(row: dict[str, Any], last: int) -> str:

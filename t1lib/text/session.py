@@ -34,6 +34,7 @@ class LanguageSession:
         schedule: dict[str, Any] | None = None, vocabulary: int | None = None, data: str = LIBRARY, limit: str = "",
         seed: int = 0, data_seed: int | None = None, changes: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        spec, plan = OptimizerSpec(**optimizer), Schedule(**schedule or {})
         grow_segments()
         own, changes = None if model in PRESETS else Path(model) / "tokenizer.json", changes or {}
         require(own is None or own.is_file(), f"model {model!r} is neither a preset nor a folder with a tokenizer.json")
@@ -46,7 +47,7 @@ class LanguageSession:
             changes = {"vocab_size": self.corpus.vocabulary} | changes
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **changes)
-        options |= {"optimizer": OptimizerSpec(**optimizer), "schedule": Schedule(**schedule or {}), "device": device}
+        options |= {"optimizer": spec, "schedule": plan, "device": device}
         self.trainer = make_trainer(built, mode, **options)
         if device != "cpu":
             torch.cuda.empty_cache()  # what building the model left

@@ -9,7 +9,6 @@ import torch
 from t1lib.errors import choose, is_whole, require, shown
 from t1lib.heads import HEADS, parse_bytes
 from t1lib.models import PRESETS, parse_changes
-from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.text.texts import LIBRARY
 from t1lib.train import MODES
 
@@ -19,11 +18,15 @@ OF_A_MODE = {"gpu_memory": "slide", "no_offload": "fsdp", "compute_dtype": "fsdp
 
 
 def decided(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with what follows where they are not given, and with paths that mean the same from every folder."""
-    device, steps = device_of(options["device"]), options["steps"] or STEPS
+    """The options with what follows where they are not given: by default, a GPU computes, if there is one. Raises
+    `T1Error` for a device that is not here."""
+    allowed = [*(f"cuda:{number}" for number in range(torch.cuda.device_count())), "cpu"]
+    allowed = ["cuda", *allowed] if len(allowed) > 1 else allowed
+    device, steps = options["device"] or allowed[0], options["steps"] or STEPS
+    require(device in allowed, f"--device {shown(device)}; allowed here: {', '.join(allowed)}")
     dtype = options["dtype"] or ("float32" if device == "cpu" else "bfloat16")
     warmup = steps // 20 if options["warmup"] is None else options["warmup"]
-    return absolute(options) | {"device": device, "dtype": dtype, "steps": steps, "warmup": warmup}
+    return options | {"device": device, "dtype": dtype, "steps": steps, "warmup": warmup}
 
 
 def absolute(options: dict[str, Any]) -> dict[str, Any]:
@@ -38,18 +41,9 @@ def absolute(options: dict[str, Any]) -> dict[str, Any]:
     return options | {n: str(Path(p).resolve()) for n, p in found.items() if p not in (LIBRARY, *PRESETS)}
 
 
-def device_of(device: str | None) -> str:
-    """The device asked for; by default a GPU, if there is one. Raises `T1Error` for one that is not here."""
-    allowed = [*(f"cuda:{number}" for number in range(torch.cuda.device_count())), "cpu"]
-    allowed = ["cuda", *allowed] if len(allowed) > 1 else allowed
-    require(device is None or device in allowed, f"--device {shown(device)}; allowed here: {', '.join(allowed)}")
-    return device or allowed[0]
-
-
 def session_of(options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a session for options that are `decided`. Raises `T1Error` before a tokenizer is trained."""
     mode, dtype = options["mode"], options["dtype"]
-    device_of(options["device"])
     choose("mode", mode, MODES)
     choose("head", options["head"], HEADS)
     choose("dtype", dtype, ("float32", "bfloat16"))
@@ -67,8 +61,6 @@ def session_of(options: dict[str, Any]) -> dict[str, Any]:
         found |= {"gpu_memory": options["gpu_memory"], "plan_for": (options["batch"], options["seq"])}
     if mode == "fsdp":
         found |= {"offload": not options["no_offload"], "compute_dtype": options["compute_dtype"]}
-    OptimizerSpec(**spec)  # raises for what it cannot be
-    Schedule(**schedule)
     return found | {"optimizer": spec, "schedule": schedule}
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,7 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
     """
     if source == LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [p for p in _files(root, _SKIPPED) if p.suffix == ".py" and not p.match("_sysconfigdata*")]
-        return _within(_below(root, files), limit, "the standard library's sources")
+        return _within(_below(root, library=True), limit, "the standard library's sources")
     path, there = Path(source), str(source) != "" and os.path.exists(source)
     require(there, f"no corpus at {shown(str(source))}; allowed: a file, a folder, or {LIBRARY!r}")
     if path.is_file():
@@ -55,7 +54,7 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
         require(found is not None, f"{path} is not UTF-8 text, nor a .jsonl or .parquet shard of a dataset")
         return _within(found, limit, str(path))
     require(not _holds_run(path), f"{path} holds a run, whose files change; move them, or its texts, to another folder")
-    return _within(_below(path, _files(path)), limit, f"text in {path}")
+    return _within(_below(path), limit, f"text in {path}")
 
 
 def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str) -> dict[str, str]:
@@ -72,14 +71,9 @@ def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str
     return kept
 
 
-def _below(root: Path, files: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    for path in files:
-        yield from _records(path, path.relative_to(root).as_posix()) or ()
-
-
-def _files(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
-    """All files below `root`, except hidden ones, those of a training run, and in folders whose names are skipped.
-    A link to a folder is followed unless that folder has been read already or lies above `root`."""
+def _below(root: Path, library: bool = False) -> Iterator[tuple[str, str]]:
+    """(name, text) of each text below `root`, except in hidden files and those of a training run; of the library, only
+    in its sources. A link to a folder is followed unless that has been read already or lies above `root`."""
     seen = set(map(str, root.resolve().parents))
     for place, folders, names in os.walk(root, followlinks=True):
         folder, real = Path(place), os.path.realpath(place)
@@ -87,8 +81,11 @@ def _files(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
-        yield from (folder / name for name in names if not name.startswith(".") and (folder / name).is_file())
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and not (library and n in _SKIPPED))
+        for path in (folder / name for name in names if not name.startswith(".")):
+            source = path.suffix == ".py" and not path.match("_sysconfigdata*")
+            if path.is_file() and (source or not library):
+                yield from _records(path, path.relative_to(root).as_posix()) or ()
 
 
 def _holds_run(folder: Path) -> bool:
