@@ -72,7 +72,8 @@ def write_signed(path: Path, content: dict[str, Any], writers: str = "") -> None
 def signed(content: dict[str, Any]) -> bytes:
     """`content` as JSON, with its SHA-256 as one more field."""
     content = json.loads(json.dumps(content))  # as it will be read
-    return (json.dumps(content | {"sha256": _digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return (json.dumps(content | {"sha256": digest}, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def read_signed(path: Path) -> dict[str, Any]:
@@ -89,10 +90,6 @@ def read_signed(path: Path) -> dict[str, Any]:
         whole = False
     require(whole, f"{path} is damaged: its checksum is not that of its content")
     return content
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sync(folder: Path) -> None:

@@ -100,9 +100,13 @@ def _loading(name: str) -> Iterator[None]:
 
 
 def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
-    """The configuration of a checkpoint. Attention is computed by PyTorch, whatever implementation the configuration
-    names: that may be code to download."""
-    local = _is_local(name, changes)
+    """The configuration of a checkpoint: a directory or a hub name. Attention is computed by PyTorch, whatever
+    implementation the configuration names: that may be code to download."""
+    require(not changes, f"{shown(name)} is no preset: its configuration cannot be changed ({', '.join(changes)})")
+    local = os.path.isdir(name)  # False for a name that is too long
+    hub = name.count("/") == 1 and len(name) <= 255 and not name.startswith((".", "/", "~"))
+    allowed = f"neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, nor a hub name 'owner/model'"
+    require(local or hub, f"unknown model {shown(name)}: {allowed}")
     with _loading(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     for field in ("hidden_act", "hidden_activation"):
@@ -162,18 +166,6 @@ def _check(fields: dict[str, Any]) -> None:
     require(heads % shared == 0, f"num_key_value_heads={shared}; allowed: divisors of num_attention_heads={heads}")
     for name in fields.keys() & {"hidden_act", "hidden_activation"}:
         choose(name, fields[name], ACT2FN)
-
-
-def _is_local(name: str, changes: dict[str, object]) -> bool:
-    """Whether `name`, which is no preset, is a directory (else a hub name). Raises `T1Error` if it can be neither."""
-    require(not changes, f"{shown(name)} is no preset: its configuration cannot be changed ({', '.join(changes)})")
-    local = os.path.isdir(name)  # False for a name that is too long
-    if not local and (name.count("/") != 1 or len(name) > 255 or name.startswith((".", "/", "~"))):
-        raise T1Error(
-            f"unknown model {shown(name)}: neither a preset ({', '.join(PRESETS)}), nor a checkpoint directory, "
-            "nor a hub name 'owner/model'"
-        )
-    return local
 
 
 def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,16 +1,19 @@
 """`python -m t1lib train`: train a model on text in any mode, with metrics, checkpoints and a plot."""
 
 import argparse
+import os
 import sys
+from collections.abc import Collection
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from t1lib.errors import T1Error, is_whole, require, shown
+from t1lib.errors import T1Error, choose, is_whole, require, shown
+from t1lib.models import PRESETS
 from t1lib.signals import AT_ONCE, EXIT_INTERRUPTED
 from t1lib.text.run import TrainRun
-from t1lib.text.texts import METRICS
+from t1lib.text.texts import LIBRARY, METRICS
 from t1lib.train.ranks import together
 
 LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary"), 1)
@@ -23,7 +26,7 @@ def train_command(arguments: argparse.Namespace) -> int:
         given = check(arguments)
         asked = {**arguments.defaults, **given}
         folder = Path(asked["out"] or f"runs/{Path(asked['model']).name}-{asked['mode']}-{asked['head']}")
-        check_path("out", folder)
+        _whole("out", str(folder))
         with closing(TrainRun(folder, given, arguments.defaults, ranks)) as run:
             print(run.about(), flush=True)
             if run.steps >= run.options["steps"]:
@@ -51,7 +54,8 @@ def _plot(folder: Path) -> str:
 
 
 def check(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that are given. Raises `T1Error` for values that no run can have."""
+    """The options that are given, with whole paths of data and of a checkpoint. Raises `T1Error` for values that no run
+    can have."""
     given = {name: getattr(arguments, name) for name in arguments.defaults if getattr(arguments, name) is not None}
     for name, value in given.items():
         said, least = f"--{name.replace('_', '-')} {shown(value)}", LEAST.get(name)
@@ -60,18 +64,24 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
     require(abs(given.get("seed", 0)) < 2**32, f"--seed {shown(given.get('seed'))}; allowed: less than 2^32")
     rows = given.get("eval_rows", 1) or given.get("eval_every") == 0
     require(bool(rows), "--eval-rows 0; allowed: 1 or more, or --eval-every 0")
-    for name in given.keys() & {"data", "model", "out"}:
-        check_path(name, given[name])
-    named, resumed = {"model", "out"} & given.keys(), "resume" in given
-    require(resumed or "model" in named, "--model is missing; --resume with --out goes on without it")
+    named = {"model", "out"} & given.keys()
+    require("resume" in given or "model" in named, "--model is missing; --resume with --out goes on without it")
     require(bool(named), "--resume without --model needs --out, the folder of the run")
+    for name, known in {"model": PRESETS, "data": (LIBRARY,)}.items():
+        given |= {name: _whole(name, given[name], known)} if name in given else {}
+    model = arguments.model
+    if model is not None and model not in PRESETS and not os.path.isdir(model):
+        get = f"hf download {model} --local-dir FOLDER, then --model FOLDER"
+        require(model.count("/") != 1, f"--model {shown(model)} is no folder; of the hub's: {get}")
+        choose("model", model, [*PRESETS, "a checkpoint folder"])
     return given
 
 
-def check_path(name: str, path: str | Path) -> None:
-    """Raise `T1Error` for what no file or folder can be called."""
-    require(str(path).isprintable(), f"--{name} {shown(str(path))} holds characters that no file of settings can hold")
+def _whole(option: str, path: str, names: Collection[str] = ()) -> str:
+    """The whole path, unless it is one of `names`. Raises `T1Error` for what no file or folder can be called."""
+    require(path.isprintable(), f"--{option} {shown(path)} holds characters that no file of settings can hold")
     try:
         Path(path).exists()
     except OSError as error:
-        raise T1Error(f"--{name} {shown(str(path))}: {error.strerror}") from None
+        raise T1Error(f"--{option} {shown(path)}: {error.strerror}") from None
+    return path if path in names else str(Path(path).resolve())

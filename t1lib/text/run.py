@@ -16,7 +16,7 @@ from t1lib.files import held, read_signed, whole, write_signed, writing
 from t1lib.memory import GIB
 from t1lib.signals import noted
 from t1lib.text.session import LanguageSession
-from t1lib.text.settings import absolute, decided, session_of
+from t1lib.text.settings import decided, session_of
 from t1lib.text.texts import METRICS, RUN
 from t1lib.train import StepRecord
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
@@ -34,7 +34,7 @@ _ROW = re.compile(rf"^[1-9][0-9]*(?:,[-+.0-9einfa]*){{{len(COLUMNS) - 1}}}\n", r
 class TrainRun:
     """A run in `folder`, held until `close`: run.json (its options, the text's hash), metrics.csv, checkpoints/.
 
-    given   options of the command `train` that are given; with "resume" the others are those that the run has
+    given   options of the command `train` that are given, with whole paths; with "resume" the others are the run's
     usual   the others of a new run
     ranks   the processes that train; rank 0 manages the folder, the others need it only to resume
 
@@ -48,7 +48,7 @@ class TrainRun:
         with ExitStack() as stack:
             ranks.first(lambda: stack.enter_context(held(folder, RUN, taken)))
             before = self._before("resume" in given)
-            self.options = self._options(absolute(given), usual, before.get("options", {}))
+            self.options = self._options(given, usual, before.get("options", {}))
             ranks.agree(self.options)
             self.session = LanguageSession(**session_of(self.options))
             self._begin(before.get("corpus"))

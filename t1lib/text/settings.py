@@ -1,7 +1,5 @@
 """From the options of the command `train` to the arguments of a `LanguageSession`."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +7,6 @@ import torch
 from t1lib.errors import choose, is_whole, require, shown
 from t1lib.heads import HEADS, parse_bytes
 from t1lib.models import PRESETS, parse_changes
-from t1lib.text.texts import LIBRARY
 from t1lib.train import MODES
 
 STEPS = 1000
@@ -27,18 +24,6 @@ def decided(options: dict[str, Any]) -> dict[str, Any]:
     dtype = options["dtype"] or ("float32" if device == "cpu" else "bfloat16")
     warmup = steps // 20 if options["warmup"] is None else options["warmup"]
     return options | {"device": device, "dtype": dtype, "steps": steps, "warmup": warmup}
-
-
-def absolute(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with whole paths of data and of a checkpoint. Raises `T1Error` for a model that is neither a preset
-    nor a folder."""
-    found = {name: options[name] for name in ("data", "model") if name in options}
-    model = found.get("model", LIBRARY)
-    if model not in (LIBRARY, *PRESETS) and not os.path.isdir(model):
-        get = f"hf download {model} --local-dir FOLDER, then --model FOLDER"
-        require(model.count("/") != 1, f"--model {shown(model)} is no folder; of the hub's: {get}")
-        choose("model", model, [*PRESETS, "a checkpoint folder"])
-    return options | {n: str(Path(p).resolve()) for n, p in found.items() if p not in (LIBRARY, *PRESETS)}
 
 
 def session_of(options: dict[str, Any]) -> dict[str, Any]:
