@@ -37,7 +37,7 @@ def draw_metrics(frame: pd.DataFrame, path: Path) -> None:
         rate.plot(steps, frame["tokens_per_s"], color=VARIANTS["slide"].colour, lw=0.8)
         rate.set(ylabel="tokens / s", ylim=(0, 1.1 * frame["tokens_per_s"].max()))
         memory.plot(steps, frame[f"{where}_gib"], color=VARIANTS["ckpt"].colour, lw=1.2)
-        memory.set(ylabel=f"memory of the {where} (GiB)", ylim=(0, 1.2 * frame[f"{where}_gib"].max()))
+        memory.set(ylabel=f"{where} memory (GiB)", ylim=(0, 1.2 * frame[f"{where}_gib"].max()))
         for axes in (losses, rate, memory):
             axes.set(xlabel="step")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
