@@ -72,8 +72,8 @@ def _add_step(parser: argparse.ArgumentParser, seq: int, batch: int) -> None:
     """What the commands `plan` and `train` are both told; the defaults of --seq and --batch are given."""
     add = parser.add_argument
     add("--change", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"), help="of a preset's shape")
-    add("--seq", type=int, default=seq, help=f"tokens a row (default: {seq})")
-    add("--batch", type=int, default=batch, help=f"rows a step (default: {batch})")
+    add("--seq", type=int, default=seq, help=f"tokens per row (default: {seq})")
+    add("--batch", type=int, default=batch, help=f"rows per step (default: {batch})")
     add("--micro-batch", type=int, help="rows computed at a time (default: all)")
     add("--optimizer", default="adamw", help="adamw or sgd (default: adamw)")
     add("--moments", default="float32", help="of adamw beside bfloat16 weights: float32 (default) or bfloat16")
