@@ -120,7 +120,16 @@ def test_any_other_end_comes_with_its_traceback_or_exit_code(diary, end, message
     assert gone(diary.pids)
 
 
+@pytest.fixture
+def interruptible():
+    """Python's own handler: in the background of a shell, which ignores SIGINT, there would be none."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @posix
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all_even_in_a_call(diary):
     """As Ctrl-C does: the signal reaches the processes, too, but it is the notebook that ends them."""
 
