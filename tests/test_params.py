@@ -106,19 +106,18 @@ def test_a_bound_admits_its_edge_and_holds_for_the_default(checkout):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "value"),
+    ("declared", "text", "value"),
     [
-        ("int", "3", 3),
-        ("float", "1e-4", 1e-4),
-        ("bool", "true", True),
-        ("str", "3", "3"),
-        ("list[int]", "[1, 2]", [1, 2]),
-        ("list[float]", "[1e-4, 2]", [1e-4, 2.0]),
+        ("x: int = 1", "3", 3),
+        ("x: float = 1.0", "1e-4", 1e-4),
+        ("x: bool = False", "true", True),
+        ('x: str = "a"', "3", "3"),
+        ("x: list[int] = []", "[1, 2]", [1, 2]),
+        ("x: list[float] = []", "[1e-4, 2]", [1e-4, 2.0]),
     ],
 )
-def test_command_line_texts_take_the_declared_type(checkout, kind, text, value):
-    default = {"int": 1, "float": 1.0, "bool": False, "str": "a"}.get(kind, [])
-    checkout.add("demo", parameters=f"x: {kind} = {default!r}", yaml="")
+def test_command_line_texts_take_the_declared_type(checkout, declared, text, value):
+    checkout.add("demo", parameters=declared, yaml="")
     assert params.resolve("demo", "smoke", {"x": text}) == {"x": value}
 
 
