@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ def execute(experiment: str, parameters: Mapping[str, Any], staging: Path) -> No
         try:
             _papermill(experiment, parameters, executed)
         except KeyboardInterrupt:
+            # Nobody awaits the task of the interrupted cell any more; it may notice that its kernel has ended.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             _stop_kernel()
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ import ast
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from t1lib import params, paths
@@ -16,6 +17,7 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MISSING = "missing"
 
 
+@cache  # a notebook whose first cells run again asks for all modules again: a second
 def meaning(text: str) -> str:
     """The SHA-256 of what Python code means; of the text itself if it is not Python, such as a cell with a magic."""
     try:

@@ -1,7 +1,11 @@
-"""A throw-away checkout with small notebooks, for the tests of parameters, manifests and the driver."""
+"""A throw-away checkout with small notebooks, and smoke runs of the real ones in a copy of this checkout."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,11 @@ START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"
 MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step * rate, "ms", step=step)\n'
 
 
-SMOKE = ("tests/report/test_report.py", "tests/test_latex.py", "tests/test_notebooks.py")
-"""Tests that read runs of all experiments, which one process makes for them."""
+CHECKOUT = Path(__file__).resolve().parent.parent
+EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
+FAST = "t1m3"  # the experiment whose run the fast tests read; it has a report
+SMOKE = ("tests/kit/test_drawn.py", "tests/test_latex.py", "tests/test_notebooks.py")
+"""Tests that read smoke runs, which one process makes for them."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,3 +85,40 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     monkeypatch.delenv("T1_STAGING", raising=False)
     return Checkout(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`smoke_run(*experiments)` returns a checkout (a value for T1_ROOT) that holds finished smoke runs of these, and
+    perhaps of others. Copy it before changing it.
+
+    Runs in the real checkout that are up to date are copied; the others are made here.
+    """
+    root, made = tmp_path_factory.mktemp("smoke"), set()
+    for name in ("notebooks", "params", "report"):
+        shutil.copytree(CHECKOUT / name, root / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+
+    def run(*experiments: str) -> Path:
+        missing = sorted(set(experiments) - made)
+        for name in missing:
+            folder = Path("outputs", "smoke", name)
+            if (CHECKOUT / folder / "manifest.json").is_file():
+                shutil.copytree(CHECKOUT / folder, root / folder)
+        if missing:
+            command = [sys.executable, "-m", "t1lib", "run", *missing, "--profile", "smoke"]
+            environment = {**os.environ, "T1_ROOT": str(root)}
+            done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            made.update(missing)
+        return root
+
+    return run
+
+
+EACH = [pytest.param(name, marks=[] if name == FAST else [pytest.mark.slow]) for name in EXPERIMENTS]
+
+
+@pytest.fixture(scope="session", params=EACH)
+def finished(request: pytest.FixtureRequest, smoke_run: Callable[..., Path]) -> Path:
+    """The folder of each experiment's finished smoke run, in a checkout as that of `smoke_run`."""
+    return smoke_run(request.param) / "outputs" / "smoke" / request.param

@@ -43,14 +43,9 @@ def test_a_claim_holds_within_its_bound(ours, bound, value, holds):
     ("content", "message"),
     [
         ({"t1m3": [row(within="15%")]}, r"allowed: claim, published, ours \(1.78 ×\)"),
-        ({"t1m3": [row(within="≤ few")]}, "allowed:"),
-        ({"t1m3": [row(ours="many")]}, "allowed:"),
-        ({"t1m3": [row(ours="1.2-1.4")]}, "allowed:"),
-        ({"t1m3": [row(ours="1,78")]}, "allowed:"),
-        ({"t1m3": [row(ours=1.78)]}, "allowed:"),
-        ({"t1m3": [row(key="t1m3")]}, "allowed:"),
+        *(({"t1m3": [row(ours=ours)]}, "allowed:") for ours in ("many", "1.2-1.4", "1,78", 1.78)),
+        *(({"t1m3": [wrong]}, "allowed:") for wrong in (row(within="≤ few"), row(key="t1m3"), row() | {"more": "x"})),
         ({"cce": [row()]}, "allowed:"),
-        ({"t1m3": [row() | {"more": "x"}]}, "allowed:"),
         ({"t1m3": "text"}, "holds no claims"),
         ({}, "holds no claims"),
         ("[", "cannot read the claims in claims.yaml"),
@@ -95,14 +90,12 @@ def kit(tmp_path, monkeypatch):
 
 
 def test_each_claim_gets_its_verdict(kit, capsys):
-    assert main(["check"]) == 1
+    assert main(["check", "all"]) == 1
     told = capsys.readouterr().out
     assert "PASS  t1m3.head.full.over_floor" in told and "FAIL  t1m3.head.fused.over_floor" in told
     assert "cce: NOT RUN; python -m t1lib run cce --profile h200" in told
     assert told.endswith("3 checks: 1 PASS, 1 FAIL, 1 NOT RUN\n")
-    assert main(["check", "cce"]) == 0
-    assert main(["check", "t1m3", "t1m3"]) == 1 and "2 checks:" in capsys.readouterr().out
-    assert main(["check", "all"]) == 1
+    assert main(["check", "cce", "cce"]) == 0 and "1 checks:" in capsys.readouterr().out
     assert main(["check", "cse"]) == 2
     path = kit / FILE
     path.write_text(path.read_text(encoding="utf-8").replace("t1m3", "t1m33"), encoding="utf-8")
@@ -119,7 +112,7 @@ def test_a_flipped_byte_is_noticed(kit):
     files = [*(root / "t1m3").rglob("*.*"), root / "t1m3.pdf"]
     places = [(path, draw.randrange(path.stat().st_size)) for path in files]
     listing = root / "t1m3/manifest.json"
-    places += [(listing, place) for place in range(0, listing.stat().st_size, 31)]
+    places += [(listing, place) for place in range(0, listing.stat().st_size, 97)]
     for path, place in places:
         before = path.read_bytes()
         data = bytearray(before)
@@ -148,18 +141,12 @@ def test_numbers_that_the_samples_do_not_give_fail(kit, capsys):
     assert "t1m3.head.full.over_floor does not follow from samples.csv" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"files": {}}', "not that of a finished run of t1m3 with profile h200"),
-        ('{"experiment": "cce", "profile": "h200", "files": {"samples.csv": {}, "numbers.json": {}}}', "not that of"),
-    ],
-)
-def test_a_manifest_that_is_no_answer_fails(kit, capsys, content, message):
+@pytest.mark.parametrize("content", [{}, {"experiment": "cce", "profile": "h200"}])
+def test_a_manifest_that_is_no_answer_fails(kit, capsys, content):
     """Also without a claim about the run."""
-    path = kit / "outputs/h200/t1m3/manifest.json"
-    path.write_bytes(signed(json.loads(content)))
+    listed = {"files": {"samples.csv": {}, "numbers.json": {}}}
+    (kit / "outputs/h200/t1m3/manifest.json").write_bytes(signed(content | listed))
     assert main(["check", "t1m3"]) == 1
-    assert message in capsys.readouterr().out
+    assert "not that of a finished run of t1m3 with profile h200" in capsys.readouterr().out
     (kit / FILE).write_text(yaml.safe_dump({"cce": [row(KEY.replace("t1m3", "cce"))]}), encoding="utf-8")
     assert main(["check", "t1m3"]) == 1

@@ -1,7 +1,6 @@
 import gc
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,19 +18,15 @@ from t1lib.measure import manifest
 pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter's own dependencies
 
 
-@pytest.fixture(autouse=True)
-def no_event_loop_is_left():
-    """To be collected in some later test, where its warning is an error."""
-    yield
-    ensure_event_loop().close()
+@pytest.fixture
+def run():
+    """`run(*arguments)` is `python -m t1lib run` in this process."""
+    yield lambda *arguments: main(["run", *arguments, "--profile", "smoke"])
+    ensure_event_loop().close()  # else it is collected in some later test, where its warning is an error
     gc.collect()
 
 
-def run(*arguments: str) -> int:
-    return main(["run", *arguments, "--profile", "smoke"])
-
-
-def test_run_then_skip_then_redo_only_what_changed(checkout, capsys):
+def test_run_then_skip_then_redo_only_what_changed_or_is_forced(checkout, run, capsys):
     checkout.add("first")
     checkout.add("second", "import sys\nprint(sys.executable)", yaml="")
     assert run() == 0
@@ -46,6 +41,12 @@ def test_run_then_skip_then_redo_only_what_changed(checkout, capsys):
     assert "first [smoke] up to date (measured 20" in told.out
     assert "nothing to do: 2 experiments up to date" in told.out
 
+    samples = checkout.outputs("first") / "samples.csv"
+    samples.write_text("made up")
+    assert main(["list"]) == 0
+    told = capsys.readouterr().out
+    assert "smoke    stale    samples.csv is not as the run left it; measured 20" in told
+    assert "smoke    done     measured 20" in told
     checkout.params("first", "steps: 1\n")
     assert run() == 0
     told = capsys.readouterr()
@@ -53,7 +54,9 @@ def test_run_then_skip_then_redo_only_what_changed(checkout, capsys):
     assert "second [smoke] up to date" in told.out
     assert "1 run, 1 up to date, 0 failed" in told.out
     assert "first [smoke]: started, expected 00:" in told.err
-    assert len((checkout.outputs("first") / "samples.csv").read_text().splitlines()) == 2
+    assert len(samples.read_text().splitlines()) == 2
+    assert run("second", "--force") == 0
+    assert "1 run, 0 up to date" in capsys.readouterr().out
 
 
 def _finished_run_is_whole(checkout):
@@ -70,46 +73,27 @@ def _finished_run_is_whole(checkout):
     assert printed == [[sys.executable + "\n"]]
 
 
-def test_touched_outputs_and_force_are_redone(checkout, capsys):
-    checkout.add("demo")
-    assert run("demo") == 0
-    (checkout.outputs("demo") / "samples.csv").write_text("made up")
-    assert main(["list"]) == 0
-    assert "smoke    stale    samples.csv is not as the run left it; measured 20" in capsys.readouterr().out
-    assert run("demo") == 0
-    assert "made up" not in (checkout.outputs("demo") / "samples.csv").read_text()
-    assert main(["list"]) == 0
-    assert "smoke    done     measured 20" in capsys.readouterr().out
-    assert run("demo", "--force") == 0
-    assert "1 run" in capsys.readouterr().out
-
-
-def test_a_failing_cell_stops_only_its_own_notebook(checkout, capsys):
-    checkout.add("bad", "x = 1\nraise ValueError('boom')")
+def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(checkout, run, capsys):
+    measure = "for step in range(steps):\n    run.records.add('slide', 'wall', step, 'ms', step=step)\n"
+    table = 'run.table("any", [{"n": len(run.frame())}])'
+    checkout.add("bad", measure, table, "x = 1\nraise ValueError('boom')")
     checkout.add("dead", "import os\nos._exit(1)")
-    checkout.add("good")
     checkout.add("unfinished", "run.finish = lambda: None")
     assert run() == 1
     told = capsys.readouterr()
-    assert "1 run, 0 up to date, 3 failed: bad, dead, unfinished" in told.out
-    assert "error: bad [smoke] cell In [4] (`x = 1`): ValueError: boom\n" in told.err
+    assert "0 run, 0 up to date, 3 failed: bad, dead, unfinished" in told.out
+    assert "error: bad [smoke] cell In [6] (`x = 1`): ValueError: boom\n" in told.err
     assert "outputs/smoke/.bad.partial/executed.ipynb" in told.err
     assert "error: dead [smoke] cell `import os`: DeadKernelError" in told.err
     assert "error: unfinished [smoke] the notebook ended without run.finish()" in told.err
-    assert manifest.read(checkout.outputs("good"))
     assert not checkout.outputs("bad").exists()
-    assert (checkout.root / "outputs/smoke/.bad.partial/executed.ipynb").is_file()
-
-
-def test_what_was_measured_before_a_cell_failed_is_kept(checkout):
-    measure = "for step in range(2):\n    run.records.add('slide', 'wall', step, 'ms', step=step)\n"
-    table = 'run.table("any", [{"n": len(run.frame())}])'
-    checkout.add("bad", measure, table, "raise ValueError('boom')")
-    assert run() == 1
-    rows = (checkout.root / "outputs/smoke/.bad.partial/samples.csv").read_text().splitlines()
+    left = checkout.root / "outputs/smoke/.bad.partial"
+    assert (left / "executed.ipynb").is_file()
+    rows = (left / "samples.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
 
 
+@pytest.mark.usefixtures("run")
 def test_plain_papermill_with_an_unknown_parameter_fails_in_the_notebook(checkout, monkeypatch):
     import papermill
 
@@ -124,7 +108,7 @@ def test_plain_papermill_with_an_unknown_parameter_fails_in_the_notebook(checkou
     assert "executed.ipynb" not in manifest.read(checkout.outputs("demo"))["files"]
 
 
-def test_a_run_beside_another_names_no_folder_of_its(checkout, capsys):
+def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
     checkout.add("demo")
     staging = paths.staging("smoke", "demo")
     staging.mkdir(parents=True)
@@ -139,10 +123,7 @@ def test_a_run_beside_another_names_no_folder_of_its(checkout, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["run", "deno", "--profile", "smoke"],
-            "unknown experiment 'deno'; allowed: demo, other. Did you mean 'demo'?",
-        ),
+        (["run", "deno", "--profile", "smoke"], "unknown experiment 'deno'; allowed: demo, other. Did you mean"),
         (["run", "--profile", "laptop"], "unknown profile 'laptop'; allowed: smoke, auto."),
         (["run", "--profile", "smoke", "-p", "stpes", "1"], "unknown parameter 'stpes'"),
         (["run", "other", "--profile", "smoke", "-p", "steps", "1"], "unknown parameter 'steps'; allowed: profile."),
@@ -168,7 +149,7 @@ def test_an_override_goes_to_the_experiments_that_declare_it(checkout):
     assert [job.parameters for job in jobs] == [{"profile": "smoke", "steps": 1, "rate": 0.5}, {"profile": "smoke"}]
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_before_work(checkout, capsys):
+def test_a_folder_that_cannot_be_written_is_an_error_before_work(checkout, run, capsys):
     checkout.add("demo")
     (checkout.root / "outputs").write_text("a file in the way")
     assert run() == 2
@@ -178,16 +159,13 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_work(checkout, capsy
 def test_a_profile_for_gpus_needs_one(checkout, capsys, monkeypatch):
     checkout.add("demo")
     monkeypatch.setattr(sys.modules["t1lib.measure.environment"], "_gpu", lambda: None)
-    smoke = checkout.root / "params" / "smoke"
-    shutil.copytree(smoke, smoke.with_name("h200"))
-    yaml = smoke.with_name("h200") / "demo.yaml"
-    yaml.write_text("profile: h200\n")
+    checkout.params("demo", "profile: h200\n", "h200")
     assert main(["run", "--profile", "h200"]) == 2
     assert "profile 'h200' is for a GPU, and there is no CUDA device here; allowed: smoke" in capsys.readouterr().err
     assert not (checkout.root / "outputs" / "h200" / "demo").exists()
 
 
-def test_list_shows_parameters_and_states(checkout, capsys):
+def test_list_shows_parameters_and_states(checkout, capsys, monkeypatch):
     checkout.add("demo")
     (checkout.root / "params" / "h200").mkdir()
     assert main(["list"]) == 0
@@ -200,6 +178,8 @@ def test_list_shows_parameters_and_states(checkout, capsys):
     assert "-p steps int = 3  measured steps" in capsys.readouterr().out
     assert main(["list", "dmo"]) == 2
     assert "unknown experiment 'dmo'; allowed: demo. Did you mean 'demo'?" in capsys.readouterr().err
+    monkeypatch.setenv("T1_ROOT", str(checkout.root / "nowhere"))
+    assert main(["list"]) == 2 and "T1_ROOT" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(checkout):
@@ -209,12 +189,6 @@ def test_a_reader_that_has_enough_ends_it_quietly(checkout):
     listing.stdout.close()
     assert listing.stderr.read() == b"" and listing.wait() == 1
     listing.stderr.close()
-
-
-def test_a_root_that_is_none_is_an_error(checkout, capsys, monkeypatch):
-    monkeypatch.setenv("T1_ROOT", str(checkout.root / "nowhere"))
-    assert main(["list"]) == 2
-    assert "T1_ROOT" in capsys.readouterr().err
 
 
 SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"
@@ -233,7 +207,7 @@ def _start_and_wait(checkout) -> subprocess.Popen:
     raise AssertionError("the notebook did not start")
 
 
-def test_killed_half_way_then_run_again(checkout, capsys):
+def test_killed_half_way_then_run_again(checkout, run):
     path = checkout.add("demo", SLEEP)
     process = _start_and_wait(checkout)
     process.kill()
@@ -247,7 +221,7 @@ def test_killed_half_way_then_run_again(checkout, capsys):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_ends_the_kernel_and_publishes_nothing(checkout, number):
     import psutil
 

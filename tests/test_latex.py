@@ -1,4 +1,3 @@
-import json
 import re
 import shutil
 import subprocess
@@ -9,8 +8,7 @@ import pytest
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.files import read_signed, write_signed
 from t1lib.kit import latex
-
-pytest_plugins = ["smoke_run"]
+from t1lib.measure.records import Numbers
 
 REPORT = Path(__file__).resolve().parent.parent / "report"
 needs_tex = pytest.mark.skipif(
@@ -19,23 +17,18 @@ needs_tex = pytest.mark.skipif(
 
 
 @pytest.fixture
-def outputs(smoke_outputs, tmp_path, monkeypatch):
-    """outputs/smoke of a checkout that the test may change."""
-    root = tmp_path / "kit with a space"
-    shutil.copytree(smoke_outputs, root)
-    monkeypatch.setenv("T1_ROOT", str(root))
-    return root / "outputs" / "smoke"
+def outputs(smoke_run, tmp_path, monkeypatch):
+    """`outputs(*experiments)`: outputs/smoke of a checkout that the test may change, with the runs of these."""
 
+    def copied(*experiments: str) -> Path:
+        made, root = smoke_run(*experiments), tmp_path / "kit with a space"
+        shutil.copytree(made / "report", root / "report")
+        for name in ("notebooks", "params", *(f"outputs/smoke/{experiment}" for experiment in experiments)):
+            shutil.copytree(made / name, root / name)
+        monkeypatch.setenv("T1_ROOT", str(root))
+        return root / "outputs" / "smoke"
 
-def only(outputs: Path, report: str) -> None:
-    for other in set(latex.REPORTS) - {report}:
-        shutil.rmtree(outputs / other)
-
-
-def made(experiment: str, kind: str) -> list[str]:
-    """The figures or tables that a notebook makes, in its order."""
-    notebook = (REPORT.parent / "notebooks" / f"{experiment}.ipynb").read_text(encoding="utf-8")
-    return re.findall(rf'run\.(?:{kind}|draw)\(\\"(\w+)\\"', notebook)
+    return copied
 
 
 def text_of(pdf: Path) -> str:
@@ -46,58 +39,56 @@ def text_of(pdf: Path) -> str:
 
 
 @needs_tex
-def test_both_reports_are_built_and_complete(outputs):
-    before = {path.name for path in outputs.iterdir()}
-    built = latex.build("smoke")
-    assert built == [outputs / "t1m1.pdf", outputs / "t1m3.pdf"]
-    assert {path.name for path in outputs.iterdir()} == before | {"t1m1.pdf", "t1m3.pdf"}
-    assert not list((outputs.parent.parent / "report").glob("*.aux"))
-    for path in built:
-        text = text_of(path)
-        manifest = json.loads((outputs / path.stem / "manifest.json").read_text())
-        numbers = json.loads((outputs / path.stem / "numbers.json").read_text())
-        for expected in ("Abstract", "Contributions", "Limitations", "Reproducibility", "Ruijia Yang"):
-            assert expected in text
-        assert manifest["commit"] in text
-        assert "??" not in text and "n/a" not in text
-        key = {"t1m1": "t1m1.own.slide.wall_ms", "t1m3": "t1m3.step.chunked.wall_ms"}[path.stem]
-        assert numbers[key]["text"] in text
-
-
-@needs_tex
-@pytest.mark.slow
-@pytest.mark.parametrize("report", latex.REPORTS)
-def test_every_number_quoted_of_a_gpu_exists(outputs, report):
-    only(outputs, report)
-    path = outputs / report / "manifest.json"
+@pytest.mark.parametrize(
+    ("report", "gpu", "others"),
+    [
+        ("t1m3", True, ()),
+        pytest.param("t1m3", False, latex.BOTH, marks=pytest.mark.slow),
+        pytest.param("t1m1", True, latex.BOTH, marks=pytest.mark.slow),
+        pytest.param("t1m1", False, (), marks=pytest.mark.slow),
+    ],
+)
+def test_a_report_is_built_and_complete(outputs, report, gpu, others):
+    """Also on a GPU, of which it quotes other numbers, and without the experiments that both reports quote."""
+    folder = outputs(report, *others)
+    path = folder / report / "manifest.json"
     content = read_signed(path)
-    content["environment"] |= {"gpu": "GPU® & Co_1", "gpu_memory_gib": 15.9, "driver": "1.2"}
-    write_signed(path, content)
-    assert "GPU® & Co_1" in text_of(latex.build("smoke")[0])
+    if gpu:
+        content["environment"] |= {"gpu": "GPU® & Co_1", "gpu_memory_gib": 15.9, "driver": "1.2"}
+        write_signed(path, content)
+    before = {path.name for path in folder.iterdir()}
+    assert latex.build("smoke") == [folder / f"{report}.pdf"]
+    assert {path.name for path in folder.iterdir()} == before | {f"{report}.pdf"}
+    assert not list((folder.parent.parent / "report").glob("*.aux"))
+    text = text_of(folder / f"{report}.pdf")
+    assert "Abstract" in text and "Ruijia Yang" in text and content["commit"] in text and "??" not in text
+    assert ("GPU® & Co_1" in text) is gpu and ("Training on real text" in text) is bool(others)
+    key = {"t1m1": "t1m1.own.slide.wall_ms", "t1m3": "t1m3.step.chunked.wall_ms"}[report]
+    assert Numbers.load_json(folder / report / "numbers.json")[key]["text"] in text
+    assert gpu or "n/a" not in text
 
 
 @needs_tex
 def test_a_missing_number_fails_by_name_and_keeps_the_old_pdf(outputs):
-    only(outputs, "t1m3")
-    (outputs / "t1m3.pdf").write_bytes(b"old")
-    before = {path.name for path in outputs.iterdir()}
-    path = outputs / "t1m3" / "numbers.tex"
+    folder = outputs("t1m3")
+    (folder / "t1m3.pdf").write_bytes(b"old")
+    before = {path.name for path in folder.iterdir()}
+    path = folder / "t1m3" / "numbers.tex"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if "{t1m3.step.full.wall_ms}" not in line))
     with pytest.raises(T1Error, match=r"no result with the key t1m3\.step\.full\.wall_ms") as error:
         latex.build("smoke")
     assert len(str(error.value).splitlines()) == 2
-    assert (outputs / "t1m3.pdf").read_bytes() == b"old"
-    assert {path.name for path in outputs.iterdir()} == before
+    assert (folder / "t1m3.pdf").read_bytes() == b"old"
+    assert {path.name for path in folder.iterdir()} == before
 
 
-def test_without_tex_says_what_to_install(outputs, monkeypatch):
+def test_without_tex_or_a_run_says_what_to_do(outputs, monkeypatch):
+    folder = outputs("t1m3")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UnavailableError, match="pdflatex and bibtex was not found"):
         latex.build("smoke")
-
-
-def test_without_a_run_names_the_command(checkout):
+    shutil.rmtree(folder)
     with pytest.raises(T1Error, match="python -m t1lib run t1m1 t1m3 --profile smoke"):
         latex.build("smoke")
 
@@ -121,27 +112,20 @@ def test_no_number_is_typed_by_hand(report):
     assert typed_numbers(typed) == ["or 4.2 times  "]
 
 
-@pytest.mark.parametrize("report", latex.REPORTS)
+def made(experiment: str, kind: str) -> list[str]:
+    """The figures or tables that a notebook makes, in its order."""
+    notebook = (REPORT.parent / "notebooks" / f"{experiment}.ipynb").read_text(encoding="utf-8")
+    return re.findall(rf'run\.(?:{kind}|draw)\(\\"(\w+)\\"', notebook)
+
+
+@pytest.mark.parametrize("report", [*latex.REPORTS, "training"])
 def test_every_figure_and_table_is_there_in_order_and_referred_to(report):
     source = (REPORT / f"{report}.tex").read_text(encoding="utf-8")
-    assert re.findall(r"\\outputfigure\{(\w+)\}", source) == made(report, "figure")
-    assert re.findall(r"\\outputtable(?:\[.*?\])?\{(\w+)\}", source) == made(report, "table")
-    for label in re.findall(r"\\label\{((?:fig|tab):\w+)\}", source):
-        assert rf"\ref{{{label}}}" in source
-
-
-def test_what_both_reports_quote_is_there_and_referred_to():
-    source = (REPORT / "training.tex").read_text(encoding="utf-8")
-    for command in ("figure", "table"):
-        for experiment, name in re.findall(rf"\\output{command}\{{(\w+)-(\w+)\}}", source):
-            assert experiment in latex.BOTH and name in made(experiment, command)
+    for kind in ("figure", "table"):
+        found = re.findall(rf"\\output{kind}(?:\[.*?\])?\{{([\w-]+)\}}", source)
+        if report == "training":  # of several experiments, and some of what they make
+            assert found and set(found) <= {f"{of}-{n}" for of in latex.BOTH for n in made(of, kind)}
+        else:
+            assert found == made(report, kind)
     for label in re.findall(r"\\label\{((?:fig|tab):[\w-]+)\}", source):
         assert rf"\ref{{{label}}}" in source
-
-
-@needs_tex
-def test_a_report_is_built_without_the_experiments_that_both_quote(outputs):
-    assert "Training on real text" in text_of(latex.build("smoke")[0])
-    for name in latex.BOTH:
-        shutil.rmtree(outputs / name)
-    assert "Training on real text" not in text_of(latex.build("smoke")[0])

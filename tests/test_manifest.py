@@ -175,16 +175,9 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout):
     assert "{demo.last}{41.2}{ms}" in (final / "numbers.tex").read_text()
     assert manifest.read(final)["parameters"] == PARAMETERS
     assert why(final) == "not run by `python -m t1lib run`"  # the driver would redo it
-
-
-def test_cells_run_again_after_the_end_keep_the_folder_whole(checkout):
-    add(checkout)
-    run = begin()
-    run.records.add("slide", "wall", 1.0, "ms")
+    run.table("main", [{"a": 2}])  # cells that are run again after the end keep the folder whole
     run.finish()
-    run.table("main", [{"a": 1}])
-    run.finish()
-    assert "tables/main.tex" in manifest.read(checkout.outputs("demo"))["files"]
+    assert set(manifest.read(final)["files"]) == {"samples.csv", *MADE} and manifest.damage(final) is None
 
 
 def test_under_the_driver_nothing_is_published(checkout, monkeypatch, tmp_path):
@@ -199,6 +192,8 @@ def test_under_the_driver_nothing_is_published(checkout, monkeypatch, tmp_path):
 
 def test_redraw_needs_only_the_samples(checkout):
     add(checkout)
+    with pytest.raises(T1Error, match="holds no finished run"):
+        redraw("smoke", "demo")
     folder = checkout.outputs("demo")
     finished(folder)
     before = manifest.read(folder)
@@ -210,6 +205,9 @@ def test_redraw_needs_only_the_samples(checkout):
     redraw("smoke", "demo")
     assert (folder / "figures" / "wall.pdf").read_bytes() == pdf
     assert why(folder) is None
+    (folder / "samples.csv").write_text("variant,phase,step,metric,unit,value\nslide,,0,wall,ms,0.1\n")
+    with pytest.raises(T1Error, match=r"samples\.csv is not the one"):
+        redraw("smoke", "demo")
 
 
 def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout):
@@ -220,20 +218,14 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     finished(folder)
     with pytest.raises(T1Error, match="was run with steps=2; steps=3 has to be measured"):
         begin(measure=False, steps=3)
-    run = begin(measure=False)
+    names = PARAMETERS | {"measure": False}
+    run = Run.start("demo", names)
     with pytest.raises(T1Error, match="`measure` False"):
         run.records.add("slide", "wall", 1.0, "ms")
     run.table("main", [{"a": len(run.frame())}])
     run.finish()
     assert why(folder) is None and "tables/main.tex" in manifest.read(folder)["files"]
-
-
-def test_measure_is_not_changed_within_a_run(checkout):
-    add(checkout)
-    finished(checkout.outputs("demo"))
-    names = PARAMETERS | {"measure": True}
-    run = Run.start("demo", names)
-    names["measure"] = False
+    names["measure"] = True
     with pytest.raises(T1Error, match="restart the kernel"):
         run.params.values()
 
@@ -243,24 +235,12 @@ def test_a_cell_that_fails_leaves_the_old_files(checkout, cell):
     add(checkout)
     folder = checkout.outputs("demo")
     finished(folder)
-    redraw("smoke", "demo")
     add(checkout, cell)
     before = manifest.read(folder)
     with pytest.raises(T1Error):
         redraw("smoke", "demo")
     assert manifest.read(folder) == before and manifest.damage(folder) is None
     assert [path.name for path in folder.parent.iterdir()] == ["demo"]
-
-
-def test_redraw_refuses_edited_samples(checkout):
-    add(checkout)
-    with pytest.raises(T1Error, match="holds no finished run"):
-        redraw("smoke", "demo")
-    folder = checkout.outputs("demo")
-    finished(folder)
-    (folder / "samples.csv").write_text("variant,phase,step,metric,unit,value\nslide,,0,wall,ms,0.1\n")
-    with pytest.raises(T1Error, match=r"samples\.csv is not the one"):
-        redraw("smoke", "demo")
 
 
 def test_folders_of_processes_that_have_ended_are_removed(checkout):

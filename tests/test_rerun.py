@@ -125,28 +125,19 @@ def test_an_edited_cell_replaces_what_it_measured_before(checkout, kernel):
     assert kernel.run("finish", ids=False) == "" and len(published(checkout)) == 3
 
 
-def test_what_was_made_before_its_records_is_refused(checkout, kernel):
-    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"}
-    kernel.cells |= {"table": 'run.table("main", [{"n": len(run.frame())}])'}
-    kernel.cells |= {"number": 'run.number("demo.n", len(run.frame()))', "finish": CELLS["finish"]}
+def test_what_was_made_or_read_before_its_records_is_refused(checkout, kernel):
+    del kernel.cells["finish"]
+    kernel.cells |= {"table": 'run.table("main", [{"n": len(run.frame())}])', "count": "total = len(run.frame())"}
+    kernel.cells |= {"number": 'run.number("demo.n", total)', "finish": CELLS["finish"]}
     assert kernel.everything() == ""
-    told = kernel.run("step", "finish")
-    assert "run.table(" in told and "run.number(" in told and told.count("made before its records") == 2
+    told = kernel.run("step", "number", "finish")
+    assert "run.table(" in told and "total = len(" in told and "made before its records" in told
     assert "run.table(" not in kernel.run("table", "finish")
-    assert kernel.run("number", "finish") == ""
+    assert kernel.run("count", "number", "finish") == ""
     whole, kernel.cells["table"] = kernel.cells["table"], "1 / 0"
     assert "did not finish" in kernel.run("table", "finish")
     kernel.cells["table"] = whole
     assert kernel.run("table", "finish") == ""
-
-
-def test_what_was_read_from_records_before_they_were_made_again_is_followed(checkout, kernel):
-    kernel.cells = {name: kernel.cells[name] for name in CELLS if name != "finish"}
-    kernel.cells |= {"count": "total = len(run.frame())", "number": 'run.number("demo.n", total)'}
-    kernel.cells |= {"finish": CELLS["finish"]}
-    assert kernel.everything() == ""
-    assert "total = len(" in kernel.run("step", "number", "finish")
-    assert kernel.run("count", "number", "finish") == ""
 
 
 @pytest.mark.parametrize("ids", [True, False])
@@ -163,12 +154,6 @@ def test_what_an_edited_cell_makes_no_longer_is_gone(checkout, kernel, ids):
     kernel.run("parameters", "sizes", "head", ids=ids)
     assert "scale was 0.5, is 2.0" in kernel.run("finish", ids=ids)  # the number's cell, too
     assert kernel.run("number", "finish", ids=ids) == ""
-
-
-def test_a_wrong_parameter_leaves_out_what_was_measured_with_a_right_one(checkout, kernel):
-    kernel.everything()
-    kernel.edit("parameters", "steps: int = 3", "steps: int = -3")
-    assert kernel.run("parameters", "show").endswith("[] [5.0, 5.0]\n")
 
 
 def test_tables_are_shown_whole(checkout, kernel):
@@ -195,14 +180,15 @@ def test_a_corrected_parameter_is_accepted_though_the_file_holds_the_wrong_one(c
     assert kernel.everything() == "" and len(published(checkout)) == 3
     kernel.edit("parameters", "steps: int = 1", "steps: int = -1")
     assert "'steps' is -1" in kernel.run("parameters", "step")
+    assert kernel.run("show").endswith("[] [5.0, 5.0]\n")  # what was measured with a right one is left out
     kernel.edit("parameters", "steps: int = -1", "steps: int = 2")
     assert kernel.run("parameters", "step") == ""
 
 
-def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel):
-    folder = checkout.root / "params" / "mine"
-    folder.mkdir()
-    (folder / "demo.yaml").write_text("profile: mine\nsteps: 1\nscale: 3\n")
+def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel, monkeypatch):
+    monkeypatch.setattr(sys.modules["t1lib.measure.environment"], "_gpu", lambda: None)
+    checkout.params("demo", "profile: h200\n", "h200")
+    checkout.params("demo", "profile: mine\nsteps: 1\nscale: 3\n", "mine")
     kernel.edit("parameters", '"smoke"', '"mine"')
     kernel.cells["own"] = "scale = 4.0"
     kernel.cells["measure"] = 'records.add("all", "scale", p.scale)\nrecords.add("all", "steps", p.steps)'
@@ -212,8 +198,11 @@ def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel):
     assert content["parameters"] == {"profile": "mine", "steps": 1, "scale": 4.0}
     kernel.edit("parameters", '"mine"', '"nobody"')
     assert "unknown profile 'nobody'" in kernel.run("parameters", "measure")
-    kernel.edit("parameters", '"nobody"', '"smoke"')
-    (folder.parent / "smoke" / "demo.yaml").unlink()
+    kernel.edit("parameters", '"nobody"', '"h200"')
+    assert "profile 'h200' is for a GPU" in kernel.run("parameters", "measure")
+    assert not (checkout.root / "outputs" / "h200").exists()
+    kernel.edit("parameters", '"h200"', '"smoke"')
+    paths.params_file("smoke", "demo").unlink()
     assert "params/smoke/demo.yaml is missing" in kernel.run("parameters", "measure")
 
 
@@ -225,40 +214,6 @@ def test_a_cell_under_a_magic_depends_on_what_it_reads(checkout, kernel):
     assert "factor has been made again" in kernel.run("sizes", "finish")
 
 
-def test_a_profile_for_gpus_is_refused_without_one_as_soon_as_it_is_named(checkout, kernel, monkeypatch):
-    monkeypatch.setattr(sys.modules["t1lib.measure.environment"], "_gpu", lambda: None)
-    folder = checkout.root / "params" / "h200"
-    folder.mkdir()
-    (folder / "demo.yaml").write_text("profile: h200\n")
-    kernel.everything()
-    kernel.edit("parameters", '"smoke"', '"h200"')
-    assert "profile 'h200' is for a GPU" in kernel.run("parameters", "step")
-    assert not (checkout.root / "outputs" / "h200").exists()
-
-
-class Kernel:
-    """A kernel of its own, for cells of the notebook t1m3."""
-
-    def __init__(self, notebook: nbformat.NotebookNode, folder: Path) -> None:
-        self.notebook, self.at = notebook, {cell["id"]: index for index, cell in enumerate(notebook.cells)}
-        where = {"metadata": {"path": str(folder)}}
-        self.client = NotebookClient(notebook, kernel_name="python3", resources=where, interrupt_on_timeout=True)
-
-    def run(self, *names: str) -> str:
-        """The outputs of the last of these cells (all of them, if none is named), or the error that ended it."""
-        for name in names or self.at:
-            try:
-                self.client.execute_cell(self.notebook.cells[self.at[name]], self.at[name])
-            except CellExecutionError as error:
-                return str(error)
-        return json.dumps(self.notebook.cells[self.at[name]].get("outputs"))
-
-    def edit(self, name: str, old: str, new: str) -> None:
-        cell = self.notebook.cells[self.at[name]]
-        assert old in cell.source
-        cell.source = cell.source.replace(old, new)
-
-
 @pytest.mark.slow
 def test_t1m3_with_another_length_and_an_interrupt(tmp_path, monkeypatch):
     """As issue 29 has it: other `seq` and `iters`, then the measuring cell and the table."""
@@ -268,23 +223,38 @@ def test_t1m3_with_another_length_and_an_interrupt(tmp_path, monkeypatch):
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     monkeypatch.delenv("T1_STAGING", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(root))
-    kernel = Kernel(nbformat.read(paths.notebook("t1m3"), 4), tmp_path)
-    kernel.edit("parameters", "iters: int = 10", "iters: int = 4")
-    with kernel.client.setup_kernel():
-        assert "Error" not in kernel.run()
-        kernel.edit("parameters", "seq: int = 128", "seq: int = 64")
-        kernel.edit("parameters", "iters: int = 4", "iters: int = 2")
-        table = kernel.run("parameters", "step", "table1")
+    notebook = nbformat.read(paths.notebook("t1m3"), 4)
+    cells = {cell["id"]: (cell, index) for index, cell in enumerate(notebook.cells)}
+    client = NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, interrupt_on_timeout=True)
+
+    def run(*names: str) -> str:
+        """The outputs of the last of these cells, or the error that ended it."""
+        try:
+            return json.dumps([client.execute_cell(*cells[name]).get("outputs") for name in names][-1])
+        except CellExecutionError as error:
+            return str(error)
+
+    def edit(old: str, new: str) -> None:
+        cell, _ = cells["parameters"]
+        assert old in cell.source
+        cell.source = cell.source.replace(old, new)
+
+    edit("iters: int = 10", "iters: int = 4")
+    with client.setup_kernel():
+        assert "Error" not in run(*cells)
+        edit("seq: int = 128", "seq: int = 64")
+        edit("iters: int = 4", "iters: int = 2")
+        table = run("parameters", "step", "table1")
         assert "<td>2</td>" in table and "<td>4</td>" not in table
-        assert "seq was 128, is 64" in kernel.run("table2")
-        assert "seq was 128, is 64" in kernel.run("finish")
-        kernel.client.timeout = 6  # interrupts the cell
-        kernel.edit("parameters", "iters: int = 2", "iters: int = 100000")
-        assert "Interrupt" in kernel.run("parameters", "step")
-        kernel.client.timeout = None
-        assert "<td>ok<" not in kernel.run("table1") and "did not finish" in kernel.run("finish")
-        kernel.edit("parameters", "iters: int = 100000", "iters: int = 3")
-        assert "Error" not in kernel.run()
+        assert "seq was 128, is 64" in run("table2")
+        assert "seq was 128, is 64" in run("finish")
+        client.timeout = 6  # interrupts the cell
+        edit("iters: int = 2", "iters: int = 100000")
+        assert "Interrupt" in run("parameters", "step")
+        client.timeout = None
+        assert "<td>ok<" not in run("table1") and "did not finish" in run("finish")
+        edit("iters: int = 100000", "iters: int = 3")
+        assert "Error" not in run(*cells)
     folder = tmp_path / "outputs" / "smoke" / "t1m3"
     rows = [tuple(row.values()) for row in Records.load(folder / "samples.csv").rows]
     walls = [row[2] for row in rows if (row[0], row[1], row[3]) == ("full", "step", "wall_ms")]

@@ -53,20 +53,15 @@ def test_a_bar_bounds_a_case_that_is_measured():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shapes": []}, "shapes"),
-        ({"shapes": ["A 1 2 3", "A 4 5 6"]}, "each name once"),
-        ({"shapes": ["M 1 2 3"]}, "not M"),
-        ({"shapes": ["A 1 2 0"]}, "bad shape 'A 1 2 0'"),
-        ({"shapes": ["A/1 1 2 3"]}, "bad shape"),
-        ({"methods": ["fulll"]}, "unknown method 'fulll'"),
-        ({"tight": ["8MiB"]}, "bad tight workspace '8MiB'"),
+        ({"shapes": []}, "shapes"), ({"shapes": ["A 1 2 3", "A 4 5 6"]}, "each name once"),
+        ({"shapes": ["M 1 2 3"]}, "not M"), ({"shapes": ["A 1 2 0"]}, "bad shape 'A 1 2 0'"),
+        ({"shapes": ["A/1 1 2 3"]}, "bad shape"), ({"methods": ["fulll"]}, "unknown method 'fulll'"),
+        ({"tight": ["8MiB"]}, "bad tight workspace '8MiB'"), ({"tight": ["A lots"]}, "bad size 'lots'"),
         ({"tight": ["Z 8MiB"]}, "unknown shape of a tight workspace: 'Z'"),
-        ({"tight": ["A lots"]}, "bad size 'lots'"),
-        ({"compared": []}, "compared is empty"),
-        ({"compared": ["0"]}, "bad workspace '0'"),
+        ({"compared": []}, "compared is empty"), ({"compared": ["0"]}, "bad workspace '0'"),
         ({"dtype": "float31"}, "unknown dtype 'float31'"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_entry_is_named(changes, message):
     with pytest.raises(T1Error, match=message):
         selected(**changes)

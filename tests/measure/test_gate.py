@@ -24,14 +24,7 @@ def timed(records: Records) -> set[str]:
     return {r["variant"] for r in records.rows if r["phase"] == "own" and r["metric"].endswith("_ms")}
 
 
-@pytest.mark.parametrize(
-    ("losses", "difference"),
-    [
-        ([2.0, 1.25], 0.25),
-        ([math.nan, 1.0], math.inf),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("losses", "difference"), [([2.0, 1.25], 0.25), ([math.nan, 1.0], math.inf)], ids=str)
 def test_a_variant_beyond_the_bound_loses_its_times_and_no_one_else_does(losses, difference):
     records = trained(gpu=[2.0, 1.0], slide=losses, ckpt=[2.0, 1.0])
     assert gate_losses(records, OWN, 0.2) == difference

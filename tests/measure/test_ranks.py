@@ -104,7 +104,7 @@ def test_what_rank_0_records_and_prints_comes_back(run, capfd):
     assert capfd.readouterr() == ("this is rank 0\n", "")
 
 
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("end", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
 @posix
 def test_ranks_end_with_the_process_that_started_them(tmp_path, end):
     command = [sys.executable, "-c", FOREVER, str(Path(__file__).parent), str(tmp_path)]
