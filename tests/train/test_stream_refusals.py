@@ -207,7 +207,9 @@ def test_a_budget_that_is_too_small_for_the_first_batch():
     untouched(model, lambda: streamed_with(model, gpu_memory="1MiB", plan_for=(4, 7)))
 
 
-@pytest.mark.parametrize("options", [{"clip": own_clip}, {"clip": torch_clip}, {"accumulate": 2}], ids=["own", "torch", "summed"])
+@pytest.mark.parametrize(
+    "options", [{"clip": own_clip}, {"clip": torch_clip}, {"accumulate": 2}], ids=["own", "torch", "summed"]
+)
 def test_updates_in_the_backward_are_not_clipped_and_not_accumulated(options):
     """The norm comes too late for them."""
     model = qwen3()
