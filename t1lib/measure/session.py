@@ -187,7 +187,7 @@ def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
     """Fewest bytes that the layers of a step of slide copy: in during the forward, in during the backward, out."""
     schedule, together = trainer.engine.schedule, not trainer.late
     forward, backward, out = 0, 0, 0
-    held = len(schedule.weights.flat)
+    held, leave = len(schedule.weights.flat), trainer.engine.choice.grads == "host"  # for the host, if they wait
     for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
         travels = layer.travels and not schedule.stateless
@@ -195,11 +195,11 @@ def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
         # the device has updated them meanwhile.
         backward += weights * (place < len(schedule.layers) - held)
         if travels and together:
-            forward += state + weights * (1 + ("master" not in layer.state))  # its gradient, and its weights
+            forward += state + weights * (leave + ("master" not in layer.state))  # its gradient, and its weights
         elif not (layer.travels and place < held):
             forward += weights
         backward += state * (travels and not together)
-        out += weights * layer.trained * (not travels or together) + (state + weights) * travels
+        out += weights * layer.trained * (not travels or (together and leave)) + (state + weights) * travels
     return forward, backward, out
 
 

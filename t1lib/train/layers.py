@@ -232,7 +232,9 @@ class HostLayer(Traveller):
         self.settle(self)
         wait_for(self.arrived)
         if self.waiting is not None:
-            self.room_for_gradients().copy_(torch.cat(self.waiting))
+            homes = self.room_for_gradients().split([len(piece) for piece in self.waiting])
+            for home, piece in zip(homes, self.waiting, strict=True):  # together they would take the device's memory
+                home.copy_(piece)
             self.waiting = None
         if self.scale is not None:
             torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))

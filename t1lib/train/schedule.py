@@ -270,8 +270,8 @@ class Schedule:
                 self.fetch(index)
 
     def begin(self, layer: HostLayer, rules: list[Rule]) -> None:
-        """Begin the layer's update, whose gradients wait on the host: the CPU starts when they have arrived; on the
-        device it waits until the layer is fetched."""
+        """Begin the layer's update: the CPU starts when its gradients have arrived; on the device, wherever they wait,
+        the update comes when the layer is fetched."""
         self.finish(layer)
         if layer.touched:
             self._take_over_weights(layer)
