@@ -95,7 +95,8 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     first = min(work.head * work.itemsize, outer)  # gradients that the output layer makes
     others = work.layers - choice.keep
     grads = trained_layers(work, choice)[0] * work.layer * work.itemsize  # of resident layers
-    always = grads * (work.streams or work.pieces > 1)  # the others' are freed after each step
+    # The others' are freed after each step, and these are the last that a streamed backward makes.
+    always = grads * (work.accumulates if work.streams else work.pieces > 1)
     on_host, leaves = choice.inputs == "host", choice.outer == "host" and work.streams
     waiting = (np.minimum(LEAVING, others) if on_host else others) * hidden
     kept = choice.keep * (live * work.saved + hidden * work.streams)  # when streamed, also each layer's output

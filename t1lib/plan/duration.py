@@ -21,8 +21,9 @@ UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memor
 ALONE = 2.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 # Time of a forward beside which the layers' state travels, relative to the link's own time: without updates by the CPU,
-# and with some, which share the host's memory with it (measured; 16 clipped settings are 6 % off on average)
-CROWDED = 1.15, 1.35
+# and with some, which share the host's memory with it (measured; 19 clipped settings are 5 % off on average)
+CROWDED = 1.13, 1.45
+HIDDEN = 0.5  # share of the travel of embedding and head that a forward hides in which layers are updated (measured)
 HELD_UP = 0.1  # share of the host's updates' time by which a backward beside them is longer: launches need its cores
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
@@ -46,7 +47,8 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     if choice.host_share < 1 and not work.masters and choice.slots == 2:
         backward = backward + (streamed > 0) * weights * link  # an update reads the slot for which the next ones wait
     if work.together:
-        forward = _updating_forward_ms(work, choice, machine, forward, link * (outer + inputs))
+        forward = _updating_forward_ms(work, choice, machine, forward, link * (HIDDEN * outer + inputs))
+        forward = forward + link * (1 - HIDDEN) * outer
     else:
         forward = _longer(forward, link * (outer + np.maximum(moving * weights, inputs)))
     # The first layer that streams in the next step waits for the link.

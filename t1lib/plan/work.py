@@ -37,6 +37,7 @@ class Work:
     head_tokens: int  # that the output layer computes at a time
     workspace: int  # bytes of the output layer
     together: bool = True  # whether updates wait for the last gradient, or each layer's only for its own
+    accumulates: bool = False  # whether gradients of earlier backwards may be there when a streamed step begins
     streams: bool = True  # whether layers run one at a time, as in mode slide, each on the whole batch
     frozen: int = 0  # layers that are not trained; the first ones
     aside: int = 0  # bytes that layers never stream, such as adapters, with gradients and state
@@ -118,7 +119,7 @@ def work_of(
     model: nn.Module, kinds: Kinds, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = True, layers: Sequence[nn.Module] | None = None,
     trained: Collection[nn.Parameter] | None = None, loss_head: bool = True, hidden: int | None = None,
-    saved: int | None = None, cuda: bool = True,
+    saved: int | None = None, cuda: bool = True, accumulates: bool = False,
 ) -> Work:  # fmt: skip
     """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
@@ -129,6 +130,7 @@ def work_of(
     hidden      width of a layer's input (None: by the model's configuration)
     saved       bytes per token that a layer saves for its backward (None: by running one of the configuration)
     cuda        whether on a GPU
+    accumulates whether a step may have several backwards
 
     Which of a layer's parameters stream follows from the bytes: trained ones or frozen ones, whichever has more.
     """
@@ -150,7 +152,7 @@ def work_of(
         aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
         still=_count(outside - trained), head=vocabulary * width, largest=max(p.numel() for p in model.parameters()),
         vocabulary=vocabulary, attention=_attention(config, seq), graphed=cuda and micro_tokens <= launch_bound(numel),
-        masters="master" in state, cuda=cuda,
+        masters="master" in state, cuda=cuda, accumulates=accumulates,
     )  # fmt: skip
 
 

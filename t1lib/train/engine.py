@@ -34,12 +34,12 @@ class Engine:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, stack: Sequence[nn.Module], device: torch.device,
-        precision: Precision, micro_batch: int | None, in_backward: bool, overlap: bool, budget: int | None,
-        plan_for: tuple[int, int] | None, choice: Choice | None, head: dict[str, Any] | None,
+        precision: Precision, micro_batch: int | None, in_backward: bool, accumulate: bool, overlap: bool,
+        budget: int | None, plan_for: tuple[int, int] | None, choice: Choice | None, head: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         self.model, self.stack, self.device, self.precision = model, list(stack), device, precision
         self.micro_batch, self.in_backward, self.overlap, self.budget = micro_batch, in_backward, overlap, budget
-        self.head = head
+        self.accumulate, self.head = accumulate and not in_backward, head
         self.trace: NoTrace = NoTrace()
         self.optimizer = StreamOptimizer(self, optimizer)
         streamed, groups = streamed_names(self.stack), self.optimizer.groups
@@ -131,8 +131,8 @@ class Engine:
         self.choice, trace = choice, lambda: self.trace
         self.schedule = Schedule(
             {held.index: held for held in self.host}, self.layout, self.device, choice, self.optimizer,
-            in_backward=self.in_backward, overlap=self.overlap, trace=trace, guests=[param for param, _ in outer],
-            trains=trains,
+            in_backward=self.in_backward, accumulate=self.accumulate, overlap=self.overlap, trace=trace,
+            guests=[param for param, _ in outer], trains=trains,
         )  # fmt: skip
         self._ending = weakref.finalize(self, _end, self.schedule.thread, self.device)
         if outer:

@@ -44,7 +44,8 @@ class StreamTrainer(Trainer):
         )
         trainer.train(resume_from_checkpoint=True)
 
-    stream   options of `t1lib.train.stream`, which says what they mean; the device is that of `args`
+    stream   options of `t1lib.train.stream`, which says what they mean; the device is that of `args`, and `accumulate`
+             follows from `gradient_accumulation_steps`
 
     Every backward sends the weights across the link again. So for a large batch do not set
     `gradient_accumulation_steps=k`, which makes k of them, but a k times larger `per_device_train_batch_size` and
@@ -68,7 +69,7 @@ class StreamTrainer(Trainer):
     ) -> None:  # fmt: skip
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(model, args, stream or {})
-        self.stream_options = dict(stream or {})
+        self.stream_options = {"accumulate": args.gradient_accumulation_steps > 1, **(stream or {})}
         args._n_gpu = min(args.n_gpu, 1)  # Trainer would spread a batch over all GPUs that it sees
         super().__init__(model, args, *others, **named)
 
@@ -127,10 +128,13 @@ def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None
         value = getattr(args, name, None)
         require(not value, f"StreamTrainer with {name}={shown(value)}: {why}. Leave it out")
     require(args.world_size == 1, f"StreamTrainer in {args.world_size} processes; allowed: 1")
-    if options.get("update_in_backward"):
-        for name, allowed in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
-            value = getattr(args, name)
-            require(value == allowed, f"update_in_backward=True with {name}={shown(value)}; allowed: {allowed}")
+    once = {"max_grad_norm": 0, "gradient_accumulation_steps": 1} if options.get("update_in_backward") else {}
+    for name, allowed in once.items():
+        value = getattr(args, name)
+        require(value == allowed, f"update_in_backward=True with {name}={shown(value)}; allowed: {allowed}")
+    steps = args.gradient_accumulation_steps
+    several = steps > 1 and not options.get("accumulate", True)
+    require(not several, f"accumulate=False with gradient_accumulation_steps={steps}; allowed: 1")
     model = model if isinstance(model, nn.Module) else nn.Module()
     require("_t1_engine" not in vars(model), "the model is streamed already; StreamTrainer takes one that is not")
     again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -85,7 +85,7 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
         work = work_of(
             inner, lambda p: engine.precision.kinds(p, *groups), rows=rows, seq=seq, micro_batch=engine.micro_batch,
             workspace=workspace, together=not engine.in_backward, layers=engine.stack, trained=trained,
-            cuda=engine.device.type == "cuda", **_measured(engine, piece, inner, seq),
+            cuda=engine.device.type == "cuda", accumulates=engine.accumulate, **_measured(engine, piece, inner, seq),
         )  # fmt: skip
     if not work.vocabulary:
         return work

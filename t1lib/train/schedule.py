@@ -36,6 +36,7 @@ class Schedule:
     choice       how many slots there are, and which layers the CPU updates
     optimizer    whose rules are asked for when an update begins
     in_backward  layers are updated as soon as their gradients are complete
+    accumulate   False: a second backward before `zero_grad` is refused
     overlap      False: nothing runs beside the computation, as all lanes are one queue, and the host waits for the
                  CPU's updates (to measure what the overlap is worth)
     trace        returns what records the spans of work
@@ -45,11 +46,12 @@ class Schedule:
 
     def __init__(
         self, layers: dict[int, HostLayer], layout: Layout, device: torch.device, choice: Choice,
-        optimizer: ResidentOptimizer, *, in_backward: bool, overlap: bool, trace: Callable[[], NoTrace],
-        guests: Sequence[Tensor], trains: bool,
+        optimizer: ResidentOptimizer, *, in_backward: bool, accumulate: bool, overlap: bool,
+        trace: Callable[[], NoTrace], guests: Sequence[Tensor], trains: bool,
     ) -> None:  # fmt: skip
         self.layers, self.layout, self.device = layers, layout, device
         self.in_backward, self._rules, self._overlap, self._trace = in_backward, optimizer.rules, overlap, trace
+        self._accumulate = accumulate or in_backward  # which refuses more
         self._waits_on_device = choice.grads == "device" and not in_backward
         precision, rules = optimizer.precision, optimizer.rules()
         trained = [i for i, layer in layers.items() if layer.trained and trains]
@@ -187,6 +189,8 @@ class Schedule:
         slot, layer.reached = self.grads.of(index), set()
         self.compute.after(self.grads.freed[slot])
         if layer.has_gradients:
+            beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
+            require(self._accumulate, beside)
             layer.see_gradients()
             self.grads.flat[slot].copy_(layer.grads, non_blocking=True)
             for name in layer.absent:

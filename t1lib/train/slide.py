@@ -43,7 +43,7 @@ class SlideTrainer(Trainer):
         _, self.optimizer = stream(
             self.model, make_optimizer(self.spec, self._own.values(), fused=False), micro_batch=self.micro_batch,
             layers=self.parts.layers, device=self.device, master_weights=self.precision.masters,
-            moments=self.precision.moments, update_in_backward=self.late,
+            moments=self.precision.moments, update_in_backward=self.late, accumulate=False,
             head={"head": self.head, **self.head_options}, **options,
         )  # fmt: skip
         self.engine = self.optimizer._engine

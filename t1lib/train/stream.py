@@ -24,8 +24,8 @@ def stream(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, gpu_memory: str | int | None = None,
     micro_batch: int | None = None, layers: nn.ModuleList | None = None, device: torch.device | str | None = None,
     master_weights: str | None = "whole", moments: str = "float32", update_in_backward: bool = False,
-    plan_for: tuple[int, int] | None = None, choice: Choice | None = None, head: dict[str, Any] | None = None,
-    overlap: bool = True,
+    accumulate: bool = True, plan_for: tuple[int, int] | None = None, choice: Choice | None = None,
+    head: dict[str, Any] | None = None, overlap: bool = True,
 ) -> tuple[nn.Module, StreamOptimizer]:  # fmt: skip
     """Stream a model's layers through the device, under any training loop. Returns the model and the optimizer to use.
 
@@ -50,6 +50,8 @@ def stream(
                        that bfloat16 lacks; None keeps all state in the parameter's own dtype, as plain PyTorch would
     moments            "float32", or "bfloat16" with stochastic rounding
     update_in_backward update each layer as soon as its gradients are complete; for one backward per step, unclipped
+    accumulate         False: one backward per step, so that gradients of layers that stay on the device take memory
+                       only at its end, and more layers stay within gpu_memory; a second backward is refused
     choice             what is kept where, instead of a plan
     head               what the plan is to know of the loss: "head" and "workspace" of its `linear_cross_entropy`
                        (default: as `patch_head` has set them; of a model that is not patched, head "full")
@@ -85,7 +87,7 @@ def stream(
         require(budget is None, "gpu_memory and choice: give one of them")
     engine = Engine(
         model, optimizer, stack, usable(device), Precision(master_weights, moments), micro_batch, update_in_backward,
-        overlap, budget, plan_for, choice, head,
+        accumulate, overlap, budget, plan_for, choice, head,
     )  # fmt: skip
     return model, engine.optimizer
 

@@ -218,6 +218,18 @@ def test_updates_in_the_backward_are_not_clipped_and_not_accumulated(options):
         refused(lambda: train(streamed, own, BATCHES, **options))
 
 
+def test_one_backward_per_step():
+    """As announced by accumulate=False: a second one is refused, and nothing is added to what is there."""
+    model = qwen3()
+    with streaming(model, sgd(model), accumulate=False) as (streamed, own):
+        train(streamed, own, BATCHES[:2], clip=own_clip)
+        before = weights(streamed)
+        refused(lambda: train(streamed, own, BATCHES, accumulate=2), "zero_grad")
+        own.zero_grad()
+        own.step()
+        assert_same_weights(weights(streamed), before)
+
+
 def test_a_streamed_model_is_not_converted():
     """Either the conversion is refused, or the forward after it."""
 

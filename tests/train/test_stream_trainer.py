@@ -301,6 +301,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "gradient_accumulation_steps": {
         "stream": {"update_in_backward": True}, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2
     },
+    "accumulate": {"stream": {"accumulate": False}, "gradient_accumulation_steps": 2},
     "micro_batches": {"stream": {"micro_batches": 1}},
     "device": {"stream": {"device": "cpu"}},
     "15GiB": {"stream": "15GiB"},
