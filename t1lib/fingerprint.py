@@ -17,15 +17,28 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MISSING = "missing"
 
 
+class _Plain(ast.NodeTransformer):
+    """Leaves out docstrings, and writes f-strings as calls: versions of Python disagree about their quotes."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        return super().generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.Call:
+        return ast.Call(ast.Name("f"), [self.visit(part) for part in node.values], [])
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.Call:
+        spec = [self.visit(node.format_spec)] if node.format_spec else []
+        return ast.Call(ast.Name("format"), [self.visit(node.value), ast.Constant(node.conversion), *spec], [])
+
+
 @cache  # a notebook whose first cells run again asks for all modules again: a second
 def meaning(text: str) -> str:
-    """The SHA-256 of what Python code means; of the text itself if it is not Python, such as a cell with a magic."""
+    """The SHA-256 of what Python code means, in any version of Python; of the text itself if it is not Python, such as
+    a cell with a magic."""
     try:
-        tree = ast.parse(text)
-        for node in ast.walk(tree):
-            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
-        text = ast.unparse(tree)  # unlike a dump of the tree, nearly the same in every version of Python
+        text = ast.unparse(_Plain().visit(ast.parse(text)))  # a dump of the tree would name each version's own fields
     except (SyntaxError, ValueError):
         pass
     return hashlib.sha256(text.encode()).hexdigest()

@@ -80,6 +80,14 @@ def test_a_module_is_changed_once_it_means_something_else(tmp_path, monkeypatch,
     assert (fingerprint.of([name]) != before) is stale
 
 
+def test_meaning_is_the_same_in_every_version_of_python():
+    """Runs are measured under one version and checked under another, which writes f-strings with other quotes."""
+    code = """def f(a: int) -> str:
+    return f"{a!r:>{b['w']}} it's \\"{b['k']}\\" {a + 1}\\n" f'{a=}'
+"""
+    assert fingerprint.meaning(code) == "513989902e29dc10084c3a0d7fddfd5ab0157e2d7cc77f180ec1c6237857b4c3"
+
+
 def test_loaded_are_the_modules_that_were_imported_and_what_they_import():
     code = "import t1lib.measure.isolate; from t1lib import fingerprint; print(*fingerprint.loaded())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
