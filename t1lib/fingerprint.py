@@ -7,6 +7,7 @@ import ast
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -37,10 +38,8 @@ class _Plain(ast.NodeTransformer):
 def meaning(text: str) -> str:
     """The SHA-256 of what Python code means, in any version of Python; of the text itself if it is not Python, such as
     a cell with a magic."""
-    try:
+    with suppress(SyntaxError, ValueError):
         text = ast.unparse(_Plain().visit(ast.parse(text)))  # a dump of the tree would name each version's own fields
-    except (SyntaxError, ValueError):
-        pass
     return hashlib.sha256(text.encode()).hexdigest()
 
 
