@@ -21,7 +21,7 @@ HOST_GRADS = 4  # layers whose gradients wait on the host, unless all wait for t
 
 BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
-NORM = 6  # tensors of the hidden states' size that the last norm and the output layer hold
+NORM = 6, 12  # tensors of the hidden states' size that the last norm holds beside the output layer, and its backward
 # What the allocator reserves per live byte, and in gaps as a share of the largest tensor: as expected, and at most (no
 # run of notebook frontier, of 61, reserved more).
 EXPECTED, MOST = (1.003, 0.62), (1.03, 1.0)
@@ -107,9 +107,11 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
     inputs = np.minimum(3, others) * hidden * (work.pieces > 1) if on_host else waiting
     stay = waiting_layers(work, choice) * work.layer * work.itemsize  # gradients, until the next forward
-    head = always + first + kept + waiting + work.workspace + (NORM - 2) * hidden
+    beside_head = np.maximum(work.workspace + (NORM[0] - 2) * hidden, (NORM[1] - 2) * hidden)
+    head = always + first + kept + waiting + beside_head
     backward = always + first - outer * leaves + np.maximum(kept + waiting + beside, inputs + again)
-    end = grads + stay + np.maximum(first - outer * leaves + again, outer)
+    added = 2 * work.tied * work.itemsize  # the embedding's gradient, and its sum with the output layer's
+    end = grads + stay + np.maximum(first - outer * leaves + np.maximum(again, added), outer)
     forward = always + outer + FORWARD * work.micro_tokens * work.inner * work.itemsize * leaves
     if choice.grads == "device":  # beside the inputs of the resident layers, which come first
         few = np.minimum(choice.resident, others) * hidden * (not on_host)

@@ -44,6 +44,7 @@ class Work:
     inner: int = 0  # width of a layer's widest activation
     still: int = 0  # frozen parameters outside the layers
     head: int = 0  # parameters of the output layer, if the loss uses it
+    tied: int = 0  # of them, those that are also the embedding's, and trained
     largest: int = 0  # elements of the largest parameter
     vocabulary: int = 0  # rows of the output layer
     logits: int = 0  # bytes of the output layer's largest tensor, if that is the logits as a whole
@@ -143,16 +144,19 @@ def work_of(
     outside = {*model.parameters()} - {p for layer in layers for p in layer.parameters()}
     output = getattr(model, "get_output_embeddings", lambda: None)() if loss_head else None
     vocabulary, width = (0, 0) if output is None else output.weight.shape
+    tied = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
     micro_tokens = min(micro_batch or rows, rows) * seq
     return Work(
         layers=len(layers), layer=numel, outer=_count(outside & trained), hidden=hidden or config.hidden_size,
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
         state=sum(kind.itemsize for kind in state.values()), tokens=rows * seq, micro_tokens=micro_tokens,
-        head_tokens=rows * seq, workspace=workspace * (output is not None), together=together, frozen=frozen,
-        aside=aside, inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
-        still=_count(outside - trained), head=vocabulary * width, largest=max(p.numel() for p in model.parameters()),
-        vocabulary=vocabulary, attention=_attention(config, seq), graphed=cuda and micro_tokens <= launch_bound(numel),
-        masters="master" in state, cuda=cuda, accumulates=accumulates,
+        head_tokens=rows * seq, workspace=workspace * (output is not None), together=together,
+        accumulates=accumulates, frozen=frozen, aside=aside,
+        inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
+        still=_count(outside - trained), head=vocabulary * width, tied=vocabulary * width * tied,
+        largest=max(p.numel() for p in model.parameters()), vocabulary=vocabulary,
+        attention=_attention(config, seq), graphed=cuda and micro_tokens <= launch_bound(numel),
+        masters="master" in state, cuda=cuda,
     )  # fmt: skip
 
 
