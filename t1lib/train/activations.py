@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
+from t1lib.errors import T1Error
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
 from t1lib.timing import NoTrace
@@ -28,13 +29,18 @@ class Piece(NamedTuple):
 
 def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
     """Cut a batch into pieces of at most `rows` rows. Tensors of two or more dimensions that have a row each are cut
-    along with it; all else goes to every piece."""
+    along with it; all else goes to every piece. Raises `T1Error` for a matrix, such as a mask, of as many rows as the
+    batch has rows and each of them tokens: it may belong to either."""
     count = len(piece.hidden)
     if rows is None or rows >= count:
         return [piece]
 
     def cut(start: int, value: Any) -> Any:
         own = isinstance(value, Tensor) and value.dim() > 1 and len(value) == count
+        whole_numbers = own and not (value.is_floating_point() or value.dtype == torch.bool)  # such as positions
+        if own and value.dim() == 2 and not whole_numbers and piece.hidden.shape[1:2] == (count,):
+            shape = f"an argument of shape {tuple(value.shape)}: of the {count} rows, or of the {count} tokens of each?"
+            raise T1Error(f"{shape} Add a dimension, or leave micro_batch out")
         return value[start : start + rows] if own else value
 
     return [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from t1lib.errors import require
+from t1lib.errors import T1Error, require
 from t1lib.memory import trim_heap
 from t1lib.optimizers import Precision
 from t1lib.plan.cost import Choice
@@ -19,7 +19,7 @@ from t1lib.train.layers import HostLayer, Layout, streamed_names, unwatched
 from t1lib.train.optimizer import StreamOptimizer
 from t1lib.train.outer import Outer
 from t1lib.train.passes import Passes
-from t1lib.train.placing import planned, refuse_shared, require_host_memory
+from t1lib.train.placing import planned, refuse_router_loss, refuse_shared, require_host_memory
 from t1lib.train.schedule import Schedule
 
 
@@ -55,6 +55,7 @@ class Engine:
         self.passes: Passes | None = None
         self.closed = self.placed = False
         self._replaced: list[tuple[nn.Module, str, dict[str, Any]]] = []  # methods, and what was there before
+        self._hooks: list[Any] = []  # of the model, until `close`
         if choice is None and budget is None:
             choice = Choice()
         elif choice is None and plan_for is not None:
@@ -86,9 +87,11 @@ class Engine:
         self.forwards = [layer.forward for layer in self.stack]
         me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
         for index, layer in enumerate(self.stack):
-            self._replace(layer, "forward", partial(_run, me, index))
+            self._replace(layer, "forward", _StreamedForward(me, index))
             self._replace(layer, "_apply", partial(_stay, layer))
         self._replace(self.model, "zero_grad", partial(_zero_grad, me, self.model))
+        if hasattr(self.model, "config"):
+            self._hooks.append(self.model.register_forward_pre_hook(refuse_router_loss, with_kwargs=True))
         self.model._t1_engine = me
 
     def _replace(self, module: nn.Module, name: str, method: Any) -> None:
@@ -221,6 +224,8 @@ class Engine:
             for module, name, before in self._replaced:
                 module.__dict__.pop(name, None)
                 module.__dict__.update(before)
+            for hook in self._hooks:
+                hook.remove()
             self.model.__dict__.pop("_t1_engine", None)
             self._let_go()
 
@@ -232,10 +237,20 @@ def _end(thread: UpdateThread, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _run(me: "weakref.ref[Engine]", index: int, *args: Any, **kwargs: Any) -> Tensor:
-    engine = me()
-    require(engine is not None, "the model's optimizer is gone: keep what `stream` returned as long as the model runs")
-    return engine.run(index, *args, **kwargs)
+class _StreamedForward:
+    """In place of a layer's forward."""
+
+    def __init__(self, engine: "weakref.ref[Engine]", index: int) -> None:
+        self._engine, self._index = engine, index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        engine = self._engine()
+        gone = "the model's optimizer is gone: keep what `stream` returned as long as the model runs"
+        require(engine is not None, gone)
+        return engine.run(self._index, *args, **kwargs)
+
+    def __reduce__(self) -> Any:  # `copy.deepcopy` and `pickle` come here
+        raise T1Error("a copy of a streamed model would run the original's layers: copy its state_dict()")
 
 
 def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = True) -> None:
@@ -245,8 +260,10 @@ def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = 
         engine.optimizer.zero_grad(set_to_none)
     rest = [p for p in model.parameters() if engine is None or id(p) not in engine.streamed]
     for param in rest:  # the optimizer may not have all of them
-        if param.grad is not None:
-            param.grad = None if set_to_none else torch.zeros_like(param.grad)
+        if set_to_none:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad = torch.zeros_like(param.grad)
 
 
 def _stay(layer: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

@@ -30,8 +30,8 @@ class Streamed(nn.Parameter):
                 home, grad = param.__dict__.get("_home"), func in (GET_GRADIENT, SET_GRADIENT)
                 if grad and isinstance(home, HostLayer):
                     return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, args[1])
-                if home is not None and not grad:
-                    home.visit()
+                if home is not None and (func == GET_GRADIENT or not grad):
+                    home.visit_gradient() if grad else home.visit()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -154,7 +154,7 @@ class HostLayer(Traveller):
         self.grads: Tensor | None = None
         self.grad_views: dict[str, Tensor] = {}
         self.waiting: list[Tensor] | None = None
-        self._shown = False  # whether somebody has looked at them, and may hold them
+        self.shown = False  # whether somebody has looked at them, and may hold them
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
@@ -217,8 +217,8 @@ class HostLayer(Traveller):
         if name in self.absent:
             return None
         self.see_gradients()
-        self._shown = True
-        return self.grad_views[name]
+        self.shown = True
+        return self.grad_views[name].detach()  # another tensor, so that its memory is seen to be held
 
     def _require_kept(self, name: str) -> None:
         require(self.keeps_gradients, f"p.grad of {name!r}: with update_in_backward=True no gradients are kept")
@@ -256,30 +256,43 @@ class HostLayer(Traveller):
     def forget_gradients(self) -> None:
         """All gradients are None from here on. Memory that somebody still holds is left to them."""
         self.absent, self.norms, self.scale = set(self.params), None, None
-        if self._shown and self._is_held():  # by her, or by an update under way
+        if self.shown and self._is_held():  # by her, or by an update under way
             self.settle(self)
             wait_for(self.arrived)
             if self._is_held():
                 self.grads, self.grad_views = None, {}
-        self._shown = False
+        self.shown = False
 
     def _is_held(self) -> bool:
         """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
         return torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients, as soon as somebody looks at them or the update reads them."""
+        """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
+        if self.shown:
+            self.see_gradients()
 
     def room_for_gradients(self) -> Tensor:
         """The host buffer for gradients, made when it is first needed."""
         if self.grads is None:
-            self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
-            self.grad_views = self.layout.views(self.grads)
+            with torch.inference_mode(False):  # an evaluation may come between backward and step
+                self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
+                self.grad_views = self.layout.views(self.grads)
         return self.grads
 
     # -- on the device -----------------------------------------------------------------------------------------------
+
+    def refuse_hooks(self, pieces: int) -> None:
+        """Raise `T1Error` for hooks of hers on parameters that would not see what they expect: whole gradients, and
+        weights that they may change."""
+        for name, param in self.params.items():
+            changes = len(param._post_accumulate_grad_hooks or ()) > 1  # one is ours
+            where = f"a hook on {name!r} of layer {self.index}"
+            require(not changes, f"{where}, after its gradient is accumulated; allowed: what runs after backward()")
+            parts = f"{where}, which would see {pieces} parts of its gradient; allowed: without micro_batch"
+            require(pieces == 1 or not param._backward_hooks, parts)
 
     def bind(self, views: dict[str, Tensor]) -> None:
         """Point the parameters at the device's buffer."""

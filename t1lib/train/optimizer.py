@@ -21,10 +21,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise `T1Error` unless it is a `torch.optim.AdamW` or `SGD` over this model's parameters."""
     kind = type(optimizer).__name__
     require(type(optimizer) in KINDS, f"optimizer of class {kind}; allowed: torch.optim.AdamW, torch.optim.SGD")
+    _refuse_options(optimizer.param_groups)
     names = {id(p): n for n, p in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
-        for option in REFUSED:
-            require(not group.get(option), f"group {number} of the optimizer has {option}=True; allowed: False")
         foreign = [p for p in group["params"] if id(p) not in names]
         require(
             not foreign,
@@ -33,6 +32,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
         plain = isinstance(group.get("betas", (0.0,))[0], float | int)
         require(plain, "betas that are tensors; allowed: numbers")
+
+
+def _refuse_options(groups: list[dict[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        for option in REFUSED:
+            require(not group.get(option), f"group {number} of the optimizer has {option}=True; allowed: False")
 
 
 class StreamOptimizer(ResidentOptimizer):
@@ -49,6 +54,7 @@ class StreamOptimizer(ResidentOptimizer):
         # State that waits until the engine has placed everything; None from then on.
         self._before: dict[nn.Parameter, dict[str, Any]] | None = {p: dict(s) for p, s in optimizer.state.items()}
         self._check(self._before)
+        self._with_momentum = [bool(group.get("momentum")) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -57,6 +63,10 @@ class StreamOptimizer(ResidentOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        _refuse_options(self.param_groups)
+        for group, before in zip(self.param_groups, self._with_momentum, strict=False):
+            late = f"momentum={group.get('momentum')}, which was 0 when the model was streamed; allowed: 0"
+            require(before or not group.get("momentum"), late)
         self._engine.step()
         return loss
 
@@ -102,6 +112,8 @@ class StreamOptimizer(ResidentOptimizer):
                     found = {n: grad for n, grad in layer.grad_views.items() if n not in layer.absent}
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
                 norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
+                if layer.shown:  # she may change what she holds
+                    layer.norms = None
         others = [p for p in engine.others() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:
             alike = [p for p in others if p.grad.dtype == dtype]

@@ -105,8 +105,7 @@ class Outer:
             held.stays |= held.param.grad is None and id(held.param) not in self._looked_up
         if self._open or self._pending or self._away:
             return
-        if any(held.version != held.param._version for held in self.held):
-            self.refresh()
+        self._take_over()
         with uninterrupted():
             self._away = True
             self._hide()
@@ -161,6 +160,7 @@ class Outer:
         """Take the gradients. The update comes later: after the next look-up (`forward_done`), or in `ready`."""
         if self._pending or not self._away:
             self.ready()
+            self._take_over()
         for held in self.held:
             held.grad = held.param.grad
             if held.grad is not None:
@@ -232,6 +232,17 @@ class Outer:
             held.param.__class__, held.param._home = Streamed, self
 
     visit = ready
+
+    @unwatched
+    def visit_gradient(self) -> None:
+        """Somebody looks at a gradient, and may change it: an update that is pending has to read it first."""
+        if any(held.grad is not None for held in self.held):
+            self.ready()
+
+    def _take_over(self) -> None:
+        """Take over what was written to the weights on the device."""
+        if any(held.version != held.param._version for held in self.held):
+            self.refresh()
 
     def drain(self) -> None:
         self.ready()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from transformers import Cache
 
 from t1lib.errors import require
 from t1lib.plan.cost import Choice
@@ -22,8 +23,6 @@ from t1lib.train.lanes import uninterrupted
 from t1lib.train.outer import Outer
 from t1lib.train.recompute import Recomputation
 from t1lib.train.schedule import Schedule
-
-CACHES = ("past_key_values", "past_key_value")  # a recomputation would append to them a second time
 
 
 class Passes:
@@ -60,7 +59,8 @@ class Passes:
         require(not again, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
         needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
-        kwargs |= {name: None for name in CACHES if kwargs.get(name) is not None}
+        # A recomputation would append to a cache a second time.
+        args, kwargs = tuple(map(_unless_cache, args)), {name: _unless_cache(v) for name, v in kwargs.items()}
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Passes:
         input needs a gradient"""
         keep = save and index >= self._kept
         saved, outputs = Saved(autocast_again(self.device), graphs=[] if keep else None), []
-        cached = any(whole.kwargs.get(name) is not None for name in CACHES)
+        cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         self._schedule.bind(index)
         try:
             for piece in split_rows(whole, None if cached else self._micro_batch):
@@ -132,6 +132,8 @@ class Passes:
         schedule.bind(index, again=True)
         try:
             pieces = saved.graphs if whole is None else split_rows(whole, self._micro_batch)
+            if index in schedule.layers:
+                schedule.layers[index].refuse_hooks(len(pieces))
             for k, (piece, part) in enumerate(zip(pieces, grad.split(self._micro_batch or len(grad)), strict=True)):
                 if whole is None:
                     x, out = piece
@@ -183,6 +185,10 @@ class Passes:
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 
 
+def _unless_cache(value: Any) -> Any:
+    return None if isinstance(value, Cache) else value
+
+
 class _Layer(torch.autograd.Function):
     """One layer on the whole batch."""
 
@@ -199,6 +205,9 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        whole_backward = ctx.next_functions[0][0]  # which adds to the anchor's gradient
+        partly = whole_backward is not None and not torch._C._will_engine_execute_node(whole_backward)
+        require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, ctx.saved, whole = ctx.saved, None, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
         if saved.graphs is None:

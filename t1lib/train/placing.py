@@ -37,6 +37,15 @@ def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[s
                 seen[id(param)] = where
 
 
+def refuse_router_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before the model's forward: raise `T1Error` if its loss will have a term made of what layers record on the
+    way, such as routers' logits, since only a layer's output has a gradient."""
+    asked = kwargs.get("output_router_logits")
+    asked = getattr(model.config, "output_router_logits", False) if asked is None else asked
+    lost = "output_router_logits=True: the routers' own loss would have no gradient; allowed when streamed: False"
+    require(not (asked and torch.is_grad_enabled()), lost)
+
+
 def require_host_memory(
     layout: Layout, stack: Sequence[nn.Module], precision: Precision, rules: list[Rule], in_backward: bool
 ) -> None:

@@ -38,7 +38,8 @@ def stream(
             optimizer.zero_grad()
 
     model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
-    optimizer          `torch.optim.AdamW` or `SGD`, with any groups; state that it has is taken over
+    optimizer          `torch.optim.AdamW` or `SGD`, with any groups, the model's only one; state that it has is taken
+                       over
     gpu_memory         what may be reserved on the device, in bytes or as "15GiB". What is kept there is planned for the
                        first batch that is trained on, or for `plan_for`: (rows, tokens per row). None: as little as
                        possible, except embedding, norm and head with their state
@@ -60,7 +61,9 @@ def stream(
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
     under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
     a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
-    Change weights in place under `torch.no_grad()`, not through `p.data`: outside the layers that may go unnoticed.
+    Change weights in place under `torch.no_grad()`, not through `p.data`: a layer copies what is assigned there over
+    what it had, and outside the layers it may go unnoticed. Hooks see a layer as under checkpointing; an auxiliary loss
+    made of what they caught inside one would have no gradient there.
 
     Raises `T1Error` for a model already streamed, layers that differ, an optimizer of another class, a budget too small
     and a host without enough memory, before anything is changed.
