@@ -222,7 +222,8 @@ class _Logits:
             weight, bias = weight[: self.columns], None if bias is None else bias[: self.columns]
         factor = self.scale * (1.0 if self.cap is None else self.cap)
         hidden = hidden.to(weight.device)
-        hidden = hidden if abs(factor - 1.0) < 1e-12 else hidden * factor
+        if abs(factor - 1.0) >= 1e-12:  # the model scales what the layer returns, its bias included
+            hidden, bias = hidden * factor, None if bias is None else bias * factor
         options, target = {"linear_bias": bias, "softcap": self.cap, **options}, target.to(weight.device)
         if self.items is None or options.get("reduction") != "sum":
             return heads.linear_cross_entropy(hidden, weight, target, **options)
@@ -236,7 +237,7 @@ class _Logits:
         return replace(self, **{name: getattr(self, name) * factor}) if is_number(factor) else self._refuse("scaling")
 
     def __truediv__(self, divisor: Any) -> "_Logits":
-        return self * (1 / divisor if is_number(divisor) and divisor else divisor)
+        return self * (1 / divisor) if is_number(divisor) and divisor else self._refuse("division")
 
     def tanh(self) -> "_Logits":
         return replace(self, cap=1.0) if self.cap is None else self._refuse("tanh twice")

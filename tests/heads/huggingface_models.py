@@ -23,11 +23,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi": {},  # a bias in the output layer
     "GPT2": {"vocab_size": 50257, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16},  # tied, rows not aligned
     "Cohere": {"logit_scale": 3.0},
-    "Granite": {"logits_scaling": 0.3},
+    "Granite": {"logits_scaling": 0.3, "output_bias": True},
     "HyperCLOVAX": {"head_dim": 8, "logits_scaling": 3.0},
     "FalconH1": {
         "lm_head_multiplier": 3.0, "hidden_size": 32, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
-        "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8,
+        "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "output_bias": True,
     },
     "Mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
     "Mamba": {"state_size": 4, "conv_kernel": 2, "time_step_rank": 4, "use_mambapy": False},  # asks for the dtype
@@ -37,16 +37,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "InklingText": {  # cuts padded columns off its logits
         "unpadded_vocab_size": 90, "head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 2, "d_rel": 4,
         "swa_num_key_value_heads": 2, "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "output_bias": True,
     },
 }  # fmt: skip
 
 
 def build(family: str, **changes: Any) -> nn.Module:
-    """A tiny model with weights large enough for logits of order 1."""
-    settings = FAMILIES[family] if family == "GPT2" else {**SIZES, **FAMILIES[family]}
-    config = getattr(transformers, f"{family}Config")(**{**settings, **changes})
+    """A tiny model with weights large enough for logits of order 1. output_bias: its output layer gets a bias."""
+    settings = {**({} if family == "GPT2" else SIZES), **FAMILIES[family], **changes}
+    biased = settings.pop("output_bias", False)
+    config = getattr(transformers, f"{family}Config")(**settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # no dropout
+    if biased:
+        layer = model.get_output_embeddings()
+        layer.bias = nn.Parameter(torch.randn(layer.out_features))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

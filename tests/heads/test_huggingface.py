@@ -348,11 +348,44 @@ def test_options_that_are_refused():
     assert "forward" not in model.__dict__
 
 
+def odd(change) -> nn.Module:
+    """A model that does `change` to its logits; None: it does without its output layer. That layer has a bias."""
+
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            hidden = self.model(input_ids)[0]
+            logits = change(self.lm_head(hidden)) if change else hidden @ self.lm_head.weight.T
+            loss = self.loss_function(logits, labels, VOCAB, **kwargs)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = build("Llama", output_bias=True)
+    model.__class__ = Odd
+    return model
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda z: 0.3 * z,
+        lambda z: z / 4.0,
+        lambda z: torch.tanh(z * 0.5 / 3.0) * 3.0,
+        lambda z: 2.0 * torch.tanh(3.0 * z) * 0.2,
+        lambda z: (-0.5 * z).float()[..., :VOCAB],
+    ],
+)
+def test_a_bias_of_the_output_layer_is_scaled_with_the_logits(change, trained):
+    own = odd(change)
+    own.lm_head.bias.requires_grad_(trained)
+    compare(own, patch_head(copy.deepcopy(own), **CHUNKED), **batch())
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda z: z - z.mean(), "mean"),
         (lambda z: z * torch.ones(VOCAB), "scaling"),
+        (lambda z: z / 0.0, "division"),
         (lambda z: torch.where(z > 0, z, 0.0), "arithmetic"),
         (lambda z: z.tanh().tanh(), "tanh"),
         (lambda z: z[..., 3:], "indexing"),
@@ -362,14 +395,7 @@ def test_options_that_are_refused():
     ],
 )
 def test_what_a_model_does_to_its_logits_is_refused_by_name(change, words):
-    class Odd(transformers.LlamaForCausalLM):
-        def forward(self, input_ids, labels=None, **kwargs):
-            hidden = self.model(input_ids)[0]
-            logits = change(self.lm_head(hidden)) if change else hidden @ self.lm_head.weight.T
-            return {"loss": self.loss_function(logits, labels, VOCAB, **kwargs), "logits": logits}
-
-    model = patch_head(Odd(build("Llama").config))
-    message = refused(model, **batch())
+    message = refused(patch_head(odd(change)), **batch())
     assert "Odd" in message and any(word in message for word in words.split("|"))
 
 
