@@ -224,10 +224,19 @@ def split(model: PreTrainedModel) -> Parts:
         isinstance(layers, nn.ModuleList) and norm is not None and isinstance(head, nn.Linear),
         f"model type {kind!r} is not embedding, layers, norm, linear head (Qwen3, Llama, Gemma-2, Mistral are)",
     )
-    for field in ("logit_scale", "logits_scaling"):
-        value = getattr(model.config, field, None)
-        require(value in (None, 1, 1.0), f"model type {kind!r} scales its logits by {field}={value}: not supported")
     return Parts(base, embed, layers, norm, head, getattr(model.config, "final_logit_softcapping", None))
+
+
+def require_plain_loss(model: PreTrainedModel) -> None:
+    """Raise `T1Error` if by its configuration the model's loss is more than the cross-entropy of what its output layer
+    returns, softcapped or not."""
+    config = model.config
+    plain = {"logit_scale": 1, "logits_scaling": 1, "logits_mup_width_multiplier": 1}
+    plain |= {"unpadded_vocab_size": config.vocab_size, "output_router_logits": False}
+    for field, allowed in plain.items():
+        value = getattr(config, field, None)
+        found = f"model type {config.model_type!r} has {field}={value}, which its loss depends on"
+        require(value in (None, allowed), f"{found}; allowed here: {allowed}")
 
 
 def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from t1lib.errors import T1Error
-from t1lib.models import build_model, shape_only, sizes, split
+from t1lib.models import build_model, require_plain_loss, shape_only, sizes, split
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
 FAMILIES = {
@@ -144,7 +144,7 @@ def test_names_that_no_folder_can_have():
             assert len(str(raised.value)) < 300
 
 
-def test_split_names_the_parts_and_refuses_what_is_no_stack_of_that_kind_and_scaled_logits():
+def test_split_names_the_parts_and_refuses_what_is_no_stack_of_that_kind():
     assert [split(built("qwen3", tie_word_embeddings=tied)).tied for tied in (True, False)] == [True, False]
     parts = split(built("gemma2"))
     assert len(parts.layers) == 2 and parts.softcap == 30.0
@@ -153,9 +153,24 @@ def test_split_names_the_parts_and_refuses_what_is_no_stack_of_that_kind_and_sca
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
     with pytest.raises(T1Error, match="'gpt2' is not embedding, layers, norm, linear head"):
         split(AutoModelForCausalLM.from_config(config))
-    shape = {**FAMILIES["llama"][1], "logits_scaling": 8.0}
-    config = AutoConfig.for_model("granite", **shape)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("inkling_text", {"logits_mup_width_multiplier": 24.0}),
+        ("inkling_text", {"logits_mup_width_multiplier": 1.0, "unpadded_vocab_size": 500}),
+        ("mixtral", {"output_router_logits": True}),
+    ],
+)
+def test_a_loss_that_is_more_than_a_cross_entropy_is_refused_by_name(family, fields):
+    """Such a model has parts, but a trainer would compute another loss from them than the model does."""
+    config = AutoConfig.for_model(family, **{**FAMILIES["llama"][1], **fields})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(T1Error, match=r"'granite' scales its logits by logits_scaling=8\.0"):
-        split(model)
+    assert split(model).head.weight.shape == (512, 64)
+    field, value = list(fields.items())[-1]
+    with pytest.raises(T1Error, match=f"'{family}' has {field}={value}, which its loss depends on; allowed"):
+        require_plain_loss(model)

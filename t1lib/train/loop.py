@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
-from t1lib.models import split
+from t1lib.models import require_plain_loss, split
 from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
@@ -109,6 +109,8 @@ class Trainer:
             behind = {*self.parts.norm.parameters(), *self.parts.head.parameters()} - {self.parts.embed.weight}
             lost = [n for n, p in self._own.items() if p in behind]
             require(not lost, f"loss 'mean_square' ends before {lost[:1]}: it would get no gradient; freeze it")
+        else:
+            require_plain_loss(model)
         self._place()
         if loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden

@@ -4,6 +4,7 @@ import pytest
 import torch
 from loop_cases import assert_same
 from stream_cases import refused
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from t1lib.models import build_model, sizes
 from t1lib.optimizers import OptimizerSpec, Schedule
@@ -190,3 +191,5 @@ def test_models_that_cannot_be_trained():
     for name, param in own.named_parameters():
         param.requires_grad_("lm_head" in name or "layers" in name)
     refused(lambda: make_trainer(own, "slide", loss="mean_square"), "before ['lm_head.weight']", "no gradient")
+    scaled = GraniteForCausalLM(GraniteConfig(**SMALL, num_attention_heads=4, logits_scaling=8.0))
+    refused(lambda: make_trainer(scaled, "gpu"), "'granite' has logits_scaling=8.0", "allowed here: 1")

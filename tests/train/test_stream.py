@@ -21,9 +21,10 @@ from stream_cases import (
     train,
     two_forwards,
 )
-from stream_models import MODELS, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
+from stream_models import MODELS, SHAPE, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
@@ -200,6 +201,16 @@ def test_generation_with_micro_batches():
             assert generated(streamed) == generated(plain)
         except T1Error as error:
             assert "micro_batch" in str(error)
+
+
+def test_a_budget_for_a_model_that_scales_its_logits():
+    """Which `make_trainer` refuses; here the loss is the model's own."""
+
+    def granite() -> nn.Module:
+        torch.manual_seed(3)
+        return GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=0.5)).train()
+
+    compare(granite, gpu_memory="1GiB")
 
 
 def test_a_first_forward_in_inference_mode():
