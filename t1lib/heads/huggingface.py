@@ -265,7 +265,8 @@ class _Logits:
 
     float = contiguous = to
     __rmul__ = __mul__
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __gt__ = __lt__ = __setitem__ = __iter__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __pow__ = __matmul__ = __neg__ = __abs__ = _refuse
+    __gt__ = __lt__ = __ge__ = __le__ = __setitem__ = __iter__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -274,7 +275,9 @@ class _Logits:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        note = next(value for value in args if isinstance(value, cls))
+        kwargs = kwargs or {}
+        given = [part for v in (*args, *kwargs.values()) for part in (v if isinstance(v, list | tuple) else [v])]
+        note = next(part for part in given if isinstance(part, cls))
         if function is nn.functional.cross_entropy:
-            return note.cross_entropy(*args[1:], **kwargs)
+            return note.cross_entropy(*args[1:], **{name: v for name, v in kwargs.items() if name != "input"})
         return note.tanh() if function in (torch.tanh, nn.functional.tanh) else note._refuse(function.__name__)

@@ -384,6 +384,9 @@ def test_a_bias_of_the_output_layer_is_scaled_with_the_logits(change, trained):
     ("change", "words"),
     [
         (lambda z: z - z.mean(), "mean"),
+        (lambda z: torch.cat([z, z]), "cat"),
+        (lambda z: torch.mul(other=z, input=torch.ones(1)), "mul"),
+        (lambda z: 1.0 / z, "arithmetic"),
         (lambda z: z * torch.ones(VOCAB), "scaling"),
         (lambda z: z / 0.0, "division"),
         (lambda z: torch.where(z > 0, z, 0.0), "arithmetic"),
@@ -399,14 +402,19 @@ def test_what_a_model_does_to_its_logits_is_refused_by_name(change, words):
     assert "Odd" in message and any(word in message for word in words.split("|"))
 
 
-def test_a_loss_written_out_in_the_model():
-    """As in the code that many models bring along: shifted by slices, and `CrossEntropyLoss`."""
+@pytest.mark.parametrize(
+    "cross_entropy",
+    [nn.CrossEntropyLoss(), lambda z, labels: nn.functional.cross_entropy(target=labels, input=z)],
+    ids=["CrossEntropyLoss", "by keyword"],
+)
+def test_a_loss_written_out_in_the_model(cross_entropy):
+    """As in the code that many models bring along: shifted by slices."""
 
     class Old(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **kwargs):
             logits = self.lm_head(self.model(input_ids)[0]).float()
             rows = logits[..., :-1, :].contiguous()
-            loss = nn.CrossEntropyLoss()(rows.view(-1, rows.size(-1)), labels[..., 1:].contiguous().view(-1))
+            loss = cross_entropy(rows.view(-1, rows.size(-1)), labels[..., 1:].contiguous().view(-1))
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
     own = Old(build("Llama").config).eval()
