@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from t1lib.heads.huggingface import patch_head
 
 GROUPS = {  # (modules with a group of their own, family, whether the patch comes first)
-    "own group": (("lm_head",), "Qwen3", False),
+    "own group": (("lm_head",), "Granite", False),  # a bias, and scaled logits
     "with the norm": (("model.norm", "lm_head"), "Gemma2", True),
     "tied": ((), "Mistral", False),
 }
