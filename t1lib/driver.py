@@ -99,7 +99,6 @@ def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force:
     Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile on a machine without a GPU.
     """
     jobs = plan(names, profile, overrides)
-    paths.remove_abandoned(jobs[0].final.parent)
     due = []
     for job in jobs:
         manifest.recover(job.final)

@@ -25,7 +25,7 @@ CELLS = {
     "head": 'for step in range(2):\n    records.add("head", "wall", factor, "ms", step=step)',
     "step": 'for step in range(p.steps):\n    records.add("slide", "wall", step, "ms", "step", step)\n',
     "show": (
-        'values = records.frame()\nprint(values[values["variant"] == "slide"]["value"].tolist(),'
+        'values = run.frame()\nprint(values[values["variant"] == "slide"]["value"].tolist(),'
         ' values[values["variant"] == "head"]["value"].tolist())'
     ),
     "finish": "run.finish()",
