@@ -7,10 +7,8 @@ or to each item of a list, which then must not be empty.
 
 import ast
 import copy
-import io
 import json
 import re
-import tokenize
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -111,9 +109,7 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
         body = ast.parse(text).body
     except SyntaxError as error:
         raise T1Error(f"{where}: the parameters cell is not Python: {error.msg} in line {error.lineno}") from None
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    found = {}
+    lines, found = text.encode().splitlines(), {}
     for node in body:
         line = shown(ast.get_source_segment(text, node) or "")
         form = f"{where}: the parameters cell allows only `name: type = literal  # help`, not {line}"
@@ -122,7 +118,8 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
         kind, name = ast.unparse(node.annotation), node.target.id
         choose(f"type of the parameter {name!r} in {where}:", kind, TYPES)
         try:
-            found[name] = Parameter(kind, ast.literal_eval(node.value), comments.get(node.end_lineno or 0, ""))
+            comment = lines[node.end_lineno - 1][node.end_col_offset :].decode().lstrip("# ")
+            found[name] = Parameter(kind, ast.literal_eval(node.value), comment)
         except ValueError:
             raise T1Error(form) from None
     defaults = _check(found, {name: parameter.default for name, parameter in found.items()}, where)
@@ -166,9 +163,7 @@ def _read_yaml(experiment: str, profile: str, known: Mapping[str, Parameter]) ->
     except (OSError, *_BAD_YAML) as error:
         told = " ".join(str(error).split())[:150]
         raise T1Error(f"{where} is not YAML that can be read: {told or type(error).__name__}") from None
-    flat = isinstance(values, dict) and not any(isinstance(value, dict) for value in values.values())
-    flat = flat and all(isinstance(key, str) for key in values)
-    require(flat, f"{where} is not flat; write one `name: value` a line")
+    require(isinstance(values, dict), f"{where} is not flat; write one `name: value` per line")
     names = [key.value for key, _ in tree.value] if values else []
     twice = [name for name in values if names.count(name) > 1]
     require(not twice, f"{where} has {', '.join(twice)} twice; write it once")

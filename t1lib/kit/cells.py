@@ -16,7 +16,6 @@ from t1lib.measure.records import Row
 
 _MISSING = object()
 _LOADS = ("LOAD_NAME", "LOAD_GLOBAL")
-_INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
 @dataclass
@@ -179,7 +178,7 @@ def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
                 direct.add(step.argval)
         elif step.opname == "STORE_NAME":
             stored.add(step.argval)
-    called = {name for inner in _inner(code) if inner.co_name in _INLINE for name in _globals(inner)}
+    called = {name for inner in _inner(code) if inner.co_name.startswith("<") for name in _globals(inner)}
     bodies = (inner for inner in _inner(code) if not inner.co_flags & CO_OPTIMIZED)  # of classes: they run at once
     called |= {step.argval for body in bodies for step in dis.get_instructions(body) if step.opname in _LOADS}
     waiting, followed = loaded | called, set()
