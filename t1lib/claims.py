@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require, shown
 from t1lib.measure import manifest
@@ -66,12 +64,7 @@ class Claim:
 def read_claims() -> list[Claim]:
     """All claims, in the order of claims.yaml. Raises `T1Error` if it cannot be read, holds none, or one that is not
     of the form that the error names."""
-    path = paths.root() / FILE
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        told = " ".join(str(error).split())[:150]
-        raise T1Error(f"cannot read the claims in {paths.shown(path)}: {told}") from None
+    content = params.read_yaml(paths.root() / FILE)
     lists = isinstance(content, dict) and all(isinstance(rows, list) for rows in content.values())
     require(lists and any(content.values()), f"{FILE} holds no claims; allowed: a list for each experiment")
     return [_claim(experiment, row) for experiment, rows in content.items() for row in rows]

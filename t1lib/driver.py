@@ -15,7 +15,7 @@ from tqdm import tqdm
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require
 from t1lib.execute import NotebookError, execute
-from t1lib.files import locked
+from t1lib.files import locked, writing
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile, require_gpu
 from t1lib.signals import EXIT_INTERRUPTED
@@ -70,12 +70,9 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     measured = all(job.parameters.get("measure", True) for job in jobs)
     require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
     folder = paths.root() / "outputs" / profile
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise T1Error(f"cannot write to the output folder {paths.shown(folder)}: {error.strerror}") from None
+        tempfile.TemporaryFile(dir=folder).close()
     return jobs
 
 

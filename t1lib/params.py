@@ -143,7 +143,13 @@ def _check(known: Mapping[str, Parameter], values: Mapping[str, Any], where: str
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-4` as a number, as YAML 1.2 does."""
+    """Reads `1e-4` as a number, as YAML 1.2 does, and refuses a mapping that has a name twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.YAMLError(f"it has {twice} twice")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -151,22 +157,21 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(experiment: str, profile: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file says. Raises `T1Error` for one that cannot be read."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, *_BAD_YAML) as error:
+        told = " ".join(str(error).split())[:150]
+        raise T1Error(f"cannot read {paths.shown(path)}: {told or type(error).__name__}") from None
+
+
+def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
     path = paths.params_file(profile, experiment)
     where = paths.shown(path)
     require(path.is_file(), f"{experiment} has no parameters for the profile {profile!r}: {where} is missing")
-    try:
-        text = path.read_text(encoding="utf-8")
-        values, tree = yaml.load(text, _Loader) or {}, yaml.compose(text, _Loader)
-    except UnicodeDecodeError:
-        raise T1Error(f"{where} is not UTF-8") from None
-    except (OSError, *_BAD_YAML) as error:
-        told = " ".join(str(error).split())[:150]
-        raise T1Error(f"{where} is not YAML that can be read: {told or type(error).__name__}") from None
+    values = read_yaml(path) or {}
     require(isinstance(values, dict), f"{where} is not flat; write one `name: value` per line")
-    names = [key.value for key, _ in tree.value] if values else []
-    twice = [name for name in values if names.count(name) > 1]
-    require(not twice, f"{where} has {', '.join(twice)} twice; write it once")
     values = _check(known, values, where)
     # Plain papermill knows the profile from this parameter alone, and outputs are saved under it.
     named = values.get("profile", profile)
@@ -184,7 +189,7 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
     known = declared(experiment)
     choose("profile", profile, profiles())
     values = {name: parameter.default for name, parameter in known.items()}
-    values |= _read_yaml(experiment, profile, known)
+    values |= _read_profile(experiment, profile, known)
     given = dict(overrides or {})
     for name, text in given.items():
         if isinstance(text, str) and name in known and known[name].type != "str":
@@ -256,7 +261,7 @@ class Live:
         require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
         values = _check(known, {name: namespace[name] for name in known}, "the notebook")
         profile = choose("profile", values["profile"], profiles())
-        given, base = _read_yaml(self._experiment, profile, known), self._base(known)
+        given, base = _read_profile(self._experiment, profile, known), self._base(known)
         untouched = {name for name in known if values[name] == base.get(name)} - set(self._injected())
         loaded = {name: value for name, value in given.items() if name in untouched and value != values[name]}
         self._allow(values | loaded)
@@ -270,7 +275,7 @@ class Live:
         """The values that nobody has edited: as the profile `BASE` has them or, where it says nothing, the cell."""
         values = {name: parameter.default for name, parameter in known.items()}
         listed = paths.params_file(BASE, self._experiment).is_file()
-        return values | (_read_yaml(self._experiment, BASE, known) if listed else {})
+        return values | (_read_profile(self._experiment, BASE, known) if listed else {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as the methods that copy and pickle look for
