@@ -3,6 +3,7 @@
 claims.yaml is the one place that says what is claimed; the tables of docs/results.md are made of it (`write_page`).
 """
 
+import argparse
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -162,10 +163,10 @@ def _check_others() -> list[str]:
     return [FAIL] * len(damaged)
 
 
-def check(experiments: Sequence[str]) -> int:
-    """Check the claims of `experiments` ("all", or nothing, for every one) and print what was found; returns the exit
+def check_command(arguments: argparse.Namespace) -> int:
+    """Check the claims of experiments ("all", or nothing, for every one) and print what was found; returns the exit
     code: 0, or 1 if a claim fails or a run is in doubt."""
-    claims = read_claims()
+    claims, experiments = read_claims(), arguments.experiments
     known = params.experiments()
     for name in [*experiments, *(claim.experiment for claim in claims)]:
         choose("experiment", name, [*known, "all"])

@@ -1,5 +1,6 @@
 """Runs experiments headless and resumably: validates everything first, skips what is done, publishes what finishes."""
 
+import argparse
 import shutil
 import signal
 import sys
@@ -89,18 +90,18 @@ def _run_one(job: Job) -> None:
         manifest.publish(job.staging, job.final)
 
 
-def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force: bool = False) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130).
 
     A notebook that fails keeps its executed copy in the staging folder, and the others still run.
     Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile on a machine without a GPU.
     """
-    jobs = plan(names, profile, overrides)
+    jobs = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
     for job in jobs:
         manifest.recover(job.final)
         why = manifest.difference(job.final, job.experiment, job.parameters)
-        if why or force:
+        if why or arguments.force:
             manifest.require_replaceable(job.final)
             due.append(job)
             print(f"{job.label} to run: {why or 'forced'}")
