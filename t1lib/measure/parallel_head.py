@@ -114,8 +114,7 @@ def _runs(records: Records, phase: str, bench: Share, head: str) -> bool:
         if largest({"beyond": need - free})["beyond"] > 0:
             state, why = "skipped", f"its logits may take {need / MIB:,.0f} MiB, {free / MIB:,.0f} are free"
     if why:
-        records.status(head, state, phase)
-        print(f"{phase}: {head} is {state}: {why}")
+        records.status(head, state, phase, why)
     return not why
 
 

@@ -66,9 +66,8 @@ def measure_ranks(
                 worker.send("run", task=task, settings=settings | {"phase": phase}, limit=limit)
             rows, printed = _result(workers, limit, Path(folder))
     except VariantOutOfMemory as error:
-        print(f"{phase}: oom, {reason(error)}")
         for variant in variants:
-            records.status(variant, "oom", phase)
+            records.status(variant, "oom", phase, reason(error))
     else:
         print(printed, end="")
         records.extend(rows)

@@ -58,9 +58,15 @@ class Records:
             raise T1Error(f"{variant} {metric}: {value!r} is not a number") from None
         self._append(variant, phase, step, metric, unit, number)
 
-    def status(self, variant: str, state: str, phase: str = "") -> None:
-        """Append a variant's outcome: one of `STATUSES`."""
+    def status(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
+        """Append a variant's outcome: one of `STATUSES`. The reason is printed."""
         self._append(variant, phase, "", "status", "", choose("status", state, STATUSES))
+        if why:
+            print(f"{phase}: {variant} is {state}: {why}")
+
+    def told(self, variant: str, phase: str) -> set[str]:
+        """The statuses of a variant in a phase that have been added to `own`."""
+        return {r["value"] for r in self.own if (r["variant"], r["phase"], r["metric"]) == (variant, phase, "status")}
 
     def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
         """Append a sample of each metric; its name tells the unit (`UNITS`)."""
