@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import Field, TypeAdapter, ValidationError
 
 from t1lib import paths
 from t1lib.errors import T1Error, choose, require, shown
@@ -37,8 +37,8 @@ class Parameter(NamedTuple):
     default: Any
     help: str
 
-    def field(self) -> tuple[Any, Any]:
-        """The parameter as a field of a pydantic model."""
+    def allowed(self) -> Any:
+        """The type, with the bound of the help, as pydantic reads it."""
         item = SCALARS[self.type.removeprefix("list[").removesuffix("]")]
         bound, choice = _BOUND.search(self.help), _CHOICE.search(self.help)
         if choice:
@@ -47,7 +47,7 @@ class Parameter(NamedTuple):
             item = Annotated[item, Field(**{"ge" if bound[1] == "≥" else "gt": float(bound[2])})]
         if self.type.startswith("list"):
             item = Annotated[list[item], Field(min_length=1 if bound or choice else 0)]
-        return item, ...
+        return item
 
 
 def profiles() -> list[str]:
@@ -128,18 +128,15 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
 
 def _check(known: Mapping[str, Parameter], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return `values` as the declared types; raise a `T1Error` that says `where` a wrong one comes from."""
-    for name in values:
-        choose(f"parameter in {where}:", name, known)
-    fields = {f"p_{name}": known[name].field() for name in values}  # pydantic reserves some names
-    model: type[BaseModel] = create_model("Parameters", __config__=ConfigDict(strict=True), **fields)
-    try:
-        checked = model(**{f"p_{name}": value for name, value in values.items()})
-    except ValidationError as found:
-        first = found.errors()[0]
-        name = str(first["loc"][0]).removeprefix("p_")
-        wrong = first["msg"].replace("Input", "it", 1)
-        raise T1Error(f"{where}: {name!r} is {shown(values[name])}; {wrong} ({known[name].type})") from None
-    return {name: getattr(checked, f"p_{name}") for name in values}
+    checked = {}
+    for name, value in values.items():
+        parameter = known[choose(f"parameter in {where}:", name, known)]
+        try:
+            checked[name] = TypeAdapter(parameter.allowed()).validate_python(value, strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]["msg"].replace("Input", "it", 1)
+            raise T1Error(f"{where}: {name!r} is {shown(value)}; {wrong} ({parameter.type})") from None
+    return checked
 
 
 class _Loader(yaml.SafeLoader):
