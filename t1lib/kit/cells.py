@@ -23,7 +23,7 @@ class Cell:
     """One execution of a cell.
 
     title     as an error names it: by the number beside it, as several may begin with the same line
-    reads     variable → maker, version; `made`: variable → version; `seen`: cell whose records it saw → its run
+    reads     variable → maker, version; `made`: variable → version; records count as a variable
     rows      that it recorded; `drawn`: names of its figures, tables and numbers
     measured  it has recorded something, now or when it ran before; `drew` likewise
     """
@@ -35,8 +35,8 @@ class Cell:
     reads: dict[str, tuple[str, int]] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
-    seen: dict[str, int] = field(default_factory=dict)
     fault: str = ""
+    records = property(lambda self: f"what `{self.title}` recorded")
     rows: list[Row] = field(default_factory=list)
     drawn: set[str] = field(default_factory=set)
 
@@ -55,15 +55,17 @@ class Cells:
         self._runs = 0
         self.begin("")
 
-    def begin(self, key: str) -> None:
-        """A cell begins to run."""
+    def begin(self, key: str) -> list[Cell]:
+        """A cell begins to run. Returns the executions that this one replaces."""
         self._runs += 1
         self.key, self._before, self._earlier = key, dict(self.namespace), self.known.get(key)
         had = self._earlier or Cell(0)
         self.running = self.known[key] = Cell(self._runs, had.measured, had.drew)
+        return [self._earlier] if self._earlier else []
 
-    def end(self, key: str, source: str, done: bool, number: int | None = None) -> None:
-        """It has ended. `key` may differ from that of `begin` for the cell that created this object.
+    def end(self, key: str, source: str, done: bool, number: int | None = None) -> list[Cell]:
+        """It has ended. `key` may differ from that of `begin` for the cell that created this object. Returns the other
+        cells that it replaces, as those of a frontend that gives no ids.
 
         number  of this execution, as frontends show it
         done    it reached its end; if not, what it recorded is removed
@@ -85,9 +87,16 @@ class Cells:
                 self._read(cell, key, name, maker)
         for name in stored - given.keys():
             self._make(cell, key, name)
+        if cell.measured:
+            cell.made[cell.records] = cell.run
         if not done:
             cell.fault = "did not finish"
-        self._forget_replaced(cell)
+        return self._forget_replaced(cell)
+
+    def read_records(self) -> None:
+        """The running cell sees what the others have recorded."""
+        others = {key: cell for key, cell in self.known.items() if cell.measured and key != self.key}
+        self.running.reads |= {cell.records: (key, cell.run) for key, cell in others.items()}
 
     def _read(self, cell: Cell, key: str, name: str, maker: str) -> None:
         origin = self._earlier.reads.get(name) if self._earlier else None
@@ -103,19 +112,17 @@ class Cells:
         cell.made[name] = known if kept else cell.run
         self._makers[name] = key
 
-    def _forget_replaced(self, cell: Cell) -> None:
-        """Forget the other cells that hold a sample of a variant, phase and metric that this one holds too. Statuses do
-        not count."""
+    def _forget_replaced(self, cell: Cell) -> list[Cell]:
+        """Forget the other cells that hold a sample of a variant, phase and metric that this one holds too, and return
+        them. Statuses do not count."""
 
         def kinds(rows: list[Row]) -> set[tuple[Any, ...]]:
             return {(r["variant"], r["phase"], r["metric"]) for r in rows if r["metric"] != "status"}
 
         mine = kinds(cell.rows)
-        self.known = {key: other for key, other in self.known.items() if other is cell or not mine & kinds(other.rows)}
-
-    def runs(self) -> dict[str, int]:
-        """The number of the latest run of each cell that has recorded something."""
-        return {key: cell.run for key, cell in self.known.items() if cell.measured}
+        replaced = {key: other for key, other in self.known.items() if other is not cell and mine & kinds(other.rows)}
+        self.known = {key: other for key, other in self.known.items() if key not in replaced}
+        return [*replaced.values()]
 
     def rows(self) -> list[list[Row]]:
         """What the cells have recorded that holds."""
@@ -131,7 +138,7 @@ class Cells:
     def why_out_of_date(self, key: str) -> str | None:
         """Why what a cell made or showed no longer holds, and which cell has to be run before it; None if it does."""
         cause = self._cause(key, {})
-        if cause is None or cause[0] == key or cause[0] not in self.known:
+        if cause is None or cause[0] == key:
             return cause and cause[1]
         return f"run `{self.known[cause[0]].title}` first: {cause[1]}"
 
@@ -143,9 +150,7 @@ class Cells:
         return found[key]
 
     def _find_cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
-        cell = self.known.get(key)
-        if cell is None:
-            return key, "its cell has been replaced"
+        cell = self.known[key]
         if key == self.key or cell.fault:
             return (key, cell.fault) if cell.fault else None
         for maker, _ in cell.reads.values():
@@ -154,8 +159,6 @@ class Cells:
         for name, (maker, version) in cell.reads.items():
             if maker not in self.known or self.known[maker].made.get(name) != version:
                 return key, f"{name} has been made again"
-        if cell.seen.items() - self.runs().items():
-            return key, "made before its records"
         given = self.parameters()
         for name, value in cell.parameters.items():
             if given.get(name, value) != value:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
 from t1lib.files import write_json
-from t1lib.kit.cells import Cells
+from t1lib.kit.cells import Cell, Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
@@ -126,13 +126,12 @@ class Run:
 
         def begin(info: Any) -> None:
             key = str(info.cell_id or info.raw_cell)
-            self._forget_drawn(key)
-            self._cells.begin(key)
+            self._forget_drawn(self._cells.begin(key))
             self._record_into_cell()
 
         def end(result: Any) -> None:
             key = str(result.info.cell_id or result.info.raw_cell)
-            self._cells.end(key, source(result.info), result.success, result.execution_count)
+            self._forget_drawn(self._cells.end(key, source(result.info), result.success, result.execution_count))
 
         shell.events.register("pre_run_cell", begin)
         shell.events.register("post_run_cell", end)
@@ -155,7 +154,7 @@ class Run:
     def frame(self) -> pd.DataFrame:
         """The records that hold, one row each; says which are left out. Saved to disk as well, so that a cell that
         fails later loses nothing."""
-        self._cells.running.seen = self._cells.runs()
+        self._cells.read_records()
         if self._measures:
             for cell, why in self._cells.out_of_date():
                 if cell.rows:
@@ -199,10 +198,9 @@ class Run:
         self._cells.running.drawn.add(name)
         self._cells.running.drew = True
 
-    def _forget_drawn(self, key: str) -> None:
+    def _forget_drawn(self, replaced: list[Cell]) -> None:
         """A cell that runs again makes its figures, tables and numbers again, or makes them no longer."""
-        cell = self._cells.known.get(key)
-        for name in cell.drawn if cell else ():
+        for name in {name for cell in replaced for name in cell.drawn}:
             self._numbers.pop(name, None)
             for path in self.outdir.glob(f"*/{name}.*"):
                 path.unlink()
