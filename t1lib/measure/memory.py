@@ -123,6 +123,6 @@ def mapped_bytes() -> int:
 def pinned_bytes() -> int:
     """Bytes of host memory pinned by this process: the kit's own buffers and PyTorch's pinned allocator."""
     cached = 0
-    if torch.cuda.is_available() and hasattr(torch.cuda.memory, "host_memory_stats"):
+    if torch.cuda.is_available():
         cached = torch.cuda.memory.host_memory_stats().get("allocated_bytes.current", 0)
     return sum(_registered.values()) + cached
