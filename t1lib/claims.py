@@ -118,11 +118,12 @@ def doubts(folder: Path, experiment: str) -> str | None:
             return f"run with {name}={value!r}, params/{PROFILE} has {now!r}"
     if why := manifest.damage(folder):
         return why
-    from t1lib.kit.redraw import numbers_again  # draws, which the other commands need not load
+    from t1lib.kit.redraw import run_cells  # draws, which the other commands need not load
 
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            again = numbers_again(PROFILE, experiment, Path(scratch))
+            run_cells(PROFILE, experiment, Path(scratch), figures=False)
+            again = Numbers.load_json(Path(scratch) / NUMBERS)
     except T1Error as error:
         return str(error)
     kept = Numbers.load_json(folder / NUMBERS)
