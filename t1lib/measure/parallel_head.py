@@ -38,12 +38,10 @@ class Share(HeadBench):
         super().__init__(device=str(device), lead=SharedLeadIn(device), **given)
         self.group: dist.ProcessGroup | None = None
         whole = super().reference(Case("full"))
-        least, more = divmod(len(self.w), dist.get_world_size())  # the first ranks may have one more
-        first = dist.get_rank() * least + min(dist.get_rank(), more)
-        mine = slice(first, first + least + (dist.get_rank() < more))
-        self._references["mean"] = whole | {"dW": whole["dW"][mine].clone()}
-        self.w = self.w[mine].clone()
-        self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._references["mean"] = whole | {"dW": whole["dW"].tensor_split(ranks)[rank].clone()}
+        self.w = self.w.tensor_split(ranks)[rank].clone()  # the first ranks may have one row more
+        self.group = dist.group.WORLD if ranks > 1 else None
         del whole
         free_cached()  # the reference's memory, for the heads
 
