@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
     )
-    run.set_defaults(command=_later("run", "t1lib.driver"))
+    run.set_defaults(command=_later("run", "t1lib.commands"))
 
     listing = commands.add_parser("list", help="show experiments and the state of their outputs, or all about one")
     listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")

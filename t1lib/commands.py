@@ -1,9 +1,10 @@
-"""The commands that list and report experiments. They need what the extra `kit` installs."""
+"""The commands that run, list and report experiments. They need what the extra `kit` installs."""
 
 import argparse
 import os
 
 from t1lib import claims, params, paths
+from t1lib.driver import run_command as run_command  # from here, so that what the kit lacks is said before it runs
 from t1lib.errors import UnavailableError, choose, require
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile
