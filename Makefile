@@ -36,5 +36,5 @@ lint: install
 
 # Keeps .venv and the finished runs.
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache outputs/*/.*.partial outputs/*/.*.old outputs/*/.*.redraw
+	rm -rf build dist .pytest_cache .ruff_cache outputs/*/.*.partial outputs/*/.*.old
 	find t1lib tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,7 +18,7 @@ from t1lib.errors import T1Error, UnavailableError
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
-def _later(name: str, module: str = "t1lib.commands") -> Callable[[argparse.Namespace], int]:
+def _later(name: str, module: str) -> Callable[[argparse.Namespace], int]:
     """The command `name` of a module that is imported when the command is called, which takes seconds. What it needs
     may be missing, as the plain installation is for `plan` and `train` alone: that is a `T1Error` of the command."""
 
@@ -49,20 +49,20 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
     )
-    run.set_defaults(command=_later("run"))
+    run.set_defaults(command=_later("run", "t1lib.commands"))
 
     listing = commands.add_parser("list", help="show experiments and the state of their outputs, or all about one")
     listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")
-    listing.set_defaults(command=_later("list"))
+    listing.set_defaults(command=_later("list", "t1lib.commands"))
 
     report = commands.add_parser("report", help="redraw everything from the samples and build the reports")
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
-    report.set_defaults(command=_later("report"))
+    report.set_defaults(command=_later("report", "t1lib.commands"))
 
     check = commands.add_parser("check", help="hold claims.yaml against outputs/h200")
     check.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
-    check.set_defaults(command=_later("check"))
+    check.set_defaults(command=_later("check", "t1lib.claims"))
     _add_plan(commands.add_parser("plan", help="predict memory and time of a step for every mode and head"))
     _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot"))
     return parser

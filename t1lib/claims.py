@@ -3,14 +3,13 @@
 claims.yaml is the one place that says what is claimed; the tables of docs/results.md are made of it (`write_page`).
 """
 
+import argparse
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require, shown
@@ -66,12 +65,7 @@ class Claim:
 def read_claims() -> list[Claim]:
     """All claims, in the order of claims.yaml. Raises `T1Error` if it cannot be read, holds none, or one that is not
     of the form that the error names."""
-    path = paths.root() / FILE
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        told = " ".join(str(error).split())[:150]
-        raise T1Error(f"cannot read the claims in {paths.shown(path)}: {told}") from None
+    content = params.read_yaml(paths.root() / FILE)
     lists = isinstance(content, dict) and all(isinstance(rows, list) for rows in content.values())
     require(lists and any(content.values()), f"{FILE} holds no claims; allowed: a list for each experiment")
     return [_claim(experiment, row) for experiment, rows in content.items() for row in rows]
@@ -124,11 +118,12 @@ def doubts(folder: Path, experiment: str) -> str | None:
             return f"run with {name}={value!r}, params/{PROFILE} has {now!r}"
     if why := manifest.damage(folder):
         return why
-    from t1lib.kit.redraw import numbers_again  # draws, which the other commands need not load
+    from t1lib.kit.redraw import run_cells  # draws, which the other commands need not load
 
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            again = numbers_again(PROFILE, experiment, Path(scratch))
+            run_cells(PROFILE, experiment, Path(scratch), figures=False)
+            again = Numbers.load_json(Path(scratch) / NUMBERS)
     except T1Error as error:
         return str(error)
     kept = Numbers.load_json(folder / NUMBERS)
@@ -169,10 +164,10 @@ def _check_others() -> list[str]:
     return [FAIL] * len(damaged)
 
 
-def check(experiments: Sequence[str]) -> int:
-    """Check the claims of `experiments` ("all", or nothing, for every one) and print what was found; returns the exit
+def check_command(arguments: argparse.Namespace) -> int:
+    """Check the claims of experiments ("all", or nothing, for every one) and print what was found; returns the exit
     code: 0, or 1 if a claim fails or a run is in doubt."""
-    claims = read_claims()
+    claims, experiments = read_claims(), arguments.experiments
     known = params.experiments()
     for name in [*experiments, *(claim.experiment for claim in claims)]:
         choose("experiment", name, [*known, "all"])

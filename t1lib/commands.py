@@ -1,17 +1,13 @@
-"""The commands about experiments: run, list, report and check. They need what the extra `kit` installs."""
+"""The commands that run, list and report experiments. They need what the extra `kit` installs."""
 
 import argparse
 import os
 
-from t1lib import claims, driver, params, paths
+from t1lib import claims, params, paths
+from t1lib.driver import run_command as run_command  # from here, so that what the kit lacks is said before it runs
 from t1lib.errors import UnavailableError, choose, require
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile
-
-
-def run_command(arguments: argparse.Namespace) -> int:
-    """Run experiments; returns the exit code: 0, 1 or 130."""
-    return driver.run(arguments.experiments, arguments.profile, dict(arguments.parameters), arguments.force)
 
 
 def _state(experiment: str, profile: str) -> str:
@@ -67,8 +63,3 @@ def report_command(arguments: argparse.Namespace) -> int:
     except UnavailableError as error:
         print(f"reports not built: {error}")
     return 0
-
-
-def check_command(arguments: argparse.Namespace) -> int:
-    """Hold the claims against the reference; returns 0, or 1 if one fails."""
-    return claims.check(arguments.experiments)

@@ -1,5 +1,6 @@
 """Runs experiments headless and resumably: validates everything first, skips what is done, publishes what finishes."""
 
+import argparse
 import shutil
 import signal
 import sys
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require
 from t1lib.execute import NotebookError, execute
-from t1lib.files import locked
+from t1lib.files import locked, writing
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile, require_gpu
 from t1lib.signals import EXIT_INTERRUPTED
@@ -70,12 +71,9 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     measured = all(job.parameters.get("measure", True) for job in jobs)
     require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
     folder = paths.root() / "outputs" / profile
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise T1Error(f"cannot write to the output folder {paths.shown(folder)}: {error.strerror}") from None
+        tempfile.TemporaryFile(dir=folder).close()
     return jobs
 
 
@@ -92,19 +90,18 @@ def _run_one(job: Job) -> None:
         manifest.publish(job.staging, job.final)
 
 
-def run(names: Sequence[str], profile: str, overrides: Mapping[str, Any], force: bool = False) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130).
 
     A notebook that fails keeps its executed copy in the staging folder, and the others still run.
     Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile on a machine without a GPU.
     """
-    jobs = plan(names, profile, overrides)
-    paths.remove_abandoned(jobs[0].final.parent)
+    jobs = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
     for job in jobs:
         manifest.recover(job.final)
         why = manifest.difference(job.final, job.experiment, job.parameters)
-        if why or force:
+        if why or arguments.force:
             manifest.require_replaceable(job.final)
             due.append(job)
             print(f"{job.label} to run: {why or 'forced'}")

@@ -113,15 +113,12 @@ def remove(path: Path) -> None:
 def locked(path: Path, otherwise: str) -> Iterator[None]:
     """Hold the lock file `path` until the block or this process ends. Raises `T1Error(otherwise)` if another process
     holds it."""
+    lock = FileLock(path, timeout=0)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise T1Error(otherwise) from None
-    except OSError as error:
-        raise T1Error(f"cannot write {path}: {error.strerror or error}") from None
+        with suppress(Timeout):
+            lock.acquire()
+    require(lock.is_locked, otherwise)
     try:
         yield
     finally:

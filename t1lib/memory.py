@@ -14,7 +14,6 @@ GIB = 2**30
 SMALL = 2**20
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 _registered: dict[int, int] = {}
-_refused: dict[int, int] = {}
 
 
 def in_words(nbytes: float) -> str:
@@ -36,7 +35,7 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two
     (96 MiB would take 128); small tensors, which would share pages, come from that allocator. The registration lasts
     as long as the storage. If the system refuses to pin, the memory stays pageable, with a warning: copies are correct
-    but slower, and the host waits for them (`unpinned_bytes`).
+    but slower, and the host waits for them.
     """
     cuda = device.type == "cuda"
     if not cuda or 0 < numel * dtype.itemsize < SMALL:
@@ -54,20 +53,12 @@ def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
             _registered[pointer] = nbytes
             weakref.finalize(storage, _unregister, pointer)
             return buffer
-        _refused[pointer] = nbytes
-        weakref.finalize(storage, _refused.pop, pointer, None)
-        if len(_refused) == 1:
-            warnings.warn(
-                f"the system refused to pin {nbytes / GIB:.2f} GiB of memory (CUDA error {code}): copies to and from "
-                "such memory make the host wait; `ulimit -l` may have a limit",
-                stacklevel=2,
-            )
+        warnings.warn(
+            f"the system refused to pin memory (CUDA error {code}): copies to and from it make the host wait; "
+            "`ulimit -l` may have a limit",
+            stacklevel=2,
+        )
     return buffer
-
-
-def unpinned_bytes() -> int:
-    """Bytes that the system refused to pin for `pinned_zeros` and `pin`."""
-    return sum(_refused.values())
 
 
 def host_available() -> int:

@@ -7,17 +7,15 @@ or to each item of a list, which then must not be empty.
 
 import ast
 import copy
-import io
 import json
 import re
-import tokenize
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import Field, TypeAdapter, ValidationError
 
 from t1lib import paths
 from t1lib.errors import T1Error, choose, require, shown
@@ -39,8 +37,8 @@ class Parameter(NamedTuple):
     default: Any
     help: str
 
-    def field(self) -> tuple[Any, Any]:
-        """The parameter as a field of a pydantic model."""
+    def allowed(self) -> Any:
+        """The type, with the bound of the help, as pydantic reads it."""
         item = SCALARS[self.type.removeprefix("list[").removesuffix("]")]
         bound, choice = _BOUND.search(self.help), _CHOICE.search(self.help)
         if choice:
@@ -49,7 +47,7 @@ class Parameter(NamedTuple):
             item = Annotated[item, Field(**{"ge" if bound[1] == "≥" else "gt": float(bound[2])})]
         if self.type.startswith("list"):
             item = Annotated[list[item], Field(min_length=1 if bound or choice else 0)]
-        return item, ...
+        return item
 
 
 def profiles() -> list[str]:
@@ -111,9 +109,7 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
         body = ast.parse(text).body
     except SyntaxError as error:
         raise T1Error(f"{where}: the parameters cell is not Python: {error.msg} in line {error.lineno}") from None
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    found = {}
+    lines, found = text.encode().splitlines(), {}
     for node in body:
         line = shown(ast.get_source_segment(text, node) or "")
         form = f"{where}: the parameters cell allows only `name: type = literal  # help`, not {line}"
@@ -122,7 +118,8 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
         kind, name = ast.unparse(node.annotation), node.target.id
         choose(f"type of the parameter {name!r} in {where}:", kind, TYPES)
         try:
-            found[name] = Parameter(kind, ast.literal_eval(node.value), comments.get(node.end_lineno or 0, ""))
+            comment = lines[node.end_lineno - 1][node.end_col_offset :].decode().lstrip("# ")
+            found[name] = Parameter(kind, ast.literal_eval(node.value), comment)
         except ValueError:
             raise T1Error(form) from None
     defaults = _check(found, {name: parameter.default for name, parameter in found.items()}, where)
@@ -131,22 +128,25 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
 
 def _check(known: Mapping[str, Parameter], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return `values` as the declared types; raise a `T1Error` that says `where` a wrong one comes from."""
-    for name in values:
-        choose(f"parameter in {where}:", name, known)
-    fields = {f"p_{name}": known[name].field() for name in values}  # pydantic reserves some names
-    model: type[BaseModel] = create_model("Parameters", __config__=ConfigDict(strict=True), **fields)
-    try:
-        checked = model(**{f"p_{name}": value for name, value in values.items()})
-    except ValidationError as found:
-        first = found.errors()[0]
-        name = str(first["loc"][0]).removeprefix("p_")
-        wrong = first["msg"].replace("Input", "it", 1)
-        raise T1Error(f"{where}: {name!r} is {shown(values[name])}; {wrong} ({known[name].type})") from None
-    return {name: getattr(checked, f"p_{name}") for name in values}
+    checked = {}
+    for name, value in values.items():
+        parameter = known[choose(f"parameter in {where}:", name, known)]
+        try:
+            checked[name] = TypeAdapter(parameter.allowed()).validate_python(value, strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]["msg"].replace("Input", "it", 1)
+            raise T1Error(f"{where}: {name!r} is {shown(value)}; {wrong} ({parameter.type})") from None
+    return checked
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-4` as a number, as YAML 1.2 does."""
+    """Reads `1e-4` as a number, as YAML 1.2 does, and refuses a mapping that has a name twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.YAMLError(f"it has {twice} twice")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -154,24 +154,21 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(experiment: str, profile: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file says. Raises `T1Error` for one that cannot be read."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, *_BAD_YAML) as error:
+        told = " ".join(str(error).split())[:150]
+        raise T1Error(f"cannot read {paths.shown(path)}: {told or type(error).__name__}") from None
+
+
+def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
     path = paths.params_file(profile, experiment)
     where = paths.shown(path)
     require(path.is_file(), f"{experiment} has no parameters for the profile {profile!r}: {where} is missing")
-    try:
-        text = path.read_text(encoding="utf-8")
-        values, tree = yaml.load(text, _Loader) or {}, yaml.compose(text, _Loader)
-    except UnicodeDecodeError:
-        raise T1Error(f"{where} is not UTF-8") from None
-    except (OSError, *_BAD_YAML) as error:
-        told = " ".join(str(error).split())[:150]
-        raise T1Error(f"{where} is not YAML that can be read: {told or type(error).__name__}") from None
-    flat = isinstance(values, dict) and not any(isinstance(value, dict) for value in values.values())
-    flat = flat and all(isinstance(key, str) for key in values)
-    require(flat, f"{where} is not flat; write one `name: value` a line")
-    names = [key.value for key, _ in tree.value] if values else []
-    twice = [name for name in values if names.count(name) > 1]
-    require(not twice, f"{where} has {', '.join(twice)} twice; write it once")
+    values = read_yaml(path) or {}
+    require(isinstance(values, dict), f"{where} is not flat; write one `name: value` per line")
     values = _check(known, values, where)
     # Plain papermill knows the profile from this parameter alone, and outputs are saved under it.
     named = values.get("profile", profile)
@@ -189,7 +186,7 @@ def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None =
     known = declared(experiment)
     choose("profile", profile, profiles())
     values = {name: parameter.default for name, parameter in known.items()}
-    values |= _read_yaml(experiment, profile, known)
+    values |= _read_profile(experiment, profile, known)
     given = dict(overrides or {})
     for name, text in given.items():
         if isinstance(text, str) and name in known and known[name].type != "str":
@@ -261,7 +258,7 @@ class Live:
         require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
         values = _check(known, {name: namespace[name] for name in known}, "the notebook")
         profile = choose("profile", values["profile"], profiles())
-        given, base = _read_yaml(self._experiment, profile, known), self._base(known)
+        given, base = _read_profile(self._experiment, profile, known), self._base(known)
         untouched = {name for name in known if values[name] == base.get(name)} - set(self._injected())
         loaded = {name: value for name, value in given.items() if name in untouched and value != values[name]}
         self._allow(values | loaded)
@@ -275,7 +272,7 @@ class Live:
         """The values that nobody has edited: as the profile `BASE` has them or, where it says nothing, the cell."""
         values = {name: parameter.default for name, parameter in known.items()}
         listed = paths.params_file(BASE, self._experiment).is_file()
-        return values | (_read_yaml(self._experiment, BASE, known) if listed else {})
+        return values | (_read_profile(self._experiment, BASE, known) if listed else {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as the methods that copy and pickle look for

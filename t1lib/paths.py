@@ -5,15 +5,9 @@ starts from the one root.
 """
 
 import os
-import re
-import shutil
 from pathlib import Path
 
-import psutil
-
 from t1lib.errors import T1Error, require
-
-_PROCESS = re.compile(r"\.(\d+)(?:\.whole)?\.partial$")
 
 
 def _is_root(folder: Path) -> bool:
@@ -60,22 +54,12 @@ def outputs(profile: str, experiment: str) -> Path:
     return root() / "outputs" / profile / experiment
 
 
-def staging(profile: str, experiment: str, process: int | None = None) -> Path:
-    """Return the folder that a run fills before it is published as `outputs(profile, experiment)`: the driver's, of
-    which there is one at a time, or that of a notebook in the process with this number.
+def staging(profile: str, experiment: str) -> Path:
+    """Return the folder that the driver fills before it is published as `outputs(profile, experiment)`.
 
     It lies beside the final folder, so that publishing is a rename within one file system.
     """
-    name = experiment if process is None else f"{experiment}.{process}"
-    return root() / "outputs" / profile / f".{name}.partial"
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Remove the folders in outputs/<profile>/ that notebooks were filling in processes that have ended."""
-    for path in folder.glob(".*.partial"):
-        number = _PROCESS.search(path.name)
-        if number and not psutil.pid_exists(int(number[1])):
-            shutil.rmtree(path, ignore_errors=True)
+    return root() / "outputs" / profile / f".{experiment}.partial"
 
 
 def shown(path: Path) -> str:

@@ -48,7 +48,7 @@ def test_a_claim_holds_within_its_bound(ours, bound, value, holds):
         ({"cce": [row()]}, "allowed:"),
         ({"t1m3": "text"}, "holds no claims"),
         ({}, "holds no claims"),
-        ("[", "cannot read the claims in claims.yaml"),
+        ("[", "cannot read claims.yaml"),
     ],
 )
 def test_claims_that_cannot_be_read_are_an_error(kit, content, message):
@@ -103,7 +103,7 @@ def test_each_claim_gets_its_verdict(kit, capsys):
     assert "unknown experiment 't1m33'" in capsys.readouterr().err
     path.unlink()
     assert main(["check"]) == 2
-    assert "error: cannot read the claims in claims.yaml:" in capsys.readouterr().err
+    assert "error: cannot read claims.yaml:" in capsys.readouterr().err
 
 
 def test_a_flipped_byte_is_noticed(kit):

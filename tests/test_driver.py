@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_work(checkout, run, 
     checkout.add("demo")
     (checkout.root / "outputs").write_text("a file in the way")
     assert run() == 2
-    assert "cannot write to the output folder outputs/smoke" in capsys.readouterr().err
+    assert f"cannot write {checkout.root}/outputs/smoke: " in capsys.readouterr().err
 
 
 def test_a_profile_for_gpus_needs_one(checkout, capsys, monkeypatch):

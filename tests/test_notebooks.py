@@ -82,11 +82,11 @@ def test_every_profile_has_parameters_of_every_experiment(name):
     """The parameters cell has the values of smoke wherever another profile has others: that is how an edited value is
     told from one that was not."""
     known = params.declared(name)
-    smoke = params._read_yaml(name, params.BASE, known)
+    smoke = params._read_profile(name, params.BASE, known)
     assert smoke == {key: known[key].default for key in smoke}
     for profile in PROFILES:
         assert params.resolve(name, profile)["profile"] == profile
-        assert params._read_yaml(name, profile, known).keys() <= smoke.keys()
+        assert params._read_profile(name, profile, known).keys() <= smoke.keys()
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -56,7 +56,7 @@ def test_defaults_then_profile_then_overrides(checkout):
         ("rate: fast", ["'rate' is 'fast'", "number"]),
         ("profile: 2024-01-01", ["2024, 1, 1", "string"]),
         ("- steps", ["not flat"]),
-        ("steps: [", ["not YAML"]),
+        ("steps: [", ["cannot read params/smoke/demo.yaml"]),
         ("steps: 1\nrate: 0.1\nsteps: 2", ["has steps twice"]),
         ("profile: h200", ["must be 'smoke'"]),
     ],
@@ -73,7 +73,7 @@ def test_unknown_names_are_refused(checkout):
     refused(lambda: params.resolve("demo", "smoke", {"stpes": "1"}), "-p", "mean 'steps'")
     refused(lambda: params.resolve("demo", "smoke", {"steps": "one"}), "-p", "'steps' is 'one'")
     paths.params_file("smoke", "demo").write_bytes(b"steps: 3  # \xff\n")
-    refused(lambda: params.resolve("demo", "smoke"), "params/smoke/demo.yaml is not UTF-8")
+    refused(lambda: params.resolve("demo", "smoke"), "cannot read params/smoke/demo.yaml: 'utf-8'")
     paths.params_file("smoke", "demo").unlink()
     refused(lambda: params.resolve("demo", "smoke"), "params/smoke/demo.yaml is missing")
 

@@ -25,7 +25,7 @@ CELLS = {
     "head": 'for step in range(2):\n    records.add("head", "wall", factor, "ms", step=step)',
     "step": 'for step in range(p.steps):\n    records.add("slide", "wall", step, "ms", "step", step)\n',
     "show": (
-        'values = records.frame()\nprint(values[values["variant"] == "slide"]["value"].tolist(),'
+        'values = run.frame()\nprint(values[values["variant"] == "slide"]["value"].tolist(),'
         ' values[values["variant"] == "head"]["value"].tolist())'
     ),
     "finish": "run.finish()",
@@ -117,12 +117,15 @@ def test_an_interrupt_leaves_no_number(checkout, kernel):
     assert len(published(checkout)) == 5
 
 
-def test_an_edited_cell_replaces_what_it_measured_before(checkout, kernel):
+def test_an_edited_cell_replaces_what_it_measured_and_drew_before(checkout, kernel):
     """Under nbclient too, which does not say that it is the same cell."""
+    kernel.cells["step"] += 'run.number("demo.old", 1)'
     kernel.everything(ids=False)
     kernel.edit("step", "range(p.steps)", "range(1)")
+    kernel.edit("step", "demo.old", "demo.new")
     assert kernel.run("step", "show", ids=False).endswith("[0.0] [5.0, 5.0]\n")
     assert kernel.run("finish", ids=False) == "" and len(published(checkout)) == 3
+    assert set(json.loads((checkout.outputs("demo") / "numbers.json").read_text())) == {"demo.new"}
 
 
 def test_what_was_made_or_read_before_its_records_is_refused(checkout, kernel):
@@ -131,7 +134,7 @@ def test_what_was_made_or_read_before_its_records_is_refused(checkout, kernel):
     kernel.cells |= {"number": 'run.number("demo.n", total)', "finish": CELLS["finish"]}
     assert kernel.everything() == ""
     told = kernel.run("step", "number", "finish")
-    assert "run.table(" in told and "total = len(" in told and "made before its records" in told
+    assert "run.table(" in told and "total = len(" in told and "recorded has been made again" in told
     assert "run.table(" not in kernel.run("table", "finish")
     assert kernel.run("count", "number", "finish") == ""
     whole, kernel.cells["table"] = kernel.cells["table"], "1 / 0"

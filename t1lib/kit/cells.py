@@ -12,23 +12,33 @@ from inspect import CO_OPTIMIZED
 from types import CodeType, FunctionType
 from typing import Any
 
+from t1lib.measure.records import Row
+
 _MISSING = object()
 _LOADS = ("LOAD_NAME", "LOAD_GLOBAL")
-_INLINE = ("<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
 @dataclass
 class Cell:
-    """One execution of a cell: what it read (variable → maker, version) and made (variable → version); `seen`: whose
-    records it saw (cell → run)."""
+    """One execution of a cell.
+
+    title     as an error names it: by the number beside it, as several may begin with the same line
+    reads     variable → maker, version; `made`: variable → version; records count as a variable
+    rows      that it recorded; `drawn`: names of its figures, tables and numbers
+    measured  it has recorded something, now or when it ran before; `drew` likewise
+    """
 
     run: int
+    measured: bool = False
+    drew: bool = False
     title: str = ""
     reads: dict[str, tuple[str, int]] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
-    seen: dict[str, int] = field(default_factory=dict)
     fault: str = ""
+    records = property(lambda self: f"what `{self.title}` recorded")
+    rows: list[Row] = field(default_factory=list)
+    drawn: set[str] = field(default_factory=set)
 
 
 class Cells:
@@ -41,37 +51,33 @@ class Cells:
     def __init__(self, namespace: dict[str, Any], parameters: Callable[[], Mapping[str, Any]]) -> None:
         self.namespace, self.parameters = namespace, parameters
         self.known: dict[str, Cell] = {}
-        self.measured: dict[str, None] = {}  # those that have recorded something
         self._makers: dict[str, str] = {}
         self._runs = 0
         self.begin("")
 
-    def begin(self, key: str) -> None:
-        """A cell begins to run."""
+    def begin(self, key: str) -> list[Cell]:
+        """A cell begins to run. Returns the executions that this one replaces."""
         self._runs += 1
-        self.running, self._before, self._earlier = key, dict(self.namespace), self.known.get(key)
-        self.known[key] = Cell(self._runs)
+        self.key, self._before, self._earlier = key, dict(self.namespace), self.known.get(key)
+        had = self._earlier or Cell(0)
+        self.running = self.known[key] = Cell(self._runs, had.measured, had.drew)
+        return [self._earlier] if self._earlier else []
 
-    @property
-    def running_cell(self) -> Cell:
-        return self.known[self.running]
+    def end(self, key: str, source: str, done: bool, number: int | None = None) -> list[Cell]:
+        """It has ended. `key` may differ from that of `begin` for the cell that created this object. Returns the other
+        cells that it replaces, as those of a frontend that gives no ids.
 
-    def title(self, key: str) -> str:
-        """A cell as an error names it: by the number beside it, as several may begin with the same line."""
-        return self.known[key].title if key in self.known else ""
-
-    def end(self, key: str, source: str, done: bool, measured: bool, number: int | None = None) -> None:
-        """It has ended. `key` may differ from that of `begin` for the cell that created this object.
-
-        number    of this execution, as frontends show it
-        done      it reached its end
-        measured  it has recorded something
+        number  of this execution, as frontends show it
+        done    it reached its end; if not, what it recorded is removed
         """
-        cell = self.known[key] = self.known.pop(self.running)
-        if measured:
-            self.measured[key] = None
+        if key != self.key:
+            self.key, self.known[key] = key, self.known.pop(self.key)
+        cell = self.running
+        cell.measured |= bool(cell.rows)
+        if not done:
+            cell.rows.clear()
         first = next(filter(None, map(str.strip, source.splitlines())), "")[:40]
-        self.running, cell.title = key, f"[{number}] {first}" if number else first
+        cell.title = f"[{number}] {first}" if number else first
         read, stored = names(source, self.namespace)
         given = self.parameters()
         cell.parameters |= {name: given[name] for name in read if name in given}
@@ -81,13 +87,21 @@ class Cells:
                 self._read(cell, key, name, maker)
         for name in stored - given.keys():
             self._make(cell, key, name)
+        if cell.measured:
+            cell.made[cell.records] = cell.run
         if not done:
             cell.fault = "did not finish"
+        return self._forget_replaced(cell)
+
+    def read_records(self) -> None:
+        """The running cell sees what the others have recorded."""
+        others = {key: cell for key, cell in self.known.items() if cell.measured and key != self.key}
+        self.running.reads |= {cell.records: (key, cell.run) for key, cell in others.items()}
 
     def _read(self, cell: Cell, key: str, name: str, maker: str) -> None:
         origin = self._earlier.reads.get(name) if self._earlier else None
         if origin and origin[0] != maker and origin[0] in self.known:
-            cell.fault = f"{name} is that of another cell now; run `{self.title(origin[0])}` first"
+            cell.fault = f"{name} is that of another cell now; run `{self.known[origin[0]].title}` first"
             cell.reads[name] = origin
         elif maker != key:
             cell.reads[name] = maker, self.known[maker].made.get(name, 0)
@@ -98,21 +112,35 @@ class Cells:
         cell.made[name] = known if kept else cell.run
         self._makers[name] = key
 
-    def forget(self, key: str) -> None:
-        """The cell has been replaced by another one."""
-        self.known.pop(key, None)
-        self.measured.pop(key, None)
+    def _forget_replaced(self, cell: Cell) -> list[Cell]:
+        """Forget the other cells that hold a sample of a variant, phase and metric that this one holds too, and return
+        them. Statuses do not count."""
 
-    def runs(self) -> dict[str, int]:
-        """The number of the latest run of each cell that has recorded something."""
-        return {key: self.known[key].run for key in self.measured}
+        def kinds(rows: list[Row]) -> set[tuple[Any, ...]]:
+            return {(r["variant"], r["phase"], r["metric"]) for r in rows if r["metric"] != "status"}
+
+        mine = kinds(cell.rows)
+        replaced = {key: other for key, other in self.known.items() if other is not cell and mine & kinds(other.rows)}
+        self.known = {key: other for key, other in self.known.items() if key not in replaced}
+        return [*replaced.values()]
+
+    def rows(self) -> list[list[Row]]:
+        """What the cells have recorded that holds."""
+        return [cell.rows for key, cell in self.known.items() if self.why_out_of_date(key) is None]
+
+    def out_of_date(self) -> Iterator[tuple[Cell, str]]:
+        """The cells that have recorded or drawn something, and are not as if the notebook had run from top to bottom;
+        and why."""
+        for key, cell in self.known.items():
+            if (cell.measured or cell.drew) and (why := self.why_out_of_date(key)):
+                yield cell, why
 
     def why_out_of_date(self, key: str) -> str | None:
         """Why what a cell made or showed no longer holds, and which cell has to be run before it; None if it does."""
         cause = self._cause(key, {})
-        if cause is None or cause[0] == key or cause[0] not in self.known:
+        if cause is None or cause[0] == key:
             return cause and cause[1]
-        return f"run `{self.title(cause[0])}` first: {cause[1]}"
+        return f"run `{self.known[cause[0]].title}` first: {cause[1]}"
 
     def _cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
         """The first cell to run again, which may have made what this one reads, and why. `found`: known already."""
@@ -122,10 +150,8 @@ class Cells:
         return found[key]
 
     def _find_cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
-        cell = self.known.get(key)
-        if cell is None:
-            return key, "its cell has been replaced"
-        if key == self.running or cell.fault:
+        cell = self.known[key]
+        if key == self.key or cell.fault:
             return (key, cell.fault) if cell.fault else None
         for maker, _ in cell.reads.values():
             if maker in self.known and (cause := self._cause(maker, found)):
@@ -133,8 +159,6 @@ class Cells:
         for name, (maker, version) in cell.reads.items():
             if maker not in self.known or self.known[maker].made.get(name) != version:
                 return key, f"{name} has been made again"
-        if cell.seen.items() - self.runs().items():
-            return key, "made before its records"
         given = self.parameters()
         for name, value in cell.parameters.items():
             if given.get(name, value) != value:
@@ -157,7 +181,7 @@ def names(source: str, namespace: dict[str, Any]) -> tuple[set[str], set[str]]:
                 direct.add(step.argval)
         elif step.opname == "STORE_NAME":
             stored.add(step.argval)
-    called = {name for inner in _inner(code) if inner.co_name in _INLINE for name in _globals(inner)}
+    called = {name for inner in _inner(code) if inner.co_name.startswith("<") for name in _globals(inner)}
     bodies = (inner for inner in _inner(code) if not inner.co_flags & CO_OPTIMIZED)  # of classes: they run at once
     called |= {step.argval for body in bodies for step in dis.get_instructions(body) if step.opname in _LOADS}
     waiting, followed = loaded | called, set()

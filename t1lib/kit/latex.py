@@ -58,7 +58,8 @@ def _build_one(outputs: Path) -> Path:
         _gather(outputs, folder)
         write_context(content, folder / "context.tex")
         _compile(folder, outputs.name, content["started"])
-        _publish(folder / f"{outputs.name}.pdf", final)
+        with whole(final) as partial:
+            shutil.copyfile(folder / f"{outputs.name}.pdf", partial)
     manifest.note_report(outputs)
     return final
 
@@ -148,11 +149,3 @@ def _fail(log: str, report: str) -> None:
     found = _ERROR.search(log) or _UNDEFINED.search(log)
     first = found[0] if found else (log.strip().splitlines() or ["no message"])[-1]
     raise T1Error(f"LaTeX could not build the report {report}; its PDF is as it was before:\n{first}")
-
-
-def _publish(made: Path, final: Path) -> None:
-    try:
-        with whole(final) as partial:
-            shutil.copyfile(made, partial)
-    except T1Error as error:
-        raise T1Error(f"{error}; is it open in a viewer?") from None

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from t1lib import params, paths
 from t1lib.errors import T1Error, require
 from t1lib.kit.run import _RUN, Run
 from t1lib.measure import manifest
-from t1lib.measure.records import Numbers
 
 
 def redraw(profile: str, experiment: str) -> list[str]:
@@ -19,33 +18,21 @@ def redraw(profile: str, experiment: str) -> list[str]:
     The manifest takes their new hashes and keeps the rest; if a cell fails, everything stays as it was.
     Raises `T1Error` if there is no finished run, or if its samples have changed since it finished.
     """
-    final = paths.outputs(profile, experiment)
-    fresh = final.with_name(f".{experiment}.redraw")
-    shutil.rmtree(fresh, ignore_errors=True)
-    try:
-        run_cells(profile, experiment, fresh)
-        return manifest.replace_drawn(fresh, final)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-
-
-def numbers_again(profile: str, experiment: str, folder: Path) -> Numbers:
-    """The numbers of a finished run as its samples give them; tables and numbers are left in `folder`. Raises as
-    `redraw`."""
-    run_cells(profile, experiment, folder, figures=False)
-    return Numbers.load_json(folder / "numbers.json")
+    with tempfile.TemporaryDirectory() as fresh:
+        run_cells(profile, experiment, Path(fresh))
+        return manifest.replace_drawn(Path(fresh), paths.outputs(profile, experiment))
 
 
 def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
     """Run a notebook's cells in this process, without measuring, on the samples of a finished run; its files go to
-    `folder`."""
+    `folder`. Raises as `redraw`."""
+    folder.mkdir(parents=True, exist_ok=True)
     content = manifest.require_finished(paths.outputs(profile, experiment), {})
     known = params.declared(experiment)
     require(
         "measure" in known, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring"
     )
     given = {name: value for name, value in content["parameters"].items() if name in known} | {"measure": False}
-    folder.mkdir(parents=True, exist_ok=True)
     cells = params.code_cells(paths.notebook(experiment))
     after = next(i for i, cell in enumerate(cells) if params.holds_parameters(cell)) + 1
     sources = [params.source(cell) for cell in cells]

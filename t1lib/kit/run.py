@@ -1,9 +1,9 @@
 """What an experiment's notebook calls: `Run` collects its records and saves its figures, tables and numbers."""
 
-import atexit
 import os
 import re
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
 from t1lib.files import write_json
-from t1lib.kit.cells import Cells
+from t1lib.kit.cells import Cell, Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
@@ -51,7 +51,8 @@ class Run:
 
     def __init__(self, experiment: str, namespace: dict[str, Any], folder: Path | None = None) -> None:
         """folder: receives the files if somebody else publishes them"""
-        self.experiment, self.records = experiment, Records(self._left_out)
+        self.experiment, self._cells = experiment, Cells(namespace, self._parameters)
+        self.records = Records(self._cells.rows)
         self._driven, self._measures = folder is not None, None
         self.params = Live(experiment, namespace, self._note, self._require_allowed)
         given = self.params.values()
@@ -60,16 +61,17 @@ class Run:
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
         self._numbers = Numbers()
-        self._shown: dict[str, set[str]] = {}  # cell → the figures, tables and numbers that it made
         self._started, self._clock = manifest.utc_now(), time.perf_counter()
-        self.outdir = folder or paths.staging(given["profile"], experiment, os.getpid())
+        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
+        self.outdir = folder or Path(self._temporary.name) / experiment
         self._final = paths.outputs(given["profile"], experiment)
         cuda = torch.cuda.is_available()
         if not self._measures:
-            self.records.take(self._final / "samples.csv")
+            self.records = Records.load(self._final / "samples.csv")
+            self.records.closed = True
             cuda = "gpu" in (manifest.read(self._final) or {})["environment"]
         self.device = torch.device("cuda" if cuda else "cpu")
-        self._cells = Cells(namespace, self._parameters)
+        self._record_into_cell()
         self._watch()
 
     @classmethod
@@ -91,9 +93,6 @@ class Run:
             pd.set_option(limit, None)  # tables are shown whole
         driven = os.environ.get("T1_STAGING")
         run = namespace[_RUN] = cls(experiment, namespace, Path(driven) if driven else None)
-        if not driven:  # the driver has made the folder, and papermill writes into it
-            paths.remove_abandoned(run.outdir.parent)
-            shutil.rmtree(run.outdir, ignore_errors=True)
         run.outdir.mkdir(parents=True, exist_ok=True)
         return run
 
@@ -127,22 +126,19 @@ class Run:
 
         def begin(info: Any) -> None:
             key = str(info.cell_id or info.raw_cell)
-            self._cells.begin(key)
-            self.records.begin(key)
-            self._forget_shown(key)
+            self._forget_drawn(self._cells.begin(key))
+            self._record_into_cell()
 
         def end(result: Any) -> None:
             key = str(result.info.cell_id or result.info.raw_cell)
-            self._end(key, source(result.info), result.success, result.execution_count)
+            self._forget_drawn(self._cells.end(key, source(result.info), result.success, result.execution_count))
 
         shell.events.register("pre_run_cell", begin)
         shell.events.register("post_run_cell", end)
 
-    def _end(self, key: str, source: str, done: bool, number: int | None) -> None:
-        had = self.records.end(key, keep=done)
-        self._cells.end(key, source, done, had, number)
-        for other in self.records.replaced(key):
-            self._cells.forget(other)
+    def _record_into_cell(self) -> None:
+        if self._measures:
+            self.records.own = self._cells.running.rows
 
     def _parameters(self) -> dict[str, Any]:
         try:
@@ -151,31 +147,25 @@ class Run:
             return self.params.unchecked()
 
     def _note(self, name: str, value: Any) -> None:
-        self._cells.running_cell.parameters[name] = value
-
-    def _left_out(self, shown: bool) -> list[str]:
-        """The cells whose records do not hold any more. Says so if the others are about to be shown."""
-        if not self._measures:
-            return []
-        out = {part: why for part in self.records.parts if (why := self._cells.why_out_of_date(part))}
-        for part, why in out.items():
-            if shown and self.records.parts[part]:
-                print(f"out of date and left out, from the cell `{self._cells.title(part)}`: {why}")
-        return list(out)
+        self._cells.running.parameters[name] = value
 
     # -- results -----------------------------------------------------------------------------------------------------
 
     def frame(self) -> pd.DataFrame:
-        """The records that hold, one row each. Saved to disk as well, so that a cell that fails later loses nothing."""
-        self._cells.running_cell.seen = self._cells.runs()
+        """The records that hold, one row each; says which are left out. Saved to disk as well, so that a cell that
+        fails later loses nothing."""
+        self._cells.read_records()
         if self._measures:
+            for cell, why in self._cells.out_of_date():
+                if cell.rows:
+                    print(f"out of date and left out, from the cell `{cell.title}`: {why}")
             self.records.save(self.outdir / "samples.csv")
         return self.records.frame()
 
     def figure(self, name: str, figure: Figure) -> Figure:
         """Save a figure as PDF and PNG, and return it: as the last line of its cell it is shown there."""
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
-        self._note_shown(name)
+        self._note_drawn(name)
         if self.saves_figures:
             (self.outdir / "figures").mkdir(parents=True, exist_ok=True)
             path = self.outdir / "figures" / f"{name}.pdf"
@@ -187,7 +177,7 @@ class Run:
         """Save a table as LaTeX, and return it to be shown: rows of column → value, of which the first
         `text_columns` are text."""
         made = make_table(rows)
-        self._note_shown(name)
+        self._note_drawn(name)
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
         text = to_latex(made, text_columns)
         (self.outdir / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
@@ -196,30 +186,24 @@ class Run:
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
         """Enter a number that a text quotes by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as in `format`."""
         self._numbers.set(key, value, unit, fmt)
-        self._note_shown(key)
+        self._note_drawn(key)
 
     def used(self, name: str, sha256: str) -> None:
         """Note, for the manifest, the hash of something the run read beside its parameters, such as a corpus."""
         self._inputs[name] = sha256
 
-    def _note_shown(self, name: str) -> None:
-        for made in self._shown.values():
-            made.discard(name)
-        self._shown.setdefault(self._cells.running, set()).add(name)
+    def _note_drawn(self, name: str) -> None:
+        for cell in self._cells.known.values():
+            cell.drawn.discard(name)
+        self._cells.running.drawn.add(name)
+        self._cells.running.drew = True
 
-    def _forget_shown(self, cell: str) -> None:
+    def _forget_drawn(self, replaced: list[Cell]) -> None:
         """A cell that runs again makes its figures, tables and numbers again, or makes them no longer."""
-        for name in self._shown.get(cell, ()):
+        for name in {name for cell in replaced for name in cell.drawn}:
             self._numbers.pop(name, None)
             for path in self.outdir.glob(f"*/{name}.*"):
                 path.unlink()
-        self._shown.get(cell, set()).clear()
-
-    def _to_run_again(self) -> list[str]:
-        """The cells that have recorded or made something, and are not as if the notebook had run from top to bottom."""
-        made = [cell for cell, names in self._shown.items() if names or self._cells.known[cell].fault]
-        whys = {key: self._cells.why_out_of_date(key) for key in [*self._cells.measured, *made]}
-        return [f"`{self._cells.title(key)}`: {why}" for key, why in whys.items() if why]
 
     def finish(self) -> None:
         """Save records and numbers. Without the driver, also publish the folder.
@@ -228,7 +212,7 @@ class Run:
         redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
         Raises `T1Error` if a cell has to be run again first.
         """
-        late = self._to_run_again()
+        late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = "; ".join(late)
         named = named if len(named) <= _NAMED else f"{named[:_NAMED]}…"
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
@@ -241,14 +225,15 @@ class Run:
             write_json(self.outdir / manifest.NOTES, notes)
         if not self._driven:
             self._publish() if self._measures else manifest.replace_drawn(self.outdir, self._final)
-            atexit.register(shutil.rmtree, self.outdir, ignore_errors=True)
 
     def _publish(self) -> None:
         """Publish a copy: cells that are run again afterwards work on in `outdir`, and change nothing published."""
         given = self.params.values()
-        whole = self.outdir.with_suffix(".whole.partial")
-        shutil.rmtree(whole, ignore_errors=True)
-        shutil.copytree(self.outdir, whole)
-        about = dict(experiment=self.experiment, profile=given["profile"], parameters=given, started=self._started)
-        manifest.write(whole, **about, seconds=time.perf_counter() - self._clock)
-        manifest.publish(whole, paths.outputs(given["profile"], self.experiment))
+        final = paths.outputs(given["profile"], self.experiment)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
+            whole = Path(beside) / self.experiment
+            shutil.copytree(self.outdir, whole)
+            about = dict(experiment=self.experiment, profile=given["profile"], parameters=given, started=self._started)
+            manifest.write(whole, **about, seconds=time.perf_counter() - self._clock)
+            manifest.publish(whole, final)

@@ -12,9 +12,7 @@ EM = 0.54  # width of a character
 
 def cell(value: object) -> str:
     """A table cell: a number with sensible digits, a dash for what was not measured, text unchanged."""
-    if value is None or value != value:
-        return MISSING
-    return value if isinstance(value, str) else format_number(value)
+    return MISSING if value is None or value != value else format_number(value)
 
 
 def make_table(rows: Iterable[dict[str, object]]) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from t1lib.measure.timing import LeadIn, median_ms, settle
 from t1lib.memory import pinned_zeros
-from t1lib.timing import PhaseTimer, synchronize
+from t1lib.timing import PhaseTimer, between_ms, mark_now, synchronize
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,26 @@ def measure_link(device: torch.device, nbytes: int = 2**28) -> Link:
         return Link(rate, rate, rate, rate)
     host_in, host_out = (pinned_zeros(nbytes, torch.uint8, device).fill_(1) for _ in range(2))
     dev_in, dev_out = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    inward, outward = (torch.cuda.Stream(device), dev_in, host_in), (torch.cuda.Stream(device), host_out, dev_out)
 
-    def timed(copies: int, use_in: bool, use_out: bool) -> tuple[float, float]:
+    def rates(copies: int, *ways: tuple[torch.cuda.Stream, Tensor, Tensor]) -> list[float]:
+        """Of copies on all of these ways at once: stream, target, source."""
         synchronize(device)
-        marks = {}
-        for stream, use, to, source in ((inward, use_in, dev_in, host_in), (outward, use_out, host_out, dev_out)):
-            if use:
-                with torch.cuda.stream(stream):
-                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    start.record()
-                    for _ in range(copies):
-                        to.copy_(source, non_blocking=True)
-                    end.record()
-                    marks[stream] = (start, end)
+        marks = []
+        for stream, target, source in ways:
+            with torch.cuda.stream(stream):
+                start = mark_now(device)
+                for _ in range(copies):
+                    target.copy_(source, non_blocking=True)
+                marks.append((start, mark_now(device)))
         synchronize(device)
-        ms = [marks[s][0].elapsed_time(marks[s][1]) if s in marks else float("inf") for s in (inward, outward)]
-        return nbytes * copies / ms[0] * 1e3, nbytes * copies / ms[1] * 1e3
+        return [nbytes * copies / between_ms(*ends) * 1e3 for ends in marks]
 
-    timed(2, True, True)
-    alone_in = max(timed(4, True, False)[0] for _ in range(3))
-    alone_out = max(timed(4, False, True)[1] for _ in range(3))
-    both = [timed(8, True, True) for _ in range(3)]
-    return Link(alone_in, alone_out, max(b[0] for b in both), max(b[1] for b in both))
+    def best(copies: int, *ways: tuple[torch.cuda.Stream, Tensor, Tensor]) -> list[float]:
+        return [max(rate) for rate in zip(*(rates(copies, *ways) for _ in range(3)), strict=True)]
+
+    rates(2, inward, outward)
+    return Link(*best(4, inward), *best(4, outward), *best(8, inward, outward))
 
 
 def measure_copy(nbytes: int) -> float:

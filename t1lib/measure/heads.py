@@ -256,12 +256,9 @@ class HeadBench:
             records.add(variant, f"{case.prefix}{name}", value, "", phase)
         if found is not None and not all(value <= bound for value in found.values()):
             status, why = "wrong", f"its errors are {', '.join(f'{v:.2g}' for v in found.values())}, beyond {bound:g}"
-        states = [r for r in records.own if (r["variant"], r["phase"], r["metric"]) == (variant, phase, "status")]
-        known = {row["value"] for row in states}
-        if status != "ok" or not known:
-            records.status(variant, status, phase)
-        if why and status not in known:
-            print(f"{phase}: {variant} is {status}: {why}")
+        known = records.told(variant, phase)
+        if status not in known and (status != "ok" or not known):
+            records.status(variant, status, phase, why)
         return found is not None and status != "wrong"
 
     def take_turns(
@@ -283,8 +280,7 @@ class HeadBench:
             variant, phase, *_ = key
             times, status, why = self.attempt(variant, partial(running[key], queued))
             if times is None:
-                records.status(variant, status, phase)
-                print(f"{phase}: {variant} is {status}: {why}")
+                records.status(variant, status, phase, why)
                 del running[key]
             elif queued:
                 for name, ms in times.items():

@@ -156,9 +156,8 @@ def measure_variants(
         except UnavailableError:
             state = "unavailable"
         workers[name].close()
-        told = any((r["variant"], r["phase"], r["metric"]) == (name, phase, "status") for r in records.own)
-        if state != "ok" or not told:
-            records.status(name, state, phase=phase)
+        if state != "ok" or not records.told(name, phase):
+            records.status(name, state, phase)
 
     with progress(what=f"{phase}, {len(variants)} variants") as bar, ExitStack() as stack:
         for name, settings in variants.items():  # all at once: building a model mostly keeps a single core busy

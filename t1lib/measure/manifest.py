@@ -30,7 +30,10 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def _entry(path: Path) -> dict[str, Any] | None:
+    """What a manifest lists of a file; None if there is none."""
+    if not path.is_file():
+        return None
     data = path.read_bytes()
     return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
@@ -105,16 +108,11 @@ def damage(folder: Path) -> str | None:
     content = read(folder)
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
-    names = [*content["files"], *([REPORT] if REPORT in content else [])]
-    return next((f"{name} is not as the run left it" for name in names if _is_changed(folder, content, name)), None)
-
-
-def _is_changed(folder: Path, content: Mapping[str, Any], name: str) -> bool:
-    """Whether a file (or the `REPORT`) is missing, or is not the one that the folder's manifest lists."""
-    path, listed = folder / name, content["files"].get(name)
-    if name == REPORT:
-        path, listed = _report(folder), content[REPORT]
-    return not path.is_file() or _entry(path) != listed
+    listed = {name: (folder / name, entry) for name, entry in content["files"].items()}
+    if REPORT in content:
+        listed[REPORT] = _report(folder), content[REPORT]
+    changed = (name for name, (path, entry) in listed.items() if _entry(path) != entry)
+    return next((f"{name} is not as the run left it" for name in changed), None)
 
 
 def _report(folder: Path) -> Path:
@@ -132,7 +130,7 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
     content, shown = read(folder), paths.shown(folder)
     if content is None:
         raise T1Error(f"{shown} holds no finished run to draw from; `python -m t1lib run` makes one")
-    whole = not _is_changed(folder, content, "samples.csv")
+    whole = _entry(folder / "samples.csv") == content["files"].get("samples.csv", {})
     require(whole, f"{shown}/samples.csv is not the one that the run was finished with")
     for name, had in content["parameters"].items():
         now = parameters.get(name, had)

@@ -1,16 +1,16 @@
 """Memory: the allocator's own history, exact peaks on the device and on the host, pinned bytes."""
 
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from t1lib.memory import _registered
-
-STATUS = Path("/proc/self/status")  # Linux
 
 
 @dataclass
@@ -110,22 +110,19 @@ class HostPeak:
             self.exact = False
 
     def read(self) -> float:
-        return _status_bytes("VmHWM:") if self.exact else float("nan")
-
-
-def _status_bytes(*names: str) -> int:
-    lines = STATUS.read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
+        if not self.exact:
+            return float("nan")
+        return float(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def mapped_bytes() -> int:
     """Bytes of resident memory that other processes may share: libraries and shared memory. 0 except on Linux."""
-    return _status_bytes("RssFile:", "RssShmem:") if STATUS.exists() else 0
+    return getattr(psutil.Process().memory_info(), "shared", 0)
 
 
 def pinned_bytes() -> int:
     """Bytes of host memory pinned by this process: the kit's own buffers and PyTorch's pinned allocator."""
     cached = 0
-    if torch.cuda.is_available() and hasattr(torch.cuda.memory, "host_memory_stats"):
+    if torch.cuda.is_available():
         cached = torch.cuda.memory.host_memory_stats().get("allocated_bytes.current", 0)
     return sum(_registered.values()) + cached

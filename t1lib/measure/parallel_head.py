@@ -38,12 +38,10 @@ class Share(HeadBench):
         super().__init__(device=str(device), lead=SharedLeadIn(device), **given)
         self.group: dist.ProcessGroup | None = None
         whole = super().reference(Case("full"))
-        least, more = divmod(len(self.w), dist.get_world_size())  # the first ranks may have one more
-        first = dist.get_rank() * least + min(dist.get_rank(), more)
-        mine = slice(first, first + least + (dist.get_rank() < more))
-        self._references["mean"] = whole | {"dW": whole["dW"][mine].clone()}
-        self.w = self.w[mine].clone()
-        self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._references["mean"] = whole | {"dW": whole["dW"].tensor_split(ranks)[rank].clone()}
+        self.w = self.w.tensor_split(ranks)[rank].clone()  # the first ranks may have one row more
+        self.group = dist.group.WORLD if ranks > 1 else None
         del whole
         free_cached()  # the reference's memory, for the heads
 
@@ -114,8 +112,7 @@ def _runs(records: Records, phase: str, bench: Share, head: str) -> bool:
         if largest({"beyond": need - free})["beyond"] > 0:
             state, why = "skipped", f"its logits may take {need / MIB:,.0f} MiB, {free / MIB:,.0f} are free"
     if why:
-        records.status(head, state, phase)
-        print(f"{phase}: {head} is {state}: {why}")
+        records.status(head, state, phase, why)
     return not why
 
 

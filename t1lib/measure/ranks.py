@@ -64,42 +64,38 @@ def measure_ranks(
                 worker.receive()
             for worker in workers:
                 worker.send("run", task=task, settings=settings | {"phase": phase}, limit=limit)
-            rows, printed = _results(workers, limit, Path(folder))[0]
+            rows, printed = _result(workers, limit, Path(folder))
     except VariantOutOfMemory as error:
-        print(f"{phase}: oom, {reason(error)}")
         for variant in variants:
-            records.status(variant, "oom", phase)
+            records.status(variant, "oom", phase, reason(error))
     else:
         print(printed, end="")
         records.extend(rows)
 
 
-def _results(workers: list[Isolated], limit: float, folder: Path) -> dict[int, Any]:
-    """Every rank's result, by rank. Raises for the first that fails or ends, and for the time limit."""
-    end, found, failed, among = time.monotonic() + limit + PATIENCE, {}, {}, f"of {len(workers)}"
-    while len(found) + len(failed) < len(workers):
-        left = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in found | failed}
-        ready = [left[pipe] for pipe in connection.wait(left, max(0.0, end - time.monotonic()))]
-        if failed and not ready:
-            break
-        if not ready:
-            stacks = [f"rank {rank}:\n{(folder / str(rank)).read_text('utf-8')}" for rank in left.values()]
-            late = f"rank {', '.join(map(str, left.values()))} {among} took longer than {limit:g} s"
-            raise VariantFailed("\n".join([late, *stacks]))
-        for rank in ready:
+def _result(workers: list[Isolated], limit: float, folder: Path) -> Any:
+    """What rank 0 returns, once all have. Raises for the first that ends, else the first that fails, and for the time
+    limit."""
+    end, among = time.monotonic() + limit + PATIENCE, f"of {len(workers)}"
+    left, result, failed = {worker.pipe: rank for rank, worker in enumerate(workers)}, None, None
+    while left and (ready := connection.wait(left, max(0.0, end - time.monotonic()))):
+        for rank in [left.pop(pipe) for pipe in ready]:
             try:
                 value, error = workers[rank].receive()
             except (VariantFailed, VariantOutOfMemory) as ended:
                 raise type(ended)(f"rank {rank} {among}: {ended}") from None
-            if error is None:
-                found[rank] = value
-            else:
-                failed[rank] = error
-                end = min(end, time.monotonic() + MOMENT)
-    for rank, error in failed.items():  # the first one
+            result = value if rank == 0 else result
+            if error is not None and failed is None:
+                failed, end = (rank, error), min(end, time.monotonic() + MOMENT)
+    if failed is not None:
+        rank, error = failed
         named = isinstance(error, VariantFailed | VariantOutOfMemory)
         raise type(error)(f"rank {rank} {among}: {error}") if named else error
-    return found
+    if left:
+        stacks = [f"rank {rank}:\n{(folder / str(rank)).read_text('utf-8')}" for rank in left.values()]
+        late = f"rank {', '.join(map(str, left.values()))} {among} took longer than {limit:g} s"
+        raise VariantFailed("\n".join([late, *stacks]))
+    return result
 
 
 @dataclass

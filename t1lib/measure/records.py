@@ -6,7 +6,8 @@ Figures and tables are functions of the rows alone, so `save` and `load` preserv
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,63 +22,30 @@ STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
 UNITS = {"_ms": "ms", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
 
 
+Row = dict[str, Any]
+
+
 class Records:
     """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged.
 
-    The rows are kept by the part that made them (in a notebook, a cell), so that a part that is made again replaces its
-    own rows and no others.
+    parts  returns lists of rows: those that hold; by default that of `own`, the list that is added to
 
-    left_out  returns the parts whose rows do not hold any more; called with whether the others are about to be shown
+    With `closed` they are another run's: nothing may be added.
     """
 
-    def __init__(self, left_out: Callable[[bool], Collection[str]] = lambda shown: ()) -> None:
-        self.parts: dict[str, list[dict[str, Any]]] = {}
-        self._left_out, self._closed = left_out, False
-        self.begin("")
+    def __init__(self, parts: Callable[[], Iterable[list[Row]]] | None = None) -> None:
+        self.own: list[Row] = []
+        self._parts, self.closed = parts or (lambda: [self.own]), False
 
-    def take(self, path: Path) -> None:
-        """Hold what another run has saved, and refuse anything else from now on."""
-        self.parts["taken"], self._closed = type(self).load(path).rows, True
-
-    def begin(self, part: str) -> None:
-        """What is added from now on replaces the rows of `part`, in their place."""
-        self.own = self.parts[part] = []
-
-    def end(self, part: str, keep: bool) -> bool:
-        """`part` is what the rows since `begin` belong to; they are removed unless they are to be kept. Returns whether
-        there were any."""
-        self.parts = {part if rows is self.own else name: rows for name, rows in self.parts.items()}
-        had = bool(self.own)
-        if not keep:
-            self.own.clear()
-        return had
-
-    def replaced(self, part: str) -> list[str]:
-        """Remove the other parts that hold a sample of a variant, phase and metric that `part` holds too; their names.
-        Statuses do not count."""
-
-        def kinds(rows: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
-            return {(r["variant"], r["phase"], r["metric"]) for r in rows if r["metric"] != "status"}
-
-        mine = kinds(self.parts[part])
-        found = [other for other, rows in self.parts.items() if other != part and mine & kinds(rows)]
-        for other in found:
-            del self.parts[other]
-        return found
+    @property
+    def rows(self) -> list[Row]:
+        """All rows that hold, part by part."""
+        return [row for part in self._parts() for row in part]
 
     def remove_times(self, variant: str, phase: str) -> None:
         """Remove what a variant's metrics in ms say in a phase."""
-        for rows in self.parts.values():
-            rows[:] = [r for r in rows if (r["variant"], r["phase"], r["unit"]) != (variant, phase, "ms")]
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows that hold, part by part."""
-        return self._rows(shown=False)
-
-    def _rows(self, shown: bool) -> list[dict[str, Any]]:
-        out = self._left_out(shown)
-        return [row for part, rows in self.parts.items() if part not in out for row in rows]
+        for part in self._parts():
+            part[:] = [r for r in part if (r["variant"], r["phase"], r["unit"]) != (variant, phase, "ms")]
 
     def add(
         self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
@@ -90,9 +58,15 @@ class Records:
             raise T1Error(f"{variant} {metric}: {value!r} is not a number") from None
         self._append(variant, phase, step, metric, unit, number)
 
-    def status(self, variant: str, state: str, phase: str = "") -> None:
-        """Append a variant's outcome: one of `STATUSES`."""
+    def status(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
+        """Append a variant's outcome: one of `STATUSES`. The reason is printed."""
         self._append(variant, phase, "", "status", "", choose("status", state, STATUSES))
+        if why:
+            print(f"{phase}: {variant} is {state}: {why}")
+
+    def told(self, variant: str, phase: str) -> set[str]:
+        """The statuses of a variant in a phase that have been added to `own`."""
+        return {r["value"] for r in self.own if (r["variant"], r["phase"], r["metric"]) == (variant, phase, "status")}
 
     def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
         """Append a sample of each metric; its name tells the unit (`UNITS`)."""
@@ -101,29 +75,24 @@ class Records:
             self.add(variant, metric, value, unit, phase, step)
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows given as mappings with the names of `COLUMNS`; phase, step and unit may be left out."""
+        """Append rows given as mappings with the names of `COLUMNS`."""
         for row in rows:
-            whole = dict(phase="", step="", unit="") | dict(row)
-            allowed = f"a row of records has {', '.join(row)}; allowed: {', '.join(COLUMNS)}"
-            require(whole.keys() == set(COLUMNS), allowed)
             if row["metric"] == "status":
-                self.status(row["variant"], row["value"], whole["phase"])
+                self.status(row["variant"], row["value"], row["phase"])
             else:
-                self.add(**whole)
+                self.add(**row)
 
     def _append(self, *values: Any) -> None:
-        require(
-            not self._closed, "with `measure` False nothing is recorded; begin cells that measure by `if p.measure:`"
-        )
+        require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")
         self.own.append(dict(zip(COLUMNS, values, strict=True)))
 
     def frame(self) -> pd.DataFrame:
         """Return the rows that hold as a table. `value` holds floats, or text in rows with metric `status`."""
-        return pd.DataFrame(self._rows(shown=True), columns=list(COLUMNS))
+        return pd.DataFrame(self.rows, columns=list(COLUMNS))
 
     def save(self, path: Path) -> None:
         """Write the rows as CSV; floats in the shortest form that reads back exactly."""
-        pd.DataFrame(self.rows, columns=list(COLUMNS)).to_csv(path, index=False, na_rep="nan", lineterminator="\n")
+        self.frame().to_csv(path, index=False, na_rep="nan", lineterminator="\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -154,10 +123,10 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
 
     runs    variant, phase of its losses, phase of its times
     """
-    losses: dict[tuple[str, str], dict[int, float]] = {}
+    losses: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in records.rows:
         if row["metric"] == "loss":
-            losses.setdefault((row["variant"], row["phase"]), {})[row["step"]] = row["value"]
+            losses[row["variant"], row["phase"]][row["step"]] = row["value"]
     trained = [run for run in runs if run[:2] in losses]
     worst = 0.0
     for variant, of_losses, of_times in trained:

@@ -4,6 +4,7 @@ The notebooks run what they measure in such a session, in a separate process (`t
 dictionaries of metric to value, as `Records.put` takes them.
 """
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,16 +28,12 @@ Timeline = list[tuple[float, int, int | None]]
 
 
 def envelope(points: Timeline, bins: int = 400) -> Timeline:
-    """Thin a timeline to about `bins` points, keeping the highest point of each equal time span: no peak is lost."""
-    if len(points) <= bins:
+    """Thin a timeline to about `bins` points, the highest of as many neighbours in each: no peak is lost."""
+    size = -(-len(points) // bins)
+    if size == 1:
         return points
-    end = points[-1][0] or 1.0
-    best: dict[int, tuple[float, int, int | None]] = {}
-    for point in points:
-        key = min(int(point[0] / end * bins), bins - 1)
-        if key not in best or point[1] > best[key][1]:
-            best[key] = point
-    return [points[0], *best.values(), points[-1]]
+    highest = [max(points[at : at + size], key=itemgetter(1)) for at in range(0, len(points), size)]
+    return [points[0], *highest, points[-1]]
 
 
 class TrainSession:

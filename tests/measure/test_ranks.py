@@ -77,7 +77,7 @@ def test_a_rank_that_fails_ends_all_with_its_message(run, how, kind, message):
 def test_no_memory_is_a_status(run, capfd, how, why):
     frame = run(rank_tasks.fail, how=how).frame()
     assert statuses(frame) == {"A": "oom", "B": "oom"} and set(frame["phase"]) == {"here/2"}
-    assert capfd.readouterr() == (f"here/2: oom, rank 1 of 2: {why}\n", "")
+    assert capfd.readouterr() == ("".join(f"here/2: {name} is oom: rank 1 of 2: {why}\n" for name in "AB"), "")
 
 
 def test_a_rank_that_sleeps_ends_all_with_where_they_are(run):
