@@ -1,5 +1,6 @@
 """What a step leaves behind that an error or an interrupt ends, and a streamed model that is dropped: nothing mixed."""
 
+import copy
 import gc
 import signal
 import sys
@@ -111,14 +112,6 @@ def broken(loss: torch.Tensor) -> None:
     raise Broken(loss)
 
 
-def deep(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: deep(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [deep(each) for each in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 @contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
     """Ctrl-C as function call number `at` in the package `t1lib.train` begins: there, Python looks for signals.
@@ -158,10 +151,10 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
     stepped = blocks()
     train(stepped, adamw(stepped), BATCHES[:3], clip=own_clip)
     with going_on(options) as (streamed, own):
-        before, saved = weights(streamed), deep(own.state_dict())
+        before, saved = weights(streamed), copy.deepcopy(own.state_dict())
         train(streamed, own, BATCHES[:1])  # so that an update is under way
         streamed.load_state_dict(before)
-        own.load_state_dict(deep(saved))
+        own.load_state_dict(copy.deepcopy(saved))
         try:
             with interrupted(at):
                 one_step(streamed, own)
@@ -172,7 +165,7 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
             )]  # fmt: skip
             assert any(same), "weights of two steps"
         streamed.load_state_dict(before)
-        own.load_state_dict(deep(saved))
+        own.load_state_dict(copy.deepcopy(saved))
         own.zero_grad()
 
 

@@ -19,7 +19,6 @@ from stream_cases import (
     loop,
     model_loss,
     own_clip,
-    recomputed,
     sgd,
     streaming,
     train,
@@ -117,12 +116,12 @@ def test_micro_batches(kind, rows):
 def test_adapters_with_dropout(dropout):
     """The GPU's own random numbers are replayed."""
     build = partial(adapted, dropout=dropout)
-    agrees(build, sgd, reference=lambda model: recomputed(adapters_of(model)))
+    agrees(build, sgd, reference=lambda model: in_pieces(adapters_of(model)))
 
 
 def test_dropout():
     build = partial(blocks, dropout=0.3)
-    agrees(build, sgd, loop(batches=BATCHES, loss=two_forwards), lambda model: recomputed(layers_of(model)))
+    agrees(build, sgd, loop(batches=BATCHES, loss=two_forwards), lambda model: in_pieces(layers_of(model)))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -21,7 +21,7 @@ from stream_cases import (
     wait_for,
     weights,
 )
-from stream_models import VOCABULARY, Blocks, blocks, cross_entropy, data, llama, qwen3
+from stream_models import Blocks, blocks, data, llama, qwen3
 from torch import Tensor, nn
 
 from t1lib.plan.cost import Choice
@@ -150,50 +150,37 @@ def test_a_model_already_streamed(build):
         assert_same_weights(streamed, plain)
 
 
-class Layer(nn.Module):
-    """Returns and takes what a layer may not, as `odd` says."""
-
-    def __init__(self, odd: str) -> None:
-        super().__init__()
-        self.linear, self.odd = nn.Linear(8, 8), odd
-
-    def forward(self, hidden: Tensor, other: Tensor | None = None) -> Any:
-        out = hidden + self.linear(hidden) + (0 if other is None else other)
-        kinds = {"tuple": (out,), "pair": (out, hidden), "none": None, "number": 1.0, "dict": {"out": out}}
-        return kinds.get(self.odd, out)
+RETURNED: dict[str, Callable[[Tensor], object]] = {
+    "tuple": lambda out: (out,),
+    "none": lambda out: None,
+    "number": lambda out: 1.0,
+    "dict": lambda out: {"out": out},
+}
 
 
-class Odd(nn.Module):
-    def __init__(self, odd: str) -> None:
-        super().__init__()
-        self.embed, self.bias = nn.Embedding(VOCABULARY, 8), nn.Parameter(torch.zeros(8))
-        self.body = nn.ModuleList(Layer(odd) for _ in range(3))
-        self.odd = odd
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.body:
-            given = {"gradient": self.bias, "row's gradient": hidden * 2}.get(self.odd)
-            hidden = layer(hidden) if given is None else layer(hidden, given)
-        return cross_entropy(hidden @ self.embed.weight.T, labels)
-
-
-@pytest.mark.parametrize("odd", ["tuple", "pair", "none", "number", "dict", "gradient", "row's gradient"])
+@pytest.mark.parametrize("odd", [*RETURNED, "a scale that needs a gradient"])
 def test_what_layers_return_and_take(odd):
     """It is seen at the first forward, which leaves the model as it was."""
-    model = Odd(odd)
-    start = weights(model)
-    with streaming(model, adamw(model), layers=model.body) as (streamed, own):
+    plain, model = blocks(), blocks()
+    expected, start, changes = train(plain, adamw(plain), BATCHES), weights(model), []
+
+    def returned(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> object:
+        out = forward(*args, **kwargs)
+        return changes[0](out) if changes else out
+
+    for block in model.blocks:
+        block.forward = partial(returned, block.forward)
+    with streaming(model, adamw(model)) as (streamed, own):
+        if odd in RETURNED:
+            changes.append(RETURNED[odd])
+        else:
+            streamed.scale = torch.full((4, 1, 1, 1), 0.8, requires_grad=True)
         for _ in range(3):
-            refused(lambda: streamed(**BATCHES[0]).backward())
+            refused(lambda: model_loss(streamed, BATCHES[0]).backward(), "layer 0")
         assert_same_weights(streamed, start)
-        for layer in model.body:
-            layer.odd = ""
-        model.odd = ""
-        losses = [streamed(**batch) for batch in BATCHES]
-        losses[-1].backward()
-        own.step()
-    assert len({loss.item() for loss in losses}) == len(BATCHES)
+        changes.clear()
+        streamed.scale = 0.8
+        assert train(streamed, own, BATCHES) == expected
 
 
 def test_a_budget_that_is_too_small_for_the_first_batch():
