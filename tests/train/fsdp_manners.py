@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import even, of_layers, same_state, tiny
-from loop_cases import OPTIMIZERS, assert_same
+from fsdp_cases import TWO, even, same_state, tiny
+from loop_cases import OPTIMIZERS, assert_same, of_layers
 from processes import Cases
 
 from t1lib.errors import T1Error
@@ -197,4 +197,6 @@ def no_backend() -> None:
 
 def mean_square() -> None:
     options = {**ADAMW, "loss": "mean_square"}
-    refused(lambda: make_trainer(of_layers(), "fsdp", **options), "'mean_square' in 2 processes; allowed: one process")
+    refused(
+        lambda: make_trainer(of_layers(**TWO), "fsdp", **options), "'mean_square' in 2 processes; allowed: one process"
+    )

@@ -24,9 +24,9 @@ SLOW = pytest.mark.slow
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=97, num_attention_heads=2)
 
 
-def a_trainer(mode="gpu", dtype=torch.float32, layers=2):
-    model = build_model("tiny", dtype=dtype, **SHAPE | {"num_hidden_layers": layers})
-    spec = OptimizerSpec("adamw", lr=1e-2, master_weights=dtype != torch.float32)
+def a_trainer(mode="gpu", layers=2):
+    model = build_model("tiny", dtype=torch.float32, **SHAPE | {"num_hidden_layers": layers})
+    spec = OptimizerSpec("adamw", lr=1e-2)
     return make_trainer(model, mode, optimizer=spec, max_grad_norm=1.0, device="cpu", head="full")
 
 
@@ -43,26 +43,8 @@ def trained():
     return trainer
 
 
-def flat(state) -> dict[str, torch.Tensor]:
-    return state["model"] | {f"{n} {k}": v for n, own in state["optimizer"].items() for k, v in own.items()}
-
-
 def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_mode_goes_on_from_any_others(tmp_path, dtype):
-    data, whole = batches(4), a_trainer(dtype=dtype)
-    losses = [whole.step(batch).loss for batch in data]
-    for first, second in (("gpu", "ckpt"), ("ckpt", "gpu")):
-        trainer = a_trainer(first, dtype)
-        begun = [trainer.step(batch).loss for batch in data[:2]]
-        save_checkpoint(trainer, tmp_path / first)
-        other = a_trainer(second, dtype)
-        assert load_checkpoint(other, tmp_path / first) == 2
-        assert begun + [other.step(batch).loss for batch in data[2:]] == losses
-        assert_same(whole.state_dict(), other.state_dict())
 
 
 # -- killed ------------------------------------------------------------------------------------------------------------
@@ -234,7 +216,7 @@ def test_the_last_is_the_one_that_was_saved_last(tmp_path, trained):
 
 def test_a_flipped_bit_anywhere_is_found(tmp_path, trained):
     path = save_checkpoint(trained, tmp_path)
-    before, chance = flat(trained.state_dict()), random.Random(0)
+    before, chance = trained.state_dict(), random.Random(0)
     for file in (tmp_path / META, *(path / name for name in ("rest.pt", "layer-0000.pt", "layer-0001.pt"))):
         content = file.read_bytes()
         for _ in range(8):
@@ -244,7 +226,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, trained):
                 load_checkpoint(trained, tmp_path)
         file.write_bytes(content)
     assert load_checkpoint(trained, tmp_path) == trained.steps
-    assert all(torch.equal(before[name], tensor) for name, tensor in flat(trained.state_dict()).items())
+    assert_same(before, trained.state_dict())
 
 
 @pytest.mark.parametrize("name", [META, "rest.pt"])

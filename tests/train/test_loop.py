@@ -44,15 +44,6 @@ def test_same_bits_in_float64_and_with_masters(mode):
         assert_agree(lambda dtype=dtype: model(dtype=dtype), mode, {"optimizer": spec})
 
 
-@pytest.mark.parametrize("mode", ["gpu", "slide"])
-def test_adamw_of_16_bit_weights_has_masters_unless_told_otherwise(mode):
-    for options, expected in (({}, True), ({"master_weights": False}, False)):
-        trainer = make_trainer(model(dtype=torch.bfloat16), mode, optimizer=OptimizerSpec("adamw", **options))
-        state = run(trainer)[1]["optimizer"]["model.norm.weight"]
-        assert ("master" in state) == expected
-        assert state["exp_avg"].dtype == (torch.float32 if expected else torch.bfloat16)
-
-
 def test_a_plain_loop_gives_the_same_bits():
     """Written with PyTorch, transformers and a head alone."""
     plain, data = model(), ragged()
