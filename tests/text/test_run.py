@@ -80,7 +80,8 @@ def a_run(two_steps, tmp_path):
 
 def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
-    assert train(tmp_path / "a", "--steps", "12", "--eval-every", "5", "--report-every", "4", "--lr", "1e-2") == 0
+    more = ["--steps", "12", "--eval-every", "5", "--report-every", "4", "--lr", "1e-2", "--dtype", "bfloat16"]
+    assert train(tmp_path / "a", *more) == 0
     rows = metrics(tmp_path / "a")
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     held_out = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
@@ -91,13 +92,8 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000012"]
     out = capsys.readouterr().out
     assert "step  4/12  loss" in out and "tokens/s" in out and "held out" in out and "parameters" in out
-
-
-def test_16_bit_weights_have_float32_masters_and_the_first_lines_say_so(tmp_path, capsys):
-    assert train(tmp_path / "a", "--steps", "1", "--dtype", "bfloat16") == 0
-    assert "bfloat16 with float32 masters, moments in float32" in capsys.readouterr().out.split("step")[0]
-    (path,) = (tmp_path / "a" / "checkpoints").glob("step-*")
-    part = torch.load(path / "rest.pt", weights_only=True)
+    assert "bfloat16 with float32 masters, moments in float32" in out.split("step")[0]
+    part = torch.load(tmp_path / "a" / "checkpoints" / "step-00000012" / "rest.pt", weights_only=True)
     assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
 
 
@@ -206,7 +202,6 @@ import runpy
 runpy.run_module("t1lib", run_name="__main__")
 """
 WAITS = {
-    "waits": "time.sleep(60)",
     "swallows": "\n            try: time.sleep(60)\n            except BaseException: time.sleep(60)",
     "works outside of Python": "import threading, torch; a = torch.ones(4096, 4096); [a @ a for _ in range(600)]",
 }
@@ -215,13 +210,12 @@ WAITS = {
 @pytest.mark.parametrize(
     "module, what, number",
     [
-        pytest.param("t1lib.text.command", "waits", signal.SIGTERM, marks=pytest.mark.slow),
-        ("torch", "swallows", signal.SIGINT),
+        ("torch", "swallows", signal.SIGTERM),
         pytest.param("t1lib.text.run", "works outside of Python", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_while_starting_it_ends_with_one_line(tmp_path, number, module, what):
-    """At the first slow import, in a library that catches everything, and while the model would be built."""
+    """In a library that catches everything, and while the model would be built."""
     script = STARTS.format(argv=["t1lib", *SMALL, "--out", str(tmp_path / "a")], module=module, what=WAITS[what])
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", script], **options)
@@ -374,17 +368,12 @@ def test_a_spoilt_run_json_is_one_error(a_run, capsys):
     assert train(a_run, "--steps", "2") == 2
 
 
-def test_what_no_longer_fits_is_named(a_run, capsys):
-    """A broken checkpoint, and a device that no machine here can have."""
-    found, path = read_signed(a_run / "run.json"), a_run / "checkpoints" / META
+def test_a_device_that_is_not_there_any_more_is_named(a_run, capsys):
+    found = read_signed(a_run / "run.json")
     found["options"]["device"] = "cuda:99"
-    for change, name in {
-        lambda: path.write_text("{"): str(path),
-        lambda: write_signed(a_run / "run.json", found): "cuda:99",
-    }.items():
-        change()
-        assert main(["train", "--resume", "--out", str(a_run)]) == 2
-        assert name in capsys.readouterr().err
+    write_signed(a_run / "run.json", found)
+    assert main(["train", "--resume", "--out", str(a_run)]) == 2
+    assert "cuda:99" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_a_file_is_named(tmp_path, capsys):
@@ -406,15 +395,11 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, capsys):
         (["--out", "a\udcff"], "--out 'a\\udcff' holds characters"),
         (["--data", "x" * 256], "--data 'xxx"),
         (["--change", "num_hidden_layers", "x"], "num_hidden_layers='x'; allowed: 1 or more"),
-        (["--vocabulary", "999999999"], "vocabulary 999999999; allowed: 257"),
-        (["--vocabulary", "100000"], "is more than this corpus supports"),
         (["--lr", "nan"], "lr nan; allowed: a finite number, 0 or more"),
-        (["--warmup", "3", "--steps", "3"], "allowed: total beyond warmup"),
         (["--mode", "slid"], "unknown mode 'slid'"),
         (["--data", "/nowhere"], "no corpus at '/nowhere'"),
         (["--gpu-memory", "1GiB"], "--gpu-memory is of mode slide, the mode is gpu"),
         (["--no-offload"], "--no-offload is of mode fsdp, the mode is gpu"),
-        (["--batch", "100000"], "batch 100000; the corpus has"),
         (["--seed", "99999999999999"], "--seed 99999999999999; allowed: less than 2^32"),
         (["--workspace", "much"], "bad size 'much'"),
     ],

@@ -75,18 +75,6 @@ def test_arguments(options, shown):
     untouched(model, lambda: streamed_with(model, **options), shown)
 
 
-@pytest.mark.parametrize("options", [{"choice": Choice(resident=5)}, {"gpu_memory": 1000, "plan_for": (4, 7)}], ids=str)
-def test_a_refused_model_trains_on(options):
-    """Plain or streamed: a constructor that fails leaves nothing behind."""
-    plain, model, other = (blocks() for _ in range(3))
-    expected = train(plain, adamw(plain), BATCHES)
-    for each in (model, other):
-        refused(lambda each=each: streamed_with(each, **options))
-    with streaming(model, adamw(model)) as (streamed, own):
-        assert train(streamed, own, BATCHES) == expected
-    assert train(other, adamw(other), BATCHES) == expected
-
-
 WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or returns `layers`
     "wider": lambda model: setattr(model.blocks[2], "up", nn.Linear(32, 80)),
     "biased": lambda model: setattr(model.blocks[2], "down", nn.Linear(64, 32, bias=True)),
