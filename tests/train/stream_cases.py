@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_models import Blocks, data
+from stream_models import Blocks, blocks, data
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -189,26 +189,28 @@ class Masters:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.param_groups = [self._widened(group) for group in optimizer.param_groups]
-        self.inner = type(optimizer)(self.param_groups)
+        self.inner = type(optimizer)([self._widened(group) for group in optimizer.param_groups])
+        self.param_groups = self.inner.param_groups
 
     def _widened(self, group: dict[str, Any]) -> dict[str, Any]:
         wide = [p.detach().float().requires_grad_() for p in group["params"]]
         self.pairs += zip(group["params"], wide, strict=True)
         return {**group, "params": wide}
 
-    def step(self) -> None:
+    def _take(self) -> None:
         for param, master in self.pairs:
-            if master.grad is None and param.grad is not None:
-                master.grad = param.grad.float()
+            master.grad = None if param.grad is None else param.grad.float()
+
+    def step(self) -> None:
+        if all(master.grad is None for _, master in self.pairs):  # not clipped
+            self._take()
         self.inner.step()
         for param, master in self.pairs:
             param.data.copy_(master.data)
             master.grad = None
 
     def clip_grad_norm_(self, most: float) -> Tensor:
-        for param, master in self.pairs:
-            master.grad = None if param.grad is None else param.grad.float()
+        self._take()
         total = clip_grad_norm_([master for _, master in self.pairs], most)
         for param, master in self.pairs:  # PyTorch clips 16-bit gradients in place
             master.grad = None if master.grad is None else master.grad.to(param.dtype).float()
@@ -279,6 +281,22 @@ def within(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def going_on(build: Callable[[], nn.Module] = blocks, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A streamed model after two steps, and its optimizer. After the body, four more steps are as in a plain run of six
+    in which the body did nothing."""
+    batches = data(6)
+    plain, model = build(), build()
+    usual = adamw(plain)
+    expected = train(plain, usual, batches, clip=own_clip)
+    with within(30), streaming(model, adamw(model), **options) as (streamed, own):
+        found = train(streamed, own, batches[:2], clip=own_clip)
+        yield streamed, own
+        assert found + train(streamed, own, batches[2:], clip=own_clip) == expected
+        assert_same_weights(streamed, plain)
+        assert_same_state(own, usual)
 
 
 def held_bytes() -> int:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from stream_cases import (
     adamw,
-    assert_same_state,
     assert_same_weights,
+    going_on,
     held_bytes,
     model_loss,
     own_clip,
@@ -25,7 +25,6 @@ from stream_cases import (
     train,
     wait_for,
     weights,
-    within,
 )
 from stream_models import blocks, data
 from torch import nn
@@ -60,27 +59,12 @@ class Broken(Exception):
 ERRORS = {"error": Broken, "interrupt": KeyboardInterrupt}
 
 
-@contextmanager
-def going_on(options: dict[str, Any]) -> Iterator[tuple[nn.Module, Any]]:
-    """A streamed model after two steps, and its optimizer. After the body, four more steps are as in a plain run of six
-    in which nothing was aborted."""
-    plain, model = blocks(), blocks()
-    usual = adamw(plain)
-    expected = train(plain, usual, BATCHES, clip=own_clip)
-    with within(30), streaming(model, adamw(model), **options) as (streamed, own):
-        found = train(streamed, own, BATCHES[:2], clip=own_clip)
-        yield streamed, own
-        assert found + train(streamed, own, BATCHES[2:], clip=own_clip) == expected
-        assert_same_weights(streamed, plain)
-        assert_same_state(own, usual)
-
-
 @pytest.mark.parametrize("layer, error", [(0, "interrupt"), (2, "error")])
 @pytest.mark.parametrize("call", [1, 2, 0], ids=["forward", "recompute", "backward"])
 @pytest.mark.parametrize("options", PLACES)
 def test_an_error_in_a_layer(options, layer, call, error):
     """Weights and state are those before the step; the next steps are as if it had not been tried."""
-    with going_on(options) as (streamed, own):
+    with going_on(**options) as (streamed, own):
         before, fault = weights(streamed), streamed.blocks[layer].fault
         fault.arm(ERRORS[error]("broken"), call)
         try:
@@ -97,7 +81,7 @@ def test_an_error_in_a_layer(options, layer, call, error):
 @pytest.mark.parametrize("options", PLACES)
 def test_steps_that_are_aborted_again_and_again(options):
     """No buffer is lost: neither in the forward nor in the backward, nor before the update, nor in her own loss."""
-    with going_on(options) as (streamed, own):
+    with going_on(**options) as (streamed, own):
         for _ in range(4):  # more often than there are buffers
             with pytest.raises(Broken):
                 broken(model_loss(streamed, BATCHES[2]))
@@ -150,7 +134,7 @@ def calls_of_a_step(options: dict[str, Any]) -> int:
 def interrupt_at(at: int, options: dict[str, Any]) -> None:
     stepped = blocks()
     train(stepped, adamw(stepped), BATCHES[:3], clip=own_clip)
-    with going_on(options) as (streamed, own):
+    with going_on(**options) as (streamed, own):
         before, saved = weights(streamed), copy.deepcopy(own.state_dict())
         train(streamed, own, BATCHES[:1])  # so that an update is under way
         streamed.load_state_dict(before)

@@ -22,28 +22,6 @@ FEW = data(4)
 OUTSIDE = Choice(outer="host")
 
 
-@pytest.mark.parametrize("dropped", [slice(0, 1), slice(1, None)], ids=["one", "all but one"])
-def test_a_dropped_gradient_counts_in_no_norm(dropped):
-    """The loop drops gradients of the second layer, which it has not looked at, or sets the only one left."""
-
-    def run(model: nn.Module, optimizer: Any) -> list[float]:
-        events = []
-        for batch in FEW:
-            loss = model(**batch).loss
-            loss.backward()
-            params = list(layers_of(model)[1].parameters())
-            for param in params[dropped]:
-                param.grad = None
-            if dropped.start:
-                params[0].grad = torch.ones_like(params[0])
-            events += [loss.item(), own_clip(model, optimizer).item()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return events
-
-    compare(qwen3, loop=run)
-
-
 class Projected(Blocks):
     """A narrow embedding, whose gradient is made of the projections' weights, after the backward of all layers."""
 
