@@ -27,6 +27,7 @@ from stream_cases import (
     weights,
 )
 from stream_models import blocks, data
+from test_stream_state import AT_ONCE, PLACES
 from torch import nn
 
 from t1lib.plan.cost import Choice
@@ -34,12 +35,6 @@ from t1lib.train import stream
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
-PLACES = [
-    pytest.param({}, id="streamed"),
-    pytest.param({"choice": Choice(resident=1, keep=1, host_share=0.5, grads="device")}, id="mixed"),
-    pytest.param({"choice": Choice(slots=3, inputs="host", outer="host", host_share=1.0)}, id="host"),
-]
-AT_ONCE = pytest.param({"update_in_backward": True}, id="at once")
 BATCHES = data(6)
 
 
@@ -61,7 +56,7 @@ ERRORS = {"error": Broken, "interrupt": KeyboardInterrupt}
 
 @pytest.mark.parametrize("layer, error", [(0, "interrupt"), (2, "error")])
 @pytest.mark.parametrize("call", [1, 2, 0], ids=["forward", "recompute", "backward"])
-@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("options", PLACES[:3])
 def test_an_error_in_a_layer(options, layer, call, error):
     """Weights and state are those before the step; the next steps are as if it had not been tried."""
     with going_on(**options) as (streamed, own):
@@ -78,7 +73,7 @@ def test_an_error_in_a_layer(options, layer, call, error):
         own.zero_grad()
 
 
-@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("options", PLACES[:3])
 def test_steps_that_are_aborted_again_and_again(options):
     """No buffer is lost: neither in the forward nor in the backward, nor before the update, nor in her own loss."""
     with going_on(**options) as (streamed, own):
@@ -157,7 +152,7 @@ MANY = pytest.param(100, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("times", [3, MANY])
-@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("options", PLACES[:3])
 def test_an_interrupt_at_any_call(options, times):
     """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
     count = calls_of_a_step(options)
@@ -182,7 +177,7 @@ def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
 
 
 @pytest.mark.parametrize("end", ["after a step", "in the middle", "broken", "closed"])
-@pytest.mark.parametrize("options", [*PLACES, AT_ONCE])
+@pytest.mark.parametrize("options", [*PLACES[:3], AT_ONCE])
 def test_what_is_dropped_is_gone(options, end):
     """Threads end, and host memory is given back, with and without `close()`."""
     leave({}, "closed")  # what is made once in a process
