@@ -3,14 +3,12 @@
 import gc
 import weakref
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from stream_cases import adamw, compare, in_pieces, loop, own_clip, refused, sgd, streaming, train, weights
-from stream_models import VOCABULARY, Blocks, adapted, adapters_of, blocks, cross_entropy, data, layers_of, llama, qwen3
-from torch import Tensor, nn
+from stream_models import VOCABULARY, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
+from torch import nn
 
 from t1lib.heads import patch_head
 from t1lib.plan.cost import Choice
@@ -22,26 +20,14 @@ FEW = data(4)
 OUTSIDE = Choice(outer="host")
 
 
-class Projected(Blocks):
-    """A narrow embedding, whose gradient is made of the projections' weights, after the backward of all layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 16)
-        self.inner = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        hidden = self.inner(self.embed(input_ids))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return SimpleNamespace(loss=cross_entropy(self.head(self.norm(hidden)), labels))
-
-
 @pytest.mark.parametrize("options", [{}, {"update_in_backward": True}], ids=["", "at once"])
 def test_matrices_before_the_layers_are_there_for_their_backward(options):
+    """The gradient of a narrow embedding is made of the projections' weights, after the backward of all layers."""
+
     def projected() -> nn.Module:
-        torch.manual_seed(5)
-        return Projected()
+        model = blocks()
+        model.embed = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
+        return model
 
     compare(projected, loop=loop(batches=FEW), choice=OUTSIDE, **options)
     compare(projected, sgd, loop(batches=FEW, accumulate=1 if options else 2), choice=OUTSIDE, **options)
