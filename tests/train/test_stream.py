@@ -6,21 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    adamw,
-    compare,
-    evaluated,
-    grouped,
-    in_pieces,
-    loop,
-    model_loss,
-    own_clip,
-    sgd,
-    streaming,
-    torch_clip,
-    train,
-    two_forwards,
-)
+from stream_cases import compare, in_pieces, streaming
+from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import MODELS, SHAPE, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR

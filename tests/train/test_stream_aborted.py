@@ -13,19 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    adamw,
-    assert_same_weights,
-    going_on,
-    held_bytes,
-    model_loss,
-    own_clip,
-    streaming,
-    threads,
-    train,
-    wait_for,
-    weights,
-)
+from stream_cases import assert_same_weights, going_on, held_bytes, streaming, threads, wait_for, weights
+from stream_loops import adamw, model_loss, own_clip, train
 from stream_models import blocks, data
 from test_stream_state import AT_ONCE, PLACES
 from torch import nn

@@ -8,24 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    CLIPS,
-    Masters,
-    adamw,
-    evaluated,
-    grouped,
-    held_bytes,
-    in_pieces,
-    loop,
-    model_loss,
-    own_clip,
-    sgd,
-    streaming,
-    train,
-    two_forwards,
-    wait_for,
-    weights,
-)
+from stream_cases import Masters, held_bytes, in_pieces, streaming, wait_for, weights
+from stream_loops import CLIPS, adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR

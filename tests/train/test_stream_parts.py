@@ -8,22 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    CLIPS,
-    Masters,
-    adamw,
-    compare,
-    evaluated,
-    grouped,
-    in_pieces,
-    loop,
-    own_clip,
-    sgd,
-    streaming,
-    torch_clip,
-    train,
-    two_forwards,
-)
+from stream_cases import Masters, compare, in_pieces, streaming
+from stream_loops import CLIPS, adamw, evaluated, grouped, loop, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR

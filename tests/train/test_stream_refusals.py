@@ -7,21 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    adamw,
-    assert_same_weights,
-    going_on,
-    model_loss,
-    own_clip,
-    refused,
-    sgd,
-    streaming,
-    threads,
-    torch_clip,
-    train,
-    wait_for,
-    weights,
-)
+from stream_cases import assert_same_weights, going_on, refused, streaming, threads, wait_for, weights
+from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import Blocks, blocks, data, llama, qwen3
 from torch import Tensor, nn
 

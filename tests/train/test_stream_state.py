@@ -8,21 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    adamw,
-    assert_same_state,
-    assert_same_weights,
-    compare,
-    evaluated,
-    grouped,
-    loop,
-    model_loss,
-    own_clip,
-    sgd,
-    streaming,
-    train,
-    weights,
-)
+from stream_cases import assert_same_state, assert_same_weights, compare, streaming, weights
+from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train
 from stream_models import MODELS, blocks, data, llama, qwen3
 from torch import nn
 

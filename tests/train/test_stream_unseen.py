@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from stream_cases import adamw, compare, in_pieces, loop, own_clip, refused, sgd, streaming, train, weights
+from stream_cases import compare, in_pieces, refused, streaming, weights
+from stream_loops import adamw, loop, own_clip, sgd, train
 from stream_models import VOCABULARY, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
 from torch import nn
 
