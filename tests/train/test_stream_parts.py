@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,11 +20,10 @@ from t1lib.plan.cost import HOST_GRADS, Choice
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 PLACE = ("device", "host")
 PLACES = [
-    dict(zip(("slots", "resident", "keep", "inputs", "outer", "grads"), (*values, PLACE[number % 2]), strict=True))
+    Choice(*values, grads=PLACE[number % 2])
     for number, values in enumerate(product((2, 3), (0, 1, 4), (0, 2, 4), PLACE, PLACE))
 ]
 SHARES = [0.0, 0.5, 1.0]
-FEW = [*PLACES[::11], PLACES[-1]]
 
 
 def everything(clip, count: int = 4):
@@ -32,18 +32,18 @@ def everything(clip, count: int = 4):
     return loop(batches=data(count, padded=True), clip=clip, schedule=rates, between=evaluated)
 
 
-@pytest.mark.parametrize("at", range(len(FEW)))
-def test_placement_changes_no_bits(at):
+@pytest.mark.parametrize("at, place", list(enumerate([*PLACES[::11], PLACES[-1]])))
+def test_placement_changes_no_bits(at, place):
     """However layers, activations, state and updates are spread: with clipping for every other one."""
-    choice = Choice(**FEW[at], host_share=SHARES[at % 3])
+    choice = replace(place, host_share=SHARES[at % 3])
     compare(qwen3, grouped, everything(own_clip if at % 2 else None), choice=choice)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place.values())))
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_all_placements_change_no_bits(place):
-    for share, kind, clip in product(SHARES, ("llama", "blocks"), (None, torch_clip)):
-        compare(MODELS[kind], grouped, everything(clip, 6), choice=Choice(**place, host_share=share))
+    for share, build, clip in product(SHARES, (llama, blocks), (None, torch_clip)):
+        compare(build, grouped, everything(clip, 6), choice=replace(place, host_share=share))
 
 
 @pytest.mark.parametrize("inputs", PLACE)
