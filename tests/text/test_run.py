@@ -201,22 +201,20 @@ sys.meta_path.insert(0, Slow())
 import runpy
 runpy.run_module("t1lib", run_name="__main__")
 """
-WAITS = {
-    "swallows": "\n            try: time.sleep(60)\n            except BaseException: time.sleep(60)",
-    "works outside of Python": "import threading, torch; a = torch.ones(4096, 4096); [a @ a for _ in range(600)]",
-}
+SWALLOWS = "\n            try: time.sleep(60)\n            except BaseException: time.sleep(60)"
+WORKS_OUTSIDE_OF_PYTHON = "import threading, torch; a = torch.ones(4096, 4096); [a @ a for _ in range(600)]"
 
 
 @pytest.mark.parametrize(
     "module, what, number",
     [
-        ("torch", "swallows", signal.SIGTERM),
-        pytest.param("t1lib.text.run", "works outside of Python", signal.SIGINT, marks=pytest.mark.slow),
+        ("torch", SWALLOWS, signal.SIGTERM),
+        pytest.param("t1lib.text.run", WORKS_OUTSIDE_OF_PYTHON, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_while_starting_it_ends_with_one_line(tmp_path, number, module, what):
     """In a library that catches everything, and while the model would be built."""
-    script = STARTS.format(argv=["t1lib", *SMALL, "--out", str(tmp_path / "a")], module=module, what=WAITS[what])
+    script = STARTS.format(argv=["t1lib", *SMALL, "--out", str(tmp_path / "a")], module=module, what=what)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", script], **options)
     assert process.stdout.readline() == "now\n"

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from loop_cases import OPTIMIZERS, assert_same, model, of_layers, ragged, run
+from loop_cases import CLIPPED, OPTIMIZERS, assert_same, model, of_layers, ragged, run
 from torch import nn
 
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, next_token_targets
-from t1lib.optimizers import OptimizerSpec, Schedule
+from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
@@ -17,7 +17,6 @@ from t1lib.train import MODES, make_trainer
 ADAMW = OPTIMIZERS["adamw"]
 ON_CPU = [mode for mode in MODES if mode != "gpu-graph"]
 OTHERS = [mode for mode in ON_CPU if mode != "gpu"]
-CLIPPED = {"max_grad_norm": 0.5, "schedule": Schedule("cosine", warmup=2, total=10, least=0.1)}
 
 
 def assert_agree(build, mode: str, options: dict) -> dict:
