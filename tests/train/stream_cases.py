@@ -22,8 +22,9 @@ from t1lib.train import stream
 
 
 @contextmanager
-def streaming(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A streamed model and its optimizer, closed in the end."""
+def streaming(model: nn.Module, optimizer: Any = None, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A streamed model and its optimizer (AdamW, if none is given), closed in the end."""
+    optimizer = adamw(model) if optimizer is None else optimizer
     if isinstance(model, Blocks):
         options = {"layers": model.blocks, **options}
     streamed, own = stream(model, optimizer, **options)

@@ -182,7 +182,7 @@ def test_a_schedule_made_before_streaming():
 def test_generation_with_micro_batches():
     """In a run that trains with them, they are set aside for it."""
     plain, model = qwen3(), qwen3()
-    with streaming(model, adamw(model), micro_batch=1) as (streamed, _):
+    with streaming(model, micro_batch=1) as (streamed, _):
         assert generated(streamed) == generated(plain)
 
 
@@ -197,8 +197,7 @@ def test_a_budget_for_a_model_that_scales_its_logits():
 
 
 def test_a_first_forward_in_inference_mode():
-    model = llama()
-    with streaming(model, adamw(model), gpu_memory="1GiB") as (streamed, own):
+    with streaming(llama(), gpu_memory="1GiB") as (streamed, own):
         batch = data(1)[0]
         with torch.inference_mode():
             first = streamed(**batch).loss.item()

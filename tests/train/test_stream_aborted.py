@@ -107,8 +107,7 @@ def one_step(model: nn.Module, optimizer: Any) -> None:
 
 
 def calls_of_a_step(options: dict[str, Any]) -> int:
-    model = blocks()
-    with streaming(model, adamw(model), **options) as (streamed, own):
+    with streaming(blocks(), **options) as (streamed, own):
         train(streamed, own, BATCHES[:2], clip=own_clip)
         with interrupted(0) as calls:
             one_step(streamed, own)
@@ -178,8 +177,7 @@ def test_what_is_dropped_is_gone(options, end):
 
 
 def test_many_steps_without_growth():
-    model = blocks(layers=2, hidden=16)
-    with streaming(model, adamw(model), choice=Choice(host_share=0.5)) as (streamed, own):
+    with streaming(blocks(layers=2, hidden=16), choice=Choice(host_share=0.5)) as (streamed, own):
         sizes = []
         for _ in range(3):
             for start in range(40):

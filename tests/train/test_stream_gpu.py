@@ -160,7 +160,7 @@ def test_moving_the_model_to_the_device_moves_no_layers():
     """As `transformers.Trainer` does: refused, or without effect on what is streamed."""
     model = build_model("tiny", num_hidden_layers=24, hidden_size=256, intermediate_size=1024)
     size = sum(p.nbytes for p in layers_of(model).parameters())
-    with streaming(model, adamw(model), device=DEVICE) as (streamed, own):
+    with streaming(model, device=DEVICE) as (streamed, own):
         first = train(streamed, own, BATCHES[:1])
         before = torch.cuda.memory_allocated()
         with suppress(T1Error):

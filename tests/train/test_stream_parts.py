@@ -130,8 +130,7 @@ def test_placement_changes_no_bits_of_clipped_masters():
     for choice in (
         Choice(), Choice(resident=2, keep=1), Choice(outer="host"), Choice(host_share=0.5), Choice(grads="device")
     ):  # fmt: skip
-        model = llama(torch.bfloat16)
-        with streaming(model, adamw(model), choice=choice) as (streamed, own):
+        with streaming(llama(torch.bfloat16), choice=choice) as (streamed, own):
             losses.append(train(streamed, own, clip=own_clip))
     assert all(each == losses[0] for each in losses)
 

@@ -141,7 +141,7 @@ def test_what_layers_return_and_take(odd):
 
     for block in model.blocks:
         block.forward = partial(returned, block.forward)
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(model) as (streamed, own):
         if odd in RETURNED:
             changes.append(RETURNED[odd])
         else:
@@ -158,7 +158,7 @@ def test_a_budget_that_is_too_small_for_the_first_batch():
     """The model stays, and can be closed. Announced, such a batch is refused at once."""
     model = qwen3(vocab_size=8000)  # whose embedding alone takes 1 MB
     start = weights(model)
-    with streaming(model, adamw(model), gpu_memory="1MiB") as (streamed, _):
+    with streaming(model, gpu_memory="1MiB") as (streamed, _):
         refused(lambda: model_loss(streamed, BATCHES[0]).backward())
         assert_same_weights(streamed, start)
     assert_same_weights(model, start)
@@ -195,15 +195,13 @@ def test_a_streamed_model_is_not_converted():
         streamed.half()
         model_loss(streamed, BATCHES[0]).backward()
 
-    model = llama()
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(llama()) as (streamed, own):
         train(streamed, own, BATCHES[:1])
         refused(convert)
 
 
 def test_norms_to_clip_to():
-    model = qwen3()
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(qwen3()) as (streamed, own):
         model_loss(streamed, BATCHES[0]).backward()
         for most in (-1.0, "1", True, None, float("nan")):
             refused(lambda most=most: own.clip_grad_norm_(most), repr(most))
@@ -231,7 +229,7 @@ def test_a_state_that_does_not_fit_changes_nothing(name):
 
 def test_a_closed_optimizer_steps_no_more():
     model = blocks()
-    with streaming(model, adamw(model)) as (_, own):
+    with streaming(model) as (_, own):
         train(model, own, BATCHES[:1])
         own.close()
         refused(own.step)

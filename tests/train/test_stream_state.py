@@ -116,7 +116,7 @@ def test_the_state_of_a_fresh_optimizer_starts_anew(options):
     plain, model = qwen3(), qwen3()
     start = weights(plain)
     expected = CLIPPED(plain, adamw(plain), FIRST)
-    with streaming(model, adamw(model), **options) as (streamed, own):
+    with streaming(model, **options) as (streamed, own):
         empty = copy.deepcopy(own.state_dict())
         CLIPPED(streamed, own, SECOND)
         streamed.load_state_dict(start)
@@ -150,7 +150,7 @@ def test_weights_and_state_are_current_after_every_step(options):
         own.drain()
         assert all(map(torch.equal, streamed.parameters(), plain.parameters()))
 
-    with streaming(model, adamw(model), **options) as (streamed, own):
+    with streaming(model, **options) as (streamed, own):
         checks = [
             lambda: assert_same_weights(streamed, plain), lambda: assert_same_state(own, usual), check_parameters
         ]  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_gradient_that_is_seen_is_complete(kind, options):
         pairs = zip(plain.named_parameters(), streamed.parameters(), strict=True)
         assert not [name for (name, p), q in pairs if not torch.equal(p.grad, q.grad)]
 
-    with streaming(model, adamw(model), **options) as (streamed, own):
+    with streaming(model, **options) as (streamed, own):
         for batches, clipped in ((FIRST[:1], False), (FIRST[1:3], False), (SECOND[:1], True)):
             assert all(p.grad is None for p in streamed.parameters())
             for batch in batches:
@@ -218,10 +218,10 @@ def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
     plain, _, expected = unbroken(qwen3)
     model = qwen3()
     kind, names, start = type(model), [set(vars(m)) for m in model.modules()], weights(model)
-    with streaming(model, adamw(model)) as (_, own):
+    with streaming(model) as (_, own):
         own.close()  # unused; and again at the end
     assert_same_weights(model, start)
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(model) as (streamed, own):
         assert streamed is model
         CLIPPED(streamed, own, FIRST)
         saved = copy.deepcopy(own.state_dict())

@@ -66,8 +66,7 @@ def test_weights_written_between_backward_and_step(dtype):
 
 def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
     """`zero_grad` right after `step` waits for no update, and makes no new buffer."""
-    model = blocks()
-    with streaming(model, adamw(model), choice=Choice(host_share=1.0)) as (streamed, own):
+    with streaming(blocks(), choice=Choice(host_share=1.0)) as (streamed, own):
         train(streamed, own, data(2))
         layer = own._engine.host[0]
         buffer, read = layer.grads, layer.grads[:4]
@@ -155,7 +154,7 @@ def test_what_graphs_would_capture_computes_the_same(rows):
     model, plain, calls = llama(), llama(), []
     if rows is not None:
         in_pieces(layers_of(plain), rows)
-    with streaming(model, adamw(model), micro_batch=rows) as (streamed, own):
+    with streaming(model, micro_batch=rows) as (streamed, own):
         passes = own._engine.passes
         passes._graphs = LayerGraphs(passes.stack, passes.for_graphs)
         passes._graphs.run = lambda index, place, call, *inputs: calls.append(place) or call(*inputs)
@@ -166,7 +165,7 @@ def test_what_graphs_would_capture_computes_the_same(rows):
 def test_a_hook_that_comes_later_sees_what_its_module_computes():
     """Also in the recomputation, which leaves out a layer's last product if nobody looks at it."""
     model, seen = llama(), []
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(model) as (streamed, own):
         train(streamed, own, data(1))
         layer = layers_of(model)[1]
         layer.mlp.down_proj.register_forward_hook(lambda module, given, out: seen.append(out.detach().clone()))
@@ -196,8 +195,7 @@ def test_calls_with_unknown_objects_are_not_captured():
 
 def test_layers_with_adapters_run_without_graphs():
     """A graph would read one layer's adapters for all."""
-    model = adapted(dropout=0.0)
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(adapted(dropout=0.0)) as (streamed, own):
         train(streamed, own, data(1))
         assert not own._engine.passes.for_graphs
 
@@ -209,7 +207,7 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
     monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
     for build in (llama, partial(adapted, base=llama)):
         model = build(torch.bfloat16)
-        with streaming(model, adamw(model), gpu_memory="1GiB", plan_for=planned_for) as (streamed, own):
+        with streaming(model, gpu_memory="1GiB", plan_for=planned_for) as (streamed, own):
             train(streamed, own, data(2))
     plain, with_adapters = (work.saved for work in seen)
     own = sum(m.lora_A["default"].in_features * 4 for m in adapters_of(model)[0].modules() if hasattr(m, "lora_A"))
@@ -220,5 +218,5 @@ def test_a_budget_for_adapters_under_a_patched_head():
     """It is planned within a call, in which a stand-in takes the output layer's place."""
     model = adapted(torch.bfloat16, base=llama)
     patch_head(model, workspace="16MiB")
-    with streaming(model, adamw(model), gpu_memory="1GiB") as (streamed, own):
+    with streaming(model, gpu_memory="1GiB") as (streamed, own):
         train(streamed, own, data(2))
