@@ -140,11 +140,11 @@ class Interrupt(TrainerCallback):
             raise InterruptedError
 
 
-def interrupted(found: Trainer, *where: Any) -> Trainer:
+def interrupted(found: Trainer, *where: Any, **given: Any) -> Trainer:
     callback = Interrupt(*where)
     found.add_callback(callback)
     with pytest.raises(InterruptedError):
-        found.train()
+        found.train(**given)
     found.remove_callback(callback)
     return found
 
@@ -202,11 +202,7 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text('{"epoch": ')
     (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
     resumed = trainer(StreamTrainer, tmp_path, dropping(), **SAVING)
-    before = Interrupt(4, "on_train_begin")
-    resumed.add_callback(before)
-    with pytest.raises(InterruptedError):
-        resumed.train(resume_from_checkpoint=True)
-    resumed.remove_callback(before)
+    interrupted(resumed, 4, "on_train_begin", resume_from_checkpoint=True)
     resumed.train(resume_from_checkpoint=True)
     assert_same(first, resumed)
     resumed.save_model(str(tmp_path / "saved"))
