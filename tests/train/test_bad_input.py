@@ -180,5 +180,5 @@ def test_models_that_cannot_be_trained():
     for name, param in own.named_parameters():
         param.requires_grad_("lm_head" in name or "layers" in name)
     refused(lambda: make_trainer(own, "slide", loss="mean_square"), "before ['lm_head.weight']", "no gradient")
-    scaled = GraniteForCausalLM(GraniteConfig(**SMALL, num_attention_heads=4, logits_scaling=8.0))
+    scaled = GraniteForCausalLM(GraniteConfig(**loop_cases.SMALL, num_attention_heads=4, logits_scaling=8.0))
     refused(lambda: make_trainer(scaled, "gpu"), "'granite' has logits_scaling=8.0", "allowed here: 1")
