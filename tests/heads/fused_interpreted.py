@@ -4,6 +4,7 @@ import os
 from functools import partial
 
 import pytest
+import test_heads_agree as every_head
 import torch
 import transformers
 from functorch.compile import make_boxed_func
@@ -14,7 +15,6 @@ from head_cases import (
     assert_close,
     assert_no_worse,
     least_of,
-    odd_problem,
     options,
     problem,
     refusal,
@@ -76,9 +76,13 @@ QUICK = ["one token", "a logit far above", "softcap 1e-40", "softcap 1000000.0"]
 
 @pytest.mark.parametrize("name", [*QUICK, *slowly([name for name in ODD if name not in QUICK])])
 def test_odd_operands_and_options(name):
-    p, kwargs, tolerance = odd_problem(name)
-    for reduction in ("mean", "none"):
-        agrees(p, tolerance, reduction=reduction, **kwargs)
+    every_head.test_odd_operands_and_options("fused", {}, name)
+
+
+@pytest.mark.parametrize("own", [{}, *slowly([{"accumulate": "float32"}])], ids=str)
+def test_what_holds_for_every_head(own):
+    every_head.test_certain_targets("fused", own, atol=3e-7)
+    every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
 
 
 @both_reductions
@@ -110,30 +114,6 @@ def test_numbers_that_are_none():
     p.target[:] = -100
     loss, *gradients = run(p)
     assert loss.isnan() and all((g == 0).all() for g in gradients)
-
-
-@slow
-def test_a_certain_target():
-    """p → 1: the loss is near 0, as in `torch.nn.functional.cross_entropy`, and the gradients are finite."""
-    p = single(20, 70, 16, bias=False, ignored=False)
-    p.e *= 300
-    p.target[:] = (p.e @ p.w.T).argmax(1)
-    loss, *gradients = run(p)
-    want = torch.nn.functional.cross_entropy((p.e @ p.w.T).double(), p.target)
-    assert want < 0.01 and (loss - want).abs() <= 1e-3  # logits are in the thousands
-    assert all(g.isfinite().all() for g in gradients)
-
-
-@both_reductions
-@pytest.mark.parametrize("own, bad", [({}, "nan"), *slowly([({"accumulate": "float32"}, "inf")])], ids=str)
-def test_what_an_ignored_token_holds_reaches_no_result(reduction, own, bad):
-    p = single(9, 50, 16)
-    kwargs = options("weighted smoothing", p) | {"reduction": reduction} | own
-    want = run(p, **kwargs)
-    p.e[p.target == -100] = float(bad)
-    got = run(p, **kwargs)
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-    assert all(g.isfinite().all() for g in got) and (got[1][p.target == -100] == 0).all()
 
 
 def test_statistics():

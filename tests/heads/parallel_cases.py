@@ -17,7 +17,6 @@ CHUNKED = {"head": "chunked", "chunks": 3}
 ROWS = {2: (100, 157), 3: (90, 7, 160)}  # of the weight on each rank: 257 classes in total
 FEW = {2: (36, 20), 3: (24, 4, 20)}  # for the interpreter; rows of these numbers of logits need no padding
 STATS = ("lse", "logprob", "correct")
-ALL = (True, True, True)
 GRADS = ((True, False, False), (False, True, False), (False, False, True), (False,) * 3)
 
 
@@ -83,20 +82,12 @@ def kernels(size: int) -> Cases:
     return {f"fused, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
 
-def agrees(
-    p: Problem, rows: tuple[int, ...], tolerance: float, *, bias: bool = True, grad: tuple[bool, ...] = ALL,
-    sequence_parallel: bool = False, **kwargs: Any,
-) -> None:  # fmt: skip
+def agrees(p: Problem, rows: tuple[int, ...], tolerance: float, **kwargs: Any) -> None:
     """Assert that loss, gradients and statistics agree with those of head `full` in float64 in one process."""
-    want = expected(p, rows, bias=bias, grad=grad, sequence_parallel=sequence_parallel, **kwargs)
-    got = on_shards(p, rows, bias=bias, grad=grad, sequence_parallel=sequence_parallel, **kwargs)
+    want, got = expected(p, rows, **kwargs), on_shards(p, rows, **kwargs)
     assert got.keys() == want.keys(), (got.keys(), want.keys())
-    for name in want:
-        try:
-            if want[name].numel():
-                assert_close([got[name]], [want[name]], tolerance)
-        except AssertionError as e:
-            raise AssertionError(f"{name}: {e}") from None
+    names = [name for name in want if want[name].numel()]
+    assert_close([got[name] for name in names], [want[name] for name in names], tolerance)
 
 
 def own_rows(rows: tuple[int, ...]) -> slice:
@@ -104,28 +95,22 @@ def own_rows(rows: tuple[int, ...]) -> slice:
     return slice(sum(rows[:rank]), sum(rows[: rank + 1]))
 
 
-def expected(
-    p: Problem, rows: tuple[int, ...], *, bias: bool = True, grad: tuple[bool, ...] = ALL,
-    sequence_parallel: bool = False, dtype: torch.dtype = torch.float64, **kwargs: Any,
-) -> dict[str, Tensor]:  # fmt: skip
+def expected(p: Problem, rows: tuple[int, ...], dtype: torch.dtype = torch.float64, **kwargs: Any) -> dict[str, Tensor]:
     """What this process should compute: the result of head `full` in `dtype` with the whole weight."""
-    of_heads = ("head", "chunks", "accumulate", "workspace", "group")
+    of_heads = ("head", "chunks", "accumulate", "workspace", "group", "sequence_parallel")
     rest = {k: v for k, v in kwargs.items() if k not in of_heads}
-    want = results(partial(in_one, head="full"), p.to(dtype), p.target, bias=bias, grad=grad, **rest)
+    want = results(partial(in_one, head="full"), p.to(dtype), p.target, **rest)
     part, rank = own_rows(rows), dist.get_rank()
     for name in {"linear_weight", "linear_bias"} & want.keys():
         want[name] = want[name][part]
-    if sequence_parallel:
+    if kwargs.get("sequence_parallel"):
         by_token = {"input", *STATS} | ({"loss"} if kwargs.get("reduction") == "none" else set())
         for name in by_token & want.keys():
             want[name] = want[name].chunk(len(rows))[rank]
     return want
 
 
-def on_shards(
-    p: Problem, rows: tuple[int, ...], *, bias: bool = True, grad: tuple[bool, ...] = ALL,
-    sequence_parallel: bool = False, **kwargs: Any,
-) -> dict[str, Tensor]:  # fmt: skip
+def on_shards(p: Problem, rows: tuple[int, ...], sequence_parallel: bool = False, **kwargs: Any) -> dict[str, Tensor]:
     """What this process computes from its rows of the weight."""
     part, rank, size = own_rows(rows), dist.get_rank(), len(rows)
     share = Problem(p.e, p.w[part], None if p.b is None else p.b[part], p.target)
@@ -135,12 +120,12 @@ def on_shards(
         if "token_weight" in kwargs:
             kwargs["token_weight"] = kwargs["token_weight"].chunk(size)[rank]
     call = partial(linear_cross_entropy, sequence_parallel=sequence_parallel)
-    return results(call, share, p.target, bias=bias, grad=grad, **kwargs)
+    return results(call, share, p.target, **kwargs)
 
 
 def results(
-    call: Callable[..., Any], p: Problem, every_target: Tensor, *, bias: bool = True, grad: tuple[bool, ...] = ALL,
-    **kwargs: Any,
+    call: Callable[..., Any], p: Problem, every_target: Tensor, *, bias: bool = True,
+    grad: tuple[bool, ...] = (True, True, True), **kwargs: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """What `call` returns and its gradients, by name; the upstream gradient is the same however tokens are sharded."""
     e, w = (t.detach().clone().requires_grad_(g) for t, g in zip((p.e, p.w), grad, strict=False))

@@ -10,7 +10,7 @@ import parallel_cases
 import torch
 import torch.distributed as dist
 from head_cases import Problem, assert_no_worse, least_of, problem
-from parallel_cases import ALL, CHUNKED, FEW, ROWS, Cases, agrees, expected, on_shards, own_rows, results
+from parallel_cases import CHUNKED, FEW, ROWS, Cases, agrees, expected, on_shards, own_rows, results
 from processes import next_port
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -58,7 +58,7 @@ def sixteen_bits(rows: tuple[int, ...], dtype: torch.dtype, tokens: int = 150, *
     p = problem(tokens, sum(rows), 64, dtype=dtype, bias=False)
     usual = results(partial(in_one, **own), p, p.target, bias=False)
     usual["linear_weight"] = usual["linear_weight"][own_rows(rows)]
-    exact = expected(p, rows, bias=False, grad=ALL, sequence_parallel=False)
+    exact = expected(p, rows, bias=False)
     got = on_shards(p, rows, bias=False, **own)
     bounds = {"input": 1.05, "linear_weight": 1.05}
     assert_no_worse(*([found[name] for name in bounds] for found in (got, usual, exact)), bounds)

@@ -1,49 +1,59 @@
-"""On a GPU: no host waits, 16-bit accuracy, and the memory and workspace that `chunked` promises."""
+"""On a GPU: 16-bit accuracy, the memory and workspace that heads promise, no host waits, graphs, torch.compile."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import test_heads_agree
 import test_heads_full
 import torch
-from head_cases import OPTION_SETS, REDUCTIONS, assert_no_worse, error_bounds, options, problem, run
+from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_no_worse, error_bounds, options, problem, run
 
+from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, parse_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-BOTH = [{}, {"by": "vocabulary"}]
+CHUNKED = [("chunked", {}), ("chunked", {"by": "vocabulary"})]
+plain_or_all = pytest.mark.parametrize("name", ["plain", "all"])
+by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
-@pytest.mark.parametrize("own", BOTH, ids=str)
-@pytest.mark.parametrize("name", ["plain", "all"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_host_never_waits(own, name, reduction):
-    """Not even in the target's range check."""
-    p = problem(300, 9000, 64, dtype=torch.bfloat16, device="cuda")
-    kwargs = options(name, p) | {"reduction": reduction}
-    upstream = torch.ones((300,) if reduction == "none" else (), device="cuda")
-    run("chunked", p, upstream, **kwargs, **own)  # the first call may wait while libraries load
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run("chunked", p, upstream, **kwargs, **own)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", BOTH, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTION_SETS)
-@pytest.mark.parametrize("dtype, rows", [(torch.bfloat16, 20011), (torch.float16, 20000)])
-def test_error_is_that_of_full(own, name, dtype, rows):
+@pytest.mark.parametrize(
+    "head, own, reduction",
+    [
+        *((*head, "mean") for head in CHUNKED),
+        *(("fused", own, reduction) for own in ({}, {"chunks": 4}) for reduction in ("mean", "none")),
+    ],
+    ids=str,
+)
+def test_error_is_at_most_that_of_full(head, own, reduction, name, dtype):
     """With 20011 classes, rows of logits need padding."""
-    p = problem(512, rows, 256, dtype=dtype, device="cuda")
-    kwargs = options(name, p)
-    one = torch.ones((), device="cuda")
+    fused = head == "fused"
+    shape = (1000, 20011, 264) if fused else (512, 20011 if dtype == torch.bfloat16 else 20000, 256)
+    p = problem(*shape, dtype=dtype, device="cuda")
+    kwargs = options(name, p) | {"reduction": reduction}
+    one = torch.ones(() if reduction == "mean" else (len(p.e),), device="cuda")
     exact = run("full", p.to(torch.float64), one.double(), **kwargs)
-    plain, got = (run(head, p, one, **kwargs, **extra) for head, extra in (("full", {}), ("chunked", own)))
-    assert_no_worse(got, plain, exact, error_bounds(name, own))
+    plain, got = (run(kind, p, one, **kwargs, **extra) for kind, extra in (("full", {}), (head, own)))
+    assert_no_worse(got, plain, exact, error_bounds("plain" if fused else name, own))
 
 
-@pytest.mark.parametrize("head, own", [("full", {}), *(("chunked", own) for own in BOTH)])
+@plain_or_all
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_kernels_for_any_gpu(name, reduction, monkeypatch):
+    """The kernels that run where the Hopper ones cannot."""
+    from t1lib.heads import fused_launch  # needs Triton
+
+    monkeypatch.setattr(fused_launch, "hopper", None)
+    test_error_is_at_most_that_of_full("fused", {"chunks": 4}, reduction, name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head, own", [("full", {}), *CHUNKED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_holds_on_a_cpu_holds_here(head, own, dtype):
     """On CUDA a scalar takes the other operand's dtype, and rows of logits are padded."""
@@ -52,13 +62,50 @@ def test_what_holds_on_a_cpu_holds_here(head, own, dtype):
     test_heads_full.test_has_second_derivatives(torch.float32, "cuda")
 
 
-@pytest.mark.parametrize("own", BOTH, ids=str)
-def test_float32_on_the_gpu(own):
-    """With float32 operands there is a single buffer: softmax and product overwrite what they read."""
-    p = problem(300, 9000, 64, dtype=torch.float32, device="cuda")
-    exact = run("full", p.to(torch.float64))
-    for g, x in zip(run("chunked", p, **own), exact, strict=True):
+@pytest.mark.parametrize("head, own", [*CHUNKED, ("fused", {})])
+@pytest.mark.parametrize("shape", [(1, 50257, 123), (300, 50257, 123), (130, 9000, 64)], ids=str)
+@by_reduction
+def test_float32_and_ragged_shapes(head, own, shape, reduction):
+    """With float32 operands, `chunked` has a single buffer: softmax and product overwrite what they read."""
+    p = problem(*shape, dtype=torch.float32, device="cuda")
+    exact = run("full", p.to(torch.float64), reduction=reduction)
+    for g, x in zip(run(head, p, reduction=reduction, **own), exact, strict=True):
         assert (g.double() - x).norm() <= 1e-5 * x.norm()
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_weight_gradient_is_as_exact_as_fulls_at_any_number_of_chunks(chunks):
+    """Targets are as frequent as in a text: the rows of dW of frequent ones grow with every chunk."""
+    p = problem(2048, 20011, 264, dtype=torch.bfloat16, bias=False, ignored=False, device="cuda")
+    p.target.copy_(torch.multinomial(1 / torch.arange(1.0, 20012), 2048, replacement=True))
+    one = torch.ones((), device="cuda")
+    exact = run("full", p.to(torch.float64), one.double())[2]
+    full, got = (run(head, p, one, **own)[2].double() for head, own in (("full", {}), ("fused", {"chunks": chunks})))
+    assert (got - exact).norm() <= 1.05 * (full - exact).norm()
+
+
+@pytest.mark.parametrize("softcap", [20.0, 50.0, 1e4, 1e8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_softcap_of_any_size(softcap, dtype):
+    p = problem(300, 9000, 64, dtype=dtype, bias=False, device="cuda")
+    one = torch.ones((), device="cuda")
+    exact = run("full", p.to(torch.float64), one.double(), softcap=softcap)
+    got = run("fused", p, one, softcap=softcap)
+    for g, x, bound in zip(got, exact, (3e-6, *2 * (3e-6 if dtype == torch.float32 else 6e-3,)), strict=True):
+        assert (g.double() - x).norm() <= bound * x.norm()
+
+
+def test_offsets_beyond_32_bits():
+    """Rows of a weight that lie 2²⁶ elements apart: those from the 32nd on are beyond 2³¹."""
+    p = problem(40, 70, 16, dtype=torch.bfloat16, bias=False, device="cuda")
+    wide = torch.empty(69 * 2**26 + 16, dtype=torch.bfloat16, device="cuda").as_strided((70, 16), (2**26, 1))
+    wide.copy_(p.w)
+    want = run("fused", p)
+    for got, x in zip(run("fused", Problem(p.e, wide, None, p.target)), want, strict=True):
+        assert torch.equal(got, x)
+
+
+# -- memory, waits, threads, devices -----------------------------------------------------------------------------------
 
 
 def workspace_of(p, call, upstream=1.0):
@@ -85,10 +132,131 @@ def test_workspace_is_a_seventh_of_full():
     assert chunked <= full / 7
 
 
-@pytest.mark.parametrize("own", BOTH, ids=str)
-@pytest.mark.parametrize("name", ["plain", "all"])
-@pytest.mark.parametrize("budget", ["16MiB", "64MiB"])
-def test_workspace_is_kept(own, name, budget):
-    p = problem(1024, 32000, 256, dtype=torch.bfloat16, device="cuda")
-    kwargs = {"head": "chunked", "workspace": budget, **options(name, p), **own}
+@pytest.mark.parametrize(
+    "head, own, tokens, budget",
+    [
+        *((*head, 1024, budget) for head in CHUNKED for budget in ("16MiB", "64MiB")),
+        *(("fused", {"reduction": r}, 2048, b) for r in ("mean", "none") for b in ("14MiB", "32MiB", "128MiB")),
+    ],
+    ids=str,
+)
+@plain_or_all
+def test_workspace_is_kept(head, own, tokens, budget, name):
+    p = problem(tokens, 32000, 256, dtype=torch.bfloat16, device="cuda")
+    kwargs = {"head": head, "workspace": budget, **options(name, p), **own}
     assert workspace_of(p, lambda e, w: linear_cross_entropy(e, w, p.target, **kwargs)) <= parse_bytes(budget)
+
+
+@pytest.mark.parametrize("head, own", [*CHUNKED, ("fused", {"chunks": 2})], ids=str)
+@plain_or_all
+@by_reduction
+def test_the_host_never_waits_and_fused_gives_the_same_bits(head, own, name, reduction):
+    """Not even in the target's range check; the first call may wait while libraries load."""
+    p = problem(700, 9000, 64, dtype=torch.bfloat16, device="cuda")
+    kwargs = options(name, p) | {"reduction": reduction} | own
+    upstream = torch.ones((700,) if reduction == "none" else (), device="cuda")
+    first = run(head, p, upstream, **kwargs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = run(head, p, upstream, **kwargs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert head != "fused" or all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_on_a_device_that_is_not_the_current_one(reduction):
+    p = problem(200, 3001, 64, dtype=torch.bfloat16, device="cuda:1")
+    up = torch.full(() if reduction == "mean" else (200,), 0.5, device="cuda:1")
+    with torch.cuda.device(1):
+        there = run("fused", p, up, reduction=reduction)
+    with torch.cuda.device(0):
+        here = run("fused", p, up, reduction=reduction)
+    assert all(map(torch.equal, here, there))
+
+
+def test_four_threads_at_once():
+    """Each with its own shape and stream."""
+    shapes = [(512, 8192, 256), (700, 8001, 200), (1536, 24576, 512), (2048, 32000, 1000)]
+    problems = [problem(*shape, dtype=torch.bfloat16, bias=False, device="cuda") for shape in shapes]
+    torch.cuda.synchronize()
+
+    def work(p):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = [run("fused", p) for _ in range(5)]
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        every = list(pool.map(work, problems))
+    for p, found in zip(problems, every, strict=True):
+        alone = run("fused", p)
+        assert all(torch.equal(a, b) for one in found for a, b in zip(one, alone, strict=True))
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def test_is_captured_in_a_graph():
+    p = problem(300, 9000, 64, dtype=torch.bfloat16, bias=False, device="cuda")
+    e, w = p.e.requires_grad_(), p.w.requires_grad_()
+
+    def step():
+        e.grad = w.grad = None
+        loss = linear_cross_entropy(e, w, p.target, head="fused")
+        loss.backward()
+        return loss.detach(), e.grad, w.grad
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        want = [t.clone() for t in step()]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def compiles(p, loss_of, *arguments):
+    """Assert that `loss_of(e, w, …)` has the same float32 value and the same gradients compiled as one graph."""
+    results = []
+    for f in (loss_of, torch.compile(loss_of, fullgraph=True)):
+        e, w = p.e.clone().requires_grad_(), p.w.clone().requires_grad_()
+        loss = f(e, w, *arguments)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (e, w))))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype and (a.float() - b.float()).norm() <= 1e-6 * a.float().norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_copies_under_autocast_are_within_the_budget(reduction, compiled):
+    """Of a float32 weight: 15.6 MiB. And the compiler makes no copies of the gradients, which have 31 MiB."""
+    p = problem(2048, 32000, 256, dtype=torch.float32, bias=False, device="cuda")
+
+    def losses_of(e, w, workspace="96MiB"):
+        with torch.autocast("cuda", torch.bfloat16):
+            return linear_cross_entropy(e, w, p.target, head="fused", reduction=reduction, workspace=workspace)
+
+    compiles(p, lambda e, w: losses_of(e * 1.0, w).sum())
+    f = torch.compile(losses_of, fullgraph=True) if compiled else losses_of
+    assert workspace_of(p, f, upstream=0.7) <= parse_bytes("96MiB")
+    with pytest.raises(T1Error, match="the least that works"):
+        losses_of(p.e.requires_grad_(), p.w.requires_grad_(), "16MiB")
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_unknown_numbers_of_tokens_compile():
+    p = problem(300, 9000, 64, dtype=torch.bfloat16, bias=False, device="cuda")
+
+    def loss_of(e, w, workspace):
+        mask = p.target != -100
+        return linear_cross_entropy((e * 1.0)[mask], w, p.target[mask], head="fused", workspace=workspace)
+
+    for workspace in (2**28, 2**28 + 4096, 2**28 + 8192):
+        compiles(p, loss_of, workspace)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from head_cases import REDUCTIONS, assert_no_worse, error_bounds, options, problem, refusal
-from parallel_cases import ALL, CHUNKED, agrees, expected, on_shards, own_rows
+from parallel_cases import CHUNKED, agrees, expected, on_shards, own_rows
 
 from t1lib.heads.parallel import linear_cross_entropy
 from t1lib.measure.ranks import measure_ranks
@@ -44,7 +44,7 @@ def compare_all(records: Records, device: torch.device, phase: str, tokens: int,
 
 def sixteen_bits(p: Any, rows: tuple[int, ...], own: dict[str, Any], kwargs: dict[str, Any]) -> None:
     """Errors are about those of head `full` in one process, but for a sum, in which they may happen to cancel."""
-    exact, usual = (expected(p, rows, bias=True, grad=ALL, dtype=d, **kwargs) for d in (torch.float64, p.e.dtype))
+    exact, usual = (expected(p, rows, dtype=d, **kwargs) for d in (torch.float64, p.e.dtype))
     got = on_shards(p, rows, **kwargs, **own)
     bounds = error_bounds("softcap" if "softcap" in kwargs and own["head"] == "chunked" else "plain", own)
     bounds["loss"] = bounds["loss"] if got["loss"].dim() else 1e6

@@ -65,9 +65,7 @@ def test_the_same_seed_gives_the_same_losses():
     assert losses(data_seed=1) != losses() != losses(seed=1, data_seed=0)
 
 
-def test_what_is_refused(tmp_path):
-    with pytest.raises(T1Error, match="batch 100000; the corpus has"):
-        LanguageSession(**SETTINGS | {"batch": 100_000})
+def test_a_model_that_is_no_folder_with_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(T1Error, match=r"neither a preset nor a folder with a tokenizer\.json"):
         LanguageSession(**SETTINGS | {"model": str(tmp_path)})
 

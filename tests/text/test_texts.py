@@ -65,12 +65,17 @@ def test_the_hash_is_of_names_and_texts_in_any_order():
         ("a.jsonl", b'{"title": "x"}', "record 0: no text; allowed: an object with a string in 'text' or 'content'"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1: not JSON"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl, record 0: the text is not Unicode"),
+        ("data-00000-of-00001.arrow", b"\xff", r"001.arrow: \.arrow is not read; allowed: UTF-8 text, or .*\.jsonl or"),
+        ("A.JSONL.GZ", b"\xff", r"A\.JSONL\.GZ: \.\w+ is not read; allowed: UTF-8 text, or"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, content, message):
+    """As a file, and by its folder, where what is no text is left out, but not what holds texts in another form."""
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(T1Error, match=message):
-        read_texts(tmp_path / name)
+    sources = [tmp_path / name] + [tmp_path] * (name != "a.bin")
+    for source in sources:
+        with pytest.raises(T1Error, match=message):
+            read_texts(source)
 
 
 def test_what_is_not_there_or_leaves_nothing_is_refused(tmp_path):
@@ -113,16 +118,6 @@ def test_folders_with_a_run_are_left_out(tmp_path):
     assert sorted(read_texts(tmp_path)) == ["a.txt", "run.json"]
     with pytest.raises(T1Error, match="one holds a run, whose files change; move them"):
         read_texts(run)
-
-
-@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "A.JSONL.GZ"])
-def test_a_dataset_of_a_kind_that_is_not_read_is_refused_by_name(tmp_path, name):
-    (tmp_path / "README.md").write_text("about the dataset")
-    (tmp_path / name).write_bytes(b"\xff\x00")
-    message = rf"{name}: \.\w+ is not read; allowed: UTF-8 text, or a dataset's \.jsonl or \.parquet shards"
-    for source in (tmp_path, tmp_path / name):
-        with pytest.raises(T1Error, match=message):
-            read_texts(source)
 
 
 def test_linked_folders_are_read_once_and_without_end(tmp_path):

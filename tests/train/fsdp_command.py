@@ -32,8 +32,8 @@ def commands(size: int, folder: Path) -> Cases:
     return {
         "the command trains as one process does": partial(trains, folder / "run"),
         "the command, an interrupt of one process": partial(interrupted, folder / "interrupted"),
-        "the command, other modes": partial(other_mode, folder),
-        "the command, too few rows": partial(too_few_rows, folder),
+        "the command, other modes": partial(one_message, folder, ["--mode", "ckpt"], ONE_PROCESS),
+        "the command, too few rows": partial(one_message, folder, ["--mode", "fsdp", "--batch", "1"], FEW_ROWS),
     }
 
 
@@ -93,16 +93,11 @@ def in_step(number: int, happens: Callable[[], None]) -> Callable:
     return step
 
 
-def other_mode(folder: Path) -> None:
-    message = "mode ckpt trains in one process, and there are 2; take --mode fsdp, or start one"
-    _one_message(folder, ["--mode", "ckpt"], message)
+ONE_PROCESS = "mode ckpt trains in one process, and there are 2; take --mode fsdp, or start one"
+FEW_ROWS = "--batch 1 for 2 processes; allowed: 2 rows or more"
 
 
-def too_few_rows(folder: Path) -> None:
-    _one_message(folder, ["--mode", "fsdp", "--batch", "1"], "--batch 1 for 2 processes; allowed: 2 rows or more")
-
-
-def _one_message(folder: Path, arguments: list[str], message: str) -> None:
+def one_message(folder: Path, arguments: list[str], message: str) -> None:
     """Only the first process to see the error reports it; a launcher would end the others if they still ran."""
     code, out, err = call(*SMALL, *arguments, "--out", str(folder / "refused"))
     told = [folder / f"{arguments[-1]}.{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]

@@ -1,4 +1,4 @@
-"""Optimizers, loops and comparisons of the tests of `stream`. The references are loops in plain PyTorch."""
+"""Comparisons of the tests of `stream`: a streamed model against a plain one, and what both leave behind."""
 
 import gc
 import signal
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_models import Block, Blocks, data
+from stream_loops import adamw, own_clip, train
+from stream_models import Blocks, blocks, data
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -19,108 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from t1lib.errors import T1Error
 from t1lib.train import stream
 
-MOST = 0.05  # norm to which gradients are clipped: less than all that occur here
-
-
-def adamw(model: nn.Module, **changes: Any) -> torch.optim.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, **({"lr": 1e-2, "weight_decay": 0.1} | changes))
-
-
-def sgd(model: nn.Module, **changes: Any) -> torch.optim.SGD:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trained, **({"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01} | changes))
-
-
-def grouped(model: nn.Module, make: Callable[..., Any] = torch.optim.AdamW) -> torch.optim.Optimizer:
-    """No decay for norms, another rate for the embedding and for each layer, other betas or momentum for one."""
-    groups: dict[tuple, list[nn.Parameter]] = {}
-    for name, param in model.named_parameters():
-        layer = [int(part) for part in name.split(".") if part.isdigit()]
-        rate = 0.003 if "embed" in name else 0.01 * 0.8 ** (layer[0] if layer else 0)
-        groups.setdefault((rate, 0.0 if "norm" in name else 0.1, layer == [1]), []).append(param)
-    own = {"betas": (0.8, 0.95)} if make is torch.optim.AdamW else {"momentum": 0.8}
-    each = [{"params": p, "lr": r, "weight_decay": d} | (own if o else {}) for (r, d, o), p in groups.items()]
-    return make(each, **({} if make is torch.optim.AdamW else {"momentum": 0.9}))
-
-
-def model_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).loss
-
-
-def own_clip(model: nn.Module, optimizer: Any) -> Tensor:
-    """By the optimizer, where it can; else the same by PyTorch's function."""
-    own = getattr(optimizer, "clip_grad_norm_", partial(clip_grad_norm_, list(model.parameters())))
-    return _binding(own(MOST))
-
-
-def torch_clip(model: nn.Module, optimizer: Any) -> Tensor:
-    return _binding(clip_grad_norm_(model.parameters(), MOST))
-
-
-def _binding(norm: Tensor) -> Tensor:
-    assert norm > MOST, "nothing was clipped"
-    return norm
-
-
-CLIPS = {None: None, "optimizer": own_clip, "torch": torch_clip}
-
-
-def train(
-    model: nn.Module,
-    optimizer: Any,
-    batches: list[dict[str, Tensor]] | None = None,
-    *,
-    clip: Callable[..., Tensor] | None = None,
-    schedule: Callable[..., Any] | None = None,
-    accumulate: int = 1,
-    loss: Callable[..., Tensor] = model_loss,
-    between: Callable[..., float] | None = None,
-    zero: bool = True,
-) -> list[float]:
-    """The loop of a user of plain PyTorch. Returns losses, norms and what `between` gives, as they come."""
-    events: list[float] = []
-    batches = data() if batches is None else batches
-    rates = schedule(optimizer) if schedule else None
-    for start in range(0, len(batches), accumulate):
-        for batch in batches[start : start + accumulate]:
-            value = loss(model, batch)
-            (value / accumulate).backward()
-            events.append(value.item())
-        if clip is not None:
-            events.append(clip(model, optimizer).item())
-        optimizer.step()
-        if rates is not None:
-            rates.step()
-        optimizer.zero_grad(set_to_none=zero)
-        if between is not None:
-            events.append(between(model))
-    return events
-
-
-def loop(**options: Any):
-    return partial(train, **options)
-
-
-def two_forwards(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A pair of rows against the other pair."""
-    first, second = ({key: value[at : at + 2] for key, value in batch.items()} for at in (0, 2))
-    return model_loss(model, first) + nn.functional.softplus(model_loss(model, second))
-
-
-def evaluated(model: nn.Module) -> float:
-    """Loss of another batch, without gradients, in evaluation mode, where dropout draws no numbers."""
-    model.eval()
-    with torch.no_grad():
-        device = str(next(model.parameters()).device)
-        found = sum(model_loss(model, batch).item() for batch in data(2, rows=3, device=device))
-    model.train()
-    return found
-
 
 @contextmanager
-def streaming(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A streamed model and its optimizer, closed in the end."""
+def streaming(model: nn.Module, optimizer: Any = None, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A streamed model and its optimizer (AdamW, if none is given), closed in the end."""
+    optimizer = adamw(model) if optimizer is None else optimizer
     if isinstance(model, Blocks):
         options = {"layers": model.blocks, **options}
     streamed, own = stream(model, optimizer, **options)
@@ -131,13 +35,10 @@ def streaming(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[tupl
 
 
 def compare(
-    build: Callable[[], nn.Module],
-    optimizer: Callable[..., Any] = adamw,
-    loop: Callable[..., list[float]] = train,
-    reference: Callable[[nn.Module], object] = lambda model: None,
-    usual: Callable[..., Any] | None = None,
+    build: Callable[[], nn.Module], optimizer: Callable[..., Any] = adamw, loop: Callable[..., list[float]] = train,
+    reference: Callable[[nn.Module], object] = lambda model: None, usual: Callable[..., Any] | None = None,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Assert that a streamed model trains as a plain one: the same bits of losses, weights, state and random numbers.
 
     `reference` may change the plain model, and `usual` make another optimizer for it, as far as `options` (of `stream`)
@@ -189,26 +90,28 @@ class Masters:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.param_groups = [self._widened(group) for group in optimizer.param_groups]
-        self.inner = type(optimizer)(self.param_groups)
+        self.inner = type(optimizer)([self._widened(group) for group in optimizer.param_groups])
+        self.param_groups = self.inner.param_groups
 
     def _widened(self, group: dict[str, Any]) -> dict[str, Any]:
         wide = [p.detach().float().requires_grad_() for p in group["params"]]
         self.pairs += zip(group["params"], wide, strict=True)
         return {**group, "params": wide}
 
-    def step(self) -> None:
+    def _take(self) -> None:
         for param, master in self.pairs:
-            if master.grad is None and param.grad is not None:
-                master.grad = param.grad.float()
+            master.grad = None if param.grad is None else param.grad.float()
+
+    def step(self) -> None:
+        if all(master.grad is None for _, master in self.pairs):  # not clipped
+            self._take()
         self.inner.step()
         for param, master in self.pairs:
             param.data.copy_(master.data)
             master.grad = None
 
     def clip_grad_norm_(self, most: float) -> Tensor:
-        for param, master in self.pairs:
-            master.grad = None if param.grad is None else param.grad.float()
+        self._take()
         total = clip_grad_norm_([master for _, master in self.pairs], most)
         for param, master in self.pairs:  # PyTorch clips 16-bit gradients in place
             master.grad = None if master.grad is None else master.grad.to(param.dtype).float()
@@ -227,60 +130,31 @@ class Masters:
         return found
 
 
-class _Pieces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, run: Callable, pieces: list[dict], rows: int, *params: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.run, ctx.pieces, ctx.rows, ctx.params, ctx.random, outputs = run, pieces, rows, params, [], []
-        for piece, arguments in zip(hidden.split(rows), pieces, strict=True):
-            ctx.random.append(torch.get_rng_state())
-            outputs.append(run(piece, **arguments))
-        return torch.cat(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        (hidden,) = ctx.saved_tensors
-        sums: list[Tensor] = []
-        back: list[Tensor] = []
-        for at, (piece, part) in enumerate(zip(hidden.split(ctx.rows), grad.split(ctx.rows), strict=True)):
-            piece = piece.detach().requires_grad_()
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                torch.set_rng_state(ctx.random[at])
-                out = ctx.run(piece, **ctx.pieces[at])
-            first, *grads = torch.autograd.grad(out, [piece, *ctx.params], part)
-            back.append(first)
-            sums = grads if at == 0 else [a + b for a, b in zip(sums, grads, strict=True)]
-        return (torch.cat(back), None, None, None, *sums)
-
-
-def in_pieces(layers: nn.ModuleList, rows: int) -> None:
-    """Make each layer run `rows` rows of the batch at a time; its gradients are summed in the order of the rows."""
+def in_pieces(layers: nn.ModuleList, rows: int | None = None) -> None:
+    """Make each layer run `rows` rows of the batch at a time (None: all), under PyTorch's own recomputation, which
+    replays the random numbers; gradients are summed in the order of the rows."""
     for layer in layers:
-        layer.forward = partial(_in_pieces, layer, layer.forward, rows)
+        layer.forward = partial(_in_pieces, layer.forward, rows)
 
 
-def _in_pieces(layer: nn.Module, run: Callable, rows: int, hidden: Tensor, mask: Any = None, **kwargs: Any) -> Tensor:
-    kwargs |= {"mask" if isinstance(layer, Block) else "attention_mask": mask} if mask is not None else {}
+def _in_pieces(run: Callable, rows: int | None, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     kwargs |= {"past_key_values": None} if "past_key_values" in kwargs else {}
     whole = len(hidden)
+    starts = list(range(0, whole, rows or whole))
 
-    def cut(value: Any, start: int) -> Any:
-        per_row = isinstance(value, Tensor) and value.dim() > 1 and len(value) == whole > 1
-        return value[start : start + rows] if per_row else value
+    def piece(start: int) -> Tensor:
+        def cut(value: Any) -> Any:
+            per_row = isinstance(value, Tensor) and value.dim() > 1 and len(value) == whole > 1
+            return value[start : start + (rows or whole)] if per_row else value
 
-    pieces = [{k: cut(v, start) for k, v in kwargs.items()} for start in range(0, whole, rows)]
-    return _Pieces.apply(hidden, run, pieces, rows, *[p for p in layer.parameters() if p.requires_grad])
+        given = {name: cut(value) for name, value in kwargs.items()}
+        return checkpoint(run, *map(cut, (hidden, *args)), use_reentrant=False, **given)
 
-
-def recomputed(layers: nn.ModuleList) -> None:
-    """Run each layer under PyTorch's own recomputation, which replays the random numbers."""
-    for layer in layers:
-        layer.forward = partial(_recomputed, layer.forward)
-
-
-def _recomputed(run: Callable, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    kwargs |= {"past_key_values": None} if "past_key_values" in kwargs else {}
-    return checkpoint(run, hidden, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+    # The backward begins with the piece that was computed last. Of two sums the order is all one, but not of what
+    # dropout draws, which these tests have with two pieces at most.
+    order = starts if len(starts) < 3 else starts[::-1]
+    outputs = {start: piece(start) for start in order}
+    return torch.cat([outputs[start] for start in starts])
 
 
 def refused(call: Callable[[], object], *parts: str) -> str:
@@ -308,6 +182,22 @@ def within(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def going_on(build: Callable[[], nn.Module] = blocks, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A streamed model after two steps, and its optimizer. After the body, four more steps are as in a plain run of six
+    in which the body did nothing."""
+    batches = data(6)
+    plain, model = build(), build()
+    usual = adamw(plain)
+    expected = train(plain, usual, batches, clip=own_clip)
+    with within(30), streaming(model, adamw(model), **options) as (streamed, own):
+        found = train(streamed, own, batches[:2], clip=own_clip)
+        yield streamed, own
+        assert found + train(streamed, own, batches[2:], clip=own_clip) == expected
+        assert_same_weights(streamed, plain)
+        assert_same_state(own, usual)
 
 
 def held_bytes() -> int:

@@ -6,27 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    adamw,
-    compare,
-    evaluated,
-    grouped,
-    in_pieces,
-    loop,
-    model_loss,
-    own_clip,
-    sgd,
-    streaming,
-    torch_clip,
-    train,
-    two_forwards,
-)
+from stream_cases import compare, in_pieces, streaming
+from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import MODELS, SHAPE, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from t1lib.errors import T1Error
 from t1lib.plan.cost import Choice
 
 PADDED = data(padded=True)
@@ -194,13 +180,10 @@ def test_a_schedule_made_before_streaming():
 
 
 def test_generation_with_micro_batches():
-    """In a run that trains with them; they may be set aside for it, or it is refused, but it is not wrong."""
+    """In a run that trains with them, they are set aside for it."""
     plain, model = qwen3(), qwen3()
-    with streaming(model, adamw(model), micro_batch=1) as (streamed, _):
-        try:
-            assert generated(streamed) == generated(plain)
-        except T1Error as error:
-            assert "micro_batch" in str(error)
+    with streaming(model, micro_batch=1) as (streamed, _):
+        assert generated(streamed) == generated(plain)
 
 
 def test_a_budget_for_a_model_that_scales_its_logits():
@@ -214,8 +197,7 @@ def test_a_budget_for_a_model_that_scales_its_logits():
 
 
 def test_a_first_forward_in_inference_mode():
-    model = llama()
-    with streaming(model, adamw(model), gpu_memory="1GiB") as (streamed, own):
+    with streaming(llama(), gpu_memory="1GiB") as (streamed, own):
         batch = data(1)[0]
         with torch.inference_mode():
             first = streamed(**batch).loss.item()

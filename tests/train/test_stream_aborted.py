@@ -1,5 +1,6 @@
 """What a step leaves behind that an error or an interrupt ends, and a streamed model that is dropped: nothing mixed."""
 
+import copy
 import gc
 import signal
 import sys
@@ -12,21 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    adamw,
-    assert_same_state,
-    assert_same_weights,
-    held_bytes,
-    model_loss,
-    own_clip,
-    streaming,
-    threads,
-    train,
-    wait_for,
-    weights,
-    within,
-)
+from stream_cases import assert_same_weights, going_on, held_bytes, streaming, threads, wait_for, weights
+from stream_loops import adamw, model_loss, own_clip, train
 from stream_models import blocks, data
+from test_stream_state import AT_ONCE, PLACES
 from torch import nn
 
 from t1lib.plan.cost import Choice
@@ -34,12 +24,6 @@ from t1lib.train import stream
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
-PLACES = [
-    pytest.param({}, id="streamed"),
-    pytest.param({"choice": Choice(resident=1, keep=1, host_share=0.5, grads="device")}, id="mixed"),
-    pytest.param({"choice": Choice(slots=3, inputs="host", outer="host", host_share=1.0)}, id="host"),
-]
-AT_ONCE = pytest.param({"update_in_backward": True}, id="at once")
 BATCHES = data(6)
 
 
@@ -59,27 +43,12 @@ class Broken(Exception):
 ERRORS = {"error": Broken, "interrupt": KeyboardInterrupt}
 
 
-@contextmanager
-def going_on(options: dict[str, Any]) -> Iterator[tuple[nn.Module, Any]]:
-    """A streamed model after two steps, and its optimizer. After the body, four more steps are as in a plain run of six
-    in which nothing was aborted."""
-    plain, model = blocks(), blocks()
-    usual = adamw(plain)
-    expected = train(plain, usual, BATCHES, clip=own_clip)
-    with within(30), streaming(model, adamw(model), **options) as (streamed, own):
-        found = train(streamed, own, BATCHES[:2], clip=own_clip)
-        yield streamed, own
-        assert found + train(streamed, own, BATCHES[2:], clip=own_clip) == expected
-        assert_same_weights(streamed, plain)
-        assert_same_state(own, usual)
-
-
 @pytest.mark.parametrize("layer, error", [(0, "interrupt"), (2, "error")])
 @pytest.mark.parametrize("call", [1, 2, 0], ids=["forward", "recompute", "backward"])
-@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("options", PLACES[:3])
 def test_an_error_in_a_layer(options, layer, call, error):
     """Weights and state are those before the step; the next steps are as if it had not been tried."""
-    with going_on(options) as (streamed, own):
+    with going_on(**options) as (streamed, own):
         before, fault = weights(streamed), streamed.blocks[layer].fault
         fault.arm(ERRORS[error]("broken"), call)
         try:
@@ -93,10 +62,10 @@ def test_an_error_in_a_layer(options, layer, call, error):
         own.zero_grad()
 
 
-@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("options", PLACES[:3])
 def test_steps_that_are_aborted_again_and_again(options):
     """No buffer is lost: neither in the forward nor in the backward, nor before the update, nor in her own loss."""
-    with going_on(options) as (streamed, own):
+    with going_on(**options) as (streamed, own):
         for _ in range(4):  # more often than there are buffers
             with pytest.raises(Broken):
                 broken(model_loss(streamed, BATCHES[2]))
@@ -109,14 +78,6 @@ def test_steps_that_are_aborted_again_and_again(options):
 
 def broken(loss: torch.Tensor) -> None:
     raise Broken(loss)
-
-
-def deep(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: deep(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [deep(each) for each in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
@@ -146,8 +107,7 @@ def one_step(model: nn.Module, optimizer: Any) -> None:
 
 
 def calls_of_a_step(options: dict[str, Any]) -> int:
-    model = blocks()
-    with streaming(model, adamw(model), **options) as (streamed, own):
+    with streaming(blocks(), **options) as (streamed, own):
         train(streamed, own, BATCHES[:2], clip=own_clip)
         with interrupted(0) as calls:
             one_step(streamed, own)
@@ -157,11 +117,11 @@ def calls_of_a_step(options: dict[str, Any]) -> int:
 def interrupt_at(at: int, options: dict[str, Any]) -> None:
     stepped = blocks()
     train(stepped, adamw(stepped), BATCHES[:3], clip=own_clip)
-    with going_on(options) as (streamed, own):
-        before, saved = weights(streamed), deep(own.state_dict())
+    with going_on(**options) as (streamed, own):
+        before, saved = weights(streamed), copy.deepcopy(own.state_dict())
         train(streamed, own, BATCHES[:1])  # so that an update is under way
         streamed.load_state_dict(before)
-        own.load_state_dict(deep(saved))
+        own.load_state_dict(copy.deepcopy(saved))
         try:
             with interrupted(at):
                 one_step(streamed, own)
@@ -172,7 +132,7 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
             )]  # fmt: skip
             assert any(same), "weights of two steps"
         streamed.load_state_dict(before)
-        own.load_state_dict(deep(saved))
+        own.load_state_dict(copy.deepcopy(saved))
         own.zero_grad()
 
 
@@ -180,7 +140,7 @@ MANY = pytest.param(100, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("times", [3, MANY])
-@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("options", PLACES[:3])
 def test_an_interrupt_at_any_call(options, times):
     """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
     count = calls_of_a_step(options)
@@ -205,7 +165,7 @@ def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
 
 
 @pytest.mark.parametrize("end", ["after a step", "in the middle", "broken", "closed"])
-@pytest.mark.parametrize("options", [*PLACES, AT_ONCE])
+@pytest.mark.parametrize("options", [*PLACES[:3], AT_ONCE])
 def test_what_is_dropped_is_gone(options, end):
     """Threads end, and host memory is given back, with and without `close()`."""
     leave({}, "closed")  # what is made once in a process
@@ -217,8 +177,7 @@ def test_what_is_dropped_is_gone(options, end):
 
 
 def test_many_steps_without_growth():
-    model = blocks(layers=2, hidden=16)
-    with streaming(model, adamw(model), choice=Choice(host_share=0.5)) as (streamed, own):
+    with streaming(blocks(layers=2, hidden=16), choice=Choice(host_share=0.5)) as (streamed, own):
         sizes = []
         for _ in range(3):
             for start in range(40):

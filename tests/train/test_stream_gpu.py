@@ -8,25 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    CLIPS,
-    Masters,
-    adamw,
-    evaluated,
-    grouped,
-    held_bytes,
-    in_pieces,
-    loop,
-    model_loss,
-    own_clip,
-    recomputed,
-    sgd,
-    streaming,
-    train,
-    two_forwards,
-    wait_for,
-    weights,
-)
+from stream_cases import Masters, held_bytes, in_pieces, streaming, wait_for, weights
+from stream_loops import CLIPS, adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -38,7 +21,8 @@ from t1lib.train import build_model, graphs, placing, stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
-BATCHES = data(device=DEVICE if torch.cuda.is_available() else "cpu")
+HERE = DEVICE if torch.cuda.is_available() else "cpu"
+BATCHES, PADDED, LONG = data(device=HERE), data(padded=True, device=HERE), data(20, device=HERE)
 GIB = 2**30
 OPTIMIZERS = {"adamw": partial(adamw, lr=1e-3), "sgd": sgd, "grouped": partial(grouped, make=torch.optim.SGD)}
 PLACES = {
@@ -78,12 +62,6 @@ def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rel:
     assert not {name: distance for name, distance in far.items() if distance > rel}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_any_decoder(kind, optimizer):
-    agrees(MODELS[kind], OPTIMIZERS[optimizer])
-
-
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("place", PLACES)
 def test_placements(place, clip):
@@ -92,37 +70,34 @@ def test_placements(place, clip):
     agrees(llama, OPTIMIZERS["grouped"], each, choice=PLACES[place])
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_updates_in_the_backward(place):
-    agrees(qwen3, choice=PLACES[place], update_in_backward=True)
+def pieces(rows: int | None, layers: Callable[..., Any] = layers_of) -> Callable[[nn.Module], object]:
+    return lambda model: in_pieces(layers(model), rows)
 
 
-def test_nothing_overlaps():
-    agrees(qwen3, each=loop(batches=BATCHES, clip=own_clip), overlap=False)
+CASES: dict[str, dict[str, Any]] = {
+    **{f"{kind}, {o}": {"build": MODELS[kind], "optimizer": OPTIMIZERS[o]} for kind in MODELS for o in OPTIMIZERS},
+    **{
+        f"{kind}, {rows} rows at a time": {
+            "build": MODELS[kind], "each": loop(batches=PADDED), "reference": pieces(rows), "micro_batch": rows,
+        }
+        for kind in MODELS for rows in (1, 3)
+    },
+    **{f"accumulated, clip {c}": {"each": loop(batches=LONG, accumulate=4, clip=CLIPS[c])} for c in CLIPS},
+    **{f"updated in the backward, {p}": {"choice": PLACES[p], "update_in_backward": True} for p in PLACES},
+    "nothing overlaps": {"each": loop(batches=BATCHES, clip=own_clip), "overlap": False},
+    # the GPU's own random numbers are replayed
+    "adapters, little dropout": {"build": partial(adapted, dropout=0.05), "reference": pieces(None, adapters_of)},
+    "adapters, much dropout": {"build": partial(adapted, dropout=0.5), "reference": pieces(None, adapters_of)},
+    "dropout": {
+        "build": partial(blocks, dropout=0.3), "reference": pieces(None),
+        "each": loop(batches=BATCHES, loss=two_forwards),
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-def test_accumulation(clip):
-    agrees(qwen3, each=loop(batches=data(20, device=DEVICE), accumulate=4, clip=CLIPS[clip]))
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", MODELS)
-def test_micro_batches(kind, rows):
-    each = loop(batches=data(padded=True, device=DEVICE))
-    agrees(MODELS[kind], sgd, each, lambda model: in_pieces(layers_of(model), rows), micro_batch=rows)
-
-
-@pytest.mark.parametrize("dropout", [0.05, 0.5])
-def test_adapters_with_dropout(dropout):
-    """The GPU's own random numbers are replayed."""
-    build = partial(adapted, dropout=dropout)
-    agrees(build, sgd, reference=lambda model: recomputed(adapters_of(model)))
-
-
-def test_dropout():
-    build = partial(blocks, dropout=0.3)
-    agrees(build, sgd, loop(batches=BATCHES, loss=two_forwards), lambda model: recomputed(layers_of(model)))
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_plain_pytorch(name):
+    agrees(**{"build": qwen3, **CASES[name]})
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -185,7 +160,7 @@ def test_moving_the_model_to_the_device_moves_no_layers():
     """As `transformers.Trainer` does: refused, or without effect on what is streamed."""
     model = build_model("tiny", num_hidden_layers=24, hidden_size=256, intermediate_size=1024)
     size = sum(p.nbytes for p in layers_of(model).parameters())
-    with streaming(model, adamw(model), device=DEVICE) as (streamed, own):
+    with streaming(model, device=DEVICE) as (streamed, own):
         first = train(streamed, own, BATCHES[:1])
         before = torch.cuda.memory_allocated()
         with suppress(T1Error):

@@ -1,45 +1,29 @@
 """Wherever weights, state and activations are, whatever is frozen or dropped out: the bits are plain PyTorch's."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    CLIPS,
-    Masters,
-    adamw,
-    assert_same_weights,
-    compare,
-    evaluated,
-    grouped,
-    in_pieces,
-    loop,
-    own_clip,
-    recomputed,
-    sgd,
-    streaming,
-    torch_clip,
-    train,
-    two_forwards,
-)
-from stream_models import MODELS, VOCABULARY, adapted, adapters_of, blocks, cross_entropy, data, layers_of, llama, qwen3
-from torch import Tensor, nn
+from stream_cases import Masters, compare, in_pieces, streaming
+from stream_loops import CLIPS, adamw, evaluated, grouped, loop, own_clip, sgd, torch_clip, train, two_forwards
+from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from t1lib.errors import T1Error
 from t1lib.plan.cost import HOST_GRADS, Choice
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 PLACE = ("device", "host")
 PLACES = [
-    dict(zip(("slots", "resident", "keep", "inputs", "outer", "grads"), (*values, PLACE[number % 2]), strict=True))
+    Choice(*values, grads=PLACE[number % 2])
     for number, values in enumerate(product((2, 3), (0, 1, 4), (0, 2, 4), PLACE, PLACE))
 ]
 SHARES = [0.0, 0.5, 1.0]
-FEW = [*PLACES[::11], PLACES[-1]]
 
 
 def everything(clip, count: int = 4):
@@ -48,18 +32,18 @@ def everything(clip, count: int = 4):
     return loop(batches=data(count, padded=True), clip=clip, schedule=rates, between=evaluated)
 
 
-@pytest.mark.parametrize("at", range(len(FEW)))
-def test_placement_changes_no_bits(at):
+@pytest.mark.parametrize("at, place", list(enumerate([*PLACES[::11], PLACES[-1]])))
+def test_placement_changes_no_bits(at, place):
     """However layers, activations, state and updates are spread: with clipping for every other one."""
-    choice = Choice(**FEW[at], host_share=SHARES[at % 3])
+    choice = replace(place, host_share=SHARES[at % 3])
     compare(qwen3, grouped, everything(own_clip if at % 2 else None), choice=choice)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place.values())))
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_all_placements_change_no_bits(place):
-    for share, kind, clip in product(SHARES, ("llama", "blocks"), (None, torch_clip)):
-        compare(MODELS[kind], grouped, everything(clip, 6), choice=Choice(**place, host_share=share))
+    for share, build, clip in product(SHARES, (llama, blocks), (None, torch_clip)):
+        compare(build, grouped, everything(clip, 6), choice=replace(place, host_share=share))
 
 
 @pytest.mark.parametrize("inputs", PLACE)
@@ -114,26 +98,19 @@ def test_state_in_the_parameters_own_dtype():
     compare(partial(qwen3, torch.bfloat16), adamw, loop(clip=torch_clip), master_weights=None)
 
 
-@pytest.mark.parametrize("layout", [{"master_weights": "split"}, {"moments": "bfloat16"}], ids=str)
-def test_smaller_state_is_close(layout):
-    """Split masters are rounded with ties away from zero, 16-bit moments with noise."""
-    model, plain = (qwen3(torch.bfloat16) for _ in range(2))
-    reference = Masters(grouped(plain))
-    expected = train(plain, reference, data(10))
-    with streaming(model, grouped(model), **layout) as (streamed, own):
-        assert train(streamed, own, data(10)) == pytest.approx(expected, rel=1e-2)
-        assert_close_masters(own, reference, 0.05)
-
-
-def test_clipping_with_masters():
-    """The norm is that of the gradients in float32; PyTorch's function would round it to 16 bits."""
+@pytest.mark.parametrize(
+    "layout, clip", [({"master_weights": "split"}, None), ({"moments": "bfloat16"}, None), ({}, "optimizer")], ids=str
+)
+def test_smaller_state_and_clipped_masters_are_close(layout, clip):
+    """Split masters are rounded with ties away from zero, 16-bit moments with noise. The norm is that of the gradients
+    in float32; PyTorch's function would round it to 16 bits."""
     model, plain = (llama(torch.bfloat16) for _ in range(2))
-    reference = Masters(adamw(plain))
-    expected = train(plain, reference, data(10), clip=own_clip)
-    with streaming(model, adamw(model)) as (streamed, own):
-        found = train(streamed, own, data(10), clip=own_clip)
-        assert found[:2] == pytest.approx(expected[:2], rel=1e-6)
-        assert found == pytest.approx(expected, rel=2e-2)
+    reference = Masters(grouped(plain))
+    expected = train(plain, reference, data(10), clip=CLIPS[clip])
+    with streaming(model, grouped(model), **layout) as (streamed, own):
+        found = train(streamed, own, data(10), clip=CLIPS[clip])
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-6 if clip else 1e-2)
+        assert found == pytest.approx(expected, rel=2e-2 if clip else 1e-2)
         assert_close_masters(own, reference, 0.05)
 
 
@@ -153,8 +130,7 @@ def test_placement_changes_no_bits_of_clipped_masters():
     for choice in (
         Choice(), Choice(resident=2, keep=1), Choice(outer="host"), Choice(host_share=0.5), Choice(grads="device")
     ):  # fmt: skip
-        model = llama(torch.bfloat16)
-        with streaming(model, adamw(model), choice=choice) as (streamed, own):
+        with streaming(llama(torch.bfloat16), choice=choice) as (streamed, own):
             losses.append(train(streamed, own, clip=own_clip))
     assert all(each == losses[0] for each in losses)
 
@@ -192,88 +168,63 @@ def test_a_tied_embedding_that_is_frozen():
     compare(without(FROZEN["embedding"], qwen3))
 
 
-class Partly(nn.Module):
-    """A layer with a parameter that its output does not depend on."""
-
-    def __init__(self, unused: bool) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8) if unused else nn.Identity()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.used(hidden).tanh()
-
-
-class Stack(nn.Module):
-    def __init__(self, unused: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 8)
-        self.body = nn.ModuleList(Partly(unused) for _ in range(3))
-        self.head = nn.Linear(8, VOCABULARY)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.body:
-            hidden = layer(hidden)
-        return cross_entropy(self.head(hidden), labels)
-
-
-def streamed_stack(optimizer: Any, each: Any = None, unused: bool = True, dtype: torch.dtype = torch.float32) -> None:
-    each, made = each or loop(loss=lambda model, batch: model(**batch)), []
-    for _ in range(2):
-        torch.manual_seed(6)
-        made.append(Stack(unused).to(dtype))
-    plain, model = made
-    expected = each(plain, optimizer(plain))
-    with streaming(model, optimizer(model), layers=model.body) as (streamed, own):
-        found = each(streamed, own)
-        if dtype == torch.float32:
-            assert found == expected
-            assert_same_weights(streamed, plain)
-        same = [name for name, _ in plain.named_parameters() if "unused" in name]
-        assert all(torch.equal(streamed.state_dict()[name], plain.state_dict()[name]) for name in same)
+def partly_used(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Layers with parameters that their outputs do not depend on."""
+    model = blocks(dtype)
+    for block in model.blocks:
+        block.unused = nn.Linear(8, 8, dtype=dtype)
+    return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_without_a_gradient_do_not_decay(dtype):
-    streamed_stack(partial(adamw, weight_decay=0.5), dtype=dtype)
+    make = partial(adamw, weight_decay=0.5)
+    masters = {"usual": lambda model: Masters(make(model))} if dtype == torch.bfloat16 else {}
+    compare(partial(partly_used, dtype), make, **masters)
 
 
 def test_what_the_optimizer_leaves_out_stays():
     def without_layer(model: nn.Module) -> torch.optim.Optimizer:
-        left = {"body.1.used.weight", "head.bias"}
+        left = {"blocks.1.up.weight", "head.bias"}
         params = [p for name, p in model.named_parameters() if name not in left and "unused" not in name]
         return torch.optim.AdamW(params, lr=0.01)
 
-    streamed_stack(without_layer)
+    compare(partly_used, without_layer)
 
 
-def changed(model: nn.Module, optimizer: Any, *, one_away: bool) -> list[float]:
-    """A loop that scales gradients in place, replaces one, and takes away those of a layer, or only one of them."""
-    losses = []
-    for batch in data(5):
-        value = model(**batch)
-        value.backward()
-        for layer in model.body:
-            layer.used.weight.grad.mul_(0.5)
-        model.body[0].used.bias.grad = torch.ones(8)
-        model.body[2].used.bias.grad += 1
-        for param in model.body[1].parameters():
-            if not one_away or param is model.body[1].used.bias:
-                param.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.item())
-    return losses
+AWAY: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: True,
+    "one": lambda name: name == "up.bias",
+    "all but one": lambda name: name != "up.bias",
+}
 
 
-def test_a_gradient_that_the_loop_changes_or_takes_away():
-    """The update takes what the loop left in `grad`. One that it takes away without the others of its layer may be
-    refused, but its parameter is not updated in silence."""
-    streamed_stack(adamw, partial(changed, one_away=False), unused=False)
-    try:
-        streamed_stack(adamw, partial(changed, one_away=True), unused=False)
-    except T1Error as error:
-        assert "grad" in str(error)
+@pytest.mark.parametrize("clip", [None, own_clip], ids=["", "clipped"])
+@pytest.mark.parametrize("away", AWAY)
+def test_a_gradient_that_the_loop_changes_or_takes_away(away, clip):
+    """The update and the norm take what the loop left in `grad`. It scales gradients in place, replaces one, adds to
+    one, and takes away those of a layer, at which it has not looked, or some of them, or sets the only one left."""
+
+    def changed(model: nn.Module, optimizer: Any) -> list[float]:
+        events = []
+        for batch in data(5):
+            loss = model(**batch).loss
+            loss.backward()
+            for layer in model.blocks[2:]:
+                layer.up.weight.grad.mul_(0.5)
+            model.blocks[0].up.bias.grad = torch.ones(64)
+            model.blocks[2].up.bias.grad += 1
+            for name, param in model.blocks[1].named_parameters():
+                if AWAY[away](name):
+                    param.grad = None
+            if away == "all but one":
+                model.blocks[1].up.bias.grad = torch.ones(64)
+            events += [loss.item()] if clip is None else [loss.item(), clip(model, optimizer).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return events
+
+    compare(blocks, loop=changed)
 
 
 # -- adapters and dropout ----------------------------------------------------------------------------------------------
@@ -282,7 +233,7 @@ def test_a_gradient_that_the_loop_changes_or_takes_away():
 @pytest.mark.parametrize("dropout, clip", [(0.0, None), (0.05, "optimizer"), (0.5, "torch")])
 def test_adapters(dropout, clip):
     """Dropout draws the same numbers again when a layer is recomputed."""
-    reference = lambda model: recomputed(adapters_of(model))  # noqa: E731
+    reference = lambda model: in_pieces(adapters_of(model))  # noqa: E731
     compare(partial(adapted, dropout=dropout), adamw, loop(clip=CLIPS[clip]), reference)
 
 
@@ -297,7 +248,7 @@ def test_other_adapters():
 def test_dropout(choice):
     """In the layers, and in the attention of a model of transformers."""
     build = partial(qwen3, attention_dropout=0.3) if choice == Choice() else partial(blocks, dropout=0.3)
-    compare(build, adamw, loop(loss=two_forwards), lambda model: recomputed(layers_of(model)), choice=choice)
+    compare(build, adamw, loop(loss=two_forwards), lambda model: in_pieces(layers_of(model)), choice=choice)
 
 
 def test_dropout_in_micro_batches():

@@ -7,21 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    adamw,
-    assert_same_weights,
-    model_loss,
-    own_clip,
-    refused,
-    sgd,
-    streaming,
-    threads,
-    torch_clip,
-    train,
-    wait_for,
-    weights,
-)
-from stream_models import VOCABULARY, Blocks, blocks, cross_entropy, data, llama, qwen3
+from stream_cases import assert_same_weights, going_on, refused, streaming, threads, wait_for, weights
+from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
+from stream_models import Blocks, blocks, data, llama, qwen3
 from torch import Tensor, nn
 
 from t1lib.plan.cost import Choice
@@ -73,18 +61,6 @@ def test_arguments(options, shown):
     model = blocks()
     options = {"gpu_memory": "1GiB", **options} if "plan_for" in options else options
     untouched(model, lambda: streamed_with(model, **options), shown)
-
-
-@pytest.mark.parametrize("options", [{"choice": Choice(resident=5)}, {"gpu_memory": 1000, "plan_for": (4, 7)}], ids=str)
-def test_a_refused_model_trains_on(options):
-    """Plain or streamed: a constructor that fails leaves nothing behind."""
-    plain, model, other = (blocks() for _ in range(3))
-    expected = train(plain, adamw(plain), BATCHES)
-    for each in (model, other):
-        refused(lambda each=each: streamed_with(each, **options))
-    with streaming(model, adamw(model)) as (streamed, own):
-        assert train(streamed, own, BATCHES) == expected
-    assert train(other, adamw(other), BATCHES) == expected
 
 
 WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or returns `layers`
@@ -139,68 +115,50 @@ def test_optimizers(name):
 @pytest.mark.parametrize("build", [blocks, qwen3], ids=["blocks", "qwen3"])
 def test_a_model_already_streamed(build):
     """The first streaming goes on."""
-    plain, model = build(), build()
-    expected = train(plain, adamw(plain), BATCHES)
-    with streaming(model, adamw(model)) as (streamed, own):
-        found = train(streamed, own, BATCHES[:2])
+    with going_on(build) as (streamed, own):
         refused(lambda: streamed_with(streamed))
         refused(lambda: streamed_with(streamed, own))
         refused(lambda: streamed_with(build(), own))  # which streams another model
-        assert found + train(streamed, own, BATCHES[2:]) == expected
-        assert_same_weights(streamed, plain)
 
 
-class Layer(nn.Module):
-    """Returns and takes what a layer may not, as `odd` says."""
-
-    def __init__(self, odd: str) -> None:
-        super().__init__()
-        self.linear, self.odd = nn.Linear(8, 8), odd
-
-    def forward(self, hidden: Tensor, other: Tensor | None = None) -> Any:
-        out = hidden + self.linear(hidden) + (0 if other is None else other)
-        kinds = {"tuple": (out,), "pair": (out, hidden), "none": None, "number": 1.0, "dict": {"out": out}}
-        return kinds.get(self.odd, out)
+RETURNED: dict[str, Callable[[Tensor], object]] = {
+    "tuple": lambda out: (out,),
+    "none": lambda out: None,
+    "number": lambda out: 1.0,
+    "dict": lambda out: {"out": out},
+}
 
 
-class Odd(nn.Module):
-    def __init__(self, odd: str) -> None:
-        super().__init__()
-        self.embed, self.bias = nn.Embedding(VOCABULARY, 8), nn.Parameter(torch.zeros(8))
-        self.body = nn.ModuleList(Layer(odd) for _ in range(3))
-        self.odd = odd
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.body:
-            given = {"gradient": self.bias, "row's gradient": hidden * 2}.get(self.odd)
-            hidden = layer(hidden) if given is None else layer(hidden, given)
-        return cross_entropy(hidden @ self.embed.weight.T, labels)
-
-
-@pytest.mark.parametrize("odd", ["tuple", "pair", "none", "number", "dict", "gradient", "row's gradient"])
+@pytest.mark.parametrize("odd", [*RETURNED, "a scale that needs a gradient"])
 def test_what_layers_return_and_take(odd):
     """It is seen at the first forward, which leaves the model as it was."""
-    model = Odd(odd)
-    start = weights(model)
-    with streaming(model, adamw(model), layers=model.body) as (streamed, own):
+    plain, model = blocks(), blocks()
+    expected, start, changes = train(plain, adamw(plain), BATCHES), weights(model), []
+
+    def returned(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> object:
+        out = forward(*args, **kwargs)
+        return changes[0](out) if changes else out
+
+    for block in model.blocks:
+        block.forward = partial(returned, block.forward)
+    with streaming(model) as (streamed, own):
+        if odd in RETURNED:
+            changes.append(RETURNED[odd])
+        else:
+            streamed.scale = torch.full((4, 1, 1, 1), 0.8, requires_grad=True)
         for _ in range(3):
-            refused(lambda: streamed(**BATCHES[0]).backward())
+            refused(lambda: model_loss(streamed, BATCHES[0]).backward(), "layer 0")
         assert_same_weights(streamed, start)
-        for layer in model.body:
-            layer.odd = ""
-        model.odd = ""
-        losses = [streamed(**batch) for batch in BATCHES]
-        losses[-1].backward()
-        own.step()
-    assert len({loss.item() for loss in losses}) == len(BATCHES)
+        changes.clear()
+        streamed.scale = 0.8
+        assert train(streamed, own, BATCHES) == expected
 
 
 def test_a_budget_that_is_too_small_for_the_first_batch():
     """The model stays, and can be closed. Announced, such a batch is refused at once."""
     model = qwen3(vocab_size=8000)  # whose embedding alone takes 1 MB
     start = weights(model)
-    with streaming(model, adamw(model), gpu_memory="1MiB") as (streamed, _):
+    with streaming(model, gpu_memory="1MiB") as (streamed, _):
         refused(lambda: model_loss(streamed, BATCHES[0]).backward())
         assert_same_weights(streamed, start)
     assert_same_weights(model, start)
@@ -237,15 +195,13 @@ def test_a_streamed_model_is_not_converted():
         streamed.half()
         model_loss(streamed, BATCHES[0]).backward()
 
-    model = llama()
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(llama()) as (streamed, own):
         train(streamed, own, BATCHES[:1])
         refused(convert)
 
 
 def test_norms_to_clip_to():
-    model = qwen3()
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(qwen3()) as (streamed, own):
         model_loss(streamed, BATCHES[0]).backward()
         for most in (-1.0, "1", True, None, float("nan")):
             refused(lambda most=most: own.clip_grad_norm_(most), repr(most))
@@ -262,22 +218,18 @@ SPOILT: dict[str, Callable[[dict], object]] = {
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_state_that_does_not_fit_changes_nothing(name):
-    plain, model, late = blocks(), blocks(), blocks()
-    expected = train(plain, adamw(plain), BATCHES)
-    with streaming(model, adamw(model)) as (streamed, own):
-        found = train(streamed, own, BATCHES[:2])
+    late = blocks()
+    with going_on() as (_, own):
         state = copy.deepcopy(own.state_dict())
         SPOILT[name](state)
         refused(lambda: own.load_state_dict(state))
-        assert found + train(streamed, own, BATCHES[2:]) == expected
-        assert_same_weights(streamed, plain)
     with streaming(late, adamw(late), gpu_memory="1GiB") as (_, own):  # planned for at the first batch only
         refused(lambda: own.load_state_dict(state))
 
 
 def test_a_closed_optimizer_steps_no_more():
     model = blocks()
-    with streaming(model, adamw(model)) as (_, own):
+    with streaming(model) as (_, own):
         train(model, own, BATCHES[:1])
         own.close()
         refused(own.step)

@@ -8,24 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import (
-    adamw,
-    assert_same_state,
-    assert_same_weights,
-    compare,
-    evaluated,
-    grouped,
-    loop,
-    model_loss,
-    own_clip,
-    sgd,
-    streaming,
-    train,
-    weights,
-)
+from stream_cases import assert_same_state, assert_same_weights, compare, streaming, weights
+from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train
 from stream_models import MODELS, blocks, data, llama, qwen3
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from t1lib.plan.cost import Choice
 
@@ -130,7 +116,7 @@ def test_the_state_of_a_fresh_optimizer_starts_anew(options):
     plain, model = qwen3(), qwen3()
     start = weights(plain)
     expected = CLIPPED(plain, adamw(plain), FIRST)
-    with streaming(model, adamw(model), **options) as (streamed, own):
+    with streaming(model, **options) as (streamed, own):
         empty = copy.deepcopy(own.state_dict())
         CLIPPED(streamed, own, SECOND)
         streamed.load_state_dict(start)
@@ -155,53 +141,55 @@ def test_state_that_the_optimizer_has_is_taken_over(optimizer, options):
 
 @pytest.mark.parametrize("options", [*PLACES, AT_ONCE])
 def test_weights_and_state_are_current_after_every_step(options):
-    """Whichever of the two is asked for first."""
-    plain, model = qwen3(), qwen3()
+    """Whichever is asked for first: the model, the optimizer, or, when updates have ended, the parameters themselves,
+    as by an average of the weights that her own loop keeps."""
+    plain, model = llama(), llama()
     usual = adamw(plain)
-    with streaming(model, adamw(model), **options) as (streamed, own):
-        checks = [lambda: assert_same_weights(streamed, plain), lambda: assert_same_state(own, usual)]
-        for batch in data(4):
+
+    def check_parameters() -> None:
+        own.drain()
+        assert all(map(torch.equal, streamed.parameters(), plain.parameters()))
+
+    with streaming(model, **options) as (streamed, own):
+        checks = [
+            lambda: assert_same_weights(streamed, plain), lambda: assert_same_state(own, usual), check_parameters
+        ]  # fmt: skip
+        for batch in data(6):
             train(plain, usual, [batch])
             train(streamed, own, [batch])
             for check in checks:
                 check()
-            checks.reverse()
-
-
-@pytest.mark.parametrize("options", PLACES)
-def test_weights_are_current_parameter_by_parameter(options):
-    """Without asking the model or the optimizer: an average of the weights that her own loop keeps."""
-
-    def averaged(model: nn.Module, optimizer: Any) -> list[float]:
-        mean = [p.detach().clone() for p in model.parameters()]
-        for batch in FIRST:
-            train(model, optimizer, [batch])
-            getattr(optimizer, "drain", lambda: None)()
-            for held, param in zip(mean, model.parameters(), strict=True):
-                held.lerp_(param.detach(), 0.1)
-        return [held.double().square().sum().item() for held in mean]
-
-    compare(llama, sgd, averaged, **options)
+            checks.append(checks.pop(0))
 
 
 @pytest.mark.parametrize("options", PLACES)
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_seen_is_complete(kind, options):
+    """After a backward, a second one that adds to it, and clipping, whenever one looks."""
     plain, model = MODELS[kind](), MODELS[kind]()
     usual = adamw(plain)
-    with streaming(model, adamw(model), **options) as (streamed, own):
-        assert all(p.grad is None for p in streamed.parameters())
-        for batches in (FIRST[:1], FIRST[1:3]):
+
+    def check() -> None:
+        pairs = zip(plain.named_parameters(), streamed.parameters(), strict=True)
+        assert not [name for (name, p), q in pairs if not torch.equal(p.grad, q.grad)]
+
+    with streaming(model, **options) as (streamed, own):
+        for batches, clipped in ((FIRST[:1], False), (FIRST[1:3], False), (SECOND[:1], True)):
+            assert all(p.grad is None for p in streamed.parameters())
             for batch in batches:
                 for one in (plain, streamed):
                     model_loss(one, batch).backward()
-                names = [name for name, _ in plain.named_parameters()]
-                pairs = zip(names, plain.parameters(), streamed.parameters(), strict=True)
-                assert not [name for name, p, q in pairs if not torch.equal(p.grad, q.grad)]
+                if not clipped:
+                    check()
+            for one, optimizer in ((plain, usual), (streamed, own)):
+                if clipped:
+                    own_clip(one, optimizer)
+            for _ in range(2):
+                check()
             for optimizer in (usual, own):
                 optimizer.step()
                 optimizer.zero_grad()
-            assert all(p.grad is None for p in streamed.parameters())
+        assert all(p.grad is None for p in streamed.parameters())
 
 
 WRITES = {
@@ -225,43 +213,23 @@ def test_weights_that_the_loop_writes_are_used(options, write):
     compare(blocks, adamw, changed, **options)
 
 
-def test_a_streamed_model_is_saved_by_transformers(tmp_path):
-    plain, model = llama(), llama()
-    with streaming(model, adamw(model)) as (streamed, own):
-        train(streamed, own, FIRST)
-        streamed.save_pretrained(tmp_path)
-    train(plain, adamw(plain), FIRST)
-    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path), plain)
-
-
-def test_a_copy_of_a_closed_model_trains():
+def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
     """After `close()` nothing is left of the streaming: not in the model, not in a copy of it."""
     plain, _, expected = unbroken(qwen3)
     model = qwen3()
     kind, names, start = type(model), [set(vars(m)) for m in model.modules()], weights(model)
-    with streaming(model, adamw(model)) as (_, own):
+    with streaming(model) as (_, own):
         own.close()  # unused; and again at the end
     assert_same_weights(model, start)
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(model) as (streamed, own):
         assert streamed is model
         CLIPPED(streamed, own, FIRST)
         saved = copy.deepcopy(own.state_dict())
     assert type(model) is kind
     assert [set(vars(m)) for m in model.modules()] == names
-    for one in (copy.deepcopy(model), model):
-        optimizer = adamw(one)
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        assert CLIPPED(one, optimizer, SECOND) == expected
-        assert_same_weights(one, plain)
-
-
-def test_a_closed_model_is_streamed_again():
-    plain, _, expected = unbroken(blocks)
-    model = blocks()
-    with streaming(model, adamw(model)) as (streamed, own):
-        CLIPPED(streamed, own, FIRST)
-        saved = copy.deepcopy(own.state_dict())
-    with streaming(model, adamw(model), choice=Choice(resident=1, keep=2, host_share=0.5)) as (streamed, own):
-        own.load_state_dict(saved)
-        assert CLIPPED(streamed, own, SECOND) == expected
-        assert_same_weights(streamed, plain)
+    mixed = {"choice": Choice(resident=1, keep=2, host_share=0.5)}
+    for one, place in ((copy.deepcopy(model), None), (copy.deepcopy(model), mixed), (model, None)):
+        with placed(place, one, adamw(one)) as (found, optimizer):
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            assert CLIPPED(found, optimizer, SECOND) == expected
+            assert_same_weights(found, plain)

@@ -4,32 +4,24 @@ import json
 import multiprocessing
 import random
 import signal
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stream_models import VOCABULARY, adapted, llama
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from t1lib.errors import T1Error
 from t1lib.heads.huggingface import patch_head
 from t1lib.train.huggingface import StreamTrainer
 
 STEPS = 8
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 61}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
-
-
-def make_model(dtype: torch.dtype = torch.float32, adapters: bool = False) -> nn.Module:
-    """A small model that draws random numbers in its forward, the same at each call."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
-    if not adapters:
-        return model
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["q_proj", "v_proj"]))
+dropping = partial(llama, attention_dropout=0.1)  # draws random numbers in its forward
+with_adapters = partial(adapted, dropout=0.3, base=dropping)
+in_16_bits = partial(dropping, torch.bfloat16)
 
 
 @cache
@@ -37,7 +29,7 @@ def rows() -> list[dict[str, Tensor]]:
     """40 rows of 9 tokens, some of which are padding: at 4 rows per step an epoch ends within a run."""
     generator = torch.Generator().manual_seed(1)
     found = []
-    for tokens in torch.randint(0, SHAPE["vocab_size"], (40, 9), generator=generator):
+    for tokens in torch.randint(VOCABULARY, (40, 9), generator=generator):
         length = int(torch.randint(4, 10, (), generator=generator))
         mask = (torch.arange(9) < length).long()
         found.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask > 0, -100)})
@@ -73,12 +65,13 @@ def assert_same(plain: Trainer, streamed: Trainer, norms: bool = True) -> None:
         assert torch.equal(weights[name], weight), name
 
 
-def train_both(folder: Path, stream: Any = None, parts: Any = None, prepare: Any = None, **given: Any) -> list[Trainer]:
+def train_both(
+    folder: Path, build: Any = dropping, stream: Any = None, parts: Any = None, prepare: Any = None, **given: Any
+) -> list[Trainer]:
     """A run with Trainer, and one with StreamTrainer. prepare: is called with each trainer before it trains"""
-    built = {key: given.pop(key) for key in ("dtype", "adapters") if key in given}
     found = []
     for kind in (Trainer, StreamTrainer):
-        model = make_model(**built)
+        model = build()
         found.append(trainer(kind, folder, model, stream, parts and parts(model), **given))
         if prepare:
             prepare(found[-1])
@@ -98,29 +91,21 @@ def own_optimizer(model: nn.Module) -> dict[str, Any]:
     return {"optimizers": (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))}
 
 
-def patch_before(model: nn.Module) -> None:
-    patch_head(model, head="full")
-
-
-def patch_after(found: Trainer) -> None:
-    patch_head(found.model, head="full")
-
-
 CASES: dict[str, dict[str, Any]] = {
     "default arguments": {},
     "accumulation": {"gradient_accumulation_steps": 2},
     "autocast": {"bf16": True},
     # norms are summed in float32, where Trainer sums in bfloat16
-    "weights in 16 bits": {"dtype": torch.bfloat16, "max_grad_norm": 0.0, "stream": {"master_weights": None}},
+    "weights in 16 bits": {"build": in_16_bits, "max_grad_norm": 0.0, "stream": {"master_weights": None}},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "cosine schedule with warmup": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
     "evaluation between steps": {"eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True},
     "updates in the backward": {"max_grad_norm": 0.0, "stream": {"update_in_backward": True}},
-    "adapters with dropout": {"adapters": True},
+    "adapters with dropout": {"build": with_adapters},
     "a loss of her own": {"parts": lambda model: {"compute_loss_func": own_loss}},
     "an optimizer of her own": {"parts": own_optimizer},
-    "another head, before": {"parts": patch_before},
-    "another head, after, autocast": {"prepare": patch_after, "bf16": True},
+    "another head, before": {"parts": lambda model: patch_head(model, head="full") and {}},
+    "another head, after, autocast": {"prepare": lambda found: patch_head(found.model, head="full"), "bf16": True},
     "evaluation first": {"prepare": lambda found: found.evaluate()},
     "a budget, accumulation": {"stream": {"gpu_memory": "1GiB"}, "gradient_accumulation_steps": 2},
     "the best checkpoint, loaded at the end": {
@@ -137,7 +122,7 @@ def slow_unless(names: Any, fast: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize("name", slow_unless(CASES, FAST))
 def test_same_bits_as_trainer(name, tmp_path):
-    assert_same(*train_both(tmp_path, **CASES[name]), norms="dtype" not in CASES[name])
+    assert_same(*train_both(tmp_path, **CASES[name]), norms=name != "weights in 16 bits")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -155,11 +140,11 @@ class Interrupt(TrainerCallback):
             raise InterruptedError
 
 
-def interrupted(found: Trainer, *where: Any) -> Trainer:
+def interrupted(found: Trainer, *where: Any, **given: Any) -> Trainer:
     callback = Interrupt(*where)
     found.add_callback(callback)
     with pytest.raises(InterruptedError):
-        found.train()
+        found.train(**given)
     found.remove_callback(callback)
     return found
 
@@ -167,20 +152,20 @@ def interrupted(found: Trainer, *where: Any) -> Trainer:
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 RESUMED: dict[str, dict[str, Any]] = {
     "float32": {},
-    "adapters": {"adapters": True},
+    "adapters": {"build": with_adapters},
     "a budget, accumulation": {"stream": {"gpu_memory": "1GiB"}, "gradient_accumulation_steps": 2},
-    "split masters": {"dtype": torch.bfloat16, "stream": {"master_weights": "split", "moments": "bfloat16"}},
+    "split masters": {"build": in_16_bits, "stream": {"master_weights": "split", "moments": "bfloat16"}},
 }
 
 
 @pytest.mark.parametrize("name", slow_unless(RESUMED, ["split masters"]))
 def test_resumed_run_is_the_unbroken_one(name, tmp_path):
-    given = dict(RESUMED[name])
-    built = {key: given.pop(key) for key in ("dtype", "adapters") if key in given}
-    unbroken = trainer(StreamTrainer, tmp_path / "whole", make_model(**built), **given)
+    given = {"build": dropping, **RESUMED[name]}
+    build = given.pop("build")
+    unbroken = trainer(StreamTrainer, tmp_path / "whole", build(), **given)
     unbroken.train()
-    interrupted(trainer(StreamTrainer, tmp_path, make_model(**built), **given, **SAVING), 5)
-    resumed = trainer(StreamTrainer, tmp_path, make_model(**built), **given, **SAVING)
+    interrupted(trainer(StreamTrainer, tmp_path, build(), **given, **SAVING), 5)
+    resumed = trainer(StreamTrainer, tmp_path, build(), **given, **SAVING)
     resumed.train(resume_from_checkpoint=True)
     assert_same(unbroken, resumed)
 
@@ -189,9 +174,9 @@ def test_resumed_run_is_the_unbroken_one(name, tmp_path):
 @pytest.mark.parametrize("event", ["on_substep_end", "on_step_end", "on_pre_optimizer_step"])
 def test_the_same_trainer_goes_on_after_an_exception(event, tmp_path):
     given = {"gradient_accumulation_steps": 2}
-    unbroken = trainer(Trainer, tmp_path / "whole", make_model(), **given)
+    unbroken = trainer(Trainer, tmp_path / "whole", dropping(), **given)
     unbroken.train()
-    streamed = interrupted(trainer(StreamTrainer, tmp_path, make_model(), **given, **SAVING), 5, event)
+    streamed = interrupted(trainer(StreamTrainer, tmp_path, dropping(), **given, **SAVING), 5, event)
     streamed.train(resume_from_checkpoint=True)
     assert_same(unbroken, streamed)
 
@@ -199,29 +184,25 @@ def test_the_same_trainer_goes_on_after_an_exception(event, tmp_path):
 @pytest.mark.slow
 def test_checkpoints_are_trainers(tmp_path):
     """A run begun by Trainer goes on here, and the other way round."""
-    whole = trainer(Trainer, tmp_path / "whole", make_model())
+    whole = trainer(Trainer, tmp_path / "whole", dropping())
     whole.train()
     for first, then in ((Trainer, StreamTrainer), (StreamTrainer, Trainer)):
         folder = tmp_path / first.__name__
-        interrupted(trainer(first, folder, make_model(), **SAVING), 5)
-        resumed = trainer(then, folder, make_model(), **SAVING)
+        interrupted(trainer(first, folder, dropping(), **SAVING), 5)
+        resumed = trainer(then, folder, dropping(), **SAVING)
         resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
         assert_same(whole, resumed)
 
 
 def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
-    first = trainer(StreamTrainer, tmp_path, make_model(), **SAVING)
+    first = trainer(StreamTrainer, tmp_path, dropping(), **SAVING)
     with pytest.raises(T1Error, match="no complete checkpoint"):
         first.train(resume_from_checkpoint=True)
     first.train()
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text('{"epoch": ')
     (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
-    resumed = trainer(StreamTrainer, tmp_path, make_model(), **SAVING)
-    before = Interrupt(4, "on_train_begin")
-    resumed.add_callback(before)
-    with pytest.raises(InterruptedError):
-        resumed.train(resume_from_checkpoint=True)
-    resumed.remove_callback(before)
+    resumed = trainer(StreamTrainer, tmp_path, dropping(), **SAVING)
+    interrupted(resumed, 4, "on_train_begin", resume_from_checkpoint=True)
     resumed.train(resume_from_checkpoint=True)
     assert_same(first, resumed)
     resumed.save_model(str(tmp_path / "saved"))
@@ -238,7 +219,7 @@ KILLED = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
 def train_on(folder: Path, done: Path) -> None:
     """In a process of its own: begin, or go on from the last checkpoint, to the end."""
     torch.set_num_threads(1)
-    found = trainer(StreamTrainer, folder, make_model(), save_strategy="steps", **KILLED)
+    found = trainer(StreamTrainer, folder, dropping(), save_strategy="steps", **KILLED)
     try:
         found.train(resume_from_checkpoint=True)
     except T1Error:  # there is none yet
@@ -249,7 +230,7 @@ def train_on(folder: Path, done: Path) -> None:
 @pytest.mark.slow
 def test_killed_at_any_time(tmp_path):
     """20 processes are killed, each at a random time, and the next one goes on: the same losses, to all digits."""
-    whole = trainer(StreamTrainer, tmp_path / "whole", make_model(), **KILLED)
+    whole = trainer(StreamTrainer, tmp_path / "whole", dropping(), **KILLED)
     whole.train()
     context, draw, runs = multiprocessing.get_context("forkserver"), random.Random(0), 0
     context.set_forkserver_preload([__name__])
@@ -284,7 +265,7 @@ def test_trains_again_and_close_gives_an_ordinary_model(tmp_path):
 
 
 def test_nothing_but_stream_moves_model_and_state(tmp_path, monkeypatch):
-    moved, model = [], make_model()
+    moved, model = [], dropping()
     monkeypatch.setattr(LlamaForCausalLM, "to", lambda self, *_: moved.append("model") or self)
     monkeypatch.setattr("accelerate.optimizer.move_to_device", lambda state, _: moved.append("state") or state)
     found = trainer(StreamTrainer, tmp_path, model)
@@ -311,7 +292,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, tmp_path):
-    model = make_model()
+    model = dropping()
     with pytest.raises(T1Error, match=name) as raised:
         trainer(StreamTrainer, tmp_path, model, **REFUSED[name]).train()
     assert len(str(raised.value)) < 300
@@ -320,11 +301,11 @@ def test_refused(name, tmp_path):
 
 
 def test_refused_models(tmp_path):
-    found = trainer(StreamTrainer, tmp_path, model := make_model())
+    found = trainer(StreamTrainer, tmp_path, model := dropping())
     found.train()
     with pytest.raises(T1Error, match="streamed already"):
         trainer(StreamTrainer, tmp_path, model)
-    other = make_model()
+    other = dropping()
     other.gradient_checkpointing_enable()
     with pytest.raises(T1Error, match="checkpointing"):
         trainer(StreamTrainer, tmp_path, other)
@@ -332,4 +313,4 @@ def test_refused_models(tmp_path):
         given = arguments(tmp_path)
         setattr(given, name, value)  # not earlier, as TrainingArguments asks for what is not here
         with pytest.raises(T1Error, match=name):
-            StreamTrainer(make_model(), given)
+            StreamTrainer(dropping(), given)

@@ -3,14 +3,13 @@
 import gc
 import weakref
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from stream_cases import adamw, compare, in_pieces, loop, own_clip, refused, sgd, streaming, train, weights
-from stream_models import VOCABULARY, Blocks, adapted, adapters_of, blocks, cross_entropy, data, layers_of, llama, qwen3
-from torch import Tensor, nn
+from stream_cases import compare, in_pieces, refused, streaming, weights
+from stream_loops import adamw, loop, own_clip, sgd, train
+from stream_models import VOCABULARY, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
+from torch import nn
 
 from t1lib.heads import patch_head
 from t1lib.plan.cost import Choice
@@ -22,48 +21,14 @@ FEW = data(4)
 OUTSIDE = Choice(outer="host")
 
 
-@pytest.mark.parametrize("dropped", [slice(0, 1), slice(1, None)], ids=["one", "all but one"])
-def test_a_dropped_gradient_counts_in_no_norm(dropped):
-    """The loop drops gradients of the second layer, which it has not looked at, or sets the only one left."""
-
-    def run(model: nn.Module, optimizer: Any) -> list[float]:
-        events = []
-        for batch in FEW:
-            loss = model(**batch).loss
-            loss.backward()
-            params = list(layers_of(model)[1].parameters())
-            for param in params[dropped]:
-                param.grad = None
-            if dropped.start:
-                params[0].grad = torch.ones_like(params[0])
-            events += [loss.item(), own_clip(model, optimizer).item()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return events
-
-    compare(qwen3, loop=run)
-
-
-class Projected(Blocks):
-    """A narrow embedding, whose gradient is made of the projections' weights, after the backward of all layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 16)
-        self.inner = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        hidden = self.inner(self.embed(input_ids))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return SimpleNamespace(loss=cross_entropy(self.head(self.norm(hidden)), labels))
-
-
 @pytest.mark.parametrize("options", [{}, {"update_in_backward": True}], ids=["", "at once"])
 def test_matrices_before_the_layers_are_there_for_their_backward(options):
+    """The gradient of a narrow embedding is made of the projections' weights, after the backward of all layers."""
+
     def projected() -> nn.Module:
-        torch.manual_seed(5)
-        return Projected()
+        model = blocks()
+        model.embed = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
+        return model
 
     compare(projected, loop=loop(batches=FEW), choice=OUTSIDE, **options)
     compare(projected, sgd, loop(batches=FEW, accumulate=1 if options else 2), choice=OUTSIDE, **options)
@@ -101,8 +66,7 @@ def test_weights_written_between_backward_and_step(dtype):
 
 def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
     """`zero_grad` right after `step` waits for no update, and makes no new buffer."""
-    model = blocks()
-    with streaming(model, adamw(model), choice=Choice(host_share=1.0)) as (streamed, own):
+    with streaming(blocks(), choice=Choice(host_share=1.0)) as (streamed, own):
         train(streamed, own, data(2))
         layer = own._engine.host[0]
         buffer, read = layer.grads, layer.grads[:4]
@@ -190,7 +154,7 @@ def test_what_graphs_would_capture_computes_the_same(rows):
     model, plain, calls = llama(), llama(), []
     if rows is not None:
         in_pieces(layers_of(plain), rows)
-    with streaming(model, adamw(model), micro_batch=rows) as (streamed, own):
+    with streaming(model, micro_batch=rows) as (streamed, own):
         passes = own._engine.passes
         passes._graphs = LayerGraphs(passes.stack, passes.for_graphs)
         passes._graphs.run = lambda index, place, call, *inputs: calls.append(place) or call(*inputs)
@@ -201,7 +165,7 @@ def test_what_graphs_would_capture_computes_the_same(rows):
 def test_a_hook_that_comes_later_sees_what_its_module_computes():
     """Also in the recomputation, which leaves out a layer's last product if nobody looks at it."""
     model, seen = llama(), []
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(model) as (streamed, own):
         train(streamed, own, data(1))
         layer = layers_of(model)[1]
         layer.mlp.down_proj.register_forward_hook(lambda module, given, out: seen.append(out.detach().clone()))
@@ -231,8 +195,7 @@ def test_calls_with_unknown_objects_are_not_captured():
 
 def test_layers_with_adapters_run_without_graphs():
     """A graph would read one layer's adapters for all."""
-    model = adapted(dropout=0.0)
-    with streaming(model, adamw(model)) as (streamed, own):
+    with streaming(adapted(dropout=0.0)) as (streamed, own):
         train(streamed, own, data(1))
         assert not own._engine.passes.for_graphs
 
@@ -244,7 +207,7 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
     monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
     for build in (llama, partial(adapted, base=llama)):
         model = build(torch.bfloat16)
-        with streaming(model, adamw(model), gpu_memory="1GiB", plan_for=planned_for) as (streamed, own):
+        with streaming(model, gpu_memory="1GiB", plan_for=planned_for) as (streamed, own):
             train(streamed, own, data(2))
     plain, with_adapters = (work.saved for work in seen)
     own = sum(m.lora_A["default"].in_features * 4 for m in adapters_of(model)[0].modules() if hasattr(m, "lora_A"))
@@ -255,16 +218,5 @@ def test_a_budget_for_adapters_under_a_patched_head():
     """It is planned within a call, in which a stand-in takes the output layer's place."""
     model = adapted(torch.bfloat16, base=llama)
     patch_head(model, workspace="16MiB")
-    with streaming(model, adamw(model), gpu_memory="1GiB") as (streamed, own):
+    with streaming(model, gpu_memory="1GiB") as (streamed, own):
         train(streamed, own, data(2))
-
-
-def test_a_clipped_gradient_is_the_same_whenever_one_looks():
-    plain, model = llama(), llama()
-    with streaming(model, sgd(model)) as (streamed, own):
-        for each, optimizer in ((plain, sgd(plain)), (streamed, own)):
-            each(**FEW[0]).loss.backward()
-            own_clip(each, optimizer)
-        for _ in range(2):
-            for param, wanted in zip(streamed.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(param.grad, wanted.grad)

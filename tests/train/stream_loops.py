@@ -1,0 +1,101 @@
+"""Optimizers and loops of the tests of `stream`, as a user of plain PyTorch writes them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from stream_models import data
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+MOST = 0.05  # norm to which gradients are clipped: less than all that occur here
+
+
+def adamw(model: nn.Module, **changes: Any) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, **({"lr": 1e-2, "weight_decay": 0.1} | changes))
+
+
+def sgd(model: nn.Module, **changes: Any) -> torch.optim.SGD:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, **({"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01} | changes))
+
+
+def grouped(model: nn.Module, make: Callable[..., Any] = torch.optim.AdamW) -> torch.optim.Optimizer:
+    """No decay for norms, another rate for the embedding and for each layer, other betas or momentum for one."""
+    groups: dict[tuple, list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        layer = [int(part) for part in name.split(".") if part.isdigit()]
+        rate = 0.003 if "embed" in name else 0.01 * 0.8 ** (layer[0] if layer else 0)
+        groups.setdefault((rate, 0.0 if "norm" in name else 0.1, layer == [1]), []).append(param)
+    own = {"betas": (0.8, 0.95)} if make is torch.optim.AdamW else {"momentum": 0.8}
+    each = [{"params": p, "lr": r, "weight_decay": d} | (own if o else {}) for (r, d, o), p in groups.items()]
+    return make(each, **({} if make is torch.optim.AdamW else {"momentum": 0.9}))
+
+
+def model_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss
+
+
+def own_clip(model: nn.Module, optimizer: Any) -> Tensor:
+    """By the optimizer, where it can; else the same by PyTorch's function."""
+    own = getattr(optimizer, "clip_grad_norm_", partial(clip_grad_norm_, list(model.parameters())))
+    return _binding(own(MOST))
+
+
+def torch_clip(model: nn.Module, optimizer: Any) -> Tensor:
+    return _binding(clip_grad_norm_(model.parameters(), MOST))
+
+
+def _binding(norm: Tensor) -> Tensor:
+    assert norm > MOST, "nothing was clipped"
+    return norm
+
+
+CLIPS = {None: None, "optimizer": own_clip, "torch": torch_clip}
+
+
+def train(
+    model: nn.Module, optimizer: Any, batches: list[dict[str, Tensor]] | None = None, *,
+    clip: Callable[..., Tensor] | None = None, schedule: Callable[..., Any] | None = None, accumulate: int = 1,
+    loss: Callable[..., Tensor] = model_loss, between: Callable[..., float] | None = None, zero: bool = True,
+) -> list[float]:  # fmt: skip
+    """The loop of a user of plain PyTorch. Returns losses, norms and what `between` gives, as they come."""
+    events: list[float] = []
+    batches = data() if batches is None else batches
+    rates = schedule(optimizer) if schedule else None
+    for start in range(0, len(batches), accumulate):
+        for batch in batches[start : start + accumulate]:
+            value = loss(model, batch)
+            (value / accumulate).backward()
+            events.append(value.item())
+        if clip is not None:
+            events.append(clip(model, optimizer).item())
+        optimizer.step()
+        if rates is not None:
+            rates.step()
+        optimizer.zero_grad(set_to_none=zero)
+        if between is not None:
+            events.append(between(model))
+    return events
+
+
+def loop(**options: Any):
+    return partial(train, **options)
+
+
+def two_forwards(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A pair of rows against the other pair."""
+    first, second = ({key: value[at : at + 2] for key, value in batch.items()} for at in (0, 2))
+    return model_loss(model, first) + nn.functional.softplus(model_loss(model, second))
+
+
+def evaluated(model: nn.Module) -> float:
+    """Loss of another batch, without gradients, in evaluation mode, where dropout draws no numbers."""
+    model.eval()
+    with torch.no_grad():
+        device = str(next(model.parameters()).device)
+        found = sum(model_loss(model, batch).item() for batch in data(2, rows=3, device=device))
+    model.train()
+    return found
