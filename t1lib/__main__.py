@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")
     listing.set_defaults(command=_later("list", "t1lib.commands"))
 
-    report = commands.add_parser("report", help="redraw everything from the samples and build the reports")
+    report = commands.add_parser("report", help="redraw from the samples what has changed, and build the reports")
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
     report.set_defaults(command=_later("report", "t1lib.commands"))

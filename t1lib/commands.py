@@ -41,7 +41,8 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Redraw all that is finished, write the claims into docs/results.md, and build the PDFs; returns 0."""
+    """Redraw what is finished, unless nothing has changed since its run; write the claims into docs/results.md, and
+    build the PDFs; returns 0."""
     os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
     from t1lib.kit.redraw import redraw
 
@@ -51,7 +52,8 @@ def report_command(arguments: argparse.Namespace) -> int:
     finished = [name for name in params.experiments() if manifest.read(folder / name)]
     require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")
     for experiment in finished:
-        print(f"{experiment} [{profile}] redrew {len(redraw(profile, experiment))} files")
+        drawn = _state(experiment, profile).startswith("done") and not manifest.damage(folder / experiment)
+        print(f"{experiment} [{profile}]", "is drawn" if drawn else f"redrew {len(redraw(profile, experiment))} files")
     claims.write_page()
     if arguments.no_pdf:
         return 0

@@ -218,6 +218,23 @@ def test_redraw_needs_only_the_samples(checkout):
         redraw("smoke", "demo")
 
 
+def test_report_redraws_what_has_changed(checkout, monkeypatch, capsys):
+    add(checkout)
+    folder = checkout.outputs("demo")
+    finished(folder)
+    monkeypatch.setattr("t1lib.claims.write_page", lambda: None)
+    figure = folder / "figures" / "wall.pdf"
+
+    def report():
+        assert main(["report", "--profile", "smoke", "--no-pdf"]) == 0
+        return capsys.readouterr().out
+
+    assert "demo [smoke] is drawn" in report()
+    redraw("smoke", "demo")
+    figure.write_bytes(b"")
+    assert "demo [smoke] redrew" in report() and figure.stat().st_size > 0
+
+
 def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout):
     add(checkout)
     with pytest.raises(T1Error, match="holds no finished run"):
