@@ -90,7 +90,9 @@ def test_a_rank_that_sleeps_ends_all_with_where_they_are(run):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("how", "message"), [("exits", "rank 1 of 2: the process ended"), ("sleeps", r"\Arank (0, )?1 of 2 took")])
+@pytest.mark.parametrize(
+    ("how", "message"), [("exits", "rank 1 of 2: the process ended"), ("sleeps", r"\Arank (0, )?1 of 2 took")]
+)
 def test_a_rank_that_dies_on_a_gpu_ends_all(run, how, message):
     with pytest.raises(VariantFailed, match=message):
         run(rank_tasks.fail, how=how, device="cuda", limit=40.0)
