@@ -33,7 +33,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(N, D) hidden states, (V, D) weight, (N) targets → mean loss."""
 
 
-def _need(module: str, cuda: bool = True) -> Any:
+def need(module: str, cuda: bool = True) -> Any:
     """Import an optional package; `cuda` says whether it runs only on a GPU."""
     if cuda and not torch.cuda.is_available():
         raise UnavailableError(f"{module} needs a CUDA device")
@@ -55,7 +55,7 @@ def _compiled() -> Loss:
 
 
 def _cce(exact: bool) -> Loss:
-    module = _need("cut_cross_entropy")
+    module = need("cut_cross_entropy")
     if not exact:
         return partial(module.linear_cross_entropy, impl="cce")
     known = {name.lower() for name in module.LinearCrossEntropyImpl.__members__}
@@ -64,17 +64,17 @@ def _cce(exact: bool) -> Loss:
 
 
 def _liger() -> Loss:
-    function = _need("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
+    function = need("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
     return lambda e, w, y: function.apply(e, w, y)[0]
 
 
 def _liger_sm90() -> Loss:
-    module = _need("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    module = need("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
     return module.LigerFusedLinearCrossEntropySM90Function.apply
 
 
 def _quack(rows: int) -> Loss:
-    module = _need("quack.linear_cross_entropy")
+    module = need("quack.linear_cross_entropy")
 
     @cache
     def head(vocabulary: int, hidden: int) -> torch.nn.Module:
@@ -85,7 +85,7 @@ def _quack(rows: int) -> Loss:
 
 
 def _trl() -> Loss:
-    function = _need("trl.kernels.chunked_logprob", cuda=False).ChunkedLogProbFunction
+    function = need("trl.kernels.chunked_logprob", cuda=False).ChunkedLogProbFunction
     # bias; temperature, columns of a tile, softcap, scale of the logits, further outputs
     return lambda e, w, y: -function.apply(e, w, None, y, 1.0, 32768, None, 1.0, ())[0].mean()
 

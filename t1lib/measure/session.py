@@ -13,6 +13,7 @@ from t1lib.errors import choose
 from t1lib.heads import HEADS
 from t1lib.measure.floors import measure_copy, measure_link, measure_product
 from t1lib.measure.memory import AllocatorTimeline, HostPeak, mapped_bytes, pinned_bytes, storage_bytes
+from t1lib.measure.trainstream import TrainStreamTrainer
 from t1lib.memory import GIB, grow_segments
 from t1lib.models import build_model, split
 from t1lib.optimizers import OptimizerSpec
@@ -40,6 +41,7 @@ class TrainSession:
     """Trains a model on repeated batches of random tokens.
 
     model           a preset or checkpoint, as for `build_model`; `changes` modify a preset's configuration
+    mode            one of `MODES`, or "trainstream"
     optimizer       fields of `OptimizerSpec`
     batches         number of different batches, used in turn
     train           what to train: "all" parameters, or those of the "layers"
@@ -55,7 +57,7 @@ class TrainSession:
         grow_segments()
         self.device, self.seed, self._count = torch.device(device), seed, batches
         self._host_setup = HostPeak()
-        where = "cpu" if mode in ("slide", "fsdp") else device
+        where = "cpu" if mode in ("slide", "fsdp", "trainstream") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **(changes or {}))
         layers, spec = split(built).layers, OptimizerSpec(**optimizer)
         if choose("train", train, ("all", "layers")) == "layers":
@@ -63,7 +65,8 @@ class TrainSession:
             layers.requires_grad_(True)
         if compile_layers:
             wrap.compile_layers(layers)
-        self.trainer = make_trainer(built, mode, device=device, optimizer=spec, **options)
+        make = TrainStreamTrainer if mode == "trainstream" else make_trainer
+        self.trainer = make(built, mode, device=device, optimizer=spec, **options)
         self.set_point(batch, seq)
 
     def set_point(

@@ -1,0 +1,39 @@
+"""TrainStream (PyPI: trainstream) as a mode of `TrainSession`: the peer that streams weights, too."""
+
+import torch
+from torch import Tensor
+
+from t1lib.measure.peers import need
+from t1lib.timing import PhaseTimer
+from t1lib.train.batch import Piece
+from t1lib.train.loop import Trainer
+from t1lib.train.resident import make_optimizer
+from t1lib.train.wrap import wrap_layers
+
+
+class TrainStreamTrainer(Trainer):
+    """As its README has it: float32 weights under bfloat16's autocast, AdamW on the CPU while the backward goes on.
+    All layers' weights are on the host, its own chunked loss is used, and the rest is left to its defaults."""
+
+    def _place(self) -> None:
+        trainstream = need("trainstream")
+        self._loss = trainstream.chunked_cross_entropy
+        wrap_layers(self.parts.layers, lambda: self.trace, recompute=False)
+        plain = make_optimizer(self.spec, self.model.float().parameters(), fused=False)
+        options = {"device": self.device, "offload": True, "param_offload": True, "max_grad_norm": self.max_grad_norm}
+        self.model, self.optimizer = trainstream.wrap(self.model, plain, **options)
+
+    def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            hidden = self._hidden(piece.ids)
+            timer.mark("forward")
+            return self._loss(hidden, self.parts.head.weight, piece.targets)
+
+    def _norm(self) -> Tensor:
+        return torch.zeros(())  # the gradients are on the host by now; the optimizer clips them
+
+    def _update(self) -> None:
+        self.optimizer.step()
+
+    def drain(self) -> None:
+        self.optimizer.synchronize()
