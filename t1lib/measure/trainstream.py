@@ -13,7 +13,8 @@ from t1lib.train.wrap import wrap_layers
 
 class TrainStreamTrainer(Trainer):
     """As its README has it: float32 weights under bfloat16's autocast, AdamW on the CPU while the backward goes on.
-    All layers' weights are on the host, its own chunked loss is used, and the rest is left to its defaults."""
+    All layers' weights are on the host, its own chunked loss is used, and the rest is left to its defaults. Whole
+    batches only: without `micro_batch`."""
 
     def _place(self) -> None:
         trainstream = need("trainstream")
