@@ -122,7 +122,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
     add("--report-every", type=int, default=10, help="steps; 0: never (default: 10)")
     usual = vars(parser.parse_args([]))
-    command = _later("train", "t1lib.text.command")
+    command = _later("train", "t1lib.text.run")
     parser.set_defaults(**dict.fromkeys(usual), command=command, defaults=usual)  # None: not given
 
 
