@@ -90,7 +90,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
     add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
-    parser.set_defaults(command=_later("plan", "t1lib.plan.command"))
+    parser.set_defaults(command=_later("plan", "t1lib.plan.predict"))
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
