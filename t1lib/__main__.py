@@ -90,7 +90,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
     add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
-    parser.set_defaults(command=_later("plan", "t1lib.plan.command"))
+    parser.set_defaults(command=_later("plan", "t1lib.plan.predict"))
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +122,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
     add("--report-every", type=int, default=10, help="steps; 0: never (default: 10)")
     usual = vars(parser.parse_args([]))
-    command = _later("train", "t1lib.text.command")
+    command = _later("train", "t1lib.text.run")
     parser.set_defaults(**dict.fromkeys(usual), command=command, defaults=usual)  # None: not given
 
 

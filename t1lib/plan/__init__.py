@@ -5,8 +5,7 @@
     cost      memory of a `Work` under a `Choice` of what lies where              `device_bytes`, `reserved_bytes`
     duration  and the time of a step                                              `step_ms`
     choose    the fastest `Choice` within a budget, for `t1lib.train.stream`      `choose_plan`
-    predict   every mode with every head, and what would fit instead              `Setting`, `predict`
-    command   `python -m t1lib plan`
+    predict   every mode with every head, and what would fit; `python -m t1lib plan`
 
 Nothing is trained and no weights are created. `t1lib.train` asks this package; it never imports `t1lib.train`.
 """

@@ -1,27 +1,32 @@
-"""Predicted memory and time of a step, for every mode and head; and similar settings that would fit."""
+"""Memory and time of a step for every mode and head, and what would fit instead; the command `python -m t1lib plan`."""
 
+import argparse
+import os
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import inf
 from typing import Any
 
 import torch
 
-from t1lib.errors import T1Error, require
-from t1lib.heads import HEADS
+from t1lib.errors import T1Error, choose, require
+from t1lib.files import write_json
+from t1lib.heads import HEADS, parse_bytes
 from t1lib.memory import GIB, in_words
-from t1lib.models import MORE, PRESETS, shape_only
+from t1lib.models import MORE, PRESETS, parse_changes, shape_only
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice, choice_of, device_bytes, host_bytes, reserved_bytes
 from t1lib.plan.duration import fsdp_ms, step_ms
-from t1lib.plan.rates import Machine
+from t1lib.plan.rates import Machine, device_name, machine_file, measure_machine, this_machine
 from t1lib.plan.work import MODES, Work, in_mode, work_of
 
 ALIKE = 1.1  # predicted times within this ratio count as equal: they are no better than that
 PROCESS = int(1.5 * GIB)  # host memory that Python, torch and CUDA take
+_ROW = "{:<6} {:<8} {:>10} {:>10} {:>10} {:>10} {:>10}  {}"  # of the command's table
 AT_A_TIME = 2**27  # tokens, more than any device holds; beyond that, the search for head `fused`'s plan takes long
 
 
@@ -152,3 +157,76 @@ def _near(setting: Setting) -> Iterator[tuple[str, Setting]]:
     family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
     for smaller in reversed(family[: family.index(setting.model)] if setting.model in family else []):
         yield f"--model {smaller}", replace(setting, model=smaller)
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Run the command; returns 0, or raises `T1Error` after printing the table if nothing fits."""
+    if arguments.calibrate:
+        found = measure_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        write_json(machine_file(), asdict(found))
+        print(f"{found.name}: link {found.link / 1e9:.1f} GB/s each way; updates on the host {found.update / 1e9:.0f} "
+              f"GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in {machine_file()} (without it, plans take an "
+              "H200's rates)")  # fmt: skip
+        if arguments.model is None:
+            return 0
+    require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
+    if arguments.vram is None:
+        require(torch.cuda.is_available(), "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
+    vram = parse_bytes(arguments.vram) if arguments.vram is not None else torch.cuda.mem_get_info()[0]
+    host = parse_bytes(arguments.host) if arguments.host is not None else None
+    for name, size in (("vram", vram), ("host", host)):
+        require(size is None or size >= 2**20, f"--{name} {getattr(arguments, name)} is less than 1MiB; such as 16GiB")
+    machine, setting = this_machine(), _setting(arguments)
+    predictions = predict(setting, vram, host, machine)
+    own = device_name() in (machine.name, f"NVIDIA {machine.name}")
+    whose = "this machine's rates" if own else "an H200's rates, not this machine's (--calibrate)"
+    print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens per step, {arguments.optimizer}; "
+          f"{in_words(vram)} of GPU memory; times by {whose}\n")  # fmt: skip
+    step = "step" if own else "H200 step"
+    print(_ROW.format("mode", "head", "allocated", "reserved", "host", step, "tokens/s", "").rstrip())
+    for p in predictions:
+        sizes = map(in_words, (p.allocated, p.reserved, p.host))
+        times = f"{_digits(p.ms / 1e3)} s", _digits(setting.rows * setting.seq / p.ms * 1e3)
+        values = [*sizes, *times] if p.ms < inf else ["-"] * 5
+        print(_ROW.format(p.mode, p.head, *values, p.why or "fits"))
+    try:
+        best = recommended(predictions)
+    except T1Error as error:
+        near = would_fit(setting, vram, host, machine)
+        told = (f"{c} ({in_words(p.reserved)}, host {in_words(p.host)})" for c, p in near.items())
+        raise T1Error(f"{error}\nwould fit: {', '.join(told) or 'nothing near it, either'}") from None
+    choice = ", ".join(f"{name} {value}" for name, value in asdict(best.choice).items()) if best.choice else ""
+    print(f"\nrecommended: mode {best.mode}, head {best.head}{f' ({choice})' if choice else ''}")
+    print(f"  {_command(arguments, best, vram)}")
+    return 0
+
+
+def _digits(value: float) -> str:
+    """Format with three significant digits, or with all digits before the decimal point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _setting(given: argparse.Namespace) -> Setting:
+    choose("dtype", given.dtype, ("bfloat16", "float32"))
+    require(0 <= given.max_grad_norm < inf, f"--max-grad-norm {given.max_grad_norm}; allowed: 0 or more")
+    state = {"moments": given.moments, "split_master": given.split_master, "master_weights": given.dtype != "float32"}
+    return Setting(
+        given.model, given.batch, given.seq, given.micro_batch, given.dtype, OptimizerSpec(given.optimizer, **state),
+        parse_bytes(given.workspace), together=given.max_grad_norm > 0, changes=parse_changes(given.change),
+    )  # fmt: skip
+
+
+def _command(arguments: argparse.Namespace, best: Prediction, vram: int) -> str:
+    """The training command for the recommendation `best`, quoted for a shell; mode slide within `vram` bytes."""
+    if arguments.model not in PRESETS and not os.path.isdir(arguments.model):
+        return "(train takes presets and checkpoint folders only, no names of the hub)"
+    given = {"model": arguments.model, "mode": best.mode, "head": best.head}
+    given |= {name: getattr(arguments, name) for name in ("seq", "batch", "micro_batch", "optimizer", "dtype")}
+    given |= {"moments": arguments.moments, "max_grad_norm": f"{arguments.max_grad_norm:g}"}
+    given |= {"workspace": arguments.workspace} if best.head == "fused" else {}
+    given |= {"gpu_memory": arguments.vram or f"{vram // 2**20}MiB"} if best.mode == "slide" else {}
+    parts = [part for name, value in given.items() if value for part in (f"--{name.replace('_', '-')}", str(value))]
+    parts += ["--split-master"] * arguments.split_master
+    parts += [part for change in arguments.change for part in ("--change", *change)]
+    about = "\n  (predicted with the preset's vocabulary; train makes one from its text, --vocabulary entries)"
+    return shlex.join(["python", "-m", "t1lib", "train", *parts]) + about * (arguments.model in PRESETS)

@@ -1,10 +1,7 @@
 """A corpus for small language models: texts, byte-level BPE, rows of tokens, and batches of them.
 
-    corpus = load_corpus(vocabulary=65536, seq=512)      # the running Python's own standard library: no download
-    batch = corpus.batch(step, size=16, seed=0)    # {"input_ids": (16, 512)}
-
-The 11.5 MB of Python 3.12 support about 79,000 tokens, because an identifier counts as one word, together with the
-character before it.
+The 11.5 MB of Python 3.12's library support about 79,000 tokens, because an identifier counts as one word, together
+with the character before it.
 """
 
 import os
@@ -49,10 +46,7 @@ class Corpus:
 
     def batch(self, step: int, size: int, seed: int) -> dict[str, Tensor]:
         """The batch of step `step`, counted from 0: `size` rows, in an order drawn from `seed` anew for each epoch.
-
-        It depends on the arguments alone, so that a run can resume at any step. Rows beyond the last whole batch of an
-        epoch are left out. Raises `T1Error` for more rows than there are.
-        """
+        Rows beyond the last whole batch of an epoch are left out. Raises `T1Error` for more rows than there are."""
         rows, seq = self.train.shape
         require(1 <= size <= rows, f"batch {size}; the corpus has {rows} rows of {seq} tokens to train on")
         epoch, place = divmod(step, rows // size)
@@ -61,7 +55,7 @@ class Corpus:
 
 @lru_cache(maxsize=2)
 def _order(rows: int, seed: int) -> Tensor:
-    """The order of rows in an epoch; cached, because every step asks for its own batch and for the next one's."""
+    """The order of rows in an epoch, for which every step asks."""
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
 
 
@@ -75,11 +69,9 @@ def byte_pairs(texts: dict[str, str], vocabulary: int) -> Tokenizer:
         return Tokenizer.from_str(read_signed(kept)["tokenizer"])
     tokenizer = _train(texts, vocabulary)
     reached = tokenizer.get_vocab_size()
-    if reached < vocabulary:
-        allowed = f"its texts reach {reached} tokens; allowed: {SMALLEST} to {reached}, or take more text"
-        raise T1Error(f"vocabulary {vocabulary} is more than this corpus supports: {allowed}")
-    # The processes of a run may train the same tokenizer at once. A cache that cannot be written is no error.
-    with suppress(T1Error):
+    allowed = f"its texts reach {reached} tokens; allowed: {SMALLEST} to {reached}, or take more text"
+    require(reached >= vocabulary, f"vocabulary {vocabulary} is more than this corpus supports: {allowed}")
+    with suppress(T1Error):  # a cache that cannot be written; processes of a run may write the same one at once
         write_signed(kept, {"tokenizer": tokenizer.to_str()}, f".{os.getpid()}")
     return tokenizer
 
@@ -90,10 +82,9 @@ def _train(texts: dict[str, str], vocabulary: int) -> Tokenizer:
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, min_frequency=2, special_tokens=[END], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    options = {"min_frequency": 2, "special_tokens": [END], "show_progress": False}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, **options)
     tokenizer.train_from_iterator((texts[name] for name in sorted(texts)), trainer)
     return tokenizer
 
@@ -102,13 +93,9 @@ def load_corpus(
     vocabulary: int | None, seq: int, *, source: str | Path = LIBRARY, limit: int | str | None = None,
     seed: int = 0, tokenizer: str | Path | None = None,
 ) -> Corpus:  # fmt: skip
-    """Texts in an order drawn from `seed`, joined with an end token after each and cut into rows of `seq` tokens.
-
-    source, limit   as in `t1lib.text.texts.read_texts`
-    tokenizer       a tokenizer.json; without it a tokenizer of `vocabulary` tokens is trained, on all texts
-
-    Raises `T1Error` for an empty corpus, one that has less than two rows, and a vocabulary that it does not support.
-    """
+    """Texts (as `read_texts` finds them) in an order drawn from `seed`, joined with an end token after each and cut
+    into rows of `seq` tokens; by a tokenizer.json, or else by a tokenizer of `vocabulary` tokens that is trained on all
+    texts. Raises `T1Error` for less than two rows, and for a vocabulary that the texts do not support."""
     require(seq >= 2, f"seq {seq}; allowed: 2 or more")
     texts = read_texts(source, limit)
     trained = byte_pairs(texts, vocabulary) if tokenizer is None else _read_tokenizer(tokenizer)

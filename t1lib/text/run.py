@@ -1,8 +1,12 @@
-"""Training runs in a folder: metrics of every step, checkpoints to resume from, and a plot."""
+"""`python -m t1lib train`: a run in a folder, with metrics of every step, checkpoints to resume from, and a plot."""
 
+import argparse
+import os
 import re
+import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Collection
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,24 +15,91 @@ import psutil
 import torch
 
 from t1lib import __version__
-from t1lib.errors import T1Error, require, shown
+from t1lib.errors import T1Error, choose, is_whole, require, shown
 from t1lib.files import held, read_signed, whole, write_signed, writing
 from t1lib.memory import GIB
-from t1lib.signals import noted
-from t1lib.text.session import LanguageSession
-from t1lib.text.settings import decided, session_of
-from t1lib.text.texts import METRICS, RUN
+from t1lib.models import PRESETS
+from t1lib.signals import EXIT_INTERRUPTED, noted
+from t1lib.text.session import LanguageSession, decided, session_of
+from t1lib.text.texts import LIBRARY, METRICS, RUN
 from t1lib.train import StepRecord
 from t1lib.train.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from t1lib.train.ranks import ALONE, Ranks
+from t1lib.train.ranks import ALONE, Ranks, together
 
-SITTING = {  # options that are given anew each time a run is resumed
-    "out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every",
-}  # fmt: skip
+LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary"), 1)
+LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "eval_rows", "report_every"), 0)
+# Options that are given anew each time a run is resumed.
+SITTING = {"out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every"}
 COLUMNS = (
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "wall_ms", "device_gib", "host_gib", "held_out_loss",
 )  # fmt: skip
 _ROW = re.compile(rf"^[1-9][0-9]*(?:,[-+.0-9einfa]*){{{len(COLUMNS) - 1}}}\n", re.MULTILINE)
+
+
+def train_command(arguments: argparse.Namespace) -> int:
+    """Run the command, in every process that torchrun started; returns 0, or 130 if it was interrupted."""
+    with together() as ranks:
+        given = _check(arguments)
+        asked = {**arguments.defaults, **given}
+        folder = Path(asked["out"] or f"runs/{Path(asked['model']).name}-{asked['mode']}-{asked['head']}")
+        _whole_path("out", str(folder))
+        with closing(TrainRun(folder, given, arguments.defaults, ranks)) as run:
+            print(run.about(), flush=True)
+            if run.steps >= run.options["steps"]:
+                print(f"{folder} is at step {run.steps} of {run.options['steps']}: nothing to train")
+            finished = run.train()
+            if asked["export"]:
+                print(f"model {run.session.export(folder / 'model')}")
+            print(ranks.first(partial(_plot, folder)))
+            if not finished:
+                print(f"interrupted after step {run.steps}; --resume goes on", file=sys.stderr)
+        return 0 if finished else EXIT_INTERRUPTED
+
+
+def _check(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that are given, with whole paths. Raises `T1Error` for values that no run can have."""
+    given = {name: getattr(arguments, name) for name in arguments.defaults if getattr(arguments, name) is not None}
+    for name, value in given.items():
+        said, least = f"--{name.replace('_', '-')} {shown(value)}", LEAST.get(name)
+        require(least is None or is_whole(value, least, 2**31), f"{said}; allowed: {least} or more, up to 2^31")
+        require(value != "" or name == "limit", f"{said}; allowed: leave it out, or give it a value")
+    require(abs(given.get("seed", 0)) < 2**32, f"--seed {shown(given.get('seed'))}; allowed: less than 2^32")
+    rows = given.get("eval_rows", 1) or given.get("eval_every") == 0
+    require(bool(rows), "--eval-rows 0; allowed: 1 or more, or --eval-every 0")
+    model = given.get("model")
+    require(bool(model or "resume" in given), "--model is missing; --resume with --out goes on without it")
+    require(bool(model or "out" in given), "--resume without --model needs --out, the folder of the run")
+    for name, known in (("model", PRESETS), ("data", (LIBRARY,))):
+        if name in given:
+            given[name] = _whole_path(name, given[name], known)
+    if model and model not in PRESETS and not os.path.isdir(model):
+        get = f"hf download {model} --local-dir FOLDER, then --model FOLDER"
+        require(model.count("/") != 1, f"--model {shown(model)} is no folder; of the hub's: {get}")
+        choose("model", model, [*PRESETS, "a checkpoint folder"])
+    return given
+
+
+def _whole_path(option: str, path: str, names: Collection[str] = ()) -> str:
+    """The whole path, unless it is one of `names`. Raises `T1Error` for what no file or folder can be called."""
+    require(path.isprintable(), f"--{option} {shown(path)} holds characters that no file of settings can hold")
+    try:
+        Path(path).exists()
+    except OSError as error:
+        raise T1Error(f"--{option} {shown(path)}: {error.strerror}") from None
+    return path if path in names else str(Path(path).resolve())
+
+
+def _plot(folder: Path) -> str:
+    """Draw a run's metrics, if Matplotlib is there; returns what to print about it."""
+    metrics, plot = folder / METRICS, folder / "metrics.png"
+    try:
+        from t1lib.text.plot import draw_metrics
+    except ModuleNotFoundError as error:
+        return f"no plot: {error.name} is not installed, which the extra kit brings; {metrics} has the numbers"
+    require(bool(_read_metrics(metrics)), f"{metrics} has no step to plot")
+    with whole(plot) as path:
+        draw_metrics(metrics, path)
+    return f"plot {plot}"
 
 
 class TrainRun:
@@ -38,8 +109,7 @@ class TrainRun:
     usual   the others of a new run
     ranks   the processes that train; rank 0 manages the folder, the others need it only to resume
 
-    Raises `T1Error`, having written nothing, if another process holds the folder; if it holds a run but should not, or
-    none but should; if that run has other options or another text; and if options or text differ between ranks.
+    Raises `T1Error`, having written nothing, unless the folder, its run, the text and all ranks are as they should be.
     """
 
     def __init__(self, folder: Path, given: dict[str, Any], usual: dict[str, Any], ranks: Ranks = ALONE) -> None:
@@ -52,12 +122,15 @@ class TrainRun:
             ranks.agree(self.options)
             self.session = LanguageSession(**session_of(self.options))
             self._begin(before.get("corpus"))
-            self._holding = stack.pop_all()
+            stack.callback(self.session.trainer.close)
+            self.close = stack.pop_all().close
 
     def _before(self, resume: bool) -> dict[str, Any]:
         """The content of run.json, if the run is resumed."""
-        folder, kept = self.folder, self.folder / RUN
-        before, begun = self.ranks.first(lambda: (read_signed(kept) if kept.exists() else {}, self._begun()))
+        folder, kept, rows, saved = self.folder, self.folder / RUN, self.folder / METRICS, self._checkpoints
+        before, begun = self.ranks.first(
+            lambda: (read_signed(kept) if kept.exists() else {}, bool(_read_metrics(rows)) or has_checkpoint(saved))
+        )  # one that failed before it completed a step may be started over
         require(resume or not begun, f"{folder} holds a run; --resume goes on with it, or take another --out")
         require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
         other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
@@ -105,26 +178,19 @@ class TrainRun:
         trained = f"{options['model']}: {found['params']:,} parameters; {texts}, sha256 {found['sha256'][:12]}"
         return f"{trained}; {self.folder}\n{spec.name}: weights in {options['dtype']}{masters}{moments}"
 
-    def _begun(self) -> bool:
-        """Whether the folder's run completed a step: if it failed before that, it may be started over."""
-        return bool(_read_metrics(self.folder / METRICS)) or has_checkpoint(self._checkpoints)
-
     def train(self) -> bool:
         """Train up to the option `steps`; returns whether that was reached.
 
-        Interrupting one process (Ctrl-C) stops all of them after the current step or checkpoint. However training ends,
-        the metrics are in their file; after an interrupt or the last step there is also a checkpoint. An interval of 0
-        turns that checkpoint, evaluation or report off.
-        Raises `T1Error` if metrics cannot be written, after saving a checkpoint of that step.
+        Interrupting one process (Ctrl-C) stops all of them after the current step, with a checkpoint. Raises `T1Error`
+        if metrics cannot be written, after saving a checkpoint of that step.
         """
-        last = self.options["steps"]
+        last, rows = self.options["steps"], self.options["eval_rows"]
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)
             while self.steps < last and not any(self.ranks.share(interrupted)):
                 record = self.session.step()
                 ends = record.step == last
-                wanted = self._due("eval_every", ends)
-                row = self._row(record, self.session.evaluate(self.options["eval_rows"]) if wanted else None)
+                row = self._row(record, self.session.evaluate(rows) if self._due("eval_every", ends) else None)
                 try:
                     self.ranks.first(partial(self._add_metrics, row))
                 except T1Error:
@@ -139,7 +205,7 @@ class TrainRun:
         return self.steps >= last
 
     def _due(self, interval: str, anyway: bool) -> bool:
-        """Whether it is time for what is done at this interval, unless it is 0."""
+        """Whether it is time for what is done at this interval; never if it is 0."""
         every = self.options[interval]
         return every > 0 and (anyway or self.steps % every == 0)
 
@@ -150,12 +216,11 @@ class TrainRun:
         self._saved = self.steps
 
     def _row(self, record: StepRecord, held_out: float | None) -> dict[str, float | None]:
-        trainer = self.session.trainer
-        lr = trainer.spec.lr * trainer.schedule(record.step - 1)
-        peak = None if self.options["device"] == "cpu" else torch.cuda.max_memory_reserved() / GIB
+        lr = self.session.trainer.spec.lr * self.session.trainer.schedule(record.step - 1)
         rate, host = record.tokens / record.wall_ms * 1e3, psutil.Process().memory_info().rss / GIB
-        training = record.step, record.loss, record.grad_norm, lr, record.tokens
-        return dict(zip(COLUMNS, (*training, rate, record.wall_ms, peak, host, held_out), strict=True))
+        peak = None if self.options["device"] == "cpu" else torch.cuda.max_memory_reserved() / GIB
+        training = record.step, record.loss, record.grad_norm, lr, record.tokens, rate, record.wall_ms
+        return dict(zip(COLUMNS, (*training, peak, host, held_out), strict=True))
 
     def _begin_metrics(self) -> None:
         """Drop the rows of steps that will be repeated, and damaged ones."""
@@ -166,10 +231,6 @@ class TrainRun:
     def _add_metrics(self, row: dict[str, float | None]) -> None:
         with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
             file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
-
-    def close(self) -> None:
-        with self._holding:
-            self.session.trainer.close()
 
 
 def _read_metrics(path: Path) -> list[str]:

@@ -1,27 +1,31 @@
-"""Training of a language model on real text, in any mode and with any head."""
+"""Training of a language model on real text, in any mode and with any head; from the options of the command `train`."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from t1lib.errors import require
+from t1lib.errors import choose, require, shown
 from t1lib.files import whole
+from t1lib.heads import HEADS, parse_bytes
 from t1lib.memory import grow_segments
-from t1lib.models import MORE, shape_only
+from t1lib.models import MORE, parse_changes, shape_only
 from t1lib.text.corpus import load_corpus, save_tokenizer
 from t1lib.text.texts import LIBRARY
-from t1lib.train import PRESETS, OptimizerSpec, Schedule, StepRecord, build_model, make_trainer
+from t1lib.train import MODES, PRESETS, OptimizerSpec, Schedule, StepRecord, build_model, make_trainer
+
+STEPS = 1000
+VOCABULARY = 16384  # most for a preset by default: what a few megabytes of text support
+OF_A_MODE = {"gpu_memory": "slide", "no_offload": "fsdp", "compute_dtype": "fsdp"}
 
 
 class LanguageSession:
     """A trainer and a corpus: step n trains on the corpus's n-th batch. Methods take and return plain values, so that a
     session can run in a process of its own (`t1lib.measure.isolate`).
 
-    model                a preset, with the corpus's vocabulary instead of its own and with `changes` to its shape, or a
-                         checkpoint folder with a tokenizer
+    model                a preset, with `changes` to its shape, or a checkpoint folder with a tokenizer
     data, limit          source of the text and its limit ("" for all of it), as in `t1lib.text.texts.read_texts`
-    vocabulary           size of the tokenizer that is trained on the text (a checkpoint brings its own tokenizer)
+    vocabulary           size of the tokenizer that is trained on the text for a preset (default: as `VOCABULARY` says)
     optimizer, schedule  fields of `OptimizerSpec` and of `Schedule`
     data_seed            seed of the order of the rows; by default `seed`, which also seeds the weights and the split
     options              further arguments of `make_trainer`
@@ -34,11 +38,12 @@ class LanguageSession:
         schedule: dict[str, Any] | None = None, vocabulary: int | None = None, data: str = LIBRARY, limit: str = "",
         seed: int = 0, data_seed: int | None = None, changes: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        spec, plan = OptimizerSpec(**optimizer), Schedule(**schedule or {})
+        options |= {"optimizer": OptimizerSpec(**optimizer), "schedule": Schedule(**schedule or {}), "device": device}
         grow_segments()
         own, changes = None if model in PRESETS else Path(model) / "tokenizer.json", changes or {}
         require(own is None or own.is_file(), f"model {model!r} is neither a preset nor a folder with a tokenizer.json")
-        positions = shape_only(model, **changes).config.max_position_embeddings
+        shape = shape_only(model, **changes).config
+        positions, vocabulary = shape.max_position_embeddings, vocabulary or min(VOCABULARY, shape.vocab_size)
         require(seq <= positions, f"seq {seq}; the model has {positions} positions{MORE}")
         self._size, self.data_seed = batch, seed if data_seed is None else data_seed
         self.corpus = load_corpus(vocabulary, seq, source=data, limit=limit or None, seed=seed, tokenizer=own)
@@ -47,7 +52,6 @@ class LanguageSession:
             changes = {"vocab_size": self.corpus.vocabulary} | changes
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **changes)
-        options |= {"optimizer": spec, "schedule": plan, "device": device}
         self.trainer = make_trainer(built, mode, **options)
         if device != "cpu":
             torch.cuda.empty_cache()  # what building the model left
@@ -69,7 +73,7 @@ class LanguageSession:
         return sum(self.trainer.evaluate({"input_ids": held[piece]}) * len(piece) for piece in pieces) / taken
 
     def about(self) -> dict[str, int | str]:
-        """Facts about corpus and model: the text's sha256, files, bytes and tokens, and the sizes of the model."""
+        """Facts about the text and the sizes of the model."""
         corpus, head = self.corpus, self.trainer.parts.head
         return {
             "sha256": corpus.sha256, "files": corpus.files, "bytes": corpus.bytes,
@@ -79,10 +83,8 @@ class LanguageSession:
         }  # fmt: skip
 
     def export(self, folder: Path) -> Path:
-        """Write weights, configuration and tokenizer as `from_pretrained` reads them. The folder is complete or absent.
-
-        With several processes, all must call it; rank 0 collects and writes. Raises `T1Error` if it cannot be written.
-        """
+        """Write weights, configuration and tokenizer as `from_pretrained` reads them; all ranks must call it. The
+        folder is complete or absent. Raises `T1Error` if it cannot be written."""
         ranks, weights = self.trainer.ranks, {}
         for part in self.trainer.state_parts():
             found = self.trainer.state_part(part)["model"]
@@ -95,3 +97,43 @@ class LanguageSession:
 
         ranks.first(write)
         return folder
+
+
+def decided(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with what follows where they are not given: by default, a GPU computes, if there is one. Raises
+    `T1Error` for a device that is not here."""
+    cards = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    allowed = ["cuda", *cards, "cpu"] if cards else ["cpu"]
+    device, steps = options["device"] or allowed[0], options["steps"] or STEPS
+    require(device in allowed, f"--device {shown(device)}; allowed here: {', '.join(allowed)}")
+    dtype = options["dtype"] or ("float32" if device == "cpu" else "bfloat16")
+    warmup = steps // 20 if options["warmup"] is None else options["warmup"]
+    return options | {"device": device, "dtype": dtype, "steps": steps, "warmup": warmup}
+
+
+def session_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a session for options that are `decided`. Raises `T1Error` before a tokenizer is trained."""
+    mode, dtype, preset = options["mode"], options["dtype"], options["model"] in PRESETS
+    choose("mode", mode, MODES)
+    choose("head", options["head"], HEADS)
+    choose("dtype", dtype, ("float32", "bfloat16"))
+    for own, of in OF_A_MODE.items():
+        require(not options[own] or mode == of, f"--{own.replace('_', '-')} is of mode {of}, the mode is {mode}")
+    for size in filter(None, (options["workspace"], options["gpu_memory"], options["limit"])):
+        parse_bytes(size)
+    plain = not options["change"] and not options["vocabulary"]
+    require(preset or plain, "--change and --vocabulary are of presets: a checkpoint has its own shape and tokenizer")
+    spec = {name: options[name] for name in ("lr", "weight_decay", "moments", "split_master")}
+    spec |= {"name": options["optimizer"], "betas": (0.9, 0.95), "master_weights": dtype != "float32"}
+    schedule = {"name": options["schedule"], "warmup": options["warmup"], "total": options["steps"]}
+    same = "model", "vocabulary", "data", "limit", "device", "seq", "batch", "micro_batch", "seed", "head"
+    found = {"mode": mode, "dtype": dtype} | {name: options[name] for name in same}
+    found |= {"changes": parse_changes(options["change"]), "optimizer": spec, "schedule": schedule}
+    found |= {"max_grad_norm": options["max_grad_norm"] or None}
+    if options["workspace"]:
+        found["head_options"] = {"workspace": options["workspace"]}
+    if options["gpu_memory"]:
+        found |= {"gpu_memory": options["gpu_memory"], "plan_for": (options["batch"], options["seq"])}
+    if mode == "fsdp":
+        found |= {"offload": not options["no_offload"], "compute_dtype": options["compute_dtype"]}
+    return found

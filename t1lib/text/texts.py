@@ -35,11 +35,9 @@ def corpus_hash(texts: dict[str, str]) -> str:
 
 def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> dict[str, str]:
     """Name → text of `source`: "stdlib", a file of UTF-8 text or a shard (`.jsonl`, or `.parquet` if pyarrow is there)
-    with one text per record, in the field "text" or "content"; or a folder with everything below it.
-
-    In a folder, files that are not text, hidden files, and folders with a training run are left out; linked folders are
-    read, each folder once. `limit` (bytes, or "2MB") keeps whole texts up to that size, in the order of their names'
-    hashes, which does not depend on the machine.
+    with one text per record, in the field "text" or "content"; or a folder with everything below it, except for files
+    that are not text, hidden files, and folders with a training run. `limit` (bytes, or "2MB") keeps whole texts up to
+    that size, in the order of their names' hashes, which does not depend on the machine.
 
     Raises `T1Error` for a source that does not exist, a file that is not text, a shard that is broken, compressed or of
     another kind (even as one file of a folder), a folder that itself holds a run, and if nothing is left.
