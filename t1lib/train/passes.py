@@ -63,8 +63,6 @@ class Passes:
         args, kwargs = tuple(map(_unless_cache, args)), {name: _unless_cache(v) for name, v in kwargs.items()}
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
 
-    # -- forward -------------------------------------------------------------------------------------------------------
-
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
         """Run the layer on a batch; returns the output and, with `save`, what the backward needs. wanted: whether the
         input needs a gradient"""
@@ -120,8 +118,6 @@ class Passes:
             return False
         odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled()
         return not odd and self._graphs.allow(index)
-
-    # -- backward ------------------------------------------------------------------------------------------------------
 
     def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
