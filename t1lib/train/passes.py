@@ -17,11 +17,10 @@ from t1lib.errors import require
 from t1lib.plan.cost import Choice
 from t1lib.plan.work import launch_bound
 from t1lib.timing import NoTrace
-from t1lib.train.activations import Inputs, Piece, Randomness, Saved, autocast_again, kept_graph, split_rows
+from t1lib.train.activations import Inputs, Piece, Randomness, Recompute, Saved, autocast_again, kept_graph, split_rows
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.lanes import uninterrupted
 from t1lib.train.outer import Outer
-from t1lib.train.recompute import Recomputation
 from t1lib.train.schedule import Schedule
 
 
@@ -36,7 +35,7 @@ class Passes:
         self.device, self._micro_batch, self._trace = schedule.device, micro_batch, trace
         self._slots, self._kept = choice.slots, len(stack) - choice.keep  # the first layer that keeps its activations
         plain = all(getattr(f, "__func__", None) is type(m).forward for m, f in zip(stack, forwards, strict=True))
-        self._recomputation = Recomputation(whole=not plain)  # of a compiled one, for example, nothing can be left out
+        self._recompute = Recompute(whole=not plain)  # of a compiled one, for example, nothing can be left out
         lanes = schedule.inward, schedule.outward
         self._inputs = Inputs(self.device, *lanes, trace) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -164,7 +163,7 @@ class Passes:
         x = hidden.detach().requires_grad_(wanted)
         with torch.enable_grad():
             call = partial(self._call, index, x, args, kwargs)
-            return x, self._recomputation.run(self.stack[index], call)
+            return x, self._recompute.run(self.stack[index], call)
 
     def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool, first: bool) -> Tensor | None:
         """Recompute the layer and run its backward as one CUDA graph; returns the input's gradient."""

@@ -33,13 +33,9 @@ from t1lib.train.update import Scratch, norms_of, update
 class Schedule:
     """Moves the weights, gradients and optimizer state of `layers`, by index. Calls for other layers do nothing.
 
-    choice       how many slots there are, and which layers the CPU updates
     optimizer    whose rules are asked for when an update begins
-    in_backward  layers are updated as soon as their gradients are complete
-    accumulate   False: a second backward before `zero_grad` is refused
-    overlap      False: nothing runs beside the computation, as all lanes are one queue, and the host waits for the
-                 CPU's updates (to measure what the overlap is worth)
-    trace        returns what records the spans of work
+    in_backward  as `update_in_backward` of `stream`; accumulate as there
+    overlap      False: all lanes are one queue, and the host waits for the CPU's updates
     guests       parameters outside the layers whose state travels, too
     trains       False: only forwards are run, so that neither state nor gradients need room
     """
