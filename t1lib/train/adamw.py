@@ -65,11 +65,6 @@ if triton is not None:
             tl.store(weight + at, ((bits + 32768) >> 16).to(tl.int16), inside)
 
 
-def has_kernel(weight: Tensor) -> bool:
-    """Whether the kernel can run on this parameter: it is on a GPU, and Triton is installed."""
-    return triton is not None and weight.is_cuda
-
-
 @torch.no_grad()
 def adamw_(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], rule: dict[str, Any], count: int,

@@ -152,8 +152,6 @@ class Engine:
             self._ending()
             self.schedule = self.outer = self.passes = None
 
-    # -- a layer -------------------------------------------------------------------------------------------------------
-
     @torch.compiler.disable
     def run(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
         """Run layer `index` as the model calls it. The first one that trains decides what is kept where."""

@@ -54,8 +54,11 @@ class FsdpTrainer(Trainer):
         self._meet()
         mesh = init_device_mesh(self.device.type, (self.ranks.size,))
         on_host = self._offload and self.device.type == "cuda"
-        policy = {"offload_policy": CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()}
-        policy["mp_policy"] = self._precision()
+        policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()}
+        compute = None if self._compute_dtype is None else getattr(torch, self._compute_dtype)
+        narrow = (compute or next(self.model.parameters()).dtype).itemsize == 2
+        adds = torch.float32 if narrow and not self.ranks.alone else None
+        policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=adds)
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         for layer in self.parts.layers:
             fully_shard(layer, mesh=mesh, **policy)
@@ -85,12 +88,6 @@ class FsdpTrainer(Trainer):
         facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype}
         self.ranks.agree(facts | {"the model's weights": digest_of(dict(self.model.named_parameters()))})
 
-    def _precision(self) -> MixedPrecisionPolicy:
-        compute = None if self._compute_dtype is None else getattr(torch, self._compute_dtype)
-        narrow = (compute or next(self.model.parameters()).dtype).itemsize == 2
-        adds = torch.float32 if narrow and not self.ranks.alone else None
-        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=adds)
-
     # -- sharded weights, gradients and state ----------------------------------------------------------------------
 
     def _weight(self, name: str) -> Tensor:
@@ -112,8 +109,6 @@ class FsdpTrainer(Trainer):
 
     def device_tensors(self) -> list[Tensor]:
         return [_local(t) for t in super().device_tensors()]
-
-    # -- a step ----------------------------------------------------------------------------------------------------
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
         if self.ranks.alone:

@@ -77,7 +77,7 @@ class Layout:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters as views into a flat buffer of `numel` elements."""
-        return {n: flat[self.offsets[n] : self.offsets[n] + s.numel()].view(s) for n, s in self.shapes.items()}
+        return {n: flat[self.span(n)].view(shape) for n, shape in self.shapes.items()}
 
     def span(self, name: str) -> slice:
         return slice(self.offsets[name], self.offsets[name] + self.shapes[name].numel())
@@ -106,12 +106,9 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
     few: set[str] = set()
     for layer in layers:
         params = dict(layer.named_parameters())
-        trained = {n for n, p in params.items() if p.requires_grad}
-        size = {True: sum(params[n].nbytes for n in trained)}
-        size[False] = sum(p.nbytes for p in params.values()) - size[True]
-        if all(size.values()):
-            less = min(size, key=size.__getitem__)
-            few |= {n for n in params if (n in trained) == less}
+        parts = [[n for n, p in params.items() if p.requires_grad == kind] for kind in (True, False)]
+        if all(parts):
+            few.update(min(parts, key=lambda names: sum(params[n].nbytes for n in names)))
     first = {n: p for n, p in layers[0].named_parameters() if n not in few}
     for index, layer in enumerate(layers):
         own = {n: p for n, p in layer.named_parameters() if n not in few}

@@ -14,7 +14,6 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +27,7 @@ from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.ranks import ALONE, Ranks
-from t1lib.train.resident import (
-    ResidentOptimizer,
-    check_saved,
-    make_optimizer,
-    restore_state,
-    saved_state,
-)
+from t1lib.train.resident import ResidentOptimizer, check_saved, make_optimizer, restore_state, saved_state
 from t1lib.train.stream import usable
 from t1lib.train.update import norms_of
 from t1lib.train.wrap import wrap_layers
@@ -217,10 +210,15 @@ class Trainer:
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         """The piece's share of the batch's loss."""
         hidden, trace = self._hidden(piece.ids), self.trace
+
+        def head_done(_: Tensor) -> None:
+            timer.mark("head_backward")
+            trace.end("compute", "head", -1)
+
         timer.mark("forward")
         trace.begin("compute", "head", -1)
         if hidden.requires_grad:
-            hidden.register_hook(partial(_head_done, timer, trace))
+            hidden.register_hook(head_done)
         reduction, head = "mean" if piece.total is None else "sum", self.parts.head
         if self.loss == "mean_square":
             loss = hidden.float().pow(2).mean()
@@ -310,8 +308,6 @@ class Trainer:
         """The shard of a whole tensor that this process holds."""
         return whole
 
-    # -- the rest --------------------------------------------------------------------------------------------------
-
     def device_tensors(self) -> list[Tensor]:
         """Tensors held on the device between steps."""
         state = [v for own in self.optimizer.state.values() for v in own.values() if isinstance(v, Tensor)]
@@ -325,11 +321,6 @@ class Trainer:
         self.closed = True
         for module in (*self.parts.layers, self.parts.norm):
             module.__dict__.pop("forward", None)
-
-
-def _head_done(timer: PhaseTimer, trace: Trace | NoTrace, _: Tensor) -> None:
-    timer.mark("head_backward")
-    trace.end("compute", "head", -1)
 
 
 def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:

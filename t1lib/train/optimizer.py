@@ -124,8 +124,6 @@ class StreamOptimizer(ResidentOptimizer):
             return torch.zeros((), device=engine.device)
         return torch.linalg.vector_norm(torch.stack(ordered))
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """As of `torch.optim`, after all updates have ended. Tensors are the optimizer's own, not copies; 16-bit
         parameters that have a float32 master show it under "master"."""

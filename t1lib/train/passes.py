@@ -17,11 +17,10 @@ from t1lib.errors import require
 from t1lib.plan.cost import Choice
 from t1lib.plan.work import launch_bound
 from t1lib.timing import NoTrace
-from t1lib.train.activations import Inputs, Piece, Randomness, Saved, autocast_again, kept_graph, split_rows
+from t1lib.train.activations import Inputs, Piece, Randomness, Recompute, Saved, autocast_again, kept_graph, split_rows
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.lanes import uninterrupted
 from t1lib.train.outer import Outer
-from t1lib.train.recompute import Recomputation
 from t1lib.train.schedule import Schedule
 
 
@@ -36,7 +35,7 @@ class Passes:
         self.device, self._micro_batch, self._trace = schedule.device, micro_batch, trace
         self._slots, self._kept = choice.slots, len(stack) - choice.keep  # the first layer that keeps its activations
         plain = all(getattr(f, "__func__", None) is type(m).forward for m, f in zip(stack, forwards, strict=True))
-        self._recomputation = Recomputation(whole=not plain)  # of a compiled one, for example, nothing can be left out
+        self._recompute = Recompute(whole=not plain)  # of a compiled one, for example, nothing can be left out
         lanes = schedule.inward, schedule.outward
         self._inputs = Inputs(self.device, *lanes, trace) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -62,8 +61,6 @@ class Passes:
         # A recomputation would append to a cache a second time.
         args, kwargs = tuple(map(_unless_cache, args)), {name: _unless_cache(v) for name, v in kwargs.items()}
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
-
-    # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
         """Run the layer on a batch; returns the output and, with `save`, what the backward needs. wanted: whether the
@@ -121,8 +118,6 @@ class Passes:
         odd = torch.is_autocast_enabled(self.device.type) or torch.is_inference_mode_enabled()
         return not odd and self._graphs.allow(index)
 
-    # -- backward ------------------------------------------------------------------------------------------------------
-
     def backward(self, index: int, whole: Piece | None, saved: Saved, grad: Tensor, wanted: bool) -> Tensor | None:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
         the forward was given; None: its graphs are kept"""
@@ -168,7 +163,7 @@ class Passes:
         x = hidden.detach().requires_grad_(wanted)
         with torch.enable_grad():
             call = partial(self._call, index, x, args, kwargs)
-            return x, self._recomputation.run(self.stack[index], call)
+            return x, self._recompute.run(self.stack[index], call)
 
     def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool, first: bool) -> Tensor | None:
         """Recompute the layer and run its backward as one CUDA graph; returns the input's gradient."""

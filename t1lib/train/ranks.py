@@ -148,16 +148,11 @@ def together() -> Iterator[Ranks]:
     except Exception as error:
         if not _is_first_to_fail(store):
             sys.exit(EXIT_LOST)
-        if _is_of_the_connection(error):
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # no error of its own: it was killed
             print(f"error: a process of the run was lost: {str(error).splitlines()[0]}", file=sys.stderr)
             sys.exit(EXIT_LOST)
         raise
     dist.destroy_process_group()
-
-
-def _is_of_the_connection(error: Exception) -> bool:
-    """Whether the connection to another process broke without an error from it: it was killed."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _is_first_to_fail(store: Store) -> bool:

@@ -80,8 +80,7 @@ def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: T
     """A parameter's state, however it is kept; before the first update, what it starts from. weight: its values"""
     if not isinstance(optimizer, ResidentOptimizer):
         return _plain_state(optimizer, param)
-    state = optimizer.state_of(param)
-    return shown_state(weight, state, optimizer.counts[param])
+    return shown_state(weight, optimizer.state_of(param), optimizer.counts[param])
 
 
 def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, saved: State) -> None:

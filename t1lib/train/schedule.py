@@ -33,13 +33,9 @@ from t1lib.train.update import Scratch, norms_of, update
 class Schedule:
     """Moves the weights, gradients and optimizer state of `layers`, by index. Calls for other layers do nothing.
 
-    choice       how many slots there are, and which layers the CPU updates
     optimizer    whose rules are asked for when an update begins
-    in_backward  layers are updated as soon as their gradients are complete
-    accumulate   False: a second backward before `zero_grad` is refused
-    overlap      False: nothing runs beside the computation, as all lanes are one queue, and the host waits for the
-                 CPU's updates (to measure what the overlap is worth)
-    trace        returns what records the spans of work
+    in_backward  as `update_in_backward` of `stream`; accumulate as there
+    overlap      False: all lanes are one queue, and the host waits for the CPU's updates
     guests       parameters outside the layers whose state travels, too
     trains       False: only forwards are run, so that neither state nor gradients need room
     """
@@ -279,22 +275,21 @@ class Schedule:
         self.finish(layer)
         if layer.touched:
             self._take_over_weights(layer)
+        grads = layer.waiting or layer.grads
+        scale, mark = (layer.scale, self.compute.mark()) if layer.travels else self._on_host(layer.scale)
+        given = Update(grads, layer.spans(rules), scale, (layer.arrived, mark), layer.whole)
+        copied = layer.travels and layer.waiting is None
+        if not copied and not layer.state.keys() & {"master", "low"}:
+            layer.scale = None  # this update multiplies the gradients themselves
         if layer.travels:
-            known, grads = (layer.arrived, self.compute.mark()), layer.waiting or layer.grads
-            layer.update = Update(grads, layer.spans(rules), layer.scale, known, layer.whole)
-            if grads is layer.waiting and not layer.state.keys() & {"master", "low"}:
-                layer.scale = None  # this update multiplies the gradients themselves
-        else:
-            slot = self.weights.of(layer.index)
-            if self.weights.holds[slot] == layer.index:
-                self.weights.holds[slot] = None  # stale from here on
-            scale, mark = self._on_host(layer.scale)
-            given = Update(layer.grads, layer.spans(rules), scale, (layer.arrived, mark), layer.whole)
-            if not layer.state.keys() & {"master", "low"}:
-                layer.scale = None  # this update multiplies the gradients themselves
-            self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()))
-            if not self._overlap:
-                self.thread.wait(layer.index)
+            layer.update = given
+            return
+        slot = self.weights.of(layer.index)
+        if self.weights.holds[slot] == layer.index:
+            self.weights.holds[slot] = None  # stale from here on
+        self.thread.submit(layer.index, partial(self._update_on_host, layer, given, self._trace()))
+        if not self._overlap:
+            self.thread.wait(layer.index)
 
     def _on_host(self, scale: Tensor | None) -> tuple[Tensor | None, Mark]:
         """A factor for the CPU's updates, and the mark at which it has arrived. All layers have the same factor."""

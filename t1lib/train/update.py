@@ -14,7 +14,7 @@ from torch.optim.sgd import sgd
 
 from t1lib.errors import require
 from t1lib.optimizers import Precision, Rule
-from t1lib.train.adamw import adamw_, has_kernel
+from t1lib.train.adamw import adamw_, triton
 
 DEVICE_PIECE = 1 << 25  # values that a device updates at a time: enough to keep it busy, few to hold in float32
 PIECE = 1 << 17  # values that each core of the host updates at a time: their float32 state stays in its caches
@@ -24,10 +24,10 @@ State = dict[str, Tensor]
 
 def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
     """Fresh state of a parameter, on its device. (How many updates it has seen is counted apart.)"""
-    state = {}
-    for key, dtype in precision.kinds(param, rule).items():
-        state[key] = param.detach().float() if key == "master" else torch.zeros_like(param, dtype=dtype)
-    return state
+    return {
+        key: param.detach().float() if key == "master" else torch.zeros_like(param, dtype=dtype)
+        for key, dtype in precision.kinds(param, rule).items()
+    }
 
 
 def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
@@ -59,17 +59,14 @@ class Scratch:
         self._buffers: dict[str, Tensor] = {}
         self._noise: Tensor | None = None
 
-    def _buffer(self, key: str, like: Tensor) -> Tensor:
+    def buffer(self, key: str, like: Tensor) -> Tensor:
         held = self._buffers.get(key)
         if held is None or held.numel() < like.numel() or held.device != like.device:
             held = self._buffers[key] = torch.empty(like.numel(), device=like.device)
         return held[: like.numel()]
 
     def widen(self, key: str, value: Tensor) -> Tensor:
-        return self._buffer(key, value).copy_(value)
-
-    def join(self, high: Tensor, low: Tensor) -> Tensor:
-        return join(high, low, out=self._buffer("master", high))
+        return self.buffer(key, value).copy_(value)
 
     def round_by_chance(self, wide: Tensor, out: Tensor, step: int) -> None:
         """out (bfloat16) ← wide, stochastically rounded: P(up) is the relative distance from the lower neighbour.
@@ -138,7 +135,7 @@ def _wide(
 ) -> None:
     """Update a flat 16-bit tensor that has a master: with one kernel, or piece by piece."""
     flat = {k: v.view(-1) for k, v in state.items()}
-    if "betas" in rule and has_kernel(weight):
+    if "betas" in rule and weight.is_cuda and triton is not None:
         adamw_(weight, grad, flat, rule, count, scale)
         return
     size = PIECE * torch.get_num_threads() if weight.device.type == "cpu" else DEVICE_PIECE
@@ -150,7 +147,8 @@ def _wide(
             g.mul_(scale)
             g.copy_(g.to(grad.dtype))  # rounded, as clipping in place rounds it
         low, master = part.pop("low", None), part.pop("master", None)
-        master = master if low is None else scratch.join(weight[piece], low)
+        if low is not None:
+            master = join(weight[piece], low, out=scratch.buffer("master", low))
         wide = {k: v if v.dtype == torch.float32 else scratch.widen(k, v) for k, v in part.items()}
         _torchs([master], [g], [wide], rule, count)
         for key, value in part.items():
