@@ -4,28 +4,40 @@ Phase `head/<ranks>`. Variants: the heads, and `floor`, the three products of a 
 rank's, errors and memory the largest of any rank. On one rank the ordinary heads run, without a process group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.errors import choose
-from t1lib.heads import parse_bytes
+from t1lib.heads import parallel, parse_bytes
 from t1lib.heads.fused import kernels_run
-from t1lib.heads.parallel import HEADS as SHARDED
-from t1lib.heads.parallel import linear_cross_entropy
-from t1lib.measure.collectives import Exchange, SharedLeadIn, largest, overheard, ran
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
+from t1lib.measure.ranks import largest, ran
 from t1lib.measure.records import Records
-from t1lib.measure.timing import time_ms
+from t1lib.measure.timing import LeadIn, time_ms
 from t1lib.memory import host_available
 
 MIB = 2**20
-HEADS = ("full", *SHARDED)  # `full` on one rank alone
+HEADS = ("full", *parallel.HEADS)  # `full` on one rank alone
 FULL_BYTES = 16  # per logit: an upper bound on what head full holds at its peak
+
+
+class SharedLeadIn(LeadIn):
+    """A lead-in that ends in a collective, so that no rank's device continues before all have reached it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._token = torch.ones(1, device=device)
+
+    def queue(self) -> None:
+        super().queue()
+        dist.all_reduce(self._token, dist.ReduceOp.MAX)  # on CUDA, enqueued on the device
 
 
 class Share(HeadBench):
@@ -51,17 +63,34 @@ class Share(HeadBench):
     def function(self, case: Case) -> Callable[..., Any]:
         if self.group is None:
             return super().function(case)
-        return partial(linear_cross_entropy, head=case.method, group=self.group, **case.settings)
+        return partial(parallel.linear_cross_entropy, head=case.method, group=self.group, **case.settings)
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
         """The largest values of any rank; an error ends this rank, and then the others, which would wait for it."""
         return largest(action()), ran(self.device), ""
 
-    def exchange(self, case: Case) -> Exchange:
-        """The collectives of a call, recorded for replay."""
-        with overheard() as exchange:
-            self.result(case)
-        return exchange
+
+@contextmanager
+def overheard() -> Iterator[list[partial[Any]]]:
+    """Record the collectives that the vocabulary-parallel heads start on this rank inside the `with` block, in order.
+
+    The recorded calls are on tensors of their own, for replay without the computation between; the last one is the
+    input, whose bytes this rank contributes.
+    """
+    calls: list[partial[Any]] = []
+
+    def listen(module: Any, name: str) -> Any:
+        function = getattr(module, name)
+
+        def noted(*tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+            own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+            calls.append(partial(function, *own, group=group))  # each is awaited
+            return function(*tensors, group=group, **options)
+
+        return patch.object(module, name, noted)
+
+    with listen(parallel, "all_gather"), listen(dist, "all_reduce"):  # as `t1lib.heads.parallel` names them
+        yield calls
 
 
 def measure_head(
@@ -87,16 +116,22 @@ def measure_head(
         _file_memory(records, phase, bench, head, case)
         runners[head, phase] = partial(bench.times, case)
         if bench.group is not None:
-            exchange = bench.exchange(case)
-            records.add(head, "collectives", exchange.count, phase=phase)
-            records.add(head, "exchanged_mib", exchange.nbytes / MIB, "MiB", phase)
-            runners[head, phase, "collectives"] = partial(_alone, bench, exchange)
+            with overheard() as collectives:
+                bench.result(case)
+            records.add(head, "collectives", len(collectives), phase=phase)
+            sent = sum(call.args[-1].nbytes for call in collectives)
+            records.add(head, "exchanged_mib", sent / MIB, "MiB", phase)
+            runners[head, phase, "collectives"] = partial(_alone, bench, collectives)
     if ran(device) == "ok":
         bench.take_turns(records, runners, iters, warmup)
 
 
-def _alone(bench: Share, exchange: Exchange, queued: bool) -> dict[str, float]:
-    return {"collectives": time_ms(exchange.run, bench.device, bench.lead if queued else None)}
+def _alone(bench: Share, collectives: list[partial[Any]], queued: bool) -> dict[str, float]:
+    def replay() -> None:
+        for call in collectives:
+            call()
+
+    return {"collectives": time_ms(replay, bench.device, bench.lead if queued else None)}
 
 
 def _runs(records: Records, phase: str, bench: Share, head: str) -> bool:
@@ -104,7 +139,7 @@ def _runs(records: Records, phase: str, bench: Share, head: str) -> bool:
     state, why = "unavailable", ""
     if head == "fused" and not kernels_run(bench.e):
         why = "its kernels need a CUDA device and Triton"
-    elif head not in SHARDED and dist.get_world_size() > 1:
+    elif head not in parallel.HEADS and dist.get_world_size() > 1:
         why = "it does not shard its weight"
     elif head == "full":
         free = torch.cuda.mem_get_info(bench.device)[0] if bench.device.type == "cuda" else host_available()

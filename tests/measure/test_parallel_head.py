@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 
 from t1lib.measure import parallel_head
-from t1lib.measure.collectives import overheard, ran
 from t1lib.measure.heads import Case
-from t1lib.measure.parallel_head import Share, measure_head
+from t1lib.measure.parallel_head import Share, measure_head, overheard, ran
 from t1lib.measure.records import Records, statuses
 
 CPU = torch.device("cpu")
@@ -72,10 +71,12 @@ def test_what_cannot_run_is_not_tried(monkeypatch, capsys):
 def test_collectives_are_noted_with_their_sizes_and_run_again_alone():
     share = Share(device=CPU, **SHAPE)
     share.group = dist.group.WORLD  # as on several ranks
-    exchange = share.exchange(Case("chunked"))
+    with overheard() as collectives:
+        share.result(Case("chunked"))
     # For each of 8 chunks four numbers per token, and their rows of dE; all float32.
-    assert exchange.count == 2 * 8
-    assert exchange.nbytes == 4 * 24 * 4 + 24 * 8 * 4
+    assert len(collectives) == 2 * 8
+    assert sum(call.args[-1].nbytes for call in collectives) == 4 * 24 * 4 + 24 * 8 * 4
     with overheard() as again:
-        exchange.run()
-    assert (again.count, again.nbytes) == (0, 0)  # the noted calls bypass any listener
+        for call in collectives:
+            call()
+    assert again == []  # the noted calls bypass any listener
