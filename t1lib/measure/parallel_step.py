@@ -2,7 +2,7 @@
 
 Phases: `step/<ranks>`, with a fixed number of rows per rank, for time and memory; `losses/<ranks>`, with the same total
 rows on any number of ranks, for the losses. The variant is the mode. Times are the slowest rank's, memory the largest;
-`host_all` is the host memory of all ranks, with shared memory counted once; `host_setup_all` the same during set-up.
+`host_all` is the host memory of all ranks, with shared memory counted once.
 """
 
 import gc
@@ -52,7 +52,6 @@ def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, s
             records.put(mode, phase, found | slowest, step)
     peaks = train.memory()
     records.put(mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
-    whole = {"host_all_gib": peaks["host_gib"], "host_setup_all_gib": peaks["host_setup_gib"]}
-    own, mapped = total({k: v - peaks["mapped_gib"] for k, v in whole.items()}), largest({"": peaks["mapped_gib"]})[""]
-    records.put(mode, phase, {k: v + mapped for k, v in own.items()})
+    own, mapped = total({"": peaks["host_gib"] - peaks["mapped_gib"]})[""], largest({"": peaks["mapped_gib"]})[""]
+    records.put(mode, phase, {"host_all_gib": own + mapped})
     train.trainer.close()

@@ -6,7 +6,6 @@ Figures and tables are functions of the rows alone, so `save` and `load` preserv
 import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -123,15 +122,15 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
 
     runs    variant, phase of its losses, phase of its times
     """
-    losses: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    for row in records.rows:
-        if row["metric"] == "loss":
-            losses[row["variant"], row["phase"]][row["step"]] = row["value"]
+    rows = numeric(records.frame())
+    rows = rows[rows["metric"] == "loss"].drop_duplicates(["variant", "phase", "step"], keep="last")
+    losses = {run: own.set_index("step")["value"] for run, own in rows.groupby(["variant", "phase"])}
     trained = [run for run in runs if run[:2] in losses]
     worst = 0.0
     for variant, of_losses, of_times in trained:
-        found, expected = losses[variant, of_losses], losses[trained[0][:2]]
-        apart = max((_relative_difference(found[k], expected[k]) for k in found.keys() & expected.keys()), default=0.0)
+        found, expected = losses[variant, of_losses].align(losses[trained[0][:2]], join="inner")
+        apart = ((found - expected) / expected).abs().mask(found == expected, 0.0).fillna(math.inf)  # NaN is no loss
+        apart = float(apart.max()) if len(apart) else 0.0
         worst = max(worst, apart)
         if apart > bound:
             records.remove_times(variant, of_times)
@@ -139,14 +138,6 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
     if trained:
         records.add("all", "loss_difference", worst, phase=trained[0][2])
     return worst
-
-
-def _relative_difference(found: float, expected: float) -> float:
-    """Relative difference; infinite instead of NaN, because `max` would lose a NaN that does not come first."""
-    if found == expected:
-        return 0.0
-    relative = abs(found - expected) / abs(expected) if expected else math.inf
-    return math.inf if math.isnan(relative) else relative
 
 
 def format_number(value: Any) -> str:
