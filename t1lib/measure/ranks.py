@@ -1,8 +1,6 @@
 """Runs a function in several processes on this host at once: with one GPU each, or on the CPU. Where there are fewer
-GPUs than processes, they share them: that shows that results are right, not how fast they come.
-
-No process outlives the call: a rank that fails or ends early ends all of them, and so does the time limit, with a
-message that says which rank it was, and where.
+GPUs than processes, they share them: that shows that results are right, not how fast they come. No process outlives the
+call: a rank that fails or ends early ends all of them, and so does the time limit.
 """
 
 import faulthandler

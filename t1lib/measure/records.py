@@ -1,7 +1,4 @@
-"""The results of a run: tidy rows of raw samples, and the few numbers that prose quotes.
-
-Figures and tables are functions of the rows alone, so `save` and `load` preserve every float exactly.
-"""
+"""The results of a run: tidy rows of raw samples, of which all else is made, and the few numbers that prose quotes."""
 
 import json
 import math
@@ -15,12 +12,9 @@ import pandas as pd
 from t1lib.errors import T1Error, choose, require
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
-# "wrong": loss or gradients exceed their error bound, so there is no time. "failed": any other kind of error.
+# shared: ran on ranks that shared a GPU; wrong: loss or gradients exceed their error bound. Neither gets a time.
 STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
-"""`shared`: ran on ranks that shared a GPU, so its times would say nothing and are not recorded."""
 UNITS = {"_ms": "ms", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
-
-
 Row = dict[str, Any]
 
 
@@ -28,13 +22,12 @@ class Records:
     """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged.
 
     parts  returns lists of rows: those that hold; by default that of `own`, the list that is added to
-
-    With `closed` they are another run's: nothing may be added.
     """
 
     def __init__(self, parts: Callable[[], Iterable[list[Row]]] | None = None) -> None:
         self.own: list[Row] = []
-        self._parts, self.closed = parts or (lambda: [self.own]), False
+        self._parts = parts or (lambda: [self.own])
+        self.closed = False  # True: they are another run's, and nothing may be added
 
     @property
     def rows(self) -> list[Row]:
@@ -76,10 +69,8 @@ class Records:
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows given as mappings with the names of `COLUMNS`."""
         for row in rows:
-            if row["metric"] == "status":
-                self.status(row["variant"], row["value"], row["phase"])
-            else:
-                self.add(**row)
+            status = row["metric"] == "status"
+            self.status(row["variant"], row["value"], row["phase"]) if status else self.add(**row)
 
     def _append(self, *values: Any) -> None:
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")

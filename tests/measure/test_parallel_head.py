@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from t1lib.measure import parallel_head
+from t1lib.measure import parallel
 from t1lib.measure.heads import Case
-from t1lib.measure.parallel_head import Share, measure_head, overheard, ran
+from t1lib.measure.parallel import Share, measure_head, overheard, ran
 from t1lib.measure.records import Records, statuses
 
 CPU = torch.device("cpu")
@@ -54,14 +54,14 @@ def test_ranks_that_share_a_gpu_get_no_time(monkeypatch):
     for gpus, status in ((1, "ok"), (0, "shared")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert ran(torch.device("cuda")) == status
-    monkeypatch.setattr(parallel_head, "ran", lambda device: "shared")
+    monkeypatch.setattr(parallel, "ran", lambda device: "shared")
     found, states = measured()
     assert states == {"full": "shared", "chunked": "shared"}
     assert ("full", "held_mib") in found and not any("ms" in metric for _, metric in found)
 
 
 def test_what_cannot_run_is_not_tried(monkeypatch, capsys):
-    monkeypatch.setattr(parallel_head, "host_available", lambda: 24 * 50 * parallel_head.FULL_BYTES - 1)
+    monkeypatch.setattr(parallel, "host_available", lambda: 24 * 50 * parallel.FULL_BYTES - 1)
     found, states = measured(heads=["full", "fused", "chunked"])
     assert states == {"full": "skipped", "fused": "unavailable", "chunked": "ok"}
     assert {variant for variant, _ in found} == {"full", "fused", "chunked", "floor"}

@@ -1,9 +1,15 @@
-"""An output layer sharded over ranks and measured on all of them at once: run by the notebook `parallel`.
+"""What the notebook `parallel` measures on several ranks: an output layer whose weight is sharded over them, and a
+training step with rows of its own on each. Times are the slowest rank's, errors and memory the largest of any rank.
 
-Phase `head/<ranks>`. Variants: the heads, and `floor`, the three products of a rank's own rows. Times are the slowest
-rank's, errors and memory the largest of any rank. On one rank the ordinary heads run, without a process group.
+Phase `head/<ranks>`. Variants: the heads, and `floor`, the three products of a rank's own rows. On one rank the
+ordinary heads run, without a process group.
+
+Phases of a training step, whose variant is the mode: `step/<ranks>`, with a fixed number of rows per rank, for time and
+memory (`host_all`: of all ranks, with shared memory counted once); `losses/<ranks>`, with the same total rows on any
+number of ranks.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,16 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.errors import choose
-from t1lib.heads import parallel, parse_bytes
+from t1lib.heads import parallel as sharded
+from t1lib.heads import parse_bytes
 from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
-from t1lib.measure.ranks import largest, ran
+from t1lib.measure.ranks import largest, ran, total
 from t1lib.measure.records import Records
 from t1lib.measure.timing import LeadIn, time_ms
 from t1lib.memory import host_available
 
 MIB = 2**20
-HEADS = ("full", *parallel.HEADS)  # `full` on one rank alone
+HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
+PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step
 FULL_BYTES = 16  # per logit: an upper bound on what head full holds at its peak
 
 
@@ -63,7 +71,7 @@ class Share(HeadBench):
     def function(self, case: Case) -> Callable[..., Any]:
         if self.group is None:
             return super().function(case)
-        return partial(parallel.linear_cross_entropy, head=case.method, group=self.group, **case.settings)
+        return partial(sharded.linear_cross_entropy, head=case.method, group=self.group, **case.settings)
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
         """The largest values of any rank; an error ends this rank, and then the others, which would wait for it."""
@@ -89,7 +97,7 @@ def overheard() -> Iterator[list[partial[Any]]]:
 
         return patch.object(module, name, noted)
 
-    with listen(parallel, "all_gather"), listen(dist, "all_reduce"):  # as `t1lib.heads.parallel` names them
+    with listen(sharded, "all_gather"), listen(dist, "all_reduce"):  # as `t1lib.heads.parallel` names them
         yield calls
 
 
@@ -139,7 +147,7 @@ def _runs(records: Records, phase: str, bench: Share, head: str) -> bool:
     state, why = "unavailable", ""
     if head == "fused" and not kernels_run(bench.e):
         why = "its kernels need a CUDA device and Triton"
-    elif head not in parallel.HEADS and dist.get_world_size() > 1:
+    elif head not in sharded.HEADS and dist.get_world_size() > 1:
         why = "it does not shard its weight"
     elif head == "full":
         free = torch.cuda.mem_get_info(bench.device)[0] if bench.device.type == "cuda" else host_available()
@@ -157,7 +165,47 @@ def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Ca
     parts["workspace"] = bench.memory(case)["workspace"]
     parts["held"] = sum(parts.values())
     if bench.device.type == "cuda" and ran(bench.device) == "ok":
-        free, total = torch.cuda.mem_get_info(bench.device)
-        parts["outside"] = total - free - torch.cuda.memory_reserved(bench.device)
+        free, whole = torch.cuda.mem_get_info(bench.device)
+        parts["outside"] = whole - free - torch.cuda.memory_reserved(bench.device)
     for name, value in largest(parts).items():
         records.add(head, f"{name}_mib", value / MIB, "MiB", phase)
+
+
+def measure_step(
+    records: Records, device: torch.device, *, phase: str, mode: str, rows: int, most: int, steps: int, warmup: int,
+    loss_steps: int, **session: Any,
+) -> None:  # fmt: skip
+    """Time, memory and losses of training in `mode` on the ranks of this group; no time if they share a GPU.
+
+    rows        rows of the batch per rank
+    most        the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
+    session     further arguments of `TrainSession`
+    """
+    # Imported here so that the notebook, which only passes this function on, does not need transformers.
+    from t1lib.measure.session import TrainSession
+
+    session |= {"mode": mode, "device": str(device)}
+    ranks = dist.get_world_size()
+    _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
+    records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
+    records.status(mode, ran(device), phase)
+    gc.collect()  # free all that is left of that session
+    together = TrainSession(batch=rows * most, micro_batch=rows, **session)
+    for step, loss in enumerate(together.warm_up(loss_steps)):
+        records.add(mode, "loss", loss, phase=f"losses/{ranks}", step=step)
+    together.trainer.close()
+
+
+def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, steps: int, warmup: int) -> None:
+    train.warm_up(warmup)
+    for step in range(steps):
+        largest({"": 0.0})  # all ranks begin together
+        found = train.step()
+        slowest = largest({metric: value for metric, value in found.items() if metric != "loss"})
+        if ran(train.device) == "ok":
+            records.put(mode, phase, found | slowest, step)
+    peaks = train.memory()
+    records.put(mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
+    own, mapped = total({"": peaks["host_gib"] - peaks["mapped_gib"]})[""], largest({"": peaks["mapped_gib"]})[""]
+    records.put(mode, phase, {"host_all_gib": own + mapped})
+    train.trainer.close()
