@@ -95,7 +95,7 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     Runs in the real checkout that are up to date are copied; the others are made here.
     """
     root, made = tmp_path_factory.mktemp("smoke"), set()
-    for name in ("notebooks", "params", "report"):
+    for name in ("docs", "notebooks", "params", "report"):
         shutil.copytree(CHECKOUT / name, root / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
 
     def run(*experiments: str) -> Path:

@@ -75,7 +75,7 @@ def test_the_page_shows_the_claims(kit):
 def kit(tmp_path, monkeypatch):
     """A checkout with the reference run of t1m3, two claims about it and one about another run."""
     root = paths.root()
-    for folder in ("notebooks", "params"):
+    for folder in ("docs", "notebooks", "params"):
         shutil.copytree(root / folder, tmp_path / folder)
     shutil.copytree(root / "outputs/h200/t1m3", tmp_path / "outputs/h200/t1m3")
     shutil.copyfile(root / "outputs/h200/t1m3.pdf", tmp_path / "outputs/h200/t1m3.pdf")
@@ -84,7 +84,6 @@ def kit(tmp_path, monkeypatch):
     of_t1m3 = [row(ours=ours), row(KEY.replace("full", "fused"), "9.5 ×")]
     claims = {"t1m3": of_t1m3, "cce": [row(KEY.replace("t1m3", "cce"))]}
     (tmp_path / FILE).write_text(yaml.safe_dump(claims, allow_unicode=True), encoding="utf-8")
-    (tmp_path / "docs").mkdir()
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     return tmp_path
 

@@ -23,7 +23,7 @@ def outputs(smoke_run, tmp_path, monkeypatch):
     def copied(*experiments: str) -> Path:
         made, root = smoke_run(*experiments), tmp_path / "kit with a space"
         shutil.copytree(made / "report", root / "report")
-        for name in ("notebooks", "params", *(f"outputs/smoke/{experiment}" for experiment in experiments)):
+        for name in ("docs", "notebooks", "params", *(f"outputs/smoke/{experiment}" for experiment in experiments)):
             shutil.copytree(made / name, root / name)
         monkeypatch.setenv("T1_ROOT", str(root))
         return root / "outputs" / "smoke"

@@ -201,7 +201,7 @@ def test_two_ranks_find_what_one_finds_and_hold_half_of_the_weight(samples):
 
 @pytest.mark.slow
 def test_plain_papermill_runs_a_notebook(tmp_path):
-    for folder in ("notebooks", "params"):
+    for folder in ("docs", "notebooks", "params"):
         shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     command = [sys.executable, "-m", "papermill", "notebooks/t1m3.ipynb", "out.ipynb", "-f", "params/smoke/t1m3.yaml"]
     environment = {k: v for k, v in os.environ.items() if k != "T1_STAGING"} | {"T1_ROOT": str(tmp_path)}

@@ -221,7 +221,7 @@ def test_a_cell_under_a_magic_depends_on_what_it_reads(checkout, kernel):
 def test_t1m3_with_another_length_and_an_interrupt(tmp_path, monkeypatch):
     """As issue 29 has it: other `seq` and `iters`, then the measuring cell and the table."""
     root = Path(__file__).resolve().parent.parent
-    for folder in ("notebooks", "params"):
+    for folder in ("docs", "notebooks", "params"):
         shutil.copytree(root / folder, tmp_path / folder)
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     monkeypatch.delenv("T1_STAGING", raising=False)

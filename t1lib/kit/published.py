@@ -1,9 +1,11 @@
-"""The reports' published numbers, and where their own data disagrees: the source of every published number.
+"""The reports' published numbers, and where their own data disagrees.
 
 T1M1: "Slide-Style Weight Streaming for Memory-Efficient Transformer Training" (Hu, December 25, 2025), Table 1, and
 the repository it names. T1M3: "Practical Output-Layer Memory Mitigation via Chunked Cross-Entropy" (Hu, December 26,
 2025), Table 1. Both on a GeForce RTX 3080 Laptop with 16 GB.
 """
+
+from t1lib import paths
 
 # mode: wall time (ms), its standard deviation, peak reserved on the device (GiB), peak resident host memory (GiB)
 T1M1 = {
@@ -45,11 +47,10 @@ for _, _values in CCE.values():
 
 def differences(report: str) -> list[dict[str, object]]:
     """Rows of a table: where a report ("T1M1" or "T1M3") and its own data differ, and what the kit does instead."""
-    return [
-        {"": key, "the report": says, "its data or code": shows, "this kit": kit}
-        for key, (where, says, shows, kit) in DIFFERENCES.items()
-        if where in (report, "both")
-    ]
+    page = (paths.root() / "docs" / "differences.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| D")]
+    names = "", "the report", "its data or code", "this kit"
+    return [dict(zip(names, (key, *told), strict=True)) for key, where, *told in lines if where in (report, "both")]
 
 
 def digits(metric: str, value: float) -> str:
@@ -57,39 +58,3 @@ def digits(metric: str, value: float) -> str:
     if metric.endswith("_gib"):
         return ".2f"
     return ".0f" if value == int(value) else ".1f"
-
-
-# number: (report, what it says, what its data or code shows, what this kit does instead)
-DIFFERENCES = {
-    "D1": ("T1M3", "chunks the sequence",
-           "its code chunks the vocabulary, 8192 columns at a time: another law of memory",
-           "both, named: by sequence and by vocabulary"),
-    "D2": ("T1M3", "does not mention it", "the head's weight is detached: its gradient is never computed",
-           "the head's weight trains in every variant"),
-    "D3": ("T1M1", "Fig. 5 shows spikes of recomputation",
-           "a list of events is never cleared: 240 ms grow to 1365 ms over ten iterations",
-           "every span belongs to one traced step"),
-    "D4": ("T1M1", "peak resident memory of slide is 4.93 GiB",
-           "true of the steady state; 7.82 GiB while layers are pinned in the first iteration",
-           "exact peaks of set-up and of the steady state, both stated"),
-    "D5": ("both", "warm-up is excluded",
-           "of T1M1 the table only, its figures use all ten iterations; T1M3's backward times fit no rule on its data",
-           "warm-up is excluded everywhere, and every sample is kept"),
-    "D6": ("T1M1", "Fig. 1 stacks slide's CPU update on its backward",
-           "the parts add up to 2.00 s of 1.57 s: the update runs inside the backward",
-           "the overlapped update is drawn beside the step, not in it"),
-    "D7": ("T1M1", "the CPU update dominates slide",
-           "the transfers do: 28 × 15.2 ms each for forward, backward and gradients, none overlapped",
-           "all three are overlapped, and the link's floor stands beside the time"),
-    "D8": ("T1M1", "gpu and ckpt are plain baselines",
-           "slowed by a device synchronisation a layer and an allocator flush a step",
-           "no synchronisation inside a step, in any mode"),
-    "D9": ("T1M1", "trains a causal language model", "its loss never touches the output layer",
-           "its setting is kept for comparison, and the real loss measured beside it"),
-    "D10": ("T1M3", "Fig. 1 is a memory timeline",
-           "reserved memory, a flat line, polled every 25 ms: 10.76 of 13.08 GiB seen",
-           "the allocator's own history: every allocation, no polling"),
-    "D11": ("T1M1", "compares the modes",
-           "their losses were never compared; the CPU reads gradients without waiting for their copy",
-           "losses are compared before times count; every copy is waited for by an event"),
-}  # fmt: skip

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Self
 
 import matplotlib.pyplot as plt
@@ -109,8 +110,6 @@ class Run:
         if not self._driven:
             manifest.require_replaceable(final)
 
-    # -- cells -------------------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         """Be told by IPython, where there is one, when a cell begins and ends."""
         shell = get_ipython()
@@ -148,8 +147,6 @@ class Run:
 
     def _note(self, name: str, value: Any) -> None:
         self._cells.running.parameters[name] = value
-
-    # -- results -----------------------------------------------------------------------------------------------------
 
     def frame(self) -> pd.DataFrame:
         """The records that hold, one row each; says which are left out. Saved to disk as well, so that a cell that
@@ -213,8 +210,7 @@ class Run:
         Raises `T1Error` if a cell has to be run again first.
         """
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
-        named = "; ".join(late)
-        named = named if len(named) <= _NAMED else f"{named[:_NAMED]}…"
+        named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
         self._numbers.save_json(self.outdir / "numbers.json")
         self._numbers.save_tex(self.outdir / "numbers.tex")

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,8 +22,6 @@ _CPU = Path("/proc/cpuinfo")
 
 def _output(*command: str) -> str | None:
     """Return what a command prints, or None if it is not installed or fails."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,6 @@
 """Output layers on one set of operands: errors against a wide reference, times in turns with the products, workspace.
 
-The notebooks `cce`, `chunks`, `t1m3` and (through `t1lib.measure.parallel_head`) `parallel` describe what they measure
-as `Case`s of a `HeadBench`.
+Notebooks describe what they measure as `Case`s of a `HeadBench`.
 """
 
 import gc
@@ -19,22 +18,20 @@ from t1lib.errors import UnavailableError, choose
 from t1lib.heads.fused import kernels_run
 from t1lib.heads.fused_plan import TILES, device_of
 from t1lib.measure.floors import products_ms
-from t1lib.measure.head_data import operands
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
+from t1lib.measure.softmax import operands
 from t1lib.measure.timing import LeadIn, phases_ms, rounds, time_ms
 
 IGNORED = -100
 REFERENCES = ("float64", "float32")
 CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
 
-Key = tuple[str, ...]
-"""Variant, phase, and whatever else tells two measurements of them apart."""
-Runner = Callable[[bool], dict[str, float]]
-"""Measures once, behind the lead-in or, for a warm-up, without: name → ms."""
+Key = tuple[str, ...]  # variant, phase, and whatever else tells two measurements of them apart
+Runner = Callable[[bool], dict[str, float]]  # measures once, behind the lead-in or, for a warm-up, without: name → ms
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,7 @@ class Case:
     frozen: bool = False
     ignored: float | Tensor = 0.0
 
-    @property
-    def prefix(self) -> str:
-        """Prefix of the metrics' names."""
-        return "" if self.gradients else "loss_"
+    prefix = property(lambda self: "" if self.gradients else "loss_")  # of its metrics' names
 
 
 class Call(NamedTuple):
@@ -92,8 +86,6 @@ class HeadBench:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._references: dict[str, dict[str, Tensor]] = {}
         self._products: tuple[Tensor, Tensor, Tensor] | None = None
-
-    # -- a case's call -----------------------------------------------------------------------------------------------
 
     def function(self, case: Case) -> Callable[..., Any]:
         """The case's method with its settings; kept, because making it again would compile it again."""
@@ -134,8 +126,6 @@ class HeadBench:
 
         inputs = [self.e, self.w, self.y, e, w, y, *arguments.values(), upstream]
         return Call(loss, backward, e, w, [t for t in inputs if isinstance(t, Tensor)])
-
-    # -- errors ------------------------------------------------------------------------------------------------------
 
     def result(self, case: Case, valid: Tensor | None = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """`loss`, () or (N), and `dE` (N, D) and `dW` (V, D) if the case computes them; see `call`."""
@@ -192,8 +182,6 @@ class HeadBench:
                 found |= differences("error", inside, exact)
         return found
 
-    # -- times and memory --------------------------------------------------------------------------------------------
-
     def times(self, case: Case, queued: bool = True) -> dict[str, float]:
         """Times in ms: `loss` alone, without autograd, or those of `t1lib.measure.timing.phases_ms`."""
         self.forget()
@@ -236,10 +224,8 @@ class HeadBench:
             tokens = -(-tokens // tile) * tile
         return min(tokens, len(self.e))
 
-    # -- into records ------------------------------------------------------------------------------------------------
-
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
-        """See `attempt`; where an action concerns several processes, they may have to agree."""
+        """`attempt`, for which several processes may have to agree."""
         return attempt(action, variant in PEERS)
 
     def admit(
@@ -322,8 +308,7 @@ def held_before(device: torch.device, dtype: torch.dtype) -> int:
 def free_cached() -> None:
     """Give back device memory that nothing uses."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def differences(prefix: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:

@@ -1,8 +1,5 @@
-"""A fresh process for every variant, with all of them measured in turn.
-
-Memory claims need a process that has done nothing else; times need the variants interleaved, so that drift affects
-all alike. `measure_variants` provides both: one process per variant, all alive, taking turns.
-"""
+"""A fresh process for every variant: memory claims need one that has done nothing else. All of them live at once and
+take turns, so that drift affects their times alike."""
 
 import multiprocessing as mp
 import os
@@ -21,8 +18,8 @@ from t1lib.errors import T1Error, UnavailableError, reason
 from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
 
+# By which the host's allocator, CUDA's runtime, Triton and cuBLAS say so, in errors of no type of its own.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-"""By which the host's allocator, CUDA's runtime, Triton and cuBLAS say so, in errors of no type of its own."""
 
 
 class VariantOutOfMemory(MemoryError):
@@ -71,11 +68,10 @@ def _end_with_parent() -> None:
 
 
 class Isolated:
-    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable.
+    """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable. The process
+    ends with the first error.
 
     wait   block until the session is built; otherwise call `receive` once to do so
-
-    The process ends with the first error.
     """
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
@@ -95,8 +91,8 @@ class Isolated:
             self.receive()
 
     def call(self, method: str, **kwargs: Any) -> Any:
-        """Run the session's method and return its result. Raises `VariantOutOfMemory`, `VariantFailed`,
-        `T1Error` or `UnavailableError`."""
+        """What the session's method returns. Raises `VariantOutOfMemory`, `VariantFailed`, `T1Error`,
+        `UnavailableError`."""
         self.send(method, **kwargs)
         return self.receive()
 

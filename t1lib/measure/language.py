@@ -24,8 +24,8 @@ class LanguageSession(session.LanguageSession):
 
     @torch.no_grad()
     def held_out(self, tokens: int, path: str) -> dict[str, float]:
-        """Write the head's inputs on held-out text to `path`, for `t1lib.measure.head_data`: hidden states after the
-        norm (N, D), weight (V, D), targets (N). Returns their mean loss, and N as `tokens`.
+        """Write the head's inputs on held-out text to `path`, for `softmax.operands`: hidden states after the norm
+        (N, D), weight (V, D), targets (N). Returns their mean loss, and N as `tokens`.
 
         N is `tokens`, or fewer if the held-out text is shorter; a row's last position has no target and is left out.
         """

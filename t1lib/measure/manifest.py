@@ -1,8 +1,8 @@
 """The manifest of a finished run, and how a run's staging folder replaces the previous one.
 
-Only a folder whose manifest.json lists every file with its correct hash, and is itself as it was written, counts as
-finished. The manifest is written last, into the staging folder, which then replaces the final folder by a rename: a run
-killed at any moment leaves either the old folder or the new one.
+Only a folder whose manifest.json lists every file with its hash, and is as it was written, counts as finished. It is
+written last, into the staging folder, which then replaces the final one by a rename: a run killed at any moment leaves
+either the old folder or the new one.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return each file under `folder` except the manifest and hidden ones, with its sha256 and size in bytes."""
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: _entry(path) for name, path in found.items() if name != NAME and not path.name.startswith(".")}
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
+    return {path.relative_to(folder).as_posix(): _entry(path) for path in found if path != folder / NAME}
 
 
 def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from t1lib.memory import _registered
@@ -113,11 +112,6 @@ class HostPeak:
         if not self.exact:
             return float("nan")
         return float(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-
-def mapped_bytes() -> int:
-    """Bytes of resident memory that other processes may share: libraries and shared memory. 0 except on Linux."""
-    return getattr(psutil.Process().memory_info(), "shared", 0)
 
 
 def pinned_bytes() -> int:

@@ -29,8 +29,7 @@ from torch import Tensor
 from t1lib.errors import UnavailableError, choose
 from t1lib.heads import HEADS, linear_cross_entropy
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(N, D) hidden states, (V, D) weight, (N) targets → mean loss."""
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states (N, D), weight (V, D), targets (N) → mean loss
 
 
 def need(module: str, cuda: bool = True) -> Any:
@@ -43,15 +42,11 @@ def need(module: str, cuda: bool = True) -> Any:
         raise UnavailableError(f"{module} cannot be imported here: {error}") from None
 
 
-def _plain(e: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy((e @ w.T).float(), y)
-
-
 def _compiled() -> Loss:
     if not torch.cuda.is_available():
         raise UnavailableError("torch.compile is compared on a CUDA device only")
     torch.compiler.reset()  # after eight shapes in a process torch.compile would silently stop compiling
-    return torch.compile(_plain, dynamic=False, fullgraph=True)
+    return torch.compile(lambda e, w, y: F.cross_entropy((e @ w.T).float(), y), dynamic=False, fullgraph=True)
 
 
 def _cce(exact: bool) -> Loss:

@@ -1,8 +1,6 @@
 """Runs a function in several processes on this host at once: with one GPU each, or on the CPU. Where there are fewer
-GPUs than processes, they share them: that shows that results are right, not how fast they come.
-
-No process outlives the call: a rank that fails or ends early ends all of them, and so does the time limit, with a
-message that says which rank it was, and where.
+GPUs than processes, they share them: that shows that results are right, not how fast they come. No process outlives the
+call: a rank that fails or ends early ends all of them, and so does the time limit.
 """
 
 import faulthandler
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from t1lib.errors import reason
 from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory, outcome
@@ -32,6 +31,29 @@ MOMENT = 1.0  # seconds after an error in which to see whether it came of anothe
 def share_gpus(ranks: int, device: str) -> bool:
     """Whether that many ranks share the GPUs of this host, because there are fewer. device: cpu or cuda"""
     return device == "cuda" and ranks > torch.cuda.device_count()
+
+
+def ran(device: torch.device) -> str:
+    """The status of what has run on ranks: `shared` if there are fewer GPUs than ranks, otherwise `ok`."""
+    return "shared" if share_gpus(dist.get_world_size(), device.type) else "ok"
+
+
+def largest(values: dict[str, float]) -> dict[str, float]:
+    """The maximum of each value over the ranks, returned on every rank once all have called this; NaN if any is."""
+    return dict(zip(values, _every(values).amax(0).tolist(), strict=True))
+
+
+def total(values: dict[str, float]) -> dict[str, float]:
+    """The sum of each value over the ranks, returned on every rank."""
+    return dict(zip(values, _every(values).sum(0).tolist(), strict=True))
+
+
+def _every(values: dict[str, float]) -> Tensor:
+    """All ranks' values: (ranks, values) float64, on the host."""
+    mine = torch.tensor(list(values.values()), dtype=torch.float64)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return torch.stack(every)
 
 
 def measure_ranks(

@@ -1,12 +1,8 @@
-"""The results of a run: tidy rows of raw samples, and the few numbers that prose quotes.
-
-Figures and tables are functions of the rows alone, so `save` and `load` preserve every float exactly.
-"""
+"""The results of a run: tidy rows of raw samples, of which all else is made, and the few numbers that prose quotes."""
 
 import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -16,12 +12,9 @@ import pandas as pd
 from t1lib.errors import T1Error, choose, require
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
-# "wrong": loss or gradients exceed their error bound, so there is no time. "failed": any other kind of error.
+# shared: ran on ranks that shared a GPU; wrong: loss or gradients exceed their error bound. Neither gets a time.
 STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
-"""`shared`: ran on ranks that shared a GPU, so its times would say nothing and are not recorded."""
 UNITS = {"_ms": "ms", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
-
-
 Row = dict[str, Any]
 
 
@@ -29,13 +22,12 @@ class Records:
     """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged.
 
     parts  returns lists of rows: those that hold; by default that of `own`, the list that is added to
-
-    With `closed` they are another run's: nothing may be added.
     """
 
     def __init__(self, parts: Callable[[], Iterable[list[Row]]] | None = None) -> None:
         self.own: list[Row] = []
-        self._parts, self.closed = parts or (lambda: [self.own]), False
+        self._parts = parts or (lambda: [self.own])
+        self.closed = False  # True: they are another run's, and nothing may be added
 
     @property
     def rows(self) -> list[Row]:
@@ -77,10 +69,8 @@ class Records:
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows given as mappings with the names of `COLUMNS`."""
         for row in rows:
-            if row["metric"] == "status":
-                self.status(row["variant"], row["value"], row["phase"])
-            else:
-                self.add(**row)
+            status = row["metric"] == "status"
+            self.status(row["variant"], row["value"], row["phase"]) if status else self.add(**row)
 
     def _append(self, *values: Any) -> None:
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")
@@ -123,15 +113,15 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
 
     runs    variant, phase of its losses, phase of its times
     """
-    losses: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    for row in records.rows:
-        if row["metric"] == "loss":
-            losses[row["variant"], row["phase"]][row["step"]] = row["value"]
+    rows = numeric(records.frame())
+    rows = rows[rows["metric"] == "loss"].drop_duplicates(["variant", "phase", "step"], keep="last")
+    losses = {run: own.set_index("step")["value"] for run, own in rows.groupby(["variant", "phase"])}
     trained = [run for run in runs if run[:2] in losses]
     worst = 0.0
     for variant, of_losses, of_times in trained:
-        found, expected = losses[variant, of_losses], losses[trained[0][:2]]
-        apart = max((_relative_difference(found[k], expected[k]) for k in found.keys() & expected.keys()), default=0.0)
+        found, expected = losses[variant, of_losses].align(losses[trained[0][:2]], join="inner")
+        apart = ((found - expected) / expected).abs().mask(found == expected, 0.0).fillna(math.inf)  # NaN is no loss
+        apart = float(apart.max()) if len(apart) else 0.0
         worst = max(worst, apart)
         if apart > bound:
             records.remove_times(variant, of_times)
@@ -139,14 +129,6 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
     if trained:
         records.add("all", "loss_difference", worst, phase=trained[0][2])
     return worst
-
-
-def _relative_difference(found: float, expected: float) -> float:
-    """Relative difference; infinite instead of NaN, because `max` would lose a NaN that does not come first."""
-    if found == expected:
-        return 0.0
-    relative = abs(found - expected) / abs(expected) if expected else math.inf
-    return math.inf if math.isnan(relative) else relative
 
 
 def format_number(value: Any) -> str:

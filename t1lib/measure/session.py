@@ -7,12 +7,13 @@ dictionaries of metric to value, as `Records.put` takes them.
 from operator import itemgetter
 from typing import Any
 
+import psutil
 import torch
 
 from t1lib.errors import choose
 from t1lib.heads import HEADS
 from t1lib.measure.floors import measure_copy, measure_link, measure_product
-from t1lib.measure.memory import AllocatorTimeline, HostPeak, mapped_bytes, pinned_bytes, storage_bytes
+from t1lib.measure.memory import AllocatorTimeline, HostPeak, pinned_bytes, storage_bytes
 from t1lib.measure.trainstream import TrainStreamTrainer
 from t1lib.memory import GIB, grow_segments
 from t1lib.models import build_model, split
@@ -20,7 +21,8 @@ from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import device_bytes
 from t1lib.timing import NoTrace, Span, Trace, synchronize
 from t1lib.train import wrap
-from t1lib.train.loop import Trainer, make_trainer
+from t1lib.train.layers import HostLayer
+from t1lib.train.loop import make_trainer
 from t1lib.train.placing import work_in
 from t1lib.train.slide import SlideTrainer
 
@@ -78,7 +80,7 @@ class TrainSession:
         vocabulary = self.trainer.parts.embed.num_embeddings
         generator = torch.Generator().manual_seed(self.seed + 1)
         self._batches = [torch.randint(vocabulary, (batch, seq), generator=generator) for _ in range(self._count)]
-        self._release()
+        torch.cuda.empty_cache()  # what comes after does not own leftovers of what came before
 
     @property
     def batch(self) -> dict[str, torch.Tensor]:
@@ -123,30 +125,32 @@ class TrainSession:
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
             self.step()
-        points = envelope(timeline.points)
-        found = [{"at_ms": ms, "allocated_gib": allocated / GIB} for ms, allocated, _ in points]
-        if self.device.type == "cuda":
-            for held, (_, _, reserved) in zip(found, points, strict=True):
-                held["reserved_gib"] = reserved / GIB
-        return found
+        return [
+            {"at_ms": ms, "allocated_gib": live / GIB} | ({} if held is None else {"reserved_gib": held / GIB})
+            for ms, live, held in envelope(timeline.points)
+        ]
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: device peaks since `warm_up`, exact host peaks during set-up and since `warm_up`, pinned
-        memory, and mapped memory that other processes may share."""
+        memory, and mapped memory that other processes may share (libraries and shared memory)."""
         found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
-        found |= {"pinned_gib": pinned_bytes() / GIB, "mapped_gib": mapped_bytes() / GIB}
+        mapped = getattr(psutil.Process().memory_info(), "shared", 0)  # elsewhere than on Linux it is not told
+        found |= {"pinned_gib": pinned_bytes() / GIB, "mapped_gib": mapped / GIB}
         if self.device.type != "cuda":
             return found | {"allocated_gib": max(point["allocated_gib"] for point in self.timeline())}
         found["allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
         return found | {"reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB}
 
     def floors(self) -> dict[str, float]:
-        """The least times (ms) that a step's matrix products need and, in slide, its copies on the link and its updates
-        on the host, at rates measured on the spot; the link's rates (GB/s) as well."""
+        """The least times (ms) that a step needs for its matrix products with the weights, without recomputation and
+        attention, and in slide for its copies on the link and its updates on the host, at rates measured on the spot;
+        the link's rates (GB/s) as well."""
         self._settle()
         cuda, dtype = self.device.type == "cuda", next(self.trainer.model.parameters()).dtype
-        rate = measure_product(self.device, dtype, 8192 if cuda else 256)
-        found = {"compute_floor_ms": flops(self.trainer, self.batch["input_ids"].numel()) / rate * 1e3}
+        parts, tokens = self.trainer.parts, self.batch["input_ids"].numel()
+        head = parts.head.weight.numel() if self.trainer.loss == "cross_entropy" else 0
+        flops = 6.0 * tokens * (sum(p.numel() for p in parts.layers.parameters()) + head)
+        found = {"compute_floor_ms": flops / measure_product(self.device, dtype, 8192 if cuda else 256) * 1e3}
         if isinstance(self.trainer, SlideTrainer):
             link = measure_link(self.device, nbytes=2**28 if cuda else 2**22)
             found |= {"h2d_gb_s": link.host_to_device / 1e9, "d2h_gb_s": link.device_to_host / 1e9}
@@ -154,7 +158,7 @@ class TrainSession:
             found["link_ms"] = link.step_ms(*link_bytes(self.trainer))
             if moved := update_bytes(self.trainer):
                 found["update_floor_ms"] = moved / measure_copy(2**29 if cuda else 2**24) * 1e3
-        self._release()
+        torch.cuda.empty_cache()
         return found
 
     def choice(self) -> dict[str, float]:
@@ -170,18 +174,6 @@ class TrainSession:
         self.trainer.drain()
         synchronize(self.device)
 
-    def _release(self) -> None:
-        """Give memory back that nothing uses: leftovers of what came before do not belong to the variant."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def flops(trainer: Trainer, tokens: int) -> float:
-    """FLOPs of a step's matrix products with the weights, forward and backward; no recomputation, no attention."""
-    layers = sum(p.numel() for p in trainer.parts.layers.parameters())
-    head = trainer.parts.head.weight.numel() if trainer.loss == "cross_entropy" else 0
-    return 6.0 * tokens * (layers + head)
-
 
 def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
     """Fewest bytes that the layers of a step of slide copy: in during the forward, in during the backward, out."""
@@ -189,7 +181,7 @@ def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
     forward, backward, out = 0, 0, 0
     held, leave = len(schedule.weights.flat), trainer.engine.choice.grads == "host"  # for the host, if they wait
     for place, layer in enumerate(schedule.layers.values()):
-        weights, state = layer.flat.nbytes, sum(flat.nbytes for flat in layer.state.values())
+        weights, state = layer.flat.nbytes, _state_bytes(layer)
         travels = layer.travels and not schedule.stateless
         # The last layers are still in their slots when the backward starts; the first ones when it ends, up to date if
         # the device has updated them meanwhile.
@@ -206,8 +198,9 @@ def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
 def update_bytes(trainer: SlideTrainer) -> int:
     """Fewest bytes that the updates of a step on the host move in its memory: state both ways, gradients in, weights
     out, and in as well if there are no masters."""
-    total = 0
-    for layer in (layer for layer in trainer.engine.schedule.layers.values() if layer.trained and not layer.travels):
-        state = sum(flat.nbytes for flat in layer.state.values())
-        total += 2 * state + layer.flat.nbytes * (2 + ("master" not in layer.state))
-    return total
+    updated = [layer for layer in trainer.engine.schedule.layers.values() if layer.trained and not layer.travels]
+    return sum(2 * _state_bytes(layer) + layer.flat.nbytes * (2 + ("master" not in layer.state)) for layer in updated)
+
+
+def _state_bytes(layer: HostLayer) -> int:
+    return sum(flat.nbytes for flat in layer.state.values())

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,8 +55,7 @@ class Engine:
         self.schedule: Schedule | None = None
         self.passes: Passes | None = None
         self.closed = self.placed = False
-        self._replaced: list[tuple[nn.Module, str, dict[str, Any]]] = []  # methods, and what was there before
-        self._hooks: list[Any] = []  # of the model, until `close`
+        self._undo = ExitStack()  # what `close` does with the model
         if choice is None and budget is None:
             choice = Choice()
         elif choice is None and plan_for is not None:
@@ -91,14 +91,15 @@ class Engine:
             self._replace(layer, "_apply", partial(_stay, layer))
         self._replace(self.model, "zero_grad", partial(_zero_grad, me, self.model))
         if hasattr(self.model, "config"):
-            self._hooks.append(self.model.register_forward_pre_hook(refuse_router_loss, with_kwargs=True))
-        self.model._t1_engine = me
+            self._undo.callback(self.model.register_forward_pre_hook(refuse_router_loss, with_kwargs=True).remove)
+        self._replace(self.model, "_t1_engine", me)
 
-    def _replace(self, module: nn.Module, name: str, method: Any) -> None:
-        """Give a module another method until `close`."""
-        before = {name: module.__dict__[name]} if name in module.__dict__ else {}
-        self._replaced.append((module, name, before))
-        module.__dict__[name] = method
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
+        """Give a module another method, or attribute, until `close`."""
+        own = module.__dict__
+        self._undo.callback(own.update, {name: own[name]} if name in own else {})
+        self._undo.callback(own.pop, name, None)  # this comes first
+        own[name] = value
 
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
@@ -219,12 +220,7 @@ class Engine:
             for held in self.host:
                 held.give_back()
             self.host, self.streamed = [], set()
-            for module, name, before in self._replaced:
-                module.__dict__.pop(name, None)
-                module.__dict__.update(before)
-            for hook in self._hooks:
-                hook.remove()
-            self.model.__dict__.pop("_t1_engine", None)
+            self._undo.close()
             self._let_go()
 
 

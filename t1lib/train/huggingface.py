@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from t1lib.errors import T1Error, require, shown
+from t1lib.errors import choose, require, shown
 from t1lib.train.optimizer import StreamOptimizer
 from t1lib.train.stream import stream as stream_model
 
@@ -122,8 +122,7 @@ def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None
     """Raise `T1Error` for what cannot work, before anything is changed."""
     require(isinstance(options, dict), f"stream={shown(options)}; allowed: a dict of options, {', '.join(OPTIONS)}")
     for name in options:
-        if name not in OPTIONS:
-            raise T1Error(f"stream={{{shown(name)}: …}}; allowed: {', '.join(OPTIONS)}")
+        choose("option of stream", name, OPTIONS)
     for name, why in REFUSED.items():
         value = getattr(args, name, None)
         require(not value, f"StreamTrainer with {name}={shown(value)}: {why}. Leave it out")

@@ -143,9 +143,6 @@ class HostLayer(Traveller):
         self.travels, self.keeps_gradients = False, True  # the schedule says, and
         self.settle: Callable[[HostLayer], None] = lambda layer: None  # what finishes this layer's updates and copies
         self.views = layout.views(self.flat)
-        for name, param in self.params.items():
-            self.views[name].copy_(param.data)
-            param.data = self.views[name]
         self.touched = False  # somebody may have written to the host's weights
         self.update: Update | None = None
         self.grads: Tensor | None = None
@@ -157,17 +154,17 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        for param in self.params.values():
+        self._hooks, me = [], weakref.ref(self)
+        for name, param in self.params.items():
+            self.views[name].copy_(param.data)
+            param.data = self.views[name]
             if param.grad is not None:  # summed before the model was streamed
                 self.set_gradient(param, param.grad)
                 param.grad = None
-        me = weakref.ref(self)
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(lambda _, name=name: me().reached.add(name))
-            for name, param in self.params.items() if param.requires_grad
-        ]  # fmt: skip
-        for param in self.params.values():  # whoever looks at it waits for what is still under way
-            param.__class__, param._home = Streamed, self
+            if param.requires_grad:
+                hook = param.register_post_accumulate_grad_hook(lambda _, name=name: me().reached.add(name))
+                self._hooks.append(hook)
+            param.__class__, param._home = Streamed, self  # whoever looks at it waits for what is still under way
 
     @property
     def has_gradients(self) -> bool:

@@ -22,14 +22,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     kind = type(optimizer).__name__
     require(type(optimizer) in KINDS, f"optimizer of class {kind}; allowed: torch.optim.AdamW, torch.optim.SGD")
     _refuse_options(optimizer.param_groups)
-    names = {id(p): n for n, p in model.named_parameters()}
+    own = set(map(id, model.parameters()))
     for number, group in enumerate(optimizer.param_groups):
-        foreign = [p for p in group["params"] if id(p) not in names]
-        require(
-            not foreign,
-            f"group {number} of the optimizer has a parameter of shape {tuple(foreign[0].shape) if foreign else ()} "
-            "that is none of the model's: make the optimizer of model.parameters()",
-        )
+        foreign = [f"a parameter of shape {tuple(p.shape)}" for p in group["params"] if id(p) not in own]
+        what = f"group {number} of the optimizer has {', '.join(foreign[:1])} that is none of the model's"
+        require(not foreign, f"{what}: make the optimizer of model.parameters()")
         plain = isinstance(group.get("betas", (0.0,))[0], float | int)
         require(plain, "betas that are tensors; allowed: numbers")
 

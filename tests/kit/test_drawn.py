@@ -66,7 +66,7 @@ def test_a_variant_out_of_memory_is_a_row_and_no_traceback(
     make = Run.table
     for gone in (variants[:1], variants):
         made = smoke_run(experiment)
-        for name in ("notebooks", "params", f"outputs/smoke/{experiment}"):
+        for name in ("docs", "notebooks", "params", f"outputs/smoke/{experiment}"):
             shutil.copytree(made / name, root / name, dirs_exist_ok=True)
         out_of_memory(paths.outputs("smoke", experiment), gone)
         tables = {}

@@ -9,11 +9,10 @@ import torch
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure import workspaces
-from t1lib.measure.head_data import operands
 from t1lib.measure.heads import Case, HeadBench, attempt
 from t1lib.measure.isolate import VariantOutOfMemory
 from t1lib.measure.records import Records, statuses
-from t1lib.measure.softmax import sparsity
+from t1lib.measure.softmax import operands, sparsity
 from t1lib.measure.workspaces import measure_workspaces
 
 TOKENS, VOCABULARY, HIDDEN = 48, 300, 16

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from t1lib.measure import parallel_head
-from t1lib.measure.collectives import overheard, ran
+from t1lib.measure import parallel
 from t1lib.measure.heads import Case
-from t1lib.measure.parallel_head import Share, measure_head
+from t1lib.measure.parallel import Share, measure_head, overheard, ran
 from t1lib.measure.records import Records, statuses
 
 CPU = torch.device("cpu")
@@ -55,14 +54,14 @@ def test_ranks_that_share_a_gpu_get_no_time(monkeypatch):
     for gpus, status in ((1, "ok"), (0, "shared")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert ran(torch.device("cuda")) == status
-    monkeypatch.setattr(parallel_head, "ran", lambda device: "shared")
+    monkeypatch.setattr(parallel, "ran", lambda device: "shared")
     found, states = measured()
     assert states == {"full": "shared", "chunked": "shared"}
     assert ("full", "held_mib") in found and not any("ms" in metric for _, metric in found)
 
 
 def test_what_cannot_run_is_not_tried(monkeypatch, capsys):
-    monkeypatch.setattr(parallel_head, "host_available", lambda: 24 * 50 * parallel_head.FULL_BYTES - 1)
+    monkeypatch.setattr(parallel, "host_available", lambda: 24 * 50 * parallel.FULL_BYTES - 1)
     found, states = measured(heads=["full", "fused", "chunked"])
     assert states == {"full": "skipped", "fused": "unavailable", "chunked": "ok"}
     assert {variant for variant, _ in found} == {"full", "fused", "chunked", "floor"}
@@ -72,10 +71,12 @@ def test_what_cannot_run_is_not_tried(monkeypatch, capsys):
 def test_collectives_are_noted_with_their_sizes_and_run_again_alone():
     share = Share(device=CPU, **SHAPE)
     share.group = dist.group.WORLD  # as on several ranks
-    exchange = share.exchange(Case("chunked"))
+    with overheard() as collectives:
+        share.result(Case("chunked"))
     # For each of 8 chunks four numbers per token, and their rows of dE; all float32.
-    assert exchange.count == 2 * 8
-    assert exchange.nbytes == 4 * 24 * 4 + 24 * 8 * 4
+    assert len(collectives) == 2 * 8
+    assert sum(call.args[-1].nbytes for call in collectives) == 4 * 24 * 4 + 24 * 8 * 4
     with overheard() as again:
-        exchange.run()
-    assert (again.count, again.nbytes) == (0, 0)  # the noted calls bypass any listener
+        for call in collectives:
+            call()
+    assert again == []  # the noted calls bypass any listener

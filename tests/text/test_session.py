@@ -8,8 +8,8 @@ import torch
 
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy
-from t1lib.measure.head_data import operands
 from t1lib.measure.language import LanguageSession
+from t1lib.measure.softmax import operands
 from t1lib.text.corpus import byte_pairs
 from t1lib.text.texts import read_texts
 

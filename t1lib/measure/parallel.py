@@ -1,0 +1,211 @@
+"""What the notebook `parallel` measures on several ranks: an output layer whose weight is sharded over them, and a
+training step with rows of its own on each. Times are the slowest rank's, errors and memory the largest of any rank.
+
+Phase `head/<ranks>`. Variants: the heads, and `floor`, the three products of a rank's own rows. On one rank the
+ordinary heads run, without a process group.
+
+Phases of a training step, whose variant is the mode: `step/<ranks>`, with a fixed number of rows per rank, for time and
+memory (`host_all`: of all ranks, with shared memory counted once); `losses/<ranks>`, with the same total rows on any
+number of ranks.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from t1lib.errors import choose
+from t1lib.heads import parallel as sharded
+from t1lib.heads import parse_bytes
+from t1lib.heads.fused import kernels_run
+from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
+from t1lib.measure.ranks import largest, ran, total
+from t1lib.measure.records import Records
+from t1lib.measure.timing import LeadIn, time_ms
+from t1lib.memory import host_available
+
+MIB = 2**20
+HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
+PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step
+FULL_BYTES = 16  # per logit: an upper bound on what head full holds at its peak
+
+
+class SharedLeadIn(LeadIn):
+    """A lead-in that ends in a collective, so that no rank's device continues before all have reached it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._token = torch.ones(1, device=device)
+
+    def queue(self) -> None:
+        super().queue()
+        dist.all_reduce(self._token, dist.ReduceOp.MAX)  # on CUDA, enqueued on the device
+
+
+class Share(HeadBench):
+    """This rank's rows of a `HeadBench`'s weight; hidden states and targets are the same on every rank.
+
+    The reference, whose dW is that of these rows, is computed from the whole weight, once.
+    """
+
+    def __init__(self, *, device: torch.device, **given: Any) -> None:
+        super().__init__(device=str(device), lead=SharedLeadIn(device), **given)
+        self.group: dist.ProcessGroup | None = None
+        whole = super().reference(Case("full"))
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._references["mean"] = whole | {"dW": whole["dW"].tensor_split(ranks)[rank].clone()}
+        self.w = self.w.tensor_split(ranks)[rank].clone()  # the first ranks may have one row more
+        self.group = dist.group.WORLD if ranks > 1 else None
+        del whole
+        free_cached()  # the reference's memory, for the heads
+
+    def reference(self, case: Case, valid: Tensor | None = None) -> dict[str, Tensor]:
+        return self._references["mean"]
+
+    def function(self, case: Case) -> Callable[..., Any]:
+        if self.group is None:
+            return super().function(case)
+        return partial(sharded.linear_cross_entropy, head=case.method, group=self.group, **case.settings)
+
+    def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
+        """The largest values of any rank; an error ends this rank, and then the others, which would wait for it."""
+        return largest(action()), ran(self.device), ""
+
+
+@contextmanager
+def overheard() -> Iterator[list[partial[Any]]]:
+    """Record the collectives that the vocabulary-parallel heads start on this rank inside the `with` block, in order.
+
+    The recorded calls are on tensors of their own, for replay without the computation between; the last one is the
+    input, whose bytes this rank contributes.
+    """
+    calls: list[partial[Any]] = []
+
+    def listen(module: Any, name: str) -> Any:
+        function = getattr(module, name)
+
+        def noted(*tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+            own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+            calls.append(partial(function, *own, group=group))  # each is awaited
+            return function(*tensors, group=group, **options)
+
+        return patch.object(module, name, noted)
+
+    with listen(sharded, "all_gather"), listen(dist, "all_reduce"):  # as `t1lib.heads.parallel` names them
+        yield calls
+
+
+def measure_head(
+    records: Records, device: torch.device, *, phase: str, heads: list[str], workspace: str, error_bound: float,
+    iters: int, warmup: int, **given: Any,
+) -> None:  # fmt: skip
+    """Errors, memory, and times interleaved with the floor, of heads on the ranks of this group.
+
+    workspace   per rank, of the heads that take one: all but `full`
+    given       tokens, vocabulary, hidden, dtype, seed and reference of the `HeadBench`
+
+    A head whose error exceeds `error_bound` is `wrong`, one that cannot run here `unavailable`; `full` is `skipped`
+    if its logits would not fit. None of these is timed, nor are ranks that share a GPU.
+    """
+    for head in heads:
+        choose("head", head, HEADS)
+    bench = Share(device=device, **given)
+    cases = {head: Case(head, {} if head == "full" else {"workspace": parse_bytes(workspace)}) for head in heads}
+    cases = {head: case for head, case in cases.items() if _runs(records, phase, bench, head)}
+    cases = {head: case for head, case in cases.items() if bench.admit(records, head, phase, case, error_bound)}
+    runners: dict[Key, Runner] = {("floor", phase): bench.products}
+    for head, case in cases.items():
+        _file_memory(records, phase, bench, head, case)
+        runners[head, phase] = partial(bench.times, case)
+        if bench.group is not None:
+            with overheard() as collectives:
+                bench.result(case)
+            records.add(head, "collectives", len(collectives), phase=phase)
+            sent = sum(call.args[-1].nbytes for call in collectives)
+            records.add(head, "exchanged_mib", sent / MIB, "MiB", phase)
+            runners[head, phase, "collectives"] = partial(_alone, bench, collectives)
+    if ran(device) == "ok":
+        bench.take_turns(records, runners, iters, warmup)
+
+
+def _alone(bench: Share, collectives: list[partial[Any]], queued: bool) -> dict[str, float]:
+    def replay() -> None:
+        for call in collectives:
+            call()
+
+    return {"collectives": time_ms(replay, bench.device, bench.lead if queued else None)}
+
+
+def _runs(records: Records, phase: str, bench: Share, head: str) -> bool:
+    """Whether to try a head; all ranks must decide alike, because if one failed alone the others would wait for it."""
+    state, why = "unavailable", ""
+    if head == "fused" and not kernels_run(bench.e):
+        why = "its kernels need a CUDA device and Triton"
+    elif head not in sharded.HEADS and dist.get_world_size() > 1:
+        why = "it does not shard its weight"
+    elif head == "full":
+        free = torch.cuda.mem_get_info(bench.device)[0] if bench.device.type == "cuda" else host_available()
+        need = len(bench.e) * len(bench.w) * FULL_BYTES
+        if largest({"beyond": need - free})["beyond"] > 0:
+            state, why = "skipped", f"its logits may take {need / MIB:,.0f} MiB, {free / MIB:,.0f} are free"
+    if why:
+        records.status(head, state, phase, why)
+    return not why
+
+
+def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Case) -> None:
+    """Record what a rank holds at the head's peak, by kind; on its own GPU also what is outside PyTorch's allocator."""
+    parts = {"weight": bench.w.nbytes, "dW": bench.w.nbytes, "hidden": bench.e.nbytes, "dE": bench.e.nbytes}
+    parts["workspace"] = bench.memory(case)["workspace"]
+    parts["held"] = sum(parts.values())
+    if bench.device.type == "cuda" and ran(bench.device) == "ok":
+        free, whole = torch.cuda.mem_get_info(bench.device)
+        parts["outside"] = whole - free - torch.cuda.memory_reserved(bench.device)
+    for name, value in largest(parts).items():
+        records.add(head, f"{name}_mib", value / MIB, "MiB", phase)
+
+
+def measure_step(
+    records: Records, device: torch.device, *, phase: str, mode: str, rows: int, most: int, steps: int, warmup: int,
+    loss_steps: int, **session: Any,
+) -> None:  # fmt: skip
+    """Time, memory and losses of training in `mode` on the ranks of this group; no time if they share a GPU.
+
+    rows        rows of the batch per rank
+    most        the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
+    session     further arguments of `TrainSession`
+    """
+    # Imported here so that the notebook, which only passes this function on, does not need transformers.
+    from t1lib.measure.session import TrainSession
+
+    session |= {"mode": mode, "device": str(device)}
+    ranks = dist.get_world_size()
+    _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
+    records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
+    records.status(mode, ran(device), phase)
+    gc.collect()  # free all that is left of that session
+    together = TrainSession(batch=rows * most, micro_batch=rows, **session)
+    for step, loss in enumerate(together.warm_up(loss_steps)):
+        records.add(mode, "loss", loss, phase=f"losses/{ranks}", step=step)
+    together.trainer.close()
+
+
+def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, steps: int, warmup: int) -> None:
+    train.warm_up(warmup)
+    for step in range(steps):
+        largest({"": 0.0})  # all ranks begin together
+        found = train.step()
+        slowest = largest({metric: value for metric, value in found.items() if metric != "loss"})
+        if ran(train.device) == "ok":
+            records.put(mode, phase, found | slowest, step)
+    peaks = train.memory()
+    records.put(mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
+    own, mapped = total({"": peaks["host_gib"] - peaks["mapped_gib"]})[""], largest({"": peaks["mapped_gib"]})[""]
+    records.put(mode, phase, {"host_all_gib": own + mapped})
+    train.trainer.close()
