@@ -17,9 +17,7 @@ ROOM = 80  # bytes per element of a piece in all its slots together; with more s
 ROWS = 2048  # rows of an embedding that are gathered and sent ahead of the others at a time
 GATHERED = 2  # buffers of `ROWS` rows, used in turn
 LEAVING = 2  # latest layer inputs that stay on the device: a copy to the host may take as long as a layer computes
-# Layers whose gradients wait on the host, unless all wait for the last one. With 4, the CPU had nothing to update in
-# forwards of the reports' setting: 50 of 190 ms, while a layer takes it 4.6.
-HOST_GRADS = 4
+HOST_GRADS = 4  # layers whose gradients wait on the host, unless all wait for the last one; 12 gained nothing
 
 BACKWARD = 3.1  # tensors of a layer's inner width that its backward holds beside its saved activations (measured)
 FORWARD = 4  # tensors of that width that the forward of a layer holds if it saves nothing
