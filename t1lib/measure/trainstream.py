@@ -13,20 +13,22 @@ from t1lib.train.wrap import wrap_layers
 
 class TrainStreamTrainer(Trainer):
     """As its README has it: float32 weights under bfloat16's autocast, AdamW on the CPU while the backward goes on.
-    All layers' weights are on the host, its own chunked loss is used, and the rest is left to its defaults. Whole
-    batches only: without `micro_batch`."""
+    All layers' weights are on the host, its own chunked loss is used, and the rest is left to its defaults. It must see
+    the whole model being called: called from inside, layers run with the weights of the step before. Whole batches only:
+    without `micro_batch`."""
 
     def _place(self) -> None:
         trainstream = need("trainstream")
         self._loss = trainstream.chunked_cross_entropy
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=False)
+        self.parts.head.forward = lambda hidden: hidden  # so that the model returns what goes into the loss
         plain = make_optimizer(self.spec, self.model.float().parameters(), fused=False)
         options = {"device": self.device, "offload": True, "param_offload": True, "max_grad_norm": self.max_grad_norm}
         self.model, self.optimizer = trainstream.wrap(self.model, plain, **options)
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
-            hidden = self._hidden(piece.ids)
+            hidden = self.model(input_ids=piece.ids.to(self.device), use_cache=False).logits
             timer.mark("forward")
             return self._loss(hidden, self.parts.head.weight, piece.targets)
 

@@ -3,6 +3,7 @@
 `resident` and `keep` of a `Choice` may also be arrays of NumPy: `t1lib.plan.choose` asks for all of them at once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class Choice:
     """What streaming keeps where, which trades memory for time."""
 
     slots: int = 2  # device buffers for layer weights
-    resident: int = 0  # this many first layers stay on the device, with their gradients and optimizer state
+    resident: int = 0  # this many layers stay on the device, with gradients and optimizer state: see `which_stay`
     keep: int = 0  # this many last layers keep their activations; the others are recomputed in the backward
     inputs: str = "device"  # where the inputs of recomputed layers wait for the backward: "device" or "host"
     # Where the optimizer state of embedding, norm and head is: "device", or "host", from where it travels beside the
@@ -59,6 +60,24 @@ def updated_by_host(place: Any, share: float) -> Any:
     return np.floor((place + 1) * share + 1e-9) > np.floor(place * share + 1e-9)
 
 
+def which_stay(trained: Sequence[bool], resident: int) -> np.ndarray:
+    """Which layers stay on the device (a boolean per layer), if `resident` of them do: frozen ones first, which have no
+    state; of alike layers every n-th for a share of 1/n, the first of each group, so that the link is not idle while
+    resident layers compute."""
+    trained, stay = np.asarray(trained, bool), np.zeros(len(trained), bool)
+    for among in np.flatnonzero(~trained), np.flatnonzero(trained):
+        count = min(resident, len(among))
+        stay[among] = np.arange(len(among)) * count % max(len(among), 1) < count
+        resident -= count
+    return stay
+
+
+def first_streamed(work: Work, choice: Choice) -> Any:
+    """The number of the first streamed layer, by `which_stay`."""
+    alike = -(-choice.resident // np.maximum(work.layers - choice.resident, 1))
+    return alike if work.frozen in (0, work.layers) else np.minimum(choice.resident, alike + work.frozen)
+
+
 def slots_for(nbytes: int) -> int:
     """How many pieces of travelling state, of `nbytes` bytes per element, have room on the device."""
     return max(LEAST_SLOTS, ROOM // nbytes)
@@ -78,7 +97,8 @@ def waiting_layers(work: Work, choice: Choice) -> Any:
 
 def graphed_layers(work: Work, choice: Choice) -> Any:
     """How many layers run as CUDA graphs: those that are streamed and recomputed, if launches bind."""
-    return np.maximum(work.layers - choice.resident - choice.keep, 0) * work.graphed
+    again = work.layers - choice.keep
+    return (again * (work.layers - choice.resident) // work.layers) * work.graphed
 
 
 def outer_bytes(work: Work) -> int:
@@ -113,8 +133,8 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     added = 2 * work.tied * work.itemsize  # the embedding's gradient, and its sum with the output layer's
     end = grads + stay + np.maximum(first - outer * leaves + np.maximum(again, added), outer)
     forward = always + outer + FORWARD * work.micro_tokens * work.inner * work.itemsize * leaves
-    if choice.grads == "device":  # beside the inputs of the resident layers, which come first
-        few = np.minimum(choice.resident, others) * hidden * (not on_host)
+    if choice.grads == "device":  # beside the inputs of the resident layers that come first
+        few = np.minimum(first_streamed(work, choice), others) * hidden * (not on_host)
         backward = np.maximum(backward, always + first - outer * leaves + stay + few + again)
         forward = np.maximum(forward, always + outer + stay + few)
     most = np.maximum(np.maximum(head, backward), np.maximum(end, forward))

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from t1lib.plan.cost import Choice, graphed_layers, outer_bytes, trained_layers, updated_by_host, waiting_layers
+from t1lib.plan import cost
+from t1lib.plan.cost import Choice, first_streamed, graphed_layers, outer_bytes, trained_layers, waiting_layers
 from t1lib.plan.rates import Machine
 from t1lib.plan.work import Work
 
@@ -21,9 +22,8 @@ UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memor
 ALONE = 2.5  # rate of updates by a CPU that does nothing else, relative to `Machine.update` (measured)
 BESIDE = 0.08  # share by which the layers' backward slows down if all their state travels beside it (measured)
 # Time of a forward beside which the layers' state travels, relative to the link's own time: without updates by the CPU,
-# and with some, which share the host's memory with it (measured; 19 clipped settings are 5 % off on average)
-CROWDED = 1.13, 1.45
-HIDDEN = 0.5  # share of the travel of embedding and head that a forward hides in which layers are updated (measured)
+# and with some, which share the host's memory with it (measured; 10 clipped settings are 3 % off on average)
+CROWDED = 1.05, 1.2
 HELD_UP = 0.1  # share of the host's updates' time by which a backward beside them is longer: launches need its cores
 NEAR = 8  # exponent of a smooth maximum, by which two lanes of similar length delay each other (measured)
 
@@ -40,19 +40,17 @@ def step_ms(work: Work, choice: Choice, machine: Machine) -> Any:
     again = np.maximum(moving - choice.slots, 0) * weights
     leaving = (streamed - waiting_layers(work, choice)) * weights
     copies = link * (travels * work.layer * work.state + np.maximum(again + inputs, leaving))
-    # Streamed layers come first, and run ahead of the link by the gradients that have a slot on the device.
-    ahead = (choice.grad_slots - 1) * copies / np.maximum(moving, 1)
-    first = moving / work.layers * backward
-    backward = backward - first + _longer(first, copies - ahead)
+    # The backward runs ahead of the link by the gradients that have a slot on the device.
+    backward = _longer(backward, copies - (choice.grad_slots - 1) * copies / np.maximum(moving, 1))
     if choice.host_share < 1 and not work.masters and choice.slots == 2:
         backward = backward + (streamed > 0) * weights * link  # an update reads the slot for which the next ones wait
     if work.together:
-        forward = _updating_forward_ms(work, choice, machine, forward, link * (HIDDEN * outer + inputs))
-        forward = forward + link * (1 - HIDDEN) * outer
+        # A forward in which layers are updated hides nothing of what embedding and head take (measured).
+        forward = _updating_forward_ms(work, choice, machine, forward, link * inputs) + link * outer
     else:
         forward = _longer(forward, link * (outer + np.maximum(moving * weights, inputs)))
     # The first layer that streams in the next step waits for the link.
-    waits = np.maximum(copies - backward - choice.resident * _layer_ms(work, machine)[0], 0)
+    waits = np.maximum(copies - backward - first_streamed(work, choice) * _layer_ms(work, machine)[0], 0)
     # What is on the device is updated at the end.
     updated = (trained * work.layer + work.outer * (choice.outer == "device")) * (3 * work.itemsize + 2 * work.state)
     last = np.maximum(updated / (UPDATE * machine.memory) * 1e3, trained * UPDATE_LAUNCHES * machine.launch_ms)
@@ -120,18 +118,22 @@ def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing
     come = (not work.masters) + (choice.grads == "host")  # weights and gradients, beside the state
     crowd = CROWDED[choice.host_share > 0] if choice.host_share < 1 and work.state else 1.0
     travelling = crowd * (work.layer * work.state / machine.link * 1e3 + plain * come)
-    link = host = busy = np.zeros_like(one)
-    # When each layer has been computed, after the beginning: once the host has gathered and sent the rows of the
-    # embedding that the step's tokens look up, with their state.
+    # By the number of resident layers: whether each layer streams, and how many do so before it.
+    trained = np.arange(work.layers) >= work.frozen
+    streams = np.array([~cost.which_stay(trained, resident) for resident in range(work.layers + 1)])
+    streams, places = streams[choice.resident], (np.cumsum(streams, axis=1) - 1)[choice.resident]
+    # When the link and the host are free, and when each layer has been computed, after the beginning: once the host has
+    # gathered and sent the rows of the embedding that the step's tokens look up, with their state.
     rows = min(work.tokens, work.vocabulary) * work.hidden * outer_bytes(work) * (choice.outer == "host")
-    done = [link + (2 * rows / machine.update + rows / machine.link) * 1e3]
+    ends = (2 * rows / machine.update + rows / machine.link) * 1e3
+    link, host, busy, slots = 0.0, 0.0, 0.0, [0.0] * choice.slots  # and when each slot is free
     for layer in range(work.layers):
-        place, trained = layer - choice.resident, layer >= work.frozen
-        by_host = updated_by_host(place, choice.host_share) & trained
-        host = host + (place >= 0) * by_host * _host_update_ms(work, machine)
-        freed = done[max(layer - choice.slots + 1, 0)] * (place >= choice.slots)
-        begins = np.maximum(np.maximum(link, freed), host * by_host)
-        takes = np.where(by_host | (not trained), plain, travelling)
-        busy, link = busy + (place >= 0) * takes, np.where(place >= 0, begins + takes, link)
-        done.append(np.where(place >= 0, np.maximum(done[-1], link), done[-1]) + one)
-    return np.maximum(done[-1], _longer(computing, busy + others * crowd))
+        streamed, place = streams[..., layer], places[..., layer]
+        by_host, turn = cost.updated_by_host(place, choice.host_share) & trained[layer], place % choice.slots
+        host = host + streamed * by_host * _host_update_ms(work, machine)
+        begins = np.maximum(np.maximum(link, np.choose(turn, slots)), host * by_host)
+        takes = np.where(by_host | ~trained[layer], plain, travelling)
+        busy, link = busy + streamed * takes, np.where(streamed, begins + takes, link)
+        ends = np.where(streamed, np.maximum(ends, link), ends) + one
+        slots = [np.where(streamed & (turn == number), ends, freed) for number, freed in enumerate(slots)]
+    return np.maximum(ends, _longer(computing, busy + others * crowd))

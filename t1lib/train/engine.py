@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from t1lib.errors import T1Error, require
 from t1lib.memory import trim_heap
 from t1lib.optimizers import Precision
-from t1lib.plan.cost import Choice
+from t1lib.plan.cost import Choice, which_stay
 from t1lib.timing import NoTrace
 from t1lib.train.activations import Piece
 from t1lib.train.lanes import UpdateThread, uninterrupted
@@ -104,10 +105,11 @@ class Engine:
     def place(self, choice: Choice) -> None:
         """Make the buffers, and keep on the device what `choice` keeps there."""
         self._let_go()  # of what an evaluation ran with
-        for held in self.host[: choice.resident]:
+        stay = which_stay([held.trained for held in self.host], choice.resident)
+        for held in compress(self.host, stay):
             held.give_back(self.device)
             self.streamed.difference_update(map(id, held.params.values()))
-        self.host = self.host[choice.resident :]
+        self.host = list(compress(self.host, ~stay))
         outer = self._travelling() if choice.outer == "host" else []
         self._run_with(choice, outer, trains=True)
         state, counts = self.optimizer.state, self.optimizer.counts

@@ -84,9 +84,10 @@ class Layout:
 
 
 class Slots:
-    """`count` flat device buffers that hold one layer each, used in turn: layer i goes to slot i mod count."""
+    """`count` flat device buffers that hold one layer each; the layers of `order` take turns."""
 
-    def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
+    def __init__(self, count: int, order: Sequence[int], layout: Layout, device: torch.device) -> None:
+        self._turns = {index: turn % count for turn, index in enumerate(order)}
         self.flat = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
         self.views = [layout.views(flat) for flat in self.flat]
         self.holds: list[int | None] = [None] * count  # index of the layer in each slot
@@ -94,7 +95,7 @@ class Slots:
         self.freed: list[Mark] = [None] * count  # marks when the content is no longer needed
 
     def of(self, layer: int) -> int:
-        return layer % len(self.flat)
+        return self._turns[layer]
 
 
 def streamed_names(layers: Sequence[nn.Module]) -> list[str]:

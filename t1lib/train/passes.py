@@ -33,7 +33,7 @@ class Passes:
     ) -> None:  # fmt: skip
         self.stack, self._forwards, self._schedule, self._outer = stack, forwards, schedule, outer
         self.device, self._micro_batch, self._trace = schedule.device, micro_batch, trace
-        self._slots, self._kept = choice.slots, len(stack) - choice.keep  # the first layer that keeps its activations
+        self._kept = len(stack) - choice.keep  # the first layer that keeps its activations
         plain = all(getattr(f, "__func__", None) is type(m).forward for m, f in zip(stack, forwards, strict=True))
         self._recompute = Recompute(whole=not plain)  # of a compiled one, for example, nothing can be left out
         lanes = schedule.inward, schedule.outward
@@ -90,8 +90,7 @@ class Passes:
             if self._outer is not None:
                 self._outer.forward_done(index, saved if save else None)
         finally:
-            following = index + self._slots
-            self._schedule.release(index, following if save else following % len(self.stack))
+            self._schedule.release(index, around=not save)
         if save and not keep and self._inputs is not None:
             saved.input = self._inputs.put(whole.hidden, index)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), saved
@@ -148,9 +147,9 @@ class Passes:
             if index in schedule.layers and self._graphs is not None:
                 self._graphs.note_gradients(schedule.layers[index], replayed)
             with uninterrupted():
-                schedule.backward_done(index, index - self._slots)
+                schedule.backward_done(index)
         except BaseException:
-            schedule.release(index, -1, again=True)
+            schedule.release(index, again=True, follows=False)
             raise
         if not wanted:
             return None

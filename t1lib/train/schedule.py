@@ -52,13 +52,14 @@ class Schedule:
         precision, rules = optimizer.precision, optimizer.rules()
         trained = [i for i, layer in layers.items() if layer.trained and trains]
         on_host = {i for place, i in enumerate(layers) if updated_by_host(place, choice.host_share)}
-        self.weights = Slots(min(choice.slots, len(layers)), layout, device)
-        self.grads = Slots(min(choice.grad_slots, len(trained)), layout, device)
+        self._order = list(layers)  # in which the layers run
+        self.weights = Slots(min(choice.slots, len(layers)), self._order, layout, device)
+        self.grads = Slots(min(choice.grad_slots, len(trained)), trained, layout, device)
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
         self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._coming: dict[int, Future] = {}  # by layer: when the copy of its weights is queued
-        self._following = -1  # layer to fetch into a slot once the update that reads it is queued
+        self._following: int | None = None  # layer to fetch into a slot once the update that reads it is queued
         self._scratch = Scratch()  # the update thread's
         self._rooms: deque[tuple[int, Tensor]] = deque()  # host buffers for gradients: the layer that took each, and it
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
@@ -159,16 +160,21 @@ class Schedule:
         trained = gradients and self.layers[index].trained
         return self.weights.of(index), self.grads.of(index) if trained else None
 
-    def release(self, index: int, following: int, again: bool = False) -> None:
-        """Point the parameters back at the host; layer `following` comes in once the device has left the slot."""
+    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> None:
+        """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes
+        in, unless it should not: in the forward or, with `again`, in the backward. around: the first layers run after
+        the last ones"""
         if index not in self.layers:
             return
-        slot, layer = self.weights.of(index), self.layers[index]
+        slot, layer, count = self.weights.of(index), self.layers[index], len(self.layers)
         layer.unbind()
         self.weights.freed[slot] = self.compute.mark()
+        turn = self._order.index(index) + (-1 if again else 1) * len(self.weights.flat)
+        turn = turn % count if around else turn
+        following = self._order[turn] if follows and 0 <= turn < count else None
         waits = again and self._read_slots and layer.travels
-        self._following = following if waits else -1
-        if not waits and following in self.layers and self.weights.holds[slot] != following:
+        self._following = following if waits else None
+        if not waits and following is not None and self.weights.holds[slot] != following:
             self.fetch(following, again)
 
     # -- gradients leave -----------------------------------------------------------------------------------------------
@@ -196,12 +202,12 @@ class Schedule:
         for name, param in layer.params.items():
             param.grad = self.grads.views[slot][name]
 
-    def backward_done(self, index: int, following: int) -> None:
+    def backward_done(self, index: int) -> None:
         """Release the layer, whose gradients are complete. They, or new weights, leave for the host; with updates in
         the backward, the layer's begins."""
         layer = self.layers.get(index)
         if layer is None or not layer.trained:
-            self.release(index, following, again=True)
+            self.release(index, again=True)
             return
         slot = self.grads.of(index)
         layer.absent -= layer.reached
@@ -215,14 +221,14 @@ class Schedule:
                     update([weights[at]], [grads[at]], [{}], rule, count)
                 grads.copy_(weights)
         self.grads.filled[slot] = self.compute.mark()
-        self.release(index, following, again=True)
+        self.release(index, again=True)
         if in_slot:
             layer.left = self._send(layer, layer.flat, "weights")
         elif self.in_backward and layer.travels:
             known = (self.grads.filled[slot],)
             layer.update = Update(self.grads.flat[slot], layer.spans(self._rules()), None, known, layer.whole)
             self.grads.freed[slot] = self._begin_update(layer)
-            if self._following in self.layers:
+            if self._following is not None:
                 self.fetch(self._following, again=True)
         elif self._waits_on_device and layer.travels:
             layer.waiting = self.travel.cut(self.grads.flat[slot])
@@ -265,7 +271,7 @@ class Schedule:
         for layer in self.layers.values():
             if layer.has_gradients:
                 self.begin(layer, rules)
-        for index in list(self.layers)[: len(self.weights.flat)]:
+        for index in self._order[: len(self.weights.flat)]:
             if self.layers[index].update is not None or self.weights.holds[self.weights.of(index)] != index:
                 self.fetch(index)
 

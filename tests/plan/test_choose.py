@@ -13,7 +13,7 @@ from t1lib.models import build_model, layer_arguments, split
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan import choose
 from t1lib.plan.choose import choose_plan
-from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, updated_by_host
+from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, updated_by_host, which_stay
 from t1lib.plan.duration import step_ms
 from t1lib.plan.predict import Setting, predict
 from t1lib.plan.rates import H200, Machine
@@ -192,3 +192,16 @@ def test_activations_are_those_that_the_layer_saves(preset, tokens):
     hidden, arguments = layer_arguments(parts, torch.randn(1, tokens, 64, requires_grad=True))
     real = saved_by(lambda: parts.layers[0](hidden, **arguments[0]), parts.layers[0].parameters()) / tokens
     assert saved_bytes(model.config, torch.float32, tokens) == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("trained", "resident", "stay"),
+    [
+        ([True] * 6, 0, ""), ([True] * 6, 2, "03"), ([True] * 6, 3, "024"), ([True] * 6, 4, "0134"),
+        ([True] * 6, 6, "012345"), ([False] * 6, 2, "03"), ([False, False, True, True, True, True], 1, "0"),
+        ([False, False, True, True, True, True], 4, "0124"), ([], 0, ""),
+    ],
+)  # fmt: skip
+def test_resident_layers_are_spread_and_frozen_ones_come_first(trained, resident, stay):
+    found = which_stay(trained, resident)
+    assert "".join(str(index) for index, here in enumerate(found) if here) == stay

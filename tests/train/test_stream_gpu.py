@@ -31,7 +31,7 @@ PLACES = {
     "all on the host": Choice(slots=3, inputs="host", outer="host"),
     "updated by the CPU": Choice(outer="host", host_share=1.0),
     "resident": Choice(resident=4),
-    "gradients wait": Choice(resident=1, grads="device"),
+    "gradients wait": Choice(resident=2, grads="device"),
     "kept": Choice(keep=4, grad_slots=3),
 }
 
