@@ -197,7 +197,7 @@ def test_activations_are_those_that_the_layer_saves(preset, tokens):
 @pytest.mark.parametrize(
     ("trained", "resident", "stay"),
     [
-        ([True] * 6, 0, ""), ([True] * 6, 2, "03"), ([True] * 6, 3, "024"), ([True] * 6, 4, "0134"),
+        ([True] * 6, 0, ""), ([True] * 6, 2, "03"), ([True] * 6, 3, "024"), ([True] * 6, 4, "0235"),
         ([True] * 6, 6, "012345"), ([False] * 6, 2, "03"), ([False, False, True, True, True, True], 1, "0"),
         ([False, False, True, True, True, True], 4, "0124"), ([], 0, ""),
     ],
