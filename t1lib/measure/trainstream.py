@@ -14,8 +14,8 @@ from t1lib.train.wrap import wrap_layers
 class TrainStreamTrainer(Trainer):
     """As its README has it: float32 weights under bfloat16's autocast, AdamW on the CPU while the backward goes on.
     All layers' weights are on the host, its own chunked loss is used, and the rest is left to its defaults. It has to
-    see the call of the whole model: otherwise layers run with the weights of the step before. Whole batches only: without
-    `micro_batch`."""
+    see the call of the whole model: otherwise layers run with the weights of the step before. Whole batches only,
+    without `micro_batch`."""
 
     def _place(self) -> None:
         trainstream = need("trainstream")
