@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from t1lib.measure.timing import LeadIn, median_ms, settle
+from t1lib.measure.timing import median_ms
 from t1lib.memory import pinned_zeros
-from t1lib.timing import PhaseTimer, between_ms, mark_now, synchronize
+from t1lib.timing import between_ms, mark_now, synchronize
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,3 @@ def measure_product(device: torch.device, dtype: torch.dtype, size: int) -> floa
     """FLOP/s of a product of random (size, size) matrices."""
     a = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / median_ms(lambda: torch.mm(a, a), device) * 1e3
-
-
-def products_ms(e: Tensor, w: Tensor, results: tuple[Tensor, Tensor, Tensor], lead: LeadIn) -> dict[str, float]:
-    """Times in ms of the three products of e (N, D) and w (V, D), back to back as in a head, queued behind `lead`.
-
-    results   output buffers: logits (N, V), dE (N, D), dW (V, D)
-    """
-    z, d_e, d_w = results
-    settle(e.device, lead)
-    timer = PhaseTimer(e.device)
-    torch.mm(e, w.T, out=z)
-    timer.mark("logits")
-    torch.mm(z, w, out=d_e)
-    timer.mark("dE")
-    torch.mm(z.T, e, out=d_w)
-    timer.mark("dW")
-    return timer.stop()[1]

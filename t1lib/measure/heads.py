@@ -7,6 +7,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -17,14 +18,13 @@ from torch import Tensor
 from t1lib.errors import UnavailableError, choose
 from t1lib.heads.fused import kernels_run
 from t1lib.heads.fused_plan import TILES, device_of
-from t1lib.measure.floors import products_ms
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
 from t1lib.measure.softmax import operands
-from t1lib.measure.timing import LeadIn, phases_ms, rounds, time_ms
+from t1lib.measure.timing import LeadIn, phases_ms, rounds
 
 IGNORED = -100
 REFERENCES = ("float64", "float32")
@@ -71,21 +71,25 @@ class HeadBench:
 
     data       "flat", "peaked" or "real", as `operands` makes them; `path` is for "real"
     reference  dtype of the reference for errors: float64, or float32 (without TF32) where float64 is too slow
-    lead       what timed samples are queued behind; by default a `LeadIn`
     """
 
+    lead_in = LeadIn  # the kind that timed samples are queued behind
+
     def __init__(
-        self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str, data: str = "flat",
-        path: str | None = None, seed: int = 0, reference: str = "float64", lead: LeadIn | None = None,
+        self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str | torch.device,
+        data: str = "flat", path: str | None = None, seed: int = 0, reference: str = "float64",
     ) -> None:  # fmt: skip
         self.device, self.dtype = torch.device(device), getattr(torch, dtype)
         self.wide = getattr(torch, choose("reference", reference, REFERENCES))
-        self.lead = lead or LeadIn(self.device)
+        self.lead = self.lead_in(self.device)
         self.before = held_before(self.device, self.dtype)
         self.e, self.w, self.y = operands(data, (tokens, vocabulary, hidden), self.dtype, self.device, seed, path)
+        sizes = {"tokens": len(self.e), "vocabulary": len(self.w)}
+        uniform = {name: torch.rand(size, generator=torch.Generator().manual_seed(7)) for name, size in sizes.items()}
+        self.drawn = {name: (0.5 + values).to(self.device) for name, values in uniform.items()}
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._references: dict[str, dict[str, Tensor]] = {}
-        self._products: tuple[Tensor, Tensor, Tensor] | None = None
+        self._exact: tuple[Any, dict[str, Tensor]] | None = None  # the last reference, and of what it is one
+        self._products: dict[str, Callable[[], Tensor]] = {}
 
     def function(self, case: Case) -> Callable[..., Any]:
         """The case's method with its settings; kept, because making it again would compile it again."""
@@ -94,42 +98,32 @@ class HeadBench:
             self._functions[own] = loss_function(case.method, **case.settings)
         return self._functions[own]
 
-    def _drawn(self, size: str) -> Tensor:
-        """Random numbers in [0.5, 1.5), float32, the same for every case."""
-        number = {"tokens": len(self.e), "vocabulary": len(self.w)}[size]
-        return (0.5 + torch.rand(number, generator=torch.Generator().manual_seed(7))).to(self.device)
-
-    def _arguments(self, case: Case, dtype: torch.dtype) -> dict[str, Any]:
-        drawn = {k: self._drawn(v) for k, v in case.options.items() if v in ("tokens", "vocabulary")}
-        if "linear_bias" in drawn:
-            drawn["linear_bias"] = drawn["linear_bias"].to(self.dtype).to(dtype).requires_grad_(case.gradients)
-        return case.options | drawn
-
-    def call(self, case: Case, valid: Tensor | None = None, dtype: torch.dtype | None = None) -> Call:
-        """The call of a case in `dtype`, on the tokens in `valid` (N) alone, as if there were no others."""
-        rows, dtype = slice(None) if valid is None else valid, dtype or self.dtype
-        e = (self.e if valid is None else self.e[valid]).detach().to(dtype).requires_grad_(case.gradients)
+    def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:
+        """The call of a case in `dtype`, by default that of the bench."""
+        dtype = dtype or self.dtype
+        e = self.e.detach().to(dtype).requires_grad_(case.gradients)
         w = self.w.detach().to(dtype).requires_grad_(case.gradients and not case.frozen)
-        ignored = case.ignored
-        if not isinstance(ignored, Tensor):
-            ignored = self._drawn("tokens") - 0.5 < ignored
-        y = self.y.masked_fill(ignored, IGNORED)[rows]
-        function, arguments = self.function(case), self._arguments(case, dtype)
-        upstream = self._drawn("tokens")[rows] if case.options.get("reduction") == "none" else None
+        tokens, ignored = self.drawn["tokens"], case.ignored
+        y = self.y.masked_fill(ignored if isinstance(ignored, Tensor) else tokens - 0.5 < ignored, IGNORED)
+        arguments = {name: self.drawn.get(value, value) for name, value in case.options.items()}
+        if "linear_bias" in arguments:
+            bias = arguments["linear_bias"].detach().to(self.dtype).to(dtype)
+            arguments["linear_bias"] = bias.requires_grad_(case.gradients)
+        function, each = self.function(case), case.options.get("reduction") == "none"
 
         def loss() -> Tensor:
             found = function(e, w, y, **arguments)
             return found[0] if case.options.get("return_stats") else found
 
         def backward(loss: Tensor) -> None:
-            loss.backward(None if upstream is None else upstream.to(loss.dtype))
+            loss.backward(tokens.to(loss.dtype) if each else None)
 
-        inputs = [self.e, self.w, self.y, e, w, y, *arguments.values(), upstream]
+        inputs = [self.e, self.w, self.y, *self.drawn.values(), e, w, y, *arguments.values()]
         return Call(loss, backward, e, w, [t for t in inputs if isinstance(t, Tensor)])
 
-    def result(self, case: Case, valid: Tensor | None = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def result(self, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """`loss`, () or (N), and `dE` (N, D) and `dW` (V, D) if the case computes them; see `call`."""
-        call = self.call(case, valid, dtype)
+        call = self.call(case, dtype)
         with torch.set_grad_enabled(case.gradients):
             loss = call.loss()
         if case.gradients:
@@ -137,24 +131,21 @@ class HeadBench:
         found = {"loss": loss.detach(), "dE": call.e.grad, "dW": call.w.grad}
         return {name: value for name, value in found.items() if value is not None}
 
-    def reference(self, case: Case, valid: Tensor | None = None) -> dict[str, Tensor]:
-        """The exact result of a case, in the reference's dtype; kept until times or memory are measured."""
-        changed = valid is not None or isinstance(case.ignored, Tensor) or case.ignored > 0
-        key = "" if changed or case.options.keys() - {"reduction"} else case.options.get("reduction", "mean")
-        if key in self._references:
-            return self._references[key]
-        chunks = math.ceil(len(self.e) * len(self.w) * self.wide.itemsize / CHUNK_BYTES)
-        exact = Case("chunked", {"chunks": min(len(self.e), chunks)}, case.options, ignored=case.ignored)
-        self._references.clear()
-        found = self.result(exact, valid, self.wide)
-        if key:
-            self._references[key] = found
-        return found
+    def reference(self, case: Case) -> dict[str, Tensor]:
+        """The exact result of a case, in the reference's dtype; the last one is kept until times or memory are
+        measured."""
+        changes = None if isinstance(case.ignored, Tensor) else (case.options, case.ignored)
+        if self._exact is None or changes is None or self._exact[0] != changes:
+            self._exact = None
+            chunks = math.ceil(len(self.e) * len(self.w) * self.wide.itemsize / CHUNK_BYTES)
+            exact = Case("chunked", {"chunks": min(len(self.e), chunks)}, case.options, ignored=case.ignored)
+            self._exact = changes, self.result(exact, self.wide)
+        return self._exact[1]
 
     def forget(self) -> None:
         """Free the reference, so that it takes no memory from what is measured next."""
-        if self._references:
-            self._references.clear()
+        if self._exact is not None:
+            self._exact = None
             free_cached()
 
     def errors(self, case: Case) -> dict[str, float]:
@@ -169,7 +160,10 @@ class HeadBench:
         weighted_*  the same, with the tokens ignored by a token weight of 0 instead of an ignored target
         error_*     of the call with ignored targets, against the reference without these tokens
         """
-        exact, alone = self.reference(case, valid), self.result(case, valid)
+        others = copy(self)  # without the ignored tokens
+        others.e, others.y, others._exact = self.e[valid], self.y[valid], None
+        others.drawn = self.drawn | {"tokens": self.drawn["tokens"][valid]}
+        exact, alone = others.reference(case), others.result(case)
         weighted = replace(case, options=case.options | {"token_weight": valid.float()})
         found: dict[str, float] = {"leaks": 0.0}
         for way, masked in {"padded": replace(case, ignored=~valid), "weighted": weighted}.items():
@@ -183,20 +177,24 @@ class HeadBench:
         return found
 
     def times(self, case: Case, queued: bool = True) -> dict[str, float]:
-        """Times in ms: `loss` alone, without autograd, or those of `t1lib.measure.timing.phases_ms`."""
+        """Times in ms: of the `loss` alone, without autograd; or of the loss (`forward`), of its gradients
+        (`backward`), of `both`, and of the host, to issue both (`host`)."""
         self.forget()
-        call, lead = self.call(case), self.lead if queued else None
-        if case.gradients:
-            return phases_ms(call.loss, call.backward, self.device, lead)
-        with torch.no_grad():
-            return {"loss": time_ms(call.loss, self.device, lead)}
+        call, lead, losses = self.call(case), self.lead if queued else None, []
+        if not case.gradients:
+            with torch.no_grad():
+                return phases_ms({"loss": call.loss}, self.device, lead)[0]
+        phases = {"forward": lambda: losses.append(call.loss()), "backward": lambda: call.backward(losses[0])}
+        times, host = phases_ms(phases, self.device, lead)
+        return times | {"both": sum(times.values()), "host": host}
 
     def products(self, queued: bool = True) -> dict[str, float]:
-        """Times in ms of the floor, the three matrix products: `logits`, `dE`, `dW`."""
-        if self._products is None:
-            logits = torch.empty(len(self.e), len(self.w), dtype=self.dtype, device=self.device)
-            self._products = logits, torch.empty_like(self.e), torch.empty_like(self.w)
-        return products_ms(self.e, self.w, self._products, self.lead if queued else None)
+        """Times in ms of the floor, the three matrix products back to back, as in a head: `logits`, `dE`, `dW`."""
+        if not self._products:
+            e, w, z = self.e, self.w, torch.empty(len(self.e), len(self.w), dtype=self.dtype, device=self.device)
+            products = {"logits": (e, w.T, z), "dE": (z, w, torch.empty_like(e)), "dW": (z.T, e, torch.empty_like(w))}
+            self._products = {name: partial(torch.mm, a, b, out=out) for name, (a, b, out) in products.items()}
+        return phases_ms(self._products, self.device, self.lead if queued else None)[0]
 
     def memory(self, case: Case) -> dict[str, int]:
         """Bytes of a second call: `workspace`, its peak beyond the inputs and the gradients that must exist; `kept`,
@@ -208,11 +206,11 @@ class HeadBench:
         inputs = storage_bytes(call.inputs)
         with torch.set_grad_enabled(case.gradients), AllocatorTimeline(self.device, inputs) as forward:
             loss = call.loss()
-        kept, peak = forward.points[-1][1] - forward.baseline, forward.peak.allocated - forward.baseline
+        kept, peak = forward.points[-1][1] - forward.baseline, forward.peak - forward.baseline
         if case.gradients:
             with AllocatorTimeline(self.device, inputs + kept) as backward:
                 call.backward(loss)
-            peak = max(peak, backward.peak.allocated - backward.baseline + kept)
+            peak = max(peak, backward.peak - backward.baseline + kept)
         must = sum(t.nbytes for t in call.inputs if t.requires_grad)
         return {"workspace": peak - must, "kept": kept, "left": forward.baseline - self.before - inputs}
 
@@ -282,11 +280,10 @@ def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str,
     try:
         return action(), "ok", ""
     except Exception as error:
-        oom = is_out_of_memory(error)
-        if not (oom or foreign or isinstance(error, UnavailableError)):
+        status = "oom" if is_out_of_memory(error) else "unavailable"
+        if status != "oom" and not (foreign or isinstance(error, UnavailableError)):
             raise
-        status, kind = "oom" if oom else "unavailable", type(error).__name__
-        why = f"{kind}: {error}".removeprefix("UnavailableError: ").splitlines()[0][:200]
+        why = f"{type(error).__name__}: {error}".removeprefix("UnavailableError: ").splitlines()[0][:200]
     if status == "oom":  # outside the handler, whose exception still references the failed call's tensors
         free_cached()
     return None, status, why

@@ -131,34 +131,33 @@ def measure_variants(
 
     The protocol is a generator that calls the session's methods, as in `call("step", n=3)`, and yields where the next
     variant may take its turn. With `together=False` the variants run one after the other, for a device that cannot hold
-    all of them at once. A variant that runs out of memory gets a row with status `oom`, one that lacks something
-    optional a row with status `unavailable`, and the others continue; one that finishes gets status `ok`, unless its
-    protocol recorded another.
+    all of them at once. Records each variant's status: `oom`, `unavailable` if it lacks something optional, or `ok`,
+    unless its protocol recorded another.
     """
     if not together:
         for name, settings in variants.items():
             measure_variants(factory, {name: settings}, protocol, records, phase=phase)
         return
-    workers: dict[str, Isolated] = {}
 
-    def turns(name: str) -> Iterator[None]:
+    def turns(name: str, worker: Isolated) -> Iterator[None]:
         state = "ok"
         try:
-            workers[name].receive()
+            worker.receive()
             yield
-            yield from protocol(name, workers[name].call)
+            yield from protocol(name, worker.call)
         except VariantOutOfMemory:
             state = "oom"
         except UnavailableError:
             state = "unavailable"
-        workers[name].close()
+        worker.close()
         if state != "ok" or not records.told(name, phase):
             records.status(name, state, phase)
 
     with progress(what=f"{phase}, {len(variants)} variants") as bar, ExitStack() as stack:
+        running = []
         for name, settings in variants.items():  # all at once: building a model mostly keeps a single core busy
-            workers[name] = stack.enter_context(closing(Isolated(factory, settings, wait=False)))
-        running = [turns(name) for name in variants]
+            worker = stack.enter_context(closing(Isolated(factory, settings, wait=False)))
+            running.append(turns(name, worker))
         while running:
             running = [own for own in running if next(own, "end") is None]
             bar.update()

@@ -4,20 +4,11 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from t1lib.memory import _registered
-
-
-@dataclass
-class Peak:
-    """The highest bytes of live tensors, and of what the allocator holds (None on a CPU, which has no caching one)."""
-
-    allocated: int
-    reserved: int | None
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -27,12 +18,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class AllocatorTimeline:
-    """Every allocation and release between entry and exit, from the allocator's history: exact, without polling.
+    """Every allocation and release within a `with` block, from the allocator's history: exact, without polling.
 
-        with AllocatorTimeline(device, baseline) as timeline:
-            …one step…
-        timeline.points   # [(ms since entry, allocated bytes, reserved bytes or None)]
-        timeline.peak     # Peak
+    points  [(ms since entry, bytes allocated, bytes reserved or, on a CPU, None)]
+    peak    most bytes allocated
 
     On CUDA it reads the caching allocator's history: the bytes requested, without the allocator's rounding (up to a few
     per cent less than `max_memory_allocated`). On a CPU it reads the profiler's memory events of this thread, and
@@ -88,18 +77,13 @@ class AllocatorTimeline:
             self.points.append(((time_us - self._start_us) / 1e3, allocated, reserved))
 
     @property
-    def peak(self) -> Peak:
-        reserved = [r for _, _, r in self.points if r is not None]
-        return Peak(max(a for _, a, _ in self.points), max(reserved, default=None))
+    def peak(self) -> int:
+        return max(allocated for _, allocated, _ in self.points)
 
 
 class HostPeak:
-    """Exact peak of this process's resident memory since this object was made, in bytes.
-
-        host = HostPeak(); …; host.read()
-
-    Linux keeps such a mark, and lets it be reset. Other systems do not: `exact` is False, and `read` returns NaN.
-    """
+    """Exact peak of this process's resident memory since this object was made. Linux keeps such a mark, and lets it be
+    reset; elsewhere `exact` is False."""
 
     def __init__(self) -> None:
         try:
@@ -109,6 +93,7 @@ class HostPeak:
             self.exact = False
 
     def read(self) -> float:
+        """The peak in bytes; NaN where it is not `exact`."""
         if not self.exact:
             return float("nan")
         return float(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024

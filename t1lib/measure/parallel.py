@@ -28,12 +28,10 @@ from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.ranks import largest, ran, total
 from t1lib.measure.records import Records
 from t1lib.measure.timing import LeadIn, time_ms
-from t1lib.memory import host_available
 
 MIB = 2**20
 HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
 PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step
-FULL_BYTES = 16  # per logit: an upper bound on what head full holds at its peak
 
 
 class SharedLeadIn(LeadIn):
@@ -54,19 +52,16 @@ class Share(HeadBench):
     The reference, whose dW is that of these rows, is computed from the whole weight, once.
     """
 
-    def __init__(self, *, device: torch.device, **given: Any) -> None:
-        super().__init__(device=str(device), lead=SharedLeadIn(device), **given)
+    lead_in = SharedLeadIn
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self.group: dist.ProcessGroup | None = None
-        whole = super().reference(Case("full"))
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._references["mean"] = whole | {"dW": whole["dW"].tensor_split(ranks)[rank].clone()}
+        kept, rank, ranks = self.reference(Case("full")), dist.get_rank(), dist.get_world_size()
+        kept["dW"] = kept["dW"].tensor_split(ranks)[rank].clone()
         self.w = self.w.tensor_split(ranks)[rank].clone()  # the first ranks may have one row more
         self.group = dist.group.WORLD if ranks > 1 else None
-        del whole
         free_cached()  # the reference's memory, for the heads
-
-    def reference(self, case: Case, valid: Tensor | None = None) -> dict[str, Tensor]:
-        return self._references["mean"]
 
     def function(self, case: Case) -> Callable[..., Any]:
         if self.group is None:
@@ -74,8 +69,10 @@ class Share(HeadBench):
         return partial(sharded.linear_cross_entropy, head=case.method, group=self.group, **case.settings)
 
     def attempt(self, variant: str, action: Callable[[], Any]) -> tuple[Any, str, str]:
-        """The largest values of any rank; an error ends this rank, and then the others, which would wait for it."""
-        return largest(action()), ran(self.device), ""
+        """The largest values of any rank. Where there are several, an error ends this one, and then the others, which
+        would wait for it."""
+        found, status, why = super().attempt(variant, action) if self.group is None else (action(), "ok", "")
+        return (largest(found), ran(self.device), why) if status == "ok" else (found, status, why)
 
 
 @contextmanager
@@ -87,17 +84,14 @@ def overheard() -> Iterator[list[partial[Any]]]:
     """
     calls: list[partial[Any]] = []
 
-    def listen(module: Any, name: str) -> Any:
-        function = getattr(module, name)
+    def noted(function: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+        own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        calls.append(partial(function, *own, group=group))  # each is awaited
+        return function(*tensors, group=group, **options)
 
-        def noted(*tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-            own = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-            calls.append(partial(function, *own, group=group))  # each is awaited
-            return function(*tensors, group=group, **options)
-
-        return patch.object(module, name, noted)
-
-    with listen(sharded, "all_gather"), listen(dist, "all_reduce"):  # as `t1lib.heads.parallel` names them
+    # as `t1lib.heads.parallel` names them
+    gather, reduce = partial(noted, sharded.all_gather), partial(noted, dist.all_reduce)
+    with patch.object(sharded, "all_gather", gather), patch.object(dist, "all_reduce", reduce):
         yield calls
 
 
@@ -110,15 +104,18 @@ def measure_head(
     workspace   per rank, of the heads that take one: all but `full`
     given       tokens, vocabulary, hidden, dtype, seed and reference of the `HeadBench`
 
-    A head whose error exceeds `error_bound` is `wrong`, one that cannot run here `unavailable`; `full` is `skipped`
-    if its logits would not fit. None of these is timed, nor are ranks that share a GPU.
+    A head whose error exceeds `error_bound` is `wrong`, one that cannot run here `unavailable`. Neither is timed, nor
+    are ranks that share a GPU.
     """
     for head in heads:
         choose("head", head, HEADS)
-    bench = Share(device=device, **given)
-    cases = {head: Case(head, {} if head == "full" else {"workspace": parse_bytes(workspace)}) for head in heads}
-    cases = {head: case for head, case in cases.items() if _runs(records, phase, bench, head)}
-    cases = {head: case for head, case in cases.items() if bench.admit(records, head, phase, case, error_bound)}
+    bench, cases = Share(device=device, **given), {}
+    for head in heads:
+        case = Case(head, {} if head == "full" else {"workspace": parse_bytes(workspace)})
+        if why := _lacks(bench, head):
+            records.status(head, "unavailable", phase, why)
+        elif bench.admit(records, head, phase, case, error_bound):
+            cases[head] = case
     runners: dict[Key, Runner] = {("floor", phase): bench.products}
     for head, case in cases.items():
         _file_memory(records, phase, bench, head, case)
@@ -134,29 +131,20 @@ def measure_head(
         bench.take_turns(records, runners, iters, warmup)
 
 
+def _lacks(bench: Share, head: str) -> str:
+    """Why a head cannot run on this many ranks and such a device; empty if it can. The answer is the same on all
+    ranks: if one failed alone, the others would wait for it."""
+    if head == "fused" and not kernels_run(bench.e):
+        return "its kernels need a CUDA device and Triton"
+    return "it does not shard its weight" if head == "full" and bench.group is not None else ""
+
+
 def _alone(bench: Share, collectives: list[partial[Any]], queued: bool) -> dict[str, float]:
     def replay() -> None:
         for call in collectives:
             call()
 
     return {"collectives": time_ms(replay, bench.device, bench.lead if queued else None)}
-
-
-def _runs(records: Records, phase: str, bench: Share, head: str) -> bool:
-    """Whether to try a head; all ranks must decide alike, because if one failed alone the others would wait for it."""
-    state, why = "unavailable", ""
-    if head == "fused" and not kernels_run(bench.e):
-        why = "its kernels need a CUDA device and Triton"
-    elif head not in sharded.HEADS and dist.get_world_size() > 1:
-        why = "it does not shard its weight"
-    elif head == "full":
-        free = torch.cuda.mem_get_info(bench.device)[0] if bench.device.type == "cuda" else host_available()
-        need = len(bench.e) * len(bench.w) * FULL_BYTES
-        if largest({"beyond": need - free})["beyond"] > 0:
-            state, why = "skipped", f"its logits may take {need / MIB:,.0f} MiB, {free / MIB:,.0f} are free"
-    if why:
-        records.status(head, state, phase, why)
-    return not why
 
 
 def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Case) -> None:

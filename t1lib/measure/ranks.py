@@ -1,7 +1,6 @@
 """Runs a function in several processes on this host at once: with one GPU each, or on the CPU. Where there are fewer
 GPUs than processes, they share them: that shows that results are right, not how fast they come. No process outlives the
-call: a rank that fails or ends early ends all of them, and so does the time limit.
-"""
+call: a rank that fails or ends early ends all of them, and so does the time limit."""
 
 import faulthandler
 import io
@@ -60,16 +59,16 @@ def measure_ranks(
     records: Records, task: Callable[..., None], settings: dict[str, Any], ranks: int, *, name: str,
     variants: Sequence[str], device: str, limit: float,
 ) -> None:  # fmt: skip
-    """Run a task in `ranks` processes, which share the cores; what rank 0 records is added, in phase `<name>/<ranks>`.
+    """Run a task in `ranks` processes, which share the cores; what rank 0 records is added, in phase `<name>/<ranks>`,
+    and what it prints is printed here.
 
     task       module-level function, called as `task(records, device, phase=…, **settings)` on every rank, in a process
                group of all; settings must be picklable
     variants   those that become `oom` if memory runs out
     limit      seconds that the task may take
 
-    What rank 0 prints is printed here. Raises `T1Error` and `UnavailableError` as a rank raised them, and
-    `VariantFailed`, whose first line names the rank, for any other failure: an exception in a rank, a rank that ended
-    without a message, or the time limit.
+    Raises `T1Error` and `UnavailableError` as a rank raised them, and `VariantFailed`, whose first line names the rank,
+    for an exception in a rank, a rank that ended without a message, or the time limit.
     """
     phase = f"{name}/{ranks}"
     if share_gpus(ranks, device):
@@ -99,7 +98,7 @@ def _result(workers: list[Isolated], limit: float, folder: Path) -> Any:
     """What rank 0 returns, once all have. Raises for the first that ends, else the first that fails, and for the time
     limit."""
     end, among = time.monotonic() + limit + PATIENCE, f"of {len(workers)}"
-    left, result, failed = {worker.pipe: rank for rank, worker in enumerate(workers)}, None, None
+    left, result, failure = {worker.pipe: rank for rank, worker in enumerate(workers)}, None, None
     while left and (ready := connection.wait(left, max(0.0, end - time.monotonic()))):
         for rank in [left.pop(pipe) for pipe in ready]:
             try:
@@ -107,12 +106,12 @@ def _result(workers: list[Isolated], limit: float, folder: Path) -> Any:
             except (VariantFailed, VariantOutOfMemory) as ended:
                 raise type(ended)(f"rank {rank} {among}: {ended}") from None
             result = value if rank == 0 else result
-            if error is not None and failed is None:
-                failed, end = (rank, error), min(end, time.monotonic() + MOMENT)
-    if failed is not None:
-        rank, error = failed
-        named = isinstance(error, VariantFailed | VariantOutOfMemory)
-        raise type(error)(f"rank {rank} {among}: {error}") if named else error
+            if error is not None and failure is None:
+                named = isinstance(error, VariantFailed | VariantOutOfMemory)
+                failure = type(error)(f"rank {rank} {among}: {error}") if named else error
+                end = min(end, time.monotonic() + MOMENT)
+    if failure is not None:
+        raise failure
     if left:
         stacks = [f"rank {rank}:\n{(folder / str(rank)).read_text('utf-8')}" for rank in left.values()]
         late = f"rank {', '.join(map(str, left.values()))} {among} took longer than {limit:g} s"
@@ -135,14 +134,12 @@ class Rank:
     port: int
     folder: Path
 
-    def __post_init__(self) -> None:
-        self._stacks = (self.folder / str(self.rank)).open("w", encoding="utf-8")  # open until the process ends
-
     def run(self, task: Callable[..., None], settings: dict[str, Any], limit: float) -> tuple[Any, Exception | None]:
         """The `outcome` of the task: the rows that it recorded and the text that it printed.
 
         An error is returned, not raised: this process has to stay, because its end would make the others fail, too.
         """
+        self._stacks = (self.folder / str(self.rank)).open("w", encoding="utf-8")  # open until the process ends
         faulthandler.dump_traceback_later(limit, file=self._stacks)
         return outcome(self._run, task, settings)
 
@@ -156,8 +153,8 @@ class Rank:
     def _join(self) -> torch.device:
         """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors.
 
-        Where there are fewer GPUs than ranks, ranks share them. NCCL refuses two ranks of one host on one GPU, so each
-        claims to be a host of its own; they then exchange through sockets.
+        NCCL refuses two ranks of one host on one GPU, so where ranks share one, each claims to be a host of its own;
+        they then exchange through sockets.
         """
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ |= {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from t1lib.timing import PhaseTimer, between_ms, mark_now, synchronize
+from t1lib.timing import PhaseTimer, synchronize
 
 T = TypeVar("T")
 
@@ -37,37 +37,30 @@ class LeadIn:
             self._product()
 
 
-def settle(device: torch.device, lead: LeadIn | None = None) -> None:
-    """Prepare for a sample: wait until the device is idle, then queue the lead-in, if there is one."""
+def phases_ms(
+    phases: dict[str, Callable[[], object]], device: torch.device, lead: LeadIn | None = None
+) -> tuple[dict[str, float], float]:
+    """Times in ms of functions that are called one after the other, from an idle device or from the end of the lead-in;
+    and the time that the host takes to issue all of them, which is hidden while the device still has queued work."""
     synchronize(device)
     if lead is not None:
         lead.queue()
+    timer, begun = PhaseTimer(device), time.perf_counter()
+    for name, function in phases.items():
+        function()
+        timer.mark(name)
+    host = (time.perf_counter() - begun) * 1e3
+    return timer.stop()[1], host
 
 
 def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn | None = None) -> float:
-    """Time of one call in ms, from an idle device (or the end of the lead-in) until the device is idle again."""
-    settle(device, lead)
-    start = mark_now(device)
-    function()
-    end = mark_now(device)
-    synchronize(device)
-    return between_ms(start, end)
+    """Time of one call in ms; see `phases_ms`."""
+    return phases_ms({"": function}, device, lead)[0][""]
 
 
-def phases_ms(
-    loss: Callable[[], T], backward: Callable[[T], object], device: torch.device, lead: LeadIn | None = None
-) -> dict[str, float]:
-    """Times in ms of a loss (`forward`), of its gradients (`backward`), and of `both`; and the time that the host takes
-    to issue both (`host`), which is hidden while the device still has queued work."""
-    settle(device, lead)
-    timer, begun = PhaseTimer(device), time.perf_counter()
-    found = loss()
-    timer.mark("forward")
-    backward(found)
-    timer.mark("backward")
-    host = (time.perf_counter() - begun) * 1e3
-    _, phases = timer.stop()
-    return phases | {"both": sum(phases.values()), "host": host}
+def median_ms(function: Callable[[], object], device: torch.device, repeats: int = 7, warmup: int = 2) -> float:
+    """Median time of a call in ms over `repeats` samples, after `warmup` others."""
+    return median([time_ms(function, device) for _ in range(warmup + repeats)][warmup:])
 
 
 def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
@@ -79,8 +72,3 @@ def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
     draw = random.Random(0)
     for _ in range(number):
         yield draw.sample(things, len(things))
-
-
-def median_ms(function: Callable[[], object], device: torch.device, repeats: int = 7, warmup: int = 2) -> float:
-    """Median time of a call in ms over `repeats` samples, after `warmup` others."""
-    return median([time_ms(function, device) for _ in range(warmup + repeats)][warmup:])

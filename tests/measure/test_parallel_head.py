@@ -60,12 +60,17 @@ def test_ranks_that_share_a_gpu_get_no_time(monkeypatch):
     assert ("full", "held_mib") in found and not any("ms" in metric for _, metric in found)
 
 
-def test_what_cannot_run_is_not_tried(monkeypatch, capsys):
-    monkeypatch.setattr(parallel, "host_available", lambda: 24 * 50 * parallel.FULL_BYTES - 1)
+def test_on_one_rank_what_cannot_run_or_does_not_fit_is_a_status(monkeypatch, capsys):
+    def errors(bench, case, given=Share.errors):
+        if case.method == "full":
+            raise torch.OutOfMemoryError("too large")
+        return given(bench, case)
+
+    monkeypatch.setattr(Share, "errors", errors)
     found, states = measured(heads=["full", "fused", "chunked"])
-    assert states == {"full": "skipped", "fused": "unavailable", "chunked": "ok"}
+    assert states == {"full": "oom", "fused": "unavailable", "chunked": "ok"}
     assert {variant for variant, _ in found} == {"full", "fused", "chunked", "floor"}
-    assert "full is skipped" in capsys.readouterr().out
+    assert "fused is unavailable: its kernels need" in capsys.readouterr().out
 
 
 def test_collectives_are_noted_with_their_sizes_and_run_again_alone():
