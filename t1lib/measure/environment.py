@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,32 +18,28 @@ from t1lib.memory import GIB
 
 _FOR_GPUS = "laptop", "h200"  # profiles
 _H200_GIB = 70  # least for h200: low enough for 80 GB cards, which report a few GiB less than 80
-_CPU = Path("/proc/cpuinfo")
 
 
 def _output(*command: str) -> str | None:
-    """Return what a command prints, or None if it is not installed or fails."""
+    """What a command prints, or None if it is not installed or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
 @functools.cache
 def _cpu_model() -> str:
-    text = _CPU.read_text(encoding="utf-8", errors="replace") if _CPU.exists() else ""
+    listed = Path("/proc/cpuinfo")
+    text = listed.read_text(encoding="utf-8", errors="replace") if listed.exists() else ""
     named = re.search(r"^model name\s*: (.+)", text, re.M)
     return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 @functools.cache
 def _gpu() -> dict[str, str | float] | None:
-    """Return name, memory and driver of the first visible GPU, or None without CUDA.
-
-    nvidia-smi is asked first because torch would create a CUDA context: the process that drives the
-    runs would then hold GPU memory, and be counted on the card, during every measurement.
-    """
+    """Name, memory (GiB) and driver of the first visible GPU, or None without CUDA. nvidia-smi is asked first, because
+    torch would create a CUDA context: the process that drives the runs would hold GPU memory in every measurement."""
     if not torch.cuda.is_available():
         return None
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
@@ -56,21 +53,14 @@ def _gpu() -> dict[str, str | float] | None:
         return {"name": properties.name, "memory": round(properties.total_memory / GIB, 1), "driver": "unknown"}
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def device_name() -> str:
-    """Return the name of the first visible GPU or, without CUDA, of the CPU."""
+    """The name of the first visible GPU or, without CUDA, of the CPU."""
     gpu = _gpu()
     return str(gpu["name"]) if gpu else _cpu_model()
 
 
 def default_profile() -> str:
-    """Return the profile for this machine: smoke without CUDA, h200 with at least 70 GiB of GPU memory, else laptop."""
+    """The profile for this machine: smoke without CUDA, h200 with at least 70 GiB of GPU memory, else laptop."""
     gpu = _gpu()
     if gpu is None:
         return "smoke"
@@ -84,7 +74,7 @@ def require_gpu(profile: str) -> None:
 
 
 def environment() -> dict[str, str | int | float]:
-    """Return machine and versions as a flat dict; memory sizes in GiB. GPU entries only if there is a GPU."""
+    """Machine and versions as a flat dict; memory sizes in GiB. GPU entries only if there is a GPU."""
     found: dict[str, str | int | float] = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -94,28 +84,29 @@ def environment() -> dict[str, str | int | float]:
         "ram_gib": round(psutil.virtual_memory().total / GIB, 1),
         "t1lib": __version__,
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
+        "triton": "not installed",
+        "transformers": "not installed",
         "cuda": torch.version.cuda or "none",
     }
+    for package in ("triton", "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
     if gpu := _gpu():
         found |= {"gpu": gpu["name"], "gpu_memory_gib": gpu["memory"], "driver": gpu["driver"]}
     return found
 
 
 def git_state() -> dict[str, str | bool]:
-    """Return the commit and whether any file outside outputs/, into which runs write, differs from it.
+    """The commit, and whether any file outside outputs/, into which runs write, differs from it.
 
     Without git, the values come from `T1_COMMIT` and `T1_DIRTY` (1 or 0); a value that is not given is "unknown".
     Raises `T1Error` for a `T1_COMMIT` that is not a full commit hash.
     """
-    folder = str(paths.root())
-    commit = _output("git", "-C", folder, "rev-parse", "HEAD")
-    given = os.environ.get("T1_COMMIT") or "unknown"
+    git, given = ("git", "-C", str(paths.root())), os.environ.get("T1_COMMIT") or "unknown"
     whole = given == "unknown" or re.fullmatch("[0-9a-f]{40}", given) is not None
     require(whole, f"T1_COMMIT is {given!r}; allowed: a commit's 40 hexadecimal digits")
-    if commit:
+    if commit := _output(*git, "rev-parse", "HEAD"):
         require(given in ("unknown", commit), f"T1_COMMIT is {given}, and git says {commit}: unset it, or remove .git")
-        changes = _output("git", "-C", folder, "status", "--porcelain", "--", ".", ":(exclude)outputs")
+        changes = _output(*git, "status", "--porcelain", "--", ".", ":(exclude)outputs")
         return {"commit": commit, "dirty": "unknown" if changes is None else bool(changes)}
     return {"commit": given, "dirty": {"0": False, "1": True}.get(os.environ.get("T1_DIRTY", ""), "unknown")}

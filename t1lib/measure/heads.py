@@ -1,7 +1,5 @@
 """Output layers on one set of operands: errors against a wide reference, times in turns with the products, workspace.
-
-Notebooks describe what they measure as `Case`s of a `HeadBench`.
-"""
+Notebooks describe what they measure as `Case`s of a `HeadBench`."""
 
 import gc
 import math
@@ -67,11 +65,8 @@ class Call(NamedTuple):
 
 
 class HeadBench:
-    """Hidden states e (N, D), weight w (V, D) and targets y (N), and measurements of any case on them.
-
-    data       "flat", "peaked" or "real", as `operands` makes them; `path` is for "real"
-    reference  dtype of the reference for errors: float64, or float32 (without TF32) where float64 is too slow
-    """
+    """Hidden states e (N, D), weight w (V, D) and targets y (N), made as `operands` says, and measurements of any case
+    on them. reference: dtype of the reference for errors, float64, or float32 (without TF32) where that is too slow"""
 
     lead_in = LeadIn  # the kind that timed samples are queued behind
 
@@ -99,7 +94,7 @@ class HeadBench:
         return self._functions[own]
 
     def call(self, case: Case, dtype: torch.dtype | None = None) -> Call:
-        """The call of a case in `dtype`, by default that of the bench."""
+        """The call of a case; in `dtype`, if one is given."""
         dtype = dtype or self.dtype
         e = self.e.detach().to(dtype).requires_grad_(case.gradients)
         w = self.w.detach().to(dtype).requires_grad_(case.gradients and not case.frozen)
@@ -122,7 +117,7 @@ class HeadBench:
         return Call(loss, backward, e, w, [t for t in inputs if isinstance(t, Tensor)])
 
     def result(self, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """`loss`, () or (N), and `dE` (N, D) and `dW` (V, D) if the case computes them; see `call`."""
+        """`loss`, () or (N), and `dE` (N, D) and `dW` (V, D) if the case computes them."""
         call = self.call(case, dtype)
         with torch.set_grad_enabled(case.gradients):
             loss = call.loss()
@@ -231,16 +226,13 @@ class HeadBench:
         measure: Callable[[], dict[str, float]] | None = None,
     ) -> bool:  # fmt: skip
         """Record a case's errors (or what `measure` returns in their place), and the variant's status; True if it may
-        be timed: it ran, and no error exceeds `bound` or is NaN.
-
-        A variant may have several cases: that one is fine does not take back the status of another.
-        """
+        be timed: it ran, and no error exceeds `bound` or is NaN."""
         found, status, why = self.attempt(variant, measure or partial(self.errors, case))
         for name, value in (found or {}).items():
             records.add(variant, f"{case.prefix}{name}", value, "", phase)
         if found is not None and not all(value <= bound for value in found.values()):
             status, why = "wrong", f"its errors are {', '.join(f'{v:.2g}' for v in found.values())}, beyond {bound:g}"
-        known = records.told(variant, phase)
+        known = records.told(variant, phase)  # of its other cases: that this one is fine takes none of them back
         if status not in known and (status != "ok" or not known):
             records.status(variant, status, phase, why)
         return found is not None and status != "wrong"
@@ -248,12 +240,11 @@ class HeadBench:
     def take_turns(
         self, records: Records, runners: dict[Key, Runner], repeats: int, warmup: int, often: Iterable[Key] = ()
     ) -> None:
-        """Run the measurements of each key in `rounds`, and record their times (`<name>_ms`).
+        """Run the measurements of each key in `rounds`, and record their times (`<name>_ms`). One that cannot go on
+        beside the others gets a status and is dropped.
 
         warmup  rounds before them, which need no lead-in
         often   keys that get a further turn in every round
-
-        A measurement that cannot go on beside the others gets a status and is dropped.
         """
         running, count = dict(runners), Counter[Key]()
         turns = [(key, False) for keys in rounds(list(runners), warmup) for key in keys]
@@ -273,10 +264,8 @@ class HeadBench:
 
 
 def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str, str]:
-    """(what `action` returns, "ok", ""), or (None, status, reason) if it cannot be measured here.
-
-    oom: memory ran out; unavailable: something optional is missing or, if the code is `foreign`, any other error.
-    """
+    """(what `action` returns, "ok", ""), or (None, status, reason) if it cannot be measured here: `oom`, or
+    `unavailable` for something optional that is missing or, if the code is `foreign`, for any other error."""
     try:
         return action(), "ok", ""
     except Exception as error:
@@ -314,10 +303,8 @@ def differences(prefix: str, found: dict[str, Tensor], wanted: dict[str, Tensor]
 
 
 def relative_error(found: Tensor, wanted: Tensor, rows: int = 8192) -> float:
-    """‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, a block of rows at a time to avoid a float64 copy of all.
-
-    0 if nothing differs.
-    """
+    """‖found − wanted‖ / ‖wanted‖ (Frobenius) in float64, 0 if nothing differs; a block of rows at a time, to avoid a
+    float64 copy of all."""
     above = below = 0.0
     for a, b in zip(torch.atleast_1d(found).split(rows), torch.atleast_1d(wanted).split(rows), strict=True):
         a, b = a.double(), b.double()

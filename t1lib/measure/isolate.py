@@ -69,10 +69,7 @@ def _end_with_parent() -> None:
 
 class Isolated:
     """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable. The process
-    ends with the first error.
-
-    wait   block until the session is built; otherwise call `receive` once to do so
-    """
+    ends with the first error. wait: until the session is built; otherwise `receive` once to do so"""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
         # Idle variants must not spin on cores that the running one needs; OpenMP reads this when it loads.

@@ -26,7 +26,7 @@ NOTES = "notes.json"  # exists during a run: what the notebook leaves for the ma
 
 
 def utc_now() -> str:
-    """Return the time in UTC as ISO 8601, to the second."""
+    """The time in UTC as ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -39,7 +39,7 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return each file under `folder` except the manifest and hidden ones, with its sha256 and size in bytes."""
+    """Each file under `folder` except the manifest and hidden ones, with its sha256 and size in bytes."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
     return {path.relative_to(folder).as_posix(): _entry(path) for path in found if path != folder / NAME}
 
@@ -52,28 +52,17 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def write(
     folder: Path, *, experiment: str, profile: str, parameters: Mapping[str, Any], started: str, seconds: float
 ) -> None:
-    """Write manifest.json for everything in `folder`, which holds the notebook's `NOTES`; these are removed.
-
-    started   start time in UTC, ISO 8601
-    """
+    """Write manifest.json for everything in `folder`, which holds the notebook's `NOTES`; these are removed. started:
+    by `utc_now`"""
     notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
     (folder / NOTES).unlink()
-    content = {
-        "experiment": experiment,
-        "profile": profile,
-        "parameters": _lasting(parameters),
-        **notes,
-        **git_state(),
-        "environment": environment(),
-        "started": started,
-        "seconds": round(seconds, 1),
-        "files": _files(folder),
-    }
-    write_signed(folder / NAME, content)
+    content = {"experiment": experiment, "profile": profile, "parameters": _lasting(parameters), **notes, **git_state()}
+    content |= {"environment": environment(), "started": started, "seconds": round(seconds, 1)}
+    write_signed(folder / NAME, content | {"files": _files(folder)})
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Return a folder's manifest, or None when there is none or it is not as it was written."""
+    """A folder's manifest; None if there is none or it is not as it was written."""
     try:
         content = read_signed(folder / NAME)
     except T1Error:
@@ -87,8 +76,8 @@ def device(content: Mapping[str, Any]) -> str:
 
 
 def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> str | None:
-    """Return a short reason why `folder` is not the finished run of this notebook with these parameters, by code of the
-    same meaning; None if it is."""
+    """Why `folder` is not the finished run of this notebook with these parameters, by code of the same meaning; None if
+    it is."""
     content = read(folder)
     if content is None:
         return damage(folder)
@@ -104,29 +93,27 @@ def difference(folder: Path, experiment: str, parameters: Mapping[str, Any]) -> 
 
 
 def damage(folder: Path) -> str | None:
-    """Return which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are."""
+    """Which file of a run is not, to the byte, as the run left it; "missing" without a run, None if all are."""
     content = read(folder)
     if content is None:
         return f"{NAME} is not as the run left it" if (folder / NAME).exists() else "missing"
-    listed = {name: (folder / name, entry) for name, entry in content["files"].items()}
-    if REPORT in content:
-        listed[REPORT] = _report(folder), content[REPORT]
-    changed = (name for name, (path, entry) in listed.items() if _entry(path) != entry)
+    listed = content["files"] | ({_report(folder): content[REPORT]} if REPORT in content else {})
+    changed = (name for name, entry in listed.items() if _entry(folder / name) != entry)
     return next((f"{name} is not as the run left it" for name in changed), None)
 
 
-def _report(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.pdf")
+def _report(folder: Path) -> str:
+    return f"../{folder.name}.pdf"
 
 
 def note_report(folder: Path) -> None:
     """Note in the manifest the PDF that was built from a run, beside its folder."""
-    write_signed(folder / NAME, (read(folder) or {}) | {REPORT: _entry(_report(folder))})
+    write_signed(folder / NAME, (read(folder) or {}) | {REPORT: _entry(folder / _report(folder))})
 
 
 def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a finished run that had these parameters, with its samples as they were; raise `T1Error`
-    if `folder` holds none."""
+    """The manifest of a finished run that had these parameters, with its samples as they were. Raises `T1Error` if
+    `folder` holds none."""
     content, shown = read(folder), paths.shown(folder)
     if content is None:
         raise T1Error(f"{shown} holds no finished run to draw from; `python -m t1lib run` makes one")
@@ -139,10 +126,8 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
 
 
 def replace_drawn(fresh: Path, folder: Path) -> list[str]:
-    """Replace a run's figures, tables and numbers by those in `fresh`; returns their names.
-
-    The manifest takes their hashes. Other files keep theirs, so that a manual edit of one is still detected.
-    """
+    """Replace a run's figures, tables and numbers by those in `fresh`, in its manifest too; returns their names. Other
+    files keep their hashes, so that a manual edit of one is still detected."""
     content = read(folder) or {}
     for part in ("figures", "tables"):
         shutil.rmtree(folder / part, ignore_errors=True)
@@ -158,11 +143,10 @@ def replace_drawn(fresh: Path, folder: Path) -> list[str]:
 def require_replaceable(final: Path) -> None:
     """Raise `T1Error` if `final` holds what another GPU has measured: only the same kind may measure it again."""
     content = read(final)
-    if content is not None and "gpu" in content["environment"] and device(content) != device_name():
-        raise T1Error(
-            f"{paths.shown(final)} was measured on {device(content)}, and this is {device_name()}; "
-            "allowed: another profile (copy its folder in params/), or that folder moved away"
-        )
+    if content is not None and "gpu" in content["environment"]:
+        told = f"{paths.shown(final)} was measured on {device(content)}, and this is {device_name()}"
+        allowed = "allowed: another profile (copy its folder in params/), or that folder moved away"
+        require(device(content) == device_name(), f"{told}; {allowed}")
 
 
 def _aside(final: Path) -> Path:
@@ -178,10 +162,8 @@ def recover(final: Path) -> None:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Replace `final` by the complete `staging` folder.
-
-    Raises `T1Error` if another GPU measured what `final` holds, or if a file there is held open (Windows).
-    """
+    """Replace `final` by the complete `staging` folder. Raises `T1Error` if another GPU measured what `final` holds, or
+    if a file there is held open (Windows)."""
     recover(final)
     require_replaceable(final)
     try:

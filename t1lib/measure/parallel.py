@@ -25,9 +25,9 @@ from t1lib.heads import parallel as sharded
 from t1lib.heads import parse_bytes
 from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
-from t1lib.measure.ranks import largest, ran, total
+from t1lib.measure.ranks import across, ran
 from t1lib.measure.records import Records
-from t1lib.measure.timing import LeadIn, time_ms
+from t1lib.measure.timing import LeadIn, phases_ms
 
 MIB = 2**20
 HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
@@ -72,7 +72,7 @@ class Share(HeadBench):
         """The largest values of any rank. Where there are several, an error ends this one, and then the others, which
         would wait for it."""
         found, status, why = super().attempt(variant, action) if self.group is None else (action(), "ok", "")
-        return (largest(found), ran(self.device), why) if status == "ok" else (found, status, why)
+        return (across(found), ran(self.device), why) if status == "ok" else (found, status, why)
 
 
 @contextmanager
@@ -140,11 +140,8 @@ def _lacks(bench: Share, head: str) -> str:
 
 
 def _alone(bench: Share, collectives: list[partial[Any]], queued: bool) -> dict[str, float]:
-    def replay() -> None:
-        for call in collectives:
-            call()
-
-    return {"collectives": time_ms(replay, bench.device, bench.lead if queued else None)}
+    phases = {"collectives": lambda: [call() for call in collectives]}
+    return phases_ms(phases, bench.device, bench.lead if queued else None)[0]
 
 
 def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Case) -> None:
@@ -155,7 +152,7 @@ def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Ca
     if bench.device.type == "cuda" and ran(bench.device) == "ok":
         free, whole = torch.cuda.mem_get_info(bench.device)
         parts["outside"] = whole - free - torch.cuda.memory_reserved(bench.device)
-    for name, value in largest(parts).items():
+    for name, value in across(parts).items():
         records.add(head, f"{name}_mib", value / MIB, "MiB", phase)
 
 
@@ -165,9 +162,9 @@ def measure_step(
 ) -> None:  # fmt: skip
     """Time, memory and losses of training in `mode` on the ranks of this group; no time if they share a GPU.
 
-    rows        rows of the batch per rank
-    most        the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
-    session     further arguments of `TrainSession`
+    rows      rows of the batch per rank
+    most      the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
+    session   further arguments of `TrainSession`
     """
     # Imported here so that the notebook, which only passes this function on, does not need transformers.
     from t1lib.measure.session import TrainSession
@@ -187,13 +184,13 @@ def measure_step(
 def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, steps: int, warmup: int) -> None:
     train.warm_up(warmup)
     for step in range(steps):
-        largest({"": 0.0})  # all ranks begin together
+        across({"": 0.0})  # all ranks begin together
         found = train.step()
-        slowest = largest({metric: value for metric, value in found.items() if metric != "loss"})
+        slowest = across({metric: value for metric, value in found.items() if metric != "loss"})
         if ran(train.device) == "ok":
             records.put(mode, phase, found | slowest, step)
     peaks = train.memory()
-    records.put(mode, phase, largest({k: v for k, v in peaks.items() if k in PEAKS}))
-    own, mapped = total({"": peaks["host_gib"] - peaks["mapped_gib"]})[""], largest({"": peaks["mapped_gib"]})[""]
-    records.put(mode, phase, {"host_all_gib": own + mapped})
+    records.put(mode, phase, across({k: v for k, v in peaks.items() if k in PEAKS}))
+    own, mapped = across({"": peaks["host_gib"] - peaks["mapped_gib"]}, torch.sum), across({"": peaks["mapped_gib"]})
+    records.put(mode, phase, {"host_all_gib": own[""] + mapped[""]})
     train.trainer.close()

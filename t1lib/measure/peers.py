@@ -30,10 +30,11 @@ from t1lib.errors import UnavailableError, choose
 from t1lib.heads import HEADS, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states (N, D), weight (V, D), targets (N) → mean loss
+LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 
 
 def need(module: str, cuda: bool = True) -> Any:
-    """Import an optional package; `cuda` says whether it runs only on a GPU."""
+    """Import an optional package, which runs only on a GPU if `cuda`. Raises `UnavailableError`."""
     if cuda and not torch.cuda.is_available():
         raise UnavailableError(f"{module} needs a CUDA device")
     try:
@@ -49,10 +50,8 @@ def _compiled() -> Loss:
     return torch.compile(lambda e, w, y: F.cross_entropy((e @ w.T).float(), y), dynamic=False, fullgraph=True)
 
 
-def _cce(exact: bool) -> Loss:
+def _cce_exact() -> Loss:
     module = need("cut_cross_entropy")
-    if not exact:
-        return partial(module.linear_cross_entropy, impl="cce")
     known = {name.lower() for name in module.LinearCrossEntropyImpl.__members__}
     chosen = {"impl": "cce_exact"} if "cce_exact" in known else {"impl": "cce", "filter_eps": None}
     return partial(module.linear_cross_entropy, **chosen)
@@ -61,11 +60,6 @@ def _cce(exact: bool) -> Loss:
 def _liger() -> Loss:
     function = need("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
     return lambda e, w, y: function.apply(e, w, y)[0]
-
-
-def _liger_sm90() -> Loss:
-    module = need("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
-    return module.LigerFusedLinearCrossEntropySM90Function.apply
 
 
 def _quack(rows: int) -> Loss:
@@ -94,10 +88,10 @@ def _torch_rows(rows: int) -> Loss:
 
 PEERS: dict[str, Callable[[], Loss]] = {
     "compile": _compiled,
-    "cce": partial(_cce, exact=False),
-    "cce-exact": partial(_cce, exact=True),
+    "cce": lambda: partial(need("cut_cross_entropy").linear_cross_entropy, impl="cce"),
+    "cce-exact": _cce_exact,
     "liger": _liger,
-    "liger-sm90": _liger_sm90,
+    "liger-sm90": lambda: need(LIGER_SM90).LigerFusedLinearCrossEntropySM90Function.apply,
     "quack": partial(_quack, 4096),
     "quack-1024": partial(_quack, 1024),
     "trl": _trl,

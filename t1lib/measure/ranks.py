@@ -37,22 +37,13 @@ def ran(device: torch.device) -> str:
     return "shared" if share_gpus(dist.get_world_size(), device.type) else "ok"
 
 
-def largest(values: dict[str, float]) -> dict[str, float]:
-    """The maximum of each value over the ranks, returned on every rank once all have called this; NaN if any is."""
-    return dict(zip(values, _every(values).amax(0).tolist(), strict=True))
-
-
-def total(values: dict[str, float]) -> dict[str, float]:
-    """The sum of each value over the ranks, returned on every rank."""
-    return dict(zip(values, _every(values).sum(0).tolist(), strict=True))
-
-
-def _every(values: dict[str, float]) -> Tensor:
-    """All ranks' values: (ranks, values) float64, on the host."""
+def across(values: dict[str, float], combine: Callable[..., Tensor] = torch.amax) -> dict[str, float]:
+    """The maximum of each value over the ranks, or what else combines them; NaN if any is. Returned on every rank, once
+    all have called this."""
     mine = torch.tensor(list(values.values()), dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
-    return torch.stack(every)
+    return dict(zip(values, combine(torch.stack(every), dim=0).tolist(), strict=True))
 
 
 def measure_ranks(

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 class Records:
-    """Rows of `variant, phase, step, metric, unit, value`: one row a sample, none of them averaged.
+    """Rows of `variant, phase, step, metric, unit, value`: one row per sample, none of them averaged.
 
     parts  returns lists of rows: those that hold; by default that of `own`, the list that is added to
     """
@@ -35,7 +35,7 @@ class Records:
         return [row for part in self._parts() for row in part]
 
     def remove_times(self, variant: str, phase: str) -> None:
-        """Remove what a variant's metrics in ms say in a phase."""
+        """Remove a variant's rows in ms in a phase."""
         for part in self._parts():
             part[:] = [r for r in part if (r["variant"], r["phase"], r["unit"]) != (variant, phase, "ms")]
 
@@ -57,7 +57,7 @@ class Records:
             print(f"{phase}: {variant} is {state}: {why}")
 
     def told(self, variant: str, phase: str) -> set[str]:
-        """The statuses of a variant in a phase that have been added to `own`."""
+        """The statuses of a variant in a phase, among the rows of `own`."""
         return {r["value"] for r in self.own if (r["variant"], r["phase"], r["metric"]) == (variant, phase, "status")}
 
     def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
@@ -77,7 +77,7 @@ class Records:
         self.own.append(dict(zip(COLUMNS, values, strict=True)))
 
     def frame(self) -> pd.DataFrame:
-        """Return the rows that hold as a table. `value` holds floats, or text in rows with metric `status`."""
+        """The rows that hold as a table. `value` holds floats, or text in rows with metric `status`."""
         return pd.DataFrame(self.rows, columns=list(COLUMNS))
 
     def save(self, path: Path) -> None:
@@ -95,13 +95,13 @@ class Records:
 
 
 def numeric(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that hold measurements, with `value` as float64 (`Records.frame` mixes in statuses)."""
+    """The rows that hold measurements, with `value` as float64 (`Records.frame` mixes in statuses)."""
     rows = frame[frame["metric"] != "status"]
     return rows.assign(value=rows["value"].astype("float64"), step=rows["step"].infer_objects())
 
 
 def statuses(frame: pd.DataFrame) -> dict[str, str]:
-    """Return variant -> status, the last one if several were recorded."""
+    """Variant → status, the last one if several were recorded."""
     rows = frame[frame["metric"] == "status"]
     return dict(zip(rows["variant"], rows["value"], strict=True))
 
@@ -132,25 +132,20 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
 
 
 def format_number(value: Any) -> str:
-    """Return a value formatted for readers: three significant digits, whole numbers in full."""
+    """A value formatted for readers: three significant digits, whole numbers in full."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):
         return str(value)
     if not math.isfinite(value):
         return "n/a"
-    if isinstance(value, int) or value == 0:
-        return _grouped(value)
     rounded = float(f"{value:.3g}")  # round before counting digits: 9.999 becomes 10.0
-    exponent = math.floor(math.log10(abs(rounded)))
-    if -4 < exponent < 7:
-        return _grouped(value) if exponent >= 3 else f"{value:.{max(0, 2 - exponent)}f}"
-    return f"{value:.2e}"
-
-
-def _grouped(value: float) -> str:
-    # Four digits are readable without a separator.
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.0f}"
+    exponent = math.floor(math.log10(abs(rounded))) if value else 3
+    if not isinstance(value, int) and not -4 < exponent < 7:
+        return f"{value:.2e}"
+    if not isinstance(value, int) and exponent < 3:
+        return f"{value:.{2 - exponent}f}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.0f}"  # four digits are readable without a separator
 
 
 _KEY = re.compile(r"[A-Za-z0-9_.-]+")
@@ -169,7 +164,7 @@ _TEX_HEAD = r"""% Written by a run; do not edit. \result{key} prints a number, \
 
 
 def escape_latex(text: str) -> str:
-    """Return `text` escaped for LaTeX; negative and scientific numbers in math mode."""
+    """`text` escaped for LaTeX; negative and scientific numbers in math mode."""
     number = _NUMBER.fullmatch(text)
     if number and (text.startswith("-") or number[2]):
         power = rf"\times10^{{{int(number[2])}}}" if number[2] else ""

@@ -1,8 +1,5 @@
-"""A trainer with its data and measurements, behind methods that take and return plain values.
-
-The notebooks run what they measure in such a session, in a separate process (`t1lib.measure.isolate`). Measurements are
-dictionaries of metric to value, as `Records.put` takes them.
-"""
+"""A trainer with its data and measurements, behind methods that take and return plain values, so that it can run in a
+process of its own (`t1lib.measure.isolate`). Measurements are metric → value, as `Records.put` takes them."""
 
 from operator import itemgetter
 from typing import Any
@@ -103,15 +100,15 @@ class TrainSession:
         return {"loss": record.loss, "wall_ms": record.wall_ms} | phases
 
     def turn(self) -> dict[str, float]:
-        """A clean step, for interleaving with other variants. An unmeasured step of this variant precedes it, whose
-        updates may run on into it; this returns when all of its own pending work is done."""
+        """A clean step, for interleaving with other variants, after an unmeasured one, whose updates may run on into
+        it. Returns when all of its own pending work is done."""
         self.step()
         found = self.step()
         self._settle()
         return found
 
     def traced_step(self) -> tuple[float, list[Span]]:
-        """A `turn` whose second step is instrumented; returns its time (ms) and the spans of its work on all lanes."""
+        """A `turn` whose second step is instrumented: its time (ms) and the spans of its work on all lanes."""
         self.step()
         self.trainer.trace = Trace(self.device)
         ms = self.step()["wall_ms"]
@@ -120,7 +117,7 @@ class TrainSession:
         return ms, trace.spans()
 
     def timeline(self) -> list[dict[str, float]]:
-        """One step's allocations on the compute device, thinned: time, allocated bytes, and reserved bytes on a GPU."""
+        """One step's allocations on the compute device, thinned: time, and GiB allocated and, on a GPU, reserved."""
         self._settle()
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
@@ -133,8 +130,8 @@ class TrainSession:
     def memory(self) -> dict[str, float]:
         """Memory in GiB: device peaks since `warm_up`, exact host peaks during set-up and since `warm_up`, pinned
         memory, and mapped memory that other processes may share (libraries and shared memory)."""
-        found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
         mapped = getattr(psutil.Process().memory_info(), "shared", 0)  # elsewhere than on Linux it is not told
+        found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
         found |= {"pinned_gib": pinned_bytes() / GIB, "mapped_gib": mapped / GIB}
         if self.device.type != "cuda":
             return found | {"allocated_gib": max(point["allocated_gib"] for point in self.timeline())}
@@ -170,7 +167,7 @@ class TrainSession:
         return {"resident": choice.resident, "keep": choice.keep, "predicted_gib": predicted} | places
 
     def _settle(self) -> None:
-        """Let pending updates finish, so that a measurement starts with idle lanes."""
+        """Let pending updates finish: the next measurement starts with idle lanes."""
         self.trainer.drain()
         synchronize(self.device)
 

@@ -17,7 +17,7 @@ def operands(
     data: str, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int = 0,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Hidden states (N, D), weight (V, D) and targets (N); sizes: N, V, D.
+    """Hidden states (N, D), weight (V, D) and targets (N); sizes: N, V, D. data:
 
     flat    both normal, logits of standard deviation 0.02·√D: all probabilities near 1/V, as before training
     peaked  logits of standard deviation 6, each hidden state moved towards its target's row until that logit is
@@ -46,15 +46,13 @@ def operands(
 def sparsity(
     e: Tensor, w: Tensor, y: Tensor, eps: float, points: int = 60
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Facts of p = softmax(e wᵀ) over N tokens, from float32 logits (Cut Cross-Entropy's Figure 3 and section 4.3).
+    """Facts of p = softmax(e wᵀ) over N tokens, from float32 logits (Cut Cross-Entropy's Figure 3 and section 4.3): the
+    mean over tokens of the k-th largest probability, for about `points` ranks k; and
 
-    Returns the mean over tokens of the k-th largest probability, for about `points` ranks k; and
-
-    mass_below          share of the probability that lies in entries below `eps`
-    entries_below       share of such entries
-    tiles               share of 128 × 256 tiles of the logits' gradient, p − one-hot, with an entry of magnitude `eps`
-                        or more: those that a filter has to compute
-    tiles_sorted        the same with the vocabulary ordered by mean logit, as in the paper
+    mass_below     share of the probability that lies in entries below `eps`; `entries_below`: share of such entries
+    tiles          share of 128 × 256 tiles of the logits' gradient, p − one-hot, with an entry of magnitude `eps` or
+                   more: those that a filter has to compute
+    tiles_sorted   the same with the vocabulary ordered by mean logit, as in the paper
     """
     tokens, vocabulary = len(e), len(w)
     wide = w.float()
