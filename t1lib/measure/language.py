@@ -25,10 +25,8 @@ class LanguageSession(session.LanguageSession):
     @torch.no_grad()
     def held_out(self, tokens: int, path: str) -> dict[str, float]:
         """Write the head's inputs on held-out text to `path`, for `softmax.operands`: hidden states after the norm
-        (N, D), weight (V, D), targets (N). Returns their mean loss, and N as `tokens`.
-
-        N is `tokens`, or fewer if the held-out text is shorter; a row's last position has no target and is left out.
-        """
+        (N, D), weight (V, D), targets (N), without a row's last position, which has no target. Returns their mean loss
+        and N as `tokens`: fewer than asked for if the held-out text is shorter."""
         parts, rows = self.trainer.parts, self.corpus.held_out
         weight, states, targets = parts.head.weight.detach(), [], []
         for ids in rows[: -(-tokens // (rows.shape[1] - 1))].to(weight.device).split(8):

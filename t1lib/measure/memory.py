@@ -10,6 +10,10 @@ import torch
 
 from t1lib.memory import _registered
 
+# How the size of an event in the allocator's history changes the bytes allocated, and reserved.
+CHANGES = {"alloc": (1, 0), "free_completed": (-1, 0), "segment_alloc": (0, 1), "segment_map": (0, 1)}
+CHANGES |= {"segment_free": (0, -1), "segment_unmap": (0, -1)}
+
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages under `tensors` (views and tied weights count once)."""
@@ -32,13 +36,12 @@ class AllocatorTimeline:
     def __init__(self, device: torch.device | str, baseline: int = 0) -> None:
         self.device, self.baseline = torch.device(device), baseline
         self.points: list[tuple[float, int, int | None]] = []
-        self._reserved: int | None = None
 
     def __enter__(self) -> "AllocatorTimeline":
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.baseline = torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
-            self._reserved = torch.cuda.memory_reserved(self.device)
+            self._held = torch.cuda.memory_reserved(self.device)
             torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
         else:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all of its own: it would note each start and stop
@@ -53,28 +56,22 @@ class AllocatorTimeline:
             torch.cuda.synchronize(self.device)
             trace = torch.cuda.memory._snapshot()["device_traces"][self.device.index or 0]
             torch.cuda.memory._record_memory_history(enabled=None)
-            self._replay((e["time_us"], e["action"], e["size"]) for e in trace)
+            self._replay(((e["time_us"], e["action"], e["size"]) for e in trace), self._held)
         else:
             self._profile.__exit__(*exc)
             events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
             events.sort(key=lambda e: e.start_ns())
             self._replay((e.start_ns() / 1e3, "alloc", e.nbytes()) for e in events)
 
-    def _replay(self, events: Iterable[tuple[float, str, int]]) -> None:
-        allocated, reserved = self.baseline, self._reserved
+    def _replay(self, events: Iterable[tuple[float, str, int]], reserved: int | None = None) -> None:
+        allocated = self.baseline
         self.points = [(0.0, allocated, reserved)]
         for time_us, action, size in events:
-            if action == "alloc":
-                allocated += size
-            elif action == "free_completed":
-                allocated -= size
-            elif action in ("segment_alloc", "segment_map"):
-                reserved += size
-            elif action in ("segment_free", "segment_unmap"):
-                reserved -= size
-            else:
-                continue
-            self.points.append(((time_us - self._start_us) / 1e3, allocated, reserved))
+            if action in CHANGES:
+                live, held = CHANGES[action]
+                allocated += live * size
+                reserved = None if reserved is None else reserved + held * size
+                self.points.append(((time_us - self._start_us) / 1e3, allocated, reserved))
 
     @property
     def peak(self) -> int:

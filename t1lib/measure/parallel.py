@@ -1,13 +1,5 @@
 """What the notebook `parallel` measures on several ranks: an output layer whose weight is sharded over them, and a
-training step with rows of its own on each. Times are the slowest rank's, errors and memory the largest of any rank.
-
-Phase `head/<ranks>`. Variants: the heads, and `floor`, the three products of a rank's own rows. On one rank the
-ordinary heads run, without a process group.
-
-Phases of a training step, whose variant is the mode: `step/<ranks>`, with a fixed number of rows per rank, for time and
-memory (`host_all`: of all ranks, with shared memory counted once); `losses/<ranks>`, with the same total rows on any
-number of ranks.
-"""
+training step with rows of its own on each. Times are the slowest rank's, errors and memory the largest of any rank."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -47,10 +39,8 @@ class SharedLeadIn(LeadIn):
 
 
 class Share(HeadBench):
-    """This rank's rows of a `HeadBench`'s weight; hidden states and targets are the same on every rank.
-
-    The reference, whose dW is that of these rows, is computed from the whole weight, once.
-    """
+    """This rank's rows of a `HeadBench`'s weight; hidden states and targets are the same on every rank. The reference,
+    whose dW is that of these rows, is computed from the whole weight, once."""
 
     lead_in = SharedLeadIn
 
@@ -77,11 +67,9 @@ class Share(HeadBench):
 
 @contextmanager
 def overheard() -> Iterator[list[partial[Any]]]:
-    """Record the collectives that the vocabulary-parallel heads start on this rank inside the `with` block, in order.
-
-    The recorded calls are on tensors of their own, for replay without the computation between; the last one is the
-    input, whose bytes this rank contributes.
-    """
+    """Record the collectives that the vocabulary-parallel heads start on this rank inside the `with` block, in order:
+    calls on tensors of their own, for replay without the computation between. The last tensor of each is the input,
+    whose bytes this rank contributes."""
     calls: list[partial[Any]] = []
 
     def noted(function: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
@@ -99,13 +87,12 @@ def measure_head(
     records: Records, device: torch.device, *, phase: str, heads: list[str], workspace: str, error_bound: float,
     iters: int, warmup: int, **given: Any,
 ) -> None:  # fmt: skip
-    """Errors, memory, and times interleaved with the floor, of heads on the ranks of this group.
+    """Errors, memory, and times interleaved with those of `floor`, the three products of a rank's own rows, of heads on
+    the ranks of this group; on one rank, of the ordinary heads. A head whose error exceeds `error_bound` is `wrong`,
+    one that cannot run here `unavailable`. Neither is timed, nor are ranks that share a GPU.
 
     workspace   per rank, of the heads that take one: all but `full`
     given       tokens, vocabulary, hidden, dtype, seed and reference of the `HeadBench`
-
-    A head whose error exceeds `error_bound` is `wrong`, one that cannot run here `unavailable`. Neither is timed, nor
-    are ranks that share a GPU.
     """
     for head in heads:
         choose("head", head, HEADS)
@@ -160,7 +147,8 @@ def measure_step(
     records: Records, device: torch.device, *, phase: str, mode: str, rows: int, most: int, steps: int, warmup: int,
     loss_steps: int, **session: Any,
 ) -> None:  # fmt: skip
-    """Time, memory and losses of training in `mode` on the ranks of this group; no time if they share a GPU.
+    """Time and memory (`host_all`: of all ranks, with shared memory counted once) of training in `mode` on the ranks of
+    this group, no time if they share a GPU; and in phase `losses/<ranks>` its losses.
 
     rows      rows of the batch per rank
     most      the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`

@@ -1,16 +1,5 @@
 """Public implementations of the same loss, behind one table: what the kit's heads are compared with.
 
-| name | what it is | reductions |
-| --- | --- | --- |
-| compile | `torch.compile` of the plain head, logits widened inside the graph | any |
-| cce | cut-cross-entropy by default: gradients below 2⁻¹² (16 bits) are left out | any |
-| cce-exact | without that filter: "cce_exact" if the version has it, else filter_eps=None | any |
-| liger | Liger's fused linear cross-entropy; under "none" its gradients wait for the backward | any |
-| liger-sm90 | Liger's version for Hopper: all logits at once; N a multiple of 128, V of 256 | mean, sum |
-| quack | QuACK's `LinearCrossEntropy`, 4096 rows per chunk (quack-1024: 1024), not tuned | mean, sum |
-| trl | TRL's head, as its trainers call it: tiles of 4096 × 32768, computed again in the backward | any |
-| torch-1024 | PyTorch's operator (2.13), 1024 rows per chunk; head `torch` lets it choose | mean, sum |
-
 Liger never chooses its version for Hopper by itself. Where N, V or D is no multiple of 8, QuACK's module computes all
 logits at once; tuning would take minutes and affect only the product for dW, since PyTorch does the other two.
 cut-cross-entropy 25.1.1, the version on PyPI, accumulates its gradients in 16 bits, even without the filter;
@@ -51,6 +40,7 @@ def _compiled() -> Loss:
 
 
 def _cce_exact() -> Loss:
+    """Without the filter: "cce_exact" if the version has it."""
     module = need("cut_cross_entropy")
     known = {name.lower() for name in module.LinearCrossEntropyImpl.__members__}
     chosen = {"impl": "cce_exact"} if "cce_exact" in known else {"impl": "cce", "filter_eps": None}
@@ -63,6 +53,7 @@ def _liger() -> Loss:
 
 
 def _quack(rows: int) -> Loss:
+    """QuACK's `LinearCrossEntropy` with so many rows per chunk, not tuned."""
     module = need("quack.linear_cross_entropy")
 
     @cache
@@ -74,6 +65,7 @@ def _quack(rows: int) -> Loss:
 
 
 def _trl() -> Loss:
+    """TRL's head, as its trainers call it: tiles of 4096 × 32768, computed again in the backward."""
     function = need("trl.kernels.chunked_logprob", cuda=False).ChunkedLogProbFunction
     # bias; temperature, columns of a tile, softcap, scale of the logits, further outputs
     return lambda e, w, y: -function.apply(e, w, None, y, 1.0, 32768, None, 1.0, ())[0].mean()
@@ -87,14 +79,18 @@ def _torch_rows(rows: int) -> Loss:
 
 
 PEERS: dict[str, Callable[[], Loss]] = {
+    # the plain head, logits widened inside the graph
     "compile": _compiled,
+    # cut-cross-entropy: by default, gradients below 2⁻¹² (16 bits) are left out
     "cce": lambda: partial(need("cut_cross_entropy").linear_cross_entropy, impl="cce"),
     "cce-exact": _cce_exact,
     "liger": _liger,
+    # for Hopper: all logits at once; N a multiple of 128, V of 256
     "liger-sm90": lambda: need(LIGER_SM90).LigerFusedLinearCrossEntropySM90Function.apply,
     "quack": partial(_quack, 4096),
     "quack-1024": partial(_quack, 1024),
     "trl": _trl,
+    # PyTorch's operator, which head `torch` leaves the choice of rows
     "torch-1024": partial(_torch_rows, 1024),
 }
 

@@ -126,10 +126,8 @@ class Rank:
     folder: Path
 
     def run(self, task: Callable[..., None], settings: dict[str, Any], limit: float) -> tuple[Any, Exception | None]:
-        """The `outcome` of the task: the rows that it recorded and the text that it printed.
-
-        An error is returned, not raised: this process has to stay, because its end would make the others fail, too.
-        """
+        """The `outcome` of the task: the rows that it recorded and the text that it printed. An error is returned, not
+        raised: this process has to stay, because its end would make the others fail, too."""
         self._stacks = (self.folder / str(self.rank)).open("w", encoding="utf-8")  # open until the process ends
         faulthandler.dump_traceback_later(limit, file=self._stacks)
         return outcome(self._run, task, settings)
@@ -142,11 +140,8 @@ class Rank:
         return records.rows, printed.getvalue()
 
     def _join(self) -> torch.device:
-        """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors.
-
-        NCCL refuses two ranks of one host on one GPU, so where ranks share one, each claims to be a host of its own;
-        they then exchange through sockets.
-        """
+        """Join the group of all ranks; returns this rank's device. With GPUs, gloo handles host tensors. NCCL refuses
+        two ranks of one host on one GPU, so where they share one, each claims to be a host of its own."""
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ |= {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": loopback, "NCCL_NVLS_ENABLE": "0"}
         # the rest as torchrun does

@@ -9,7 +9,7 @@ import torch
 
 from t1lib.errors import choose
 from t1lib.heads import HEADS
-from t1lib.measure.floors import measure_copy, measure_link, measure_product
+from t1lib.measure.floors import link_ms, measure_copy, measure_link, measure_product
 from t1lib.measure.memory import AllocatorTimeline, HostPeak, pinned_bytes, storage_bytes
 from t1lib.measure.trainstream import TrainStreamTrainer
 from t1lib.memory import GIB, grow_segments
@@ -39,12 +39,9 @@ def envelope(points: Timeline, bins: int = 400) -> Timeline:
 class TrainSession:
     """Trains a model on repeated batches of random tokens.
 
-    model           a preset or checkpoint, as for `build_model`; `changes` modify a preset's configuration
-    mode            one of `MODES`, or "trainstream"
-    optimizer       fields of `OptimizerSpec`
+    model, changes  as for `build_model`; mode: one of `MODES`, or "trainstream"; optimizer: fields of `OptimizerSpec`
     batches         number of different batches, used in turn
     train           what to train: "all" parameters, or those of the "layers"
-    compile_layers  compile the decoder layers
     options         further arguments of `make_trainer`
     """
 
@@ -128,8 +125,8 @@ class TrainSession:
         ]
 
     def memory(self) -> dict[str, float]:
-        """Memory in GiB: device peaks since `warm_up`, exact host peaks during set-up and since `warm_up`, pinned
-        memory, and mapped memory that other processes may share (libraries and shared memory)."""
+        """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory, and
+        mapped memory that other processes may share (libraries and shared memory)."""
         mapped = getattr(psutil.Process().memory_info(), "shared", 0)  # elsewhere than on Linux it is not told
         found = {"host_setup_gib": self._host_setup_peak / GIB, "host_gib": self._host.read() / GIB}
         found |= {"pinned_gib": pinned_bytes() / GIB, "mapped_gib": mapped / GIB}
@@ -150,9 +147,7 @@ class TrainSession:
         found = {"compute_floor_ms": flops / measure_product(self.device, dtype, 8192 if cuda else 256) * 1e3}
         if isinstance(self.trainer, SlideTrainer):
             link = measure_link(self.device, nbytes=2**28 if cuda else 2**22)
-            found |= {"h2d_gb_s": link.host_to_device / 1e9, "d2h_gb_s": link.device_to_host / 1e9}
-            found |= {"both_in_gb_s": link.both_in / 1e9, "both_out_gb_s": link.both_out / 1e9}
-            found["link_ms"] = link.step_ms(*link_bytes(self.trainer))
+            found |= link | {"link_ms": link_ms(link, *link_bytes(self.trainer))}
             if moved := update_bytes(self.trainer):
                 found["update_floor_ms"] = moved / measure_copy(2**29 if cuda else 2**24) * 1e3
         torch.cuda.empty_cache()

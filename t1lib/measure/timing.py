@@ -14,12 +14,10 @@ T = TypeVar("T")
 
 
 class LeadIn:
-    """Work queued ahead of a sample, so that the device is busy and warm while the host issues the timed work.
-
-    In a training step the host runs ahead of the device, and a loss's kernels wait in the queue. On an idle device, a
-    sample would measure the host's launches instead, and at a clock rate not yet lowered by the power limit: on an H200
-    it takes 100 ms of products to settle (docs/log.md). Does nothing on a CPU, where calls return when work is done.
-    """
+    """Work queued ahead of a sample, so that the device is busy and warm while the host issues the timed work, as it is
+    in a training step. On an idle device, a sample would measure the host's launches instead, and at a clock rate not
+    yet lowered by the power limit: on an H200 it takes 100 ms of products to settle (docs/log.md). Does nothing on a
+    CPU, where calls return when work is done."""
 
     def __init__(self, device: torch.device, ms: float = 100.0) -> None:
         self._count = 0
@@ -64,11 +62,8 @@ def median_ms(function: Callable[[], object], device: torch.device, repeats: int
 
 
 def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:
-    """`number` rounds in which each of `things` has one turn, in a new random order per round (fixed seed).
-
-    Clock drift then affects all of them alike, and so does the influence of whatever ran just before, which on an H200
-    can be worth several per cent.
-    """
+    """`number` rounds in which each of `things` has one turn, in a new random order per round (fixed seed): clock drift
+    affects all of them alike, and so does whatever ran just before, which on an H200 can be worth several per cent."""
     draw = random.Random(0)
     for _ in range(number):
         yield draw.sample(things, len(things))
