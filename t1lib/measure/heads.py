@@ -232,9 +232,7 @@ class HeadBench:
             records.add(variant, f"{case.prefix}{name}", value, "", phase)
         if found is not None and not all(value <= bound for value in found.values()):
             status, why = "wrong", f"its errors are {', '.join(f'{v:.2g}' for v in found.values())}, beyond {bound:g}"
-        known = records.told(variant, phase)  # of its other cases: that this one is fine takes none of them back
-        if status not in known and (status != "ok" or not known):
-            records.status(variant, status, phase, why)
+        records.conclude(variant, status, phase, why)  # other cases of the variant may have had one
         return found is not None and status != "wrong"
 
     def take_turns(

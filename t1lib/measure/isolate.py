@@ -147,8 +147,7 @@ def measure_variants(
         except UnavailableError:
             state = "unavailable"
         worker.close()
-        if state != "ok" or not records.told(name, phase):
-            records.status(name, state, phase)
+        records.conclude(name, state, phase)
 
     with progress(what=f"{phase}, {len(variants)} variants") as bar, ExitStack() as stack:
         running = []

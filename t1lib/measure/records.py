@@ -56,9 +56,12 @@ class Records:
         if why:
             print(f"{phase}: {variant} is {state}: {why}")
 
-    def told(self, variant: str, phase: str) -> set[str]:
-        """The statuses of a variant in a phase, among the rows of `own`."""
-        return {r["value"] for r in self.own if (r["variant"], r["phase"], r["metric"]) == (variant, phase, "status")}
+    def conclude(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
+        """Append the status of one of a variant's measurements: once, and `ok` only if there is no other in `own`."""
+        place = variant, phase, "status"
+        known = {row["value"] for row in self.own if (row["variant"], row["phase"], row["metric"]) == place}
+        if state not in known and (state != "ok" or not known):
+            self.status(variant, state, phase, why)
 
     def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
         """Append a sample of each metric; its name tells the unit (`UNITS`)."""
