@@ -131,7 +131,7 @@ class HeadBench:
         measured."""
         changes = None if isinstance(case.ignored, Tensor) else (case.options, case.ignored)
         if self._exact is None or changes is None or self._exact[0] != changes:
-            self._exact = None
+            self._exact = None  # before another takes memory
             chunks = math.ceil(len(self.e) * len(self.w) * self.wide.itemsize / CHUNK_BYTES)
             exact = Case("chunked", {"chunks": min(len(self.e), chunks)}, case.options, ignored=case.ignored)
             self._exact = changes, self.result(exact, self.wide)

@@ -39,9 +39,8 @@ def measure_workspaces(
     """
 
     def one(method: str) -> list[tuple[str, str, Case, int | str]]:
-        found: list[tuple[str, str, Case, int | str]] = []
+        found, worker = [], None
         with ExitStack() as workers:
-            worker = None
             for shape, sizes in shapes.items():
                 own = {key: case for key, case in cases[shape].items() if case.method == method}
                 if not own:
