@@ -239,31 +239,24 @@ def require_plain_loss(model: PreTrainedModel) -> None:
         require(value in (None, allowed), f"{found}; allowed here: {allowed}")
 
 
-def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-    """The first layer's input and the other arguments of every layer (masks, rotations, …), as the model passes them.
-
-    The forward is run with layers and norm that return their input, and the calls are recorded. Raises `T1Error` for a
-    model that does something between its layers or after the norm: it cannot be streamed.
-    """
+def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """The first layer's input and its other arguments (masks, rotations, …), as the model passes them: recorded in a
+    forward whose layers and norm return their input."""
     seen: list[tuple[Tensor, dict[str, Any]]] = []
 
-    def layer(hidden: Tensor, **kwargs: Any) -> Tensor:
+    def note(hidden: Tensor, **kwargs: Any) -> Tensor:
         seen.append((hidden, kwargs))
         return hidden
 
-    own = [(m, m.__dict__.get("forward")) for m in (*parts.layers, parts.norm)]
+    own = [(module, module.__dict__.get("forward")) for module in (*parts.layers, parts.norm)]
     try:
-        for module, _ in own[:-1]:
-            module.forward = layer
-        parts.norm.forward = lambda hidden: hidden
-        out = parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        for module, _ in own:
+            module.forward = note
+        parts.base(inputs_embeds=embedded, use_cache=False)
     finally:
         for module, forward in own:
             module.__dict__.pop("forward") if forward is None else setattr(module, "forward", forward)
-    first = seen[0][0]
-    plain = len(seen) == len(parts.layers) and out is first and all(hidden is first for hidden, _ in seen)
-    require(plain, "the model computes something between its layers: slide cannot run them one at a time")
-    return first, [kwargs for _, kwargs in seen]
+    return seen[0]
 
 
 def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: object) -> PreTrainedModel:

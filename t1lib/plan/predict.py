@@ -48,7 +48,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One mode with one head: bytes at the peak, ms per step, what mode slide keeps where (`choice`), and `why` it does
+    """Of one mode with one head: bytes at the peak, ms per step, what slide keeps where (`choice`), and `why` it does
     not fit, if it does not. All numbers are infinite if the head refuses the setting."""
 
     mode: str
@@ -63,9 +63,7 @@ class Prediction:
 
 def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> list[Prediction]:
     """Predict every mode with every head, on a device of `vram` bytes, with `host` bytes beside it (None: no limit).
-
-    Raises `T1Error` for a setting that no mode can train: positions, sizes.
-    """
+    Raises `T1Error` for a setting that no mode can train: positions, sizes."""
     work, found = work_for(setting), []
     free = None if host is None else host * 9 // 10 - PROCESS
     for mode, head in product(MODES, HEADS):
@@ -83,10 +81,8 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
 
 
 def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choice: Choice | None = None) -> Prediction:
-    """Predict one mode with one head; slide with this choice. Does not judge whether it fits.
-
-    Raises `T1Error` as `predict` does, and for a workspace that is too small for the head.
-    """
+    """Predict one mode with one head; slide with this choice. Does not judge whether it fits. Raises `T1Error` as
+    `predict` does, and for a workspace that is too small for the head."""
     return _predicted(in_mode(work_for(setting), mode, head), mode, head, machine, choice)
 
 
@@ -117,9 +113,7 @@ def work_for(setting: Setting) -> Work:
 
 def recommended(predictions: Collection[Prediction]) -> Prediction:
     """The fastest prediction that fits; among those about as fast (`ALIKE`), the plainest mode, then the fastest head.
-
-    Raises `T1Error` if nothing fits; the message says what needs the least.
-    """
+    Raises `T1Error` if nothing fits, which says what needs the least."""
     fitting = [p for p in predictions if not p.why]
     if not fitting:
         on_device = [p for p in predictions if p.why.endswith("on the host")]
@@ -161,8 +155,9 @@ def _near(setting: Setting) -> Iterator[tuple[str, Setting]]:
 
 def plan_command(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0, or raises `T1Error` after printing the table if nothing fits."""
+    gpu = torch.cuda.is_available()
     if arguments.calibrate:
-        found = measure_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        found = measure_machine(torch.device("cuda" if gpu else "cpu"))
         write_json(machine_file(), asdict(found))
         print(f"{found.name}: link {found.link / 1e9:.1f} GB/s each way; updates on the host {found.update / 1e9:.0f} "
               f"GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in {machine_file()} (without it, plans take an "
@@ -170,12 +165,10 @@ def plan_command(arguments: argparse.Namespace) -> int:
         if arguments.model is None:
             return 0
     require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
-    if arguments.vram is None:
-        require(torch.cuda.is_available(), "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
-    vram = parse_bytes(arguments.vram) if arguments.vram is not None else torch.cuda.mem_get_info()[0]
-    host = parse_bytes(arguments.host) if arguments.host is not None else None
-    for name, size in (("vram", vram), ("host", host)):
-        require(size is None or size >= 2**20, f"--{name} {getattr(arguments, name)} is less than 1MiB; such as 16GiB")
+    known = gpu or arguments.vram is not None
+    require(known, "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
+    vram = torch.cuda.mem_get_info()[0] if arguments.vram is None else parse_bytes(arguments.vram)
+    host = None if arguments.host is None else parse_bytes(arguments.host)
     machine, setting = this_machine(), _setting(arguments)
     predictions = predict(setting, vram, host, machine)
     own = device_name() in (machine.name, f"NVIDIA {machine.name}")

@@ -103,5 +103,5 @@ def _measures(device: torch.device) -> dict[str, tuple[float, Callable[[], objec
         "update": (ADAMW * PARAMETERS, torch.optim.AdamW([weight], fused=True).step),
         "flops": (2 * size**3, lambda: torch.mm(matrix, matrix)),
         "memory": (2 * one.nbytes, lambda: one.add_(1)),
-        "launch_ms": (1, lambda: parts.layers[0](hidden, **arguments[0])),
+        "launch_ms": (1, lambda: parts.layers[0](hidden, **arguments)),
     }

@@ -69,17 +69,16 @@ def launch_bound(params: int) -> int:
 def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int:
     """Bytes that autograd saves for the backward of `call()`, other than those of `weights`."""
     known = {p.untyped_storage().data_ptr() for p in weights}
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other gets its address
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        start = tensor.untyped_storage().data_ptr()
-        if start not in known:
-            found[start] = tensor  # kept alive, so that no other tensor gets its address
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):
         call()
-    return sum(t.untyped_storage().nbytes() for t in found.values())
+    return sum(storage.nbytes() for start, storage in found.items() if start not in known)
 
 
 _SAVED: dict[tuple, int] = {}
@@ -109,8 +108,7 @@ def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
     for tokens in (4, 8) if config._attn_implementation == "sdpa" else (4, 8, 16):
         hidden = torch.zeros(1, tokens, config.hidden_size, dtype=dtype, device=next(layer.parameters()).device)
         hidden, arguments = layer_arguments(parts, hidden.requires_grad_())
-        call = partial(type(layer).forward, layer, hidden, **arguments[0])
-        found.append(saved_by(call, layer.parameters()))
+        found.append(saved_by(partial(type(layer).forward, layer, hidden, **arguments), layer.parameters()))
     first = (found[1] - found[0]) / 4
     square = ((found[2] - found[1]) / 8 - first) / 12 if len(found) == 3 else 0
     return round(first + square * (seq - 12))
@@ -127,13 +125,9 @@ def work_of(
     kinds       gives dtypes of a parameter's optimizer state, such as `OptimizerSpec.kinds`
     layers      the stack of alike layers (None: a Hugging Face decoder's own)
     trained     the parameters that are trained (None: those that require a gradient)
-    loss_head   whether the loss is computed from logits: those of the model's output layer
+    loss_head   whether the loss is computed from the logits of the model's output layer
     hidden      width of a layer's input (None: by the model's configuration)
     saved       bytes per token that a layer saves for its backward (None: by running one of the configuration)
-    cuda        whether on a GPU
-    accumulates whether a step may have several backwards
-
-    Which of a layer's parameters stream follows from the bytes: trained ones or frozen ones, whichever has more.
     """
     config = getattr(model, "config", None)
     layers = split(model).layers if layers is None else layers
@@ -163,7 +157,8 @@ def work_of(
 def _streaming(
     layers: Sequence[nn.Module], trained: set[nn.Parameter], kinds: Kinds
 ) -> tuple[list[nn.Parameter], int, int]:
-    """A layer's streaming parameters; bytes of all others, with gradients and state; how many layers are frozen."""
+    """A layer's streaming parameters: trained ones or frozen ones, whichever have more bytes; the bytes of all others,
+    with gradients and state; how many layers are frozen."""
     aside, frozen, many = 0, 0, []
     for layer in layers:
         sides = [[p for p in layer.parameters() if (p in trained) == side] for side in (True, False)]
@@ -189,7 +184,7 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 def in_mode(work: Work, mode: str, head: str) -> Work:
     """The same work in a mode, with an output layer, which takes a micro-batch at a time; in mode slide, the batch.
-    On entry, `work.workspace` is the budget of head `fused`. Raises `T1Error` as `with_head` does."""
+    Raises `T1Error` as `with_head` does."""
     slide = mode == "slide"
     tokens = work.tokens if slide else work.micro_tokens
     work = replace(work, head_tokens=tokens, streams=slide, together=work.together or mode == "fsdp")
@@ -198,15 +193,14 @@ def in_mode(work: Work, mode: str, head: str) -> Work:
 
 def with_head(work: Work, head: str) -> Work:
     """The same work with an output layer: the peak bytes that it holds beyond inputs and gradients, in place of the
-    budget of head `fused`; and the bytes that it moves per logit, beside the products (by notebook cce).
+    budget of head `fused`; and the bytes that it moves per logit, beside the products (by notebook cce). Raises
+    `T1Error` for a workspace that is too small for head `fused`.
 
     full      per logit, in float32: the log-probability, its gradient, and the gradient before the softmax; the
               weight's gradient is made when these are freed
     chunked   per logit of a chunk: the logit in 16 bits and in 32, and its gradient
     torch     likewise, or later a copy of the gradients; each of its small chunks reads and writes that of the weight
     fused     what its plan within the workspace needs, no more than full (less if `chunked` runs in its place)
-
-    Raises `T1Error` for a workspace that is too small for head `fused`.
     """
     tokens, vocabulary, size = work.head_tokens, work.vocabulary, work.itemsize
     count, held, moved = tokens * vocabulary, work.workspace, 1.5

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from t1lib.errors import T1Error, require
 from t1lib.heads import next_token_targets
+from t1lib.train.ranks import Ranks
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -20,9 +22,6 @@ class Piece:
     ids: Tensor
     targets: Tensor
     total: int | None = None
-
-    def to(self, device: torch.device) -> "Piece":
-        return Piece(self.ids.to(device), self.targets.to(device), self.total)
 
 
 def check(batch: dict[str, Tensor], vocabulary: int, positions: int) -> tuple[Tensor, Tensor]:
@@ -54,29 +53,14 @@ def _check_tokens(name: str, tokens: Tensor, vocabulary: int, of: str, ignored: 
         raise T1Error(f"{name} hold {int(odd[0])}; allowed: 0 to {vocabulary - 1}, {of}")
 
 
-def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, total: int | None = None) -> list[Piece]:
-    """Split a batch into micro-batches of at most `rows` rows.
-
-    total   how many tokens with a target the whole batch has, if other ranks hold more of it
-    """
-    rows = rows or len(ids)
-    if total is None and rows >= len(ids):
-        return [Piece(ids, targets)]
-    total = counted(targets) if total is None else total
-    return [Piece(*part, total) for part in zip(ids.split(rows), targets.split(rows), strict=True)]
-
-
-def counted(targets: Tensor) -> int:
-    return int((targets != -100).sum())
-
-
-def dealt(ids: Tensor, targets: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """The rows of one of `size` ranks: consecutive rows in the batch's order, the same number on every rank.
-
-    If the rows do not divide evenly, the last ranks are padded with a row that has no target.
-    """
-    each = -(-len(ids) // size)
-    ids, targets = (t.tensor_split(size)[rank] for t in (ids, targets))
-    missing = each - len(ids)
-    filling = ids.new_zeros(missing, ids.shape[1]), targets.new_full((missing, ids.shape[1]), -100)
-    return torch.cat([ids, filling[0]]), torch.cat([targets, filling[1]])
+def pieces_of(ids: Tensor, targets: Tensor, rows: int | None, device: torch.device, ranks: Ranks) -> list[Piece]:
+    """This rank's share of a batch, consecutive rows, as micro-batches of at most `rows` rows. All ranks have as many
+    rows: the last ones are filled up with rows that have no target."""
+    rows, each = rows or len(ids), -(-len(ids) // ranks.size)
+    if ranks.alone and rows >= len(ids):
+        return [Piece(ids.to(device), targets.to(device))]
+    total = int((targets != -100).sum())
+    ids, targets = (t.tensor_split(ranks.size)[ranks.rank] for t in (ids, targets))
+    missing = (0, 0, 0, each - len(ids))
+    shares = pad(ids, missing).split(rows), pad(targets, missing, value=-100).split(rows)
+    return [Piece(*(part.to(device) for part in parts), total) for parts in zip(*shares, strict=True)]

@@ -1,9 +1,8 @@
 """Mode `fsdp`: PyTorch's FSDP2 in any number of processes, with or without CPU offload.
 
-Every process holds its shard of parameters, gradients and optimizer state, on the host or on its device. In forward and
-backward, FSDP all-gathers a layer's weights on the device before the layer runs and frees them afterwards; gradients
-are summed over all processes as they become available, and at the end each process updates its shard. Layers are
-recomputed in the backward, as in mode `ckpt`. In one process with offload, this is the usual alternative on one GPU.
+Every process holds and updates its shard of parameters, gradients and optimizer state, on the host or on its device.
+FSDP all-gathers a layer's weights on the device before the layer runs, and frees them afterwards. Layers are recomputed
+in the backward, as in mode `ckpt`. In one process with offload, this is the usual alternative on one GPU.
 """
 
 import hashlib
@@ -20,12 +19,11 @@ from transformers import PreTrainedModel
 from t1lib.errors import choose, require
 from t1lib.heads.parallel import require_backend
 from t1lib.timing import PhaseTimer
-from t1lib.train.batch import Piece, counted, dealt, pieces_of
+from t1lib.train.batch import Piece
 from t1lib.train.loop import Trainer
-from t1lib.train.ranks import join, own_device, world
+from t1lib.train.ranks import Ranks, join, own_device
 from t1lib.train.wrap import wrap_layers
 
-COMPUTE = ("float32", "bfloat16")
 ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")
 
 
@@ -47,7 +45,9 @@ class FsdpTrainer(Trainer):
         **common: Any,
     ) -> None:  # fmt: skip
         self._offload, self._own_group = offload, False
-        self._compute_dtype = None if compute_dtype is None else choose("compute_dtype", compute_dtype, COMPUTE)
+        if compute_dtype is not None:
+            choose("compute_dtype", compute_dtype, ("float32", "bfloat16"))
+        self._compute_dtype = compute_dtype
         super().__init__(model, mode, **common)
 
     def _place(self) -> None:
@@ -79,16 +79,13 @@ class FsdpTrainer(Trainer):
         if self._own_group:
             join(self.device.type == "cuda")
         require_backend(dist.group.WORLD, self.device.type)
-        self.ranks, self.device = world(), own_device(self.device)
-        if self.ranks.alone:
-            return
-        several = f"loss {self.loss!r} in {self.ranks.size} processes; allowed: one process"
-        require(self.loss == "cross_entropy", several)
-        facts = {name: getattr(self, name) for name in ALIKE} | {"device": self.device.type}
-        facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype}
-        self.ranks.agree(facts | {"the model's weights": digest_of(dict(self.model.named_parameters()))})
-
-    # -- sharded weights, gradients and state ----------------------------------------------------------------------
+        self.ranks, self.device = Ranks(dist.get_rank(), dist.get_world_size()), own_device(self.device)
+        if not self.ranks.alone:
+            several = f"loss {self.loss!r} in {self.ranks.size} processes; allowed: one process"
+            require(self.loss == "cross_entropy", several)
+            facts = {name: getattr(self, name) for name in ALIKE} | {"device": self.device.type}
+            facts |= {"offload": self._offload, "compute_dtype": self._compute_dtype}
+            self.ranks.agree(facts | {"the model's weights": digest_of(dict(self.model.named_parameters()))})
 
     def _weight(self, name: str) -> Tensor:
         return _local(self.model.get_parameter(name).data)
@@ -110,19 +107,18 @@ class FsdpTrainer(Trainer):
     def device_tensors(self) -> list[Tensor]:
         return [_local(t) for t in super().device_tensors()]
 
-    def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
+    def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.ranks.alone:
-            return super()._pieces(batch)
+            return super()._checked(batch)
         found = []
 
         def look() -> str:
-            found.extend(self._checked(batch))
+            found.extend(super(FsdpTrainer, self)._checked(batch))
             return digest_of(dict(zip(("input_ids", "labels"), found, strict=True)))
 
         same = len(set(self.ranks.share(look))) == 1
         require(same, "the ranks' batches differ; pass the whole batch on every rank: each takes its own rows")
-        mine = dealt(*found, self.ranks.rank, self.ranks.size)
-        return [piece.to(self.device) for piece in pieces_of(*mine, self.micro_batch, counted(found[1]))]
+        return found[0], found[1]
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         return self.model(piece, timer)
@@ -141,15 +137,8 @@ class FsdpTrainer(Trainer):
         super()._zero_grad()
         self.model.zero_grad()
 
-    def _total(self, norms: list[Tensor]) -> Tensor:
-        if not self.ranks.alone:  # so far these are norms of the local shards
-            here = torch.stack(norms)
-            norms = list(self.ranks.sum(here.double().square(), self.device).sqrt().to(here.dtype).unbind())
-        return super()._total(norms)
-
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
-        """The batch's loss, without training on it."""
         mine = torch.tensor(super().evaluate(batch), dtype=torch.float64)
         self.model.reshard()  # by itself, FSDP would do it only in a backward
         return float(self.ranks.sum(mine, self.device))

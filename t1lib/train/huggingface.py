@@ -1,7 +1,7 @@
 """`StreamTrainer`: `transformers.Trainer` over a model whose layers stream.
 
-It is Trainer's own loop. What differs is that nothing but `stream` moves the model, that clipping goes through the
-streamed optimizer, and that options that would wrap the model or recompute its layers a second time are refused.
+Only `stream` moves the model, clipping goes through the streamed optimizer, and options that would wrap the model or
+recompute its layers a second time are refused; all else is Trainer's.
 """
 
 import inspect
@@ -47,17 +47,14 @@ class StreamTrainer(Trainer):
     stream   options of `t1lib.train.stream`, which says what they mean; the device is that of `args`, and `accumulate`
              follows from `gradient_accumulation_steps`
 
-    Every backward sends the weights across the link again. So for a large batch do not set
-    `gradient_accumulation_steps=k`, which makes k of them, but a k times larger `per_device_train_batch_size` and
-    `micro_batch`: the layers' memory is that of `micro_batch` rows, and the weights cross once per pass. The output
-    layer sees the whole batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory.
-    `gpu_memory` is planned for the first batch: where rows differ in length, add `plan_for=(rows, tokens per row)` of
-    the largest.
+    Every backward sends the weights across the link again. So for a large batch do not accumulate, but set a larger
+    `per_device_train_batch_size` and `micro_batch`: the layers' memory is that of `micro_batch` rows. The output layer
+    sees the whole batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory. `gpu_memory` is
+    planned for the first batch: where rows differ in length, add `plan_for=(rows, tokens per row)` of the largest.
 
     Weights in bfloat16 have float32 masters, unless `stream` says otherwise; `bf16=True` is autocast over the weights
-    as they are. Checkpoints hold all of the optimizer's state, and training goes on from them with the same losses, as
-    it would have without the break. Several GPUs are left alone: one is used. After training the model still streams;
-    `close()` makes it an ordinary one.
+    as they are. Training goes on from a checkpoint with the losses of an unbroken run. Of several GPUs, one is used.
+    After training the model still streams; `close()` makes it an ordinary one.
 
     Raises `T1Error` for arguments that would wrap, convert or compile the model, or recompute its layers (`REFUSED`),
     for several processes, and as `stream` does, which is called when training or evaluation begins.

@@ -1,13 +1,12 @@
-"""One training loop for all modes: plain PyTorch on the device, with recomputed layers, streamed, or sharded.
+"""One training loop for all modes; the loss is a head of `t1lib.heads` on the last hidden states.
 
-    gpu         the model on the device, its own forward, `torch.optim`
+    gpu         plain PyTorch: the model on the device, its own forward, `torch.optim`
     gpu-graph   the same step as a single CUDA graph (`t1lib.train.step_graph`)
     ckpt        as gpu, with each layer recomputed in the backward, as Hugging Face does it
     slide       `t1lib.train.stream`: layers on the host
     fsdp        PyTorch's FSDP2 (`t1lib.train.fsdp`)
 
-The loss is a head of `t1lib.heads` on the last hidden states. In one process, all modes compute the same numbers: in
-float32 on a CPU bit for bit, unless a batch is split into micro-batches.
+In one process, all modes compute the same numbers: in float32 on a CPU bit for bit, unless a batch is split.
 """
 
 import inspect
@@ -39,10 +38,8 @@ HEAD_OPTIONS = ("workspace", "chunks", "by", "chunked", "accumulate", "filter_ep
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step: its loss, the wall time (ms) between two synchronised points, and the time of each phase (ms).
-
-    grad_norm   Euclidean norm of all gradients, before clipping
-    """
+    """One training step: its loss, the wall time between two synchronised points and that of each phase (ms), and the
+    Euclidean norm of all gradients before clipping."""
 
     step: int
     loss: float
@@ -53,19 +50,17 @@ class StepRecord:
 
 
 class Trainer:
-    """Trains a causal language model one batch at a time; modes gpu and ckpt. What is trained: the parameters of the
-    model that require a gradient.
+    """Trains those parameters of a causal language model that require a gradient; modes gpu and ckpt.
 
     model            from `build_model`; the trainer places it and owns it until `close`
     device           where the model computes: a CUDA device, or the CPU (default: a GPU if there is one)
-    head             name of an output layer in `t1lib.heads.HEADS`
-    head_options     options passed to the head; allowed: those in `HEAD_OPTIONS`
+    head             one of `t1lib.heads.HEADS`, with `head_options`, of `HEAD_OPTIONS`
     optimizer        an `OptimizerSpec`, or its name
     loss             "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm:
                      T1M1's setting, which has no output layer, and no micro-batches
     schedule         factor of the learning rate by step: a `Schedule`, or any function of the step number, from 0 on
     micro_batch      rows of a batch computed at a time, with gradients accumulated (default: the whole batch)
-    max_grad_norm    clip gradients to this norm, taken over all parameters together (default: no clipping)
+    max_grad_norm    clip the gradients of all parameters together to this norm (default: no clipping)
     """
 
     late = False  # whether updates begin before the host knows that all gradients are finite
@@ -92,7 +87,6 @@ class Trainer:
             choose("option of the head", option, HEAD_OPTIONS)
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         self.spec = spec_for(spec, model.parameters())
-        self.precision = self.spec.precision
         self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
         self._own = {n: p for n, p in model.named_parameters() if p.requires_grad}  # what is trained, by name
@@ -108,7 +102,7 @@ class Trainer:
         if loss == "mean_square":
             self.parts.norm.forward = lambda hidden: hidden
 
-    # -- what modes define -----------------------------------------------------------------------------------------
+    # -- what modes define ---------------------------------------------------------------------------------------------
 
     def _place(self) -> None:
         """Put the model where the mode wants it, and make the optimizer."""
@@ -118,27 +112,31 @@ class Trainer:
 
     def _resident_optimizer(self, on_host: bool = False, **options: Any) -> torch.optim.Optimizer:
         """PyTorch's own; the kit's if there are masters, or for parameters on the host beside a GPU."""
-        kit = on_host or self.precision.masters is not None
+        kit = on_host or self.spec.precision.masters is not None
         plain = make_optimizer(self.spec, self._own.values(), fused=self.device.type == "cuda" and not kit, **options)
-        return ResidentOptimizer(plain, self.precision, self.device) if kit else plain
+        return ResidentOptimizer(plain, self.spec.precision, self.device) if kit else plain
 
     def _hidden(self, ids: Tensor) -> Tensor:
-        """The model's output before the head: the last layer's output after the norm."""
+        """The last layer's output after the norm."""
         return self.parts.base(input_ids=ids, use_cache=False).last_hidden_state
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
+    def _rate(self) -> float | Tensor:
+        """The learning rate of the next step."""
+        return self.spec.lr * self.schedule(self.steps)
+
     def _norm(self) -> Tensor:
         """Clip the gradients; returns their norm before that, (), as `torch.nn.utils.clip_grad_norm_` computes it."""
         grads = [p.grad for p in self._own.values() if p.grad is not None]
-        total = self._total(norms_of(grads, exact=self.device.type == "cpu"))
+        norms = torch.stack(norms_of(grads, exact=self.device.type == "cpu"))
+        if not self.ranks.alone:  # so far these are norms of the local shards
+            norms = self.ranks.sum(norms.double().square(), self.device).sqrt().to(norms.dtype)
+        total = torch.linalg.vector_norm(norms)
         if self.max_grad_norm is not None:
             torch._foreach_mul_(grads, (self.max_grad_norm / (total + 1e-6)).clamp(max=1.0).to(grads[0].device))
         return total
-
-    def _total(self, norms: list[Tensor]) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack(norms))
 
     def _update(self) -> None:
         """Update the parameters; in a traced step layer by layer, so that the trace shows each one's share."""
@@ -152,7 +150,7 @@ class Trainer:
             with self.trace.span("compute", "update", -1 if part == "rest" else int(part.removeprefix("layer-"))):
                 self.optimizer.step()
 
-    # -- one step --------------------------------------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: dict[str, Tensor]) -> StepRecord:
         """Train on one batch: `input_ids` (B, S), and `labels` (B, S) if they differ from the inputs.
@@ -163,7 +161,8 @@ class Trainer:
         """
         timer, pieces = PhaseTimer(self.device), self._pieces(batch)
         self._zero_grad()  # left over if a step was aborted
-        self._set_rate(self.spec.lr * self.schedule(self.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
         loss, norm = self._run(pieces, timer)
         timer.mark("optimizer")
         wall_ms, phases = timer.stop()
@@ -175,10 +174,6 @@ class Trainer:
         self.steps += 1
         return StepRecord(self.steps, float(loss), batch["input_ids"].numel(), wall_ms, phases, norm)
 
-    def _set_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-
     def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
         """Forward, backward and update; returns the loss and the gradients' norm."""
         loss = self._backward(pieces, timer)
@@ -189,7 +184,7 @@ class Trainer:
 
     def _pieces(self, batch: dict[str, Tensor]) -> list[Piece]:
         rows = None if self.mode == "slide" else self.micro_batch  # slide splits within each layer
-        return [piece.to(self.device) for piece in pieces_of(*self._checked(batch), rows)]
+        return pieces_of(*self._checked(batch), rows, self.device, self.ranks)
 
     def _checked(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(input_ids, targets) of a batch, checked to fit the model."""
@@ -209,7 +204,7 @@ class Trainer:
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
         """The piece's share of the batch's loss."""
-        hidden, trace = self._hidden(piece.ids), self.trace
+        hidden, trace, head = self._hidden(piece.ids), self.trace, self.parts.head
 
         def head_done(_: Tensor) -> None:
             timer.mark("head_backward")
@@ -219,13 +214,12 @@ class Trainer:
         trace.begin("compute", "head", -1)
         if hidden.requires_grad:
             hidden.register_hook(head_done)
-        reduction, head = "mean" if piece.total is None else "sum", self.parts.head
         if self.loss == "mean_square":
             loss = hidden.float().pow(2).mean()
         else:
             loss = linear_cross_entropy(
                 hidden, head.weight, piece.targets, head=self.head, linear_bias=head.bias, softcap=self.parts.softcap,
-                reduction=reduction, **self.head_options,
+                reduction="mean" if piece.total is None else "sum", **self.head_options,
             )  # fmt: skip
         timer.mark("head_forward")
         return loss if piece.total is None else loss / piece.total
@@ -242,20 +236,16 @@ class Trainer:
             for module in training:
                 module.training = True
 
-    # -- state -----------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to resume: weights and optimizer state by parameter name, and the step; as CPU copies.
-
-        The format is the same in every mode, so a run can change its mode at a checkpoint. If the host cannot hold a
-        copy of the model, use `t1lib.train.checkpoint`, which writes the `state_parts` one by one. If several processes
-        train the model, all of them must call this, and all get the whole state.
+        """All that a run needs to resume, in any mode: weights and optimizer state by parameter name, and the step; as
+        CPU copies. (`t1lib.train.checkpoint` writes the `state_parts` one by one.) If several processes train the
+        model, all of them must call this, and all get the whole state.
         """
-        whole: dict[str, Any] = {"step": self.steps, "model": {}, "optimizer": {}}
-        for part in self.state_parts():
-            for kind, found in self.state_part(part).items():
-                whole[kind] |= found
-        return whole
+        parts = [self.state_part(part) for part in self.state_parts()]
+        kinds = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in ("model", "optimizer")}
+        return {"step": self.steps, **kinds}
 
     def state_parts(self) -> dict[str, list[str]]:
         """Names of the parameters that are saved together, by part: "layer-0000" and so on, and "rest"."""
@@ -280,21 +270,19 @@ class Trainer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Raises `T1Error`, before any change, if it is of another model."""
-        self.check_state(state)
+        """Restore what `state_dict` returned; all ranks must call it. Raises `T1Error`, before any change, if it is of
+        another model or optimizer."""
+        params, rule = dict(self.model.named_parameters()), self.optimizer.param_groups[0]
+        trained = {name: self.spec.precision.kinds(param, rule) for name, param in self._own.items()}
+        self.ranks.share(lambda: check_saved(state, params, trained))
         self.drain()
-        for name in dict(self.model.named_parameters()):
+        for name in params:
             weight = self._weight(name)
             weight.copy_(self._part(state["model"][name]))
             if name in self._own:
                 saved = {key: self._part(value) for key, value in state["optimizer"][name].items()}
                 restore_state(self.optimizer, self._own[name], weight, saved)
         self.steps = state["step"]
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise `T1Error` unless it is what `state_dict` returns, of this model and of an optimizer like this one."""
-        params, rule = dict(self.model.named_parameters()), self.optimizer.param_groups[0]
-        check_saved(state, params, {n: self.precision.kinds(p, rule) for n, p in self._own.items()})
 
     def _weight(self, name: str) -> Tensor:
         """This process's shard of a parameter, where it lies."""

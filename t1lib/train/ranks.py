@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train one model together, all of the process group, as one of them sees them.
+    """All processes of the process group, which train one model together, as one of them sees them.
 
-    Except for `alone`, every rank must call the methods, in the same order; with a single process they cost nothing.
+    Every rank must call the methods, in the same order; with a single process they cost nothing.
     """
 
     rank: int = 0
@@ -119,11 +119,6 @@ def join(cuda: bool) -> Store:
     return store
 
 
-def world() -> Ranks:
-    """All processes of the existing group."""
-    return Ranks(dist.get_rank(), dist.get_world_size())
-
-
 @contextmanager
 def together() -> Iterator[Ranks]:
     """The processes that torchrun started, or this one alone, for a command.
@@ -137,7 +132,7 @@ def together() -> Iterator[Ranks]:
     store, number = join(torch.cuda.is_available()), int(os.environ.get("LOCAL_RANK", "0"))
     if number < torch.cuda.device_count():  # before anything, such as weights, is allocated on the first one
         torch.cuda.set_device(number)
-    ranks = world()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
     try:
         if ranks.rank == 0:
             yield ranks

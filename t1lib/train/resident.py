@@ -16,7 +16,7 @@ from t1lib.train.update import State, check_state, follow, new_state, shown_stat
 def make_optimizer(
     spec: OptimizerSpec, params: Iterable[nn.Parameter], fused: bool, **options: Any
 ) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW` or `SGD` by the spec. options: further arguments of its class"""
+    """`torch.optim.AdamW` or `SGD` by the spec; `options` are further arguments of its class."""
     common = {"lr": spec.lr, "weight_decay": spec.weight_decay, "fused": fused or None, **options}
     if spec.name == "adamw":
         return torch.optim.AdamW(params, betas=spec.betas, eps=spec.eps, **common)
@@ -28,7 +28,7 @@ class ResidentOptimizer(torch.optim.Optimizer):
 
     device   where the model computes; the parameters, with their state, may be on the CPU
     groups   number of each parameter's group, by the parameter's id
-    counts   updates so far, by parameter; of a parameter that is not in it, the state is made when it is first needed
+    counts   updates so far, by parameter; one that is not in it has no state yet
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
@@ -78,9 +78,9 @@ class ResidentOptimizer(torch.optim.Optimizer):
 
 def saved_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor) -> State:
     """A parameter's state, however it is kept; before the first update, what it starts from. weight: its values"""
-    if not isinstance(optimizer, ResidentOptimizer):
-        return _plain_state(optimizer, param)
-    return shown_state(weight, optimizer.state_of(param), optimizer.counts[param])
+    if isinstance(optimizer, ResidentOptimizer):
+        return shown_state(weight, optimizer.state_of(param), optimizer.counts[param])
+    return _plain_state(optimizer, param)
 
 
 def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight: Tensor, saved: State) -> None:
@@ -88,10 +88,11 @@ def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight:
     if isinstance(optimizer, ResidentOptimizer):
         optimizer.counts[param] = take_state(weight, optimizer.state_of(param), saved)
         return
-    state = _plain_state(optimizer, param)
-    count = take_state(weight, {key: value for key, value in state.items() if key != "step"}, saved)
-    if "step" in state:
-        state["step"].fill_(count)
+    state = dict(_plain_state(optimizer, param))
+    step = state.pop("step", None)
+    count = take_state(weight, state, saved)
+    if step is not None:
+        step.fill_(count)
 
 
 def _plain_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> State:
@@ -106,12 +107,8 @@ def _plain_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> State
 
 
 def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: dict[str, Collection[str]]) -> None:
-    """Raise `T1Error` unless it has the step, weights by name, and the optimizer's tensors by name and key. Floats of
-    any width fit one another, other types only themselves.
-
-    params    the model's, by name
-    trained   keys of the optimizer's state of those that are trained, by name
-    """
+    """Raise `T1Error` unless it has the step, weights like `params`, and optimizer state for the `trained` ones, by name
+    and key. Floats of any width fit one another, other types only themselves."""
     lacking = sorted({"step", "model", "optimizer"} - set(state))
     require(not lacking, f"the state lacks {', '.join(lacking)}; allowed: what `state_dict` returned")
     weights, states = state["model"], state["optimizer"]
@@ -122,14 +119,13 @@ def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: di
     require(not odd, f"the checkpoint is of another model: only one of them has {odd[:1]}")
     for name, param in params.items():
         saved = weights[name]
-        require(isinstance(saved, Tensor), f"the checkpoint's {name!r} is {shown(saved)}; allowed: a tensor")
-        alike = saved.dtype == param.dtype or (saved.is_floating_point() and param.is_floating_point())
-        require(
-            alike and saved.shape == param.shape,
-            f"the checkpoint's {name!r} is {saved.dtype} of shape {tuple(saved.shape)}; allowed: {param.dtype} of "
-            f"shape {tuple(param.shape)}, the model's",
-        )
+        tensor = isinstance(saved, Tensor)
+        found = f"{saved.dtype} of shape {tuple(saved.shape)}" if tensor else shown(saved)
+        alike = tensor and (saved.dtype == param.dtype or (saved.is_floating_point() and param.is_floating_point()))
+        wanted = f"{param.dtype} of shape {tuple(param.shape)}, the model's"
+        fits = alike and saved.shape == param.shape
+        require(fits, f"the checkpoint's {name!r} is {found}; allowed: {wanted}")
     for name, keys in trained.items():
-        found = name in states and bool(states[name] or not keys)
-        require(found, f"the checkpoint has no optimizer state for {name!r}")
+        there = name in states and bool(states[name] or not keys)
+        require(there, f"the checkpoint has no optimizer state for {name!r}")
         check_state(params[name], keys, states[name], repr(name))

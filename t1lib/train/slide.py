@@ -16,23 +16,19 @@ WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it
 
 
 class SlideTrainer(Trainer):
-    """Options beyond those of `Trainer`, all of them of `t1lib.train.stream`:
-
-    gpu_memory   budget of device memory, in bytes or as "2GiB", for the batch `plan_for`: (rows, tokens of one)
-    choice       what is kept where, instead of a budget: a `t1lib.plan.cost.Choice`
-    overlap      False: copies and updates do not run beside the computation
+    """`gpu_memory` (with `plan_for`), `choice` and `overlap` are options of `t1lib.train.stream`, which explains them.
 
     A layer is updated as soon as its gradients are complete, unless gradients are clipped: a step that is aborted then
-    leaves some layers updated and others not. A whole batch crosses the link once, `micro_batch` rows being computed at
-    a time within each layer; the head is given all of it, and `fused` or `chunked` bounds what that takes.
+    leaves some layers updated and others not. `micro_batch` rows are computed at a time within each layer; the head is
+    given the whole batch, and `fused` or `chunked` bounds what that takes.
     """
 
     def __init__(
         self, model: PreTrainedModel, mode: str = "slide", *, gpu_memory: str | int | None = None,
         plan_for: tuple[int, int] | None = None, choice: Choice | None = None, overlap: bool = True, **common: Any,
     ) -> None:  # fmt: skip
-        together = gpu_memory is None or plan_for is not None
-        require(together, "gpu_memory without plan_for; allowed: plan_for=(rows, tokens per row) beside it")
+        planned = gpu_memory is None or plan_for is not None
+        require(planned, "gpu_memory without plan_for; allowed: plan_for=(rows, tokens per row) beside it")
         self._options = {"gpu_memory": gpu_memory, "plan_for": plan_for, "choice": choice, "overlap": overlap}
         super().__init__(model, mode, **common)
 
@@ -42,8 +38,8 @@ class SlideTrainer(Trainer):
             self.head_options = {"workspace": WORKSPACE, **self.head_options}
         _, self.optimizer = stream(
             self.model, make_optimizer(self.spec, self._own.values(), fused=False), micro_batch=self.micro_batch,
-            layers=self.parts.layers, device=self.device, master_weights=self.precision.masters,
-            moments=self.precision.moments, update_in_backward=self.late, accumulate=False,
+            layers=self.parts.layers, device=self.device, master_weights=self.spec.precision.masters,
+            moments=self.spec.moments, update_in_backward=self.late, accumulate=False,
             head={"head": self.head, **self.head_options}, **options,
         )  # fmt: skip
         self.engine = self.optimizer._engine

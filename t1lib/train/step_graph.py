@@ -1,6 +1,5 @@
 """Mode `gpu-graph`: forward, loss, backward and update as a single CUDA graph, for steps in which launches bind."""
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -19,8 +18,7 @@ UNTIMED = SimpleNamespace(mark=lambda phase: None)  # in place of a `PhaseTimer`
 class _Graph(NamedTuple):
     graph: "torch.cuda.CUDAGraph"
     piece: Piece  # from which the graph reads
-    loss: Tensor
-    norm: Tensor
+    results: tuple[Tensor, Tensor]  # loss and norm
 
 
 class GraphTrainer(Trainer):
@@ -35,26 +33,24 @@ class GraphTrainer(Trainer):
         require(self.device.type == "cuda", f"mode 'gpu-graph' on a {self.device.type}; allowed: a CUDA device")
         whole = self.micro_batch is None
         require(whole, f"micro_batch={self.micro_batch} in mode 'gpu-graph'; allowed: None")
-        plain = self.precision.masters is None
+        plain = self.spec.precision.masters is None
         require(plain, "master_weights=True in mode 'gpu-graph'; allowed: False, or a model in float32")
         super()._place()
         self._graphs: dict[torch.Size, _Graph] = {}
-        self._seen: Counter = Counter()  # eager steps by shape
-        self._rate = torch.zeros((), device=self.device)
+        self._seen: dict[torch.Size, int] = {}  # eager steps by shape
+        self._lr = torch.zeros((), device=self.device)
         options = {"capturable": True} if self.spec.name == "adamw" else {}
         self.optimizer = self._resident_optimizer(**options)
         self._side = torch.cuda.Stream(self.device)
 
-    def _set_rate(self, rate: float) -> None:
-        self._rate.fill_(rate)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate
+    def _rate(self) -> Tensor:
+        return self._lr.fill_(super()._rate())
 
     def _run(self, pieces: list[Piece], timer: PhaseTimer) -> tuple[Tensor, Tensor]:
         piece = pieces[0]
         shape = piece.ids.shape
-        if shape not in self._graphs and self._seen[shape] < WARM_UP:
-            self._seen[shape] += 1
+        if (seen := self._seen.get(shape, 0)) < WARM_UP:
+            self._seen[shape] = seen + 1
             self._side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._side):
                 found = super()._run(pieces, timer)
@@ -67,15 +63,15 @@ class GraphTrainer(Trainer):
         held.piece.targets.copy_(piece.targets)
         held.graph.replay()
         timer.mark("graph")
-        return held.loss, held.norm
+        return held.results
 
     def _capture(self, piece: Piece) -> _Graph:
         held, graph = Piece(piece.ids.clone(), piece.targets.clone()), torch.cuda.CUDAGraph()
         trace, self.trace = self.trace, NoTrace()
         try:
             with torch.cuda.graph(graph):
-                loss, norm = super()._run([held], UNTIMED)
+                results = super()._run([held], UNTIMED)
         finally:
             self.trace = trace
             self._zero_grad()
-        return _Graph(graph, held, loss, norm)
+        return _Graph(graph, held, results)
