@@ -38,16 +38,10 @@ def choose_plan(
     work: Work, budget: int, machine: Machine = H200, host: int | None = None, or_least: bool = False
 ) -> Choice:
     """The fastest choice that reserves no more than `budget` bytes; among equally fast ones, the smallest. It is never
-    slower with a larger budget.
-
-    What is reserved may exceed what is expected, so that a choice must fit with the most that it may reserve; but the
-    smallest one for each share of the host's updates is taken where the expected bytes fit.
+    slower with a larger budget. Raises `T1Error` if no choice fits, which says the least budget that works.
 
     host       bytes that the host should hold at most; if every choice needs more, one that needs the least is taken
-               (None: no limit)
     or_least   if no choice fits, take the best one that fits into the least budget that works
-
-    Raises `T1Error` if no choice fits; the message says the least budget that works.
     """
     grids, smallest, found = [], defaultdict(lambda: np.inf), []
     for choices in kinds(work):
@@ -56,13 +50,14 @@ def choose_plan(
         grids.append((choices, expected, most))
         smallest[choices.host_share] = min(smallest[choices.host_share], expected.min())
     least = int(min(smallest.values())) + 1
-    too_small = (
+    require(
+        or_least or budget >= least,
         f"gpu_memory of {in_words(budget)} is too small for one layer at a time; the least that works for "
         f"{work.tokens} tokens per step, {work.micro_tokens} at a time, is {least // 2**20 + 1}MiB "
-        f"({in_words(work.workspace)} of it are the output layer's workspace)"
+        f"({in_words(work.workspace)} of it are the output layer's workspace)",
     )
-    require(or_least or budget >= least, too_small)
     for choices, expected, most in grids:
+        # A choice must fit with the most that it may reserve; the smallest for each share, where the expected fits.
         fits = (most <= budget) | ((expected <= max(budget, least)) & (expected == smallest[choices.host_share]))
         if fits.any():
             beyond = np.maximum(host_bytes(work, choices) - (np.inf if host is None else host), 0)

@@ -110,10 +110,9 @@ def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.
 
 def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing: Any, others: Any) -> Any:
     """Time of a forward beside which the streamed layers are updated, each before it runs, all in the order of layers:
-    state, gradients and, without whole masters, weights come in, state and weights go out, and the new weights are used
-    where they are; or the CPU updates a layer, and its weights come in. Either begins when the layer has a slot, which
-    the layers before it may hold (without this, 636 ms were predicted where 702 were measured). others: the link's time
-    for all else"""
+    state, gradients and, without whole masters, weights come in, state and weights go out; or the CPU updates a layer,
+    and its weights come in. Either begins when the layer has a slot, which the layers before it may hold (without this,
+    636 ms were predicted where 702 were measured). others: the link's time for all else"""
     plain, one = work.layer * work.itemsize / machine.link * 1e3, computing / work.layers
     come = (not work.masters) + (choice.grads == "host")  # weights and gradients, beside the state
     crowd = CROWDED[choice.host_share > 0] if choice.host_share < 1 and work.state else 1.0

@@ -3,7 +3,7 @@
 import argparse
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -68,9 +68,7 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
     free = None if host is None else host * 9 // 10 - PROCESS
     for mode, head in product(MODES, HEADS):
         try:
-            one = in_mode(work, mode, head)
-            choice = choose_plan(one, vram, machine, free, or_least=True) if mode == "slide" else None
-            p = _predicted(one, mode, head, machine, choice)
+            p = _predicted(work, mode, head, machine, lambda w: choose_plan(w, vram, machine, free, or_least=True))
         except T1Error as error:
             p = Prediction(mode, head, why=str(error))
         for need, there, where in (p.reserved, vram, "device"), (p.host, inf if host is None else host, "host"):
@@ -83,11 +81,12 @@ def predict(setting: Setting, vram: int, host: int | None, machine: Machine) -> 
 def predict_point(setting: Setting, mode: str, head: str, machine: Machine, choice: Choice | None = None) -> Prediction:
     """Predict one mode with one head; slide with this choice. Does not judge whether it fits. Raises `T1Error` as
     `predict` does, and for a workspace that is too small for the head."""
-    return _predicted(in_mode(work_for(setting), mode, head), mode, head, machine, choice)
+    return _predicted(work_for(setting), mode, head, machine, lambda _: choice or Choice())
 
 
-def _predicted(work: Work, mode: str, head: str, machine: Machine, choice: Choice | None) -> Prediction:
-    choice = choice if choice and mode == "slide" else choice_of(mode, work)
+def _predicted(work: Work, mode: str, head: str, machine: Machine, slide: Callable[[Work], Choice]) -> Prediction:
+    work = in_mode(work, mode, head)
+    choice = slide(work) if mode == "slide" else choice_of(mode, work)
     allocated, host = device_bytes(work, choice), PROCESS + host_bytes(work, choice)
     ms = fsdp_ms(work, machine) if mode == "fsdp" else step_ms(work, choice, machine)
     reserved = int(reserved_bytes(work, allocated, choice))

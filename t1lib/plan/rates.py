@@ -57,11 +57,8 @@ def this_machine() -> Machine:
 
 
 def measure_machine(device: torch.device) -> Machine:
-    """This machine's rates, measured in a few seconds; on a CPU, "the device" is the CPU as well.
-
-    Each is by the median over `ROUNDS` rounds, because a burst of other work on the host can double the time of a
-    launch (measured: 0.87 ms, in bursts 1.4 to 1.9).
-    """
+    """This machine's rates, measured in a few seconds; on a CPU, "the device" is the CPU as well. Each is by the median
+    over `ROUNDS` rounds, because a burst of other work on the host can double the time of a launch."""
     measures, seconds = _measures(device), defaultdict(list)
     for _ in range(ROUNDS):
         for name, (_amount, call) in measures.items():
