@@ -1,8 +1,4 @@
-"""A corpus for small language models: texts, byte-level BPE, rows of tokens, and batches of them.
-
-The 11.5 MB of Python 3.12's library support about 79,000 tokens, because an identifier counts as one word, together
-with the character before it.
-"""
+"""A corpus for small language models: texts, byte-level BPE, rows of tokens, and batches of them."""
 
 import os
 from contextlib import suppress
@@ -30,8 +26,8 @@ _RECIPE = "4"  # part of the cache's key; to be raised with every change to the 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids int64 (rows, seq), to train on and held out; `sha256` covers the texts, whose files and bytes are
-    counted. Held-out rows are the last ones, so that at most one text has rows in both."""
+    """Token ids int64 (rows, seq), to train on and held out: the last rows, so that at most one text has rows in both.
+    `sha256` covers the texts, whose files and bytes are counted."""
 
     train: Tensor
     held_out: Tensor
@@ -55,7 +51,6 @@ class Corpus:
 
 @lru_cache(maxsize=2)
 def _order(rows: int, seed: int) -> Tensor:
-    """The order of rows in an epoch, for which every step asks."""
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
 
 

@@ -107,7 +107,7 @@ class TrainRun:
 
     given   options of the command `train` that are given, with whole paths; with "resume" the others are the run's
     usual   the others of a new run
-    ranks   the processes that train; rank 0 manages the folder, the others need it only to resume
+    ranks   the processes that train; rank 0 alone writes
 
     Raises `T1Error`, having written nothing, unless the folder, its run, the text and all ranks are as they should be.
     """
@@ -117,7 +117,7 @@ class TrainRun:
         taken = f"another process trains in {folder}; wait for it, or take another --out"
         with ExitStack() as stack:
             ranks.first(lambda: stack.enter_context(held(folder, RUN, taken)))
-            before = self._before("resume" in given)
+            before = ranks.first(partial(self._before, "resume" in given))
             self.options = self._options(given, usual, before.get("options", {}))
             ranks.agree(self.options)
             self.session = LanguageSession(**session_of(self.options))
@@ -126,11 +126,10 @@ class TrainRun:
             self.close = stack.pop_all().close
 
     def _before(self, resume: bool) -> dict[str, Any]:
-        """The content of run.json, if the run is resumed."""
-        folder, kept, rows, saved = self.folder, self.folder / RUN, self.folder / METRICS, self._checkpoints
-        before, begun = self.ranks.first(
-            lambda: (read_signed(kept) if kept.exists() else {}, bool(_read_metrics(rows)) or has_checkpoint(saved))
-        )  # one that failed before it completed a step may be started over
+        """The content of run.json, if the run is resumed. One that failed before its first step may be begun anew."""
+        folder, kept = self.folder, self.folder / RUN
+        before = read_signed(kept) if kept.exists() else {}
+        begun = bool(_read_metrics(folder / METRICS)) or has_checkpoint(self._checkpoints)
         require(resume or not begun, f"{folder} holds a run; --resume goes on with it, or take another --out")
         require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
         other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
@@ -166,7 +165,6 @@ class TrainRun:
 
     @property
     def steps(self) -> int:
-        """Steps done so far, including those before a resume."""
         return self.session.trainer.steps
 
     def about(self) -> str:
@@ -179,11 +177,9 @@ class TrainRun:
         return f"{trained}; {self.folder}\n{spec.name}: weights in {options['dtype']}{masters}{moments}"
 
     def train(self) -> bool:
-        """Train up to the option `steps`; returns whether that was reached.
-
-        Interrupting one process (Ctrl-C) stops all of them after the current step, with a checkpoint. Raises `T1Error`
-        if metrics cannot be written, after saving a checkpoint of that step.
-        """
+        """Train up to the option `steps`; returns whether that was reached. Interrupting one process (Ctrl-C) stops all
+        of them after the current step, with a checkpoint. Raises `T1Error` if metrics cannot be written, after saving a
+        checkpoint of that step."""
         last, rows = self.options["steps"], self.options["eval_rows"]
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)

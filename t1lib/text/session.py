@@ -29,8 +29,6 @@ class LanguageSession:
     optimizer, schedule  fields of `OptimizerSpec` and of `Schedule`
     data_seed            seed of the order of the rows; by default `seed`, which also seeds the weights and the split
     options              further arguments of `make_trainer`
-
-    Raises `T1Error` as `load_corpus`, `build_model` and the trainer do.
     """
 
     def __init__(
@@ -59,32 +57,28 @@ class LanguageSession:
         require(known <= held, f"the tokenizer has {known} tokens, the model's vocabulary {held}")
 
     def step(self) -> StepRecord:
-        """Train on the next batch."""
         return self.trainer.step(self.corpus.batch(self.trainer.steps, self._size, self.data_seed))
 
     def train(self, steps: int) -> list[StepRecord]:
-        """Train for `steps` steps; returns each step's record."""
         return [self.step() for _ in range(steps)]
 
     def evaluate(self, rows: int) -> float:
-        """Mean loss over `rows` held-out rows, evenly spaced among all of them; over all if there are no more."""
+        """Mean loss over `rows` held-out rows, or all if there are fewer, evenly spaced."""
         held, taken = self.corpus.held_out, min(rows, len(self.corpus.held_out))
         pieces = (torch.arange(taken) * len(held) // taken).split(self._size)
         return sum(self.trainer.evaluate({"input_ids": held[piece]}) * len(piece) for piece in pieces) / taken
 
     def about(self) -> dict[str, int | str]:
-        """Facts about the text and the sizes of the model."""
-        corpus, head = self.corpus, self.trainer.parts.head
+        corpus, params = self.corpus, sum(p.numel() for p in self.trainer.model.parameters())
         return {
-            "sha256": corpus.sha256, "files": corpus.files, "bytes": corpus.bytes,
-            "train_tokens": corpus.train.numel(), "held_out_tokens": corpus.held_out.numel(),
-            "vocabulary": corpus.vocabulary, "hidden": head.weight.shape[1],
-            "params": sum(p.numel() for p in self.trainer.model.parameters()),
+            "sha256": corpus.sha256, "files": corpus.files, "bytes": corpus.bytes, "vocabulary": corpus.vocabulary,
+            "train_tokens": corpus.train.numel(), "held_out_tokens": corpus.held_out.numel(), "params": params,
+            "hidden": self.trainer.parts.head.weight.shape[1],
         }  # fmt: skip
 
     def export(self, folder: Path) -> Path:
-        """Write weights, configuration and tokenizer as `from_pretrained` reads them; all ranks must call it. The
-        folder is complete or absent. Raises `T1Error` if it cannot be written."""
+        """Write weights, configuration and tokenizer as `from_pretrained` reads them; all ranks must call it. Raises
+        `T1Error`, and leaves no folder, if it cannot be written."""
         ranks, weights = self.trainer.ranks, {}
         for part in self.trainer.state_parts():
             found = self.trainer.state_part(part)["model"]
@@ -127,9 +121,8 @@ def session_of(options: dict[str, Any]) -> dict[str, Any]:
     spec |= {"name": options["optimizer"], "betas": (0.9, 0.95), "master_weights": dtype != "float32"}
     schedule = {"name": options["schedule"], "warmup": options["warmup"], "total": options["steps"]}
     same = "model", "vocabulary", "data", "limit", "device", "seq", "batch", "micro_batch", "seed", "head"
-    found = {"mode": mode, "dtype": dtype} | {name: options[name] for name in same}
-    found |= {"changes": parse_changes(options["change"]), "optimizer": spec, "schedule": schedule}
-    found |= {"max_grad_norm": options["max_grad_norm"] or None}
+    found = {name: options[name] for name in ("mode", "dtype", *same)} | {"optimizer": spec, "schedule": schedule}
+    found |= {"changes": parse_changes(options["change"]), "max_grad_norm": options["max_grad_norm"] or None}
     if options["workspace"]:
         found["head_options"] = {"workspace": options["workspace"]}
     if options["gpu_memory"]:

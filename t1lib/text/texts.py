@@ -37,7 +37,7 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
     """Name → text of `source`: "stdlib", a file of UTF-8 text or a shard (`.jsonl`, or `.parquet` if pyarrow is there)
     with one text per record, in the field "text" or "content"; or a folder with everything below it, except for files
     that are not text, hidden files, and folders with a training run. `limit` (bytes, or "2MB") keeps whole texts up to
-    that size, in the order of their names' hashes, which does not depend on the machine.
+    that size, in the order of their names' hashes.
 
     Raises `T1Error` for a source that does not exist, a file that is not text, a shard that is broken, compressed or of
     another kind (even as one file of a folder), a folder that itself holds a run, and if nothing is left.
@@ -70,8 +70,8 @@ def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str
 
 
 def _below(root: Path, library: bool = False) -> Iterator[tuple[str, str]]:
-    """(name, text) of each text below `root`, except in hidden files and those of a training run; of the library, only
-    in its sources. A link to a folder is followed unless that has been read already or lies above `root`."""
+    """(name, text) of each text below `root`, as `read_texts` says; of the library, only in its sources. A link to a
+    folder is followed unless that has been read already or lies above `root`."""
     seen = set(map(str, root.resolve().parents))
     for place, folders, names in os.walk(root, followlinks=True):
         folder, real = Path(place), os.path.realpath(place)

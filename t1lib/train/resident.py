@@ -107,8 +107,8 @@ def _plain_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> State
 
 
 def check_saved(state: Mapping[str, Any], params: dict[str, Tensor], trained: dict[str, Collection[str]]) -> None:
-    """Raise `T1Error` unless it has the step, weights like `params`, and optimizer state for the `trained` ones, by name
-    and key. Floats of any width fit one another, other types only themselves."""
+    """Raise `T1Error` unless it has the step, weights like `params` by name, and of the `trained` ones the optimizer's
+    tensors by key. Floats of any width fit one another, other types only themselves."""
     lacking = sorted({"step", "model", "optimizer"} - set(state))
     require(not lacking, f"the state lacks {', '.join(lacking)}; allowed: what `state_dict` returned")
     weights, states = state["model"], state["optimizer"]
