@@ -32,10 +32,8 @@ def grow_segments() -> None:
 def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat host tensor of zeros that `device` can copy from and to asynchronously; plain memory for a CPU.
 
-    Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two
-    (96 MiB would take 128); small tensors, which would share pages, come from that allocator. The registration lasts
-    as long as the storage. If the system refuses to pin, the memory stays pageable, with a warning: copies are correct
-    but slower, and the host waits for them.
+    Ordinary memory is registered with CUDA, because PyTorch's pinned allocator rounds up to a power of two; small
+    tensors, which would share pages, come from that allocator.
     """
     cuda = device.type == "cuda"
     if not cuda or 0 < numel * dtype.itemsize < SMALL:
@@ -45,19 +43,17 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Register a flat host tensor, which fills its storage, with CUDA for as long as the storage lives; returns it."""
+    """Register a flat host tensor, which fills its storage, with CUDA for as long as the storage lives; returns it. If
+    the system refuses, the memory stays pageable, with a warning: copies are correct but slower."""
     if device.type == "cuda" and buffer.numel():
         pointer, nbytes, storage = buffer.data_ptr(), buffer.nbytes, buffer.untyped_storage()
         code = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
         if code == 0:
             _registered[pointer] = nbytes
             weakref.finalize(storage, _unregister, pointer)
-            return buffer
-        warnings.warn(
-            f"the system refused to pin memory (CUDA error {code}): copies to and from it make the host wait; "
-            "`ulimit -l` may have a limit",
-            stacklevel=2,
-        )
+        else:
+            refused = f"the system refused to pin memory (CUDA error {code}; see `ulimit -l`)"
+            warnings.warn(f"{refused}: copies to and from it make the host wait", stacklevel=2)
     return buffer
 
 

@@ -75,12 +75,10 @@ def build_model(
 ) -> PreTrainedModel:  # fmt: skip
     """A Hugging Face causal language model on `device`, ready to train.
 
-    `name` is a preset (random weights of that shape, drawn from `seed`), a local checkpoint directory, or a hub name
-    "owner/model" (real weights). `changes` replaces fields of the configuration, such as `num_hidden_layers=2`; a real
-    checkpoint accepts none. No remote code is ever run.
-
-    The random weights depend on `seed` and on the machine, not on `device`: they are drawn on the GPU if there is one,
-    one module at a time, so that a model larger than the GPU can be built on the host.
+    `name` is a preset, whose `changes` replace fields of the configuration, such as `num_hidden_layers=2`; a local
+    checkpoint directory; or a hub name "owner/model". No remote code is ever run. A preset's random weights depend on
+    `seed` and on the machine, not on `device`: they are drawn on the GPU if there is one, one module at a time, so that
+    a model larger than the GPU can be built on the host.
     """
     if name in PRESETS:
         return _random_model(_preset_config(name, changes), dtype, torch.device(device), seed)
@@ -92,8 +90,6 @@ def _loading(name: str) -> Iterator[None]:
     """Turn the errors that a checkpoint's files can cause, which are of many kinds, into a `T1Error`."""
     try:
         yield
-    except T1Error:
-        raise
     except Exception as error:
         presets = f"presets that need no files: {', '.join(PRESETS)}"
         raise T1Error(f"cannot load {shown(name)}: {reason(error)[:85]}\n{presets}") from error
@@ -120,16 +116,14 @@ def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
 
 
 def _from_files(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with the weights of a checkpoint. Raises `T1Error` unless they are those that the configuration
-    means."""
+    """The model with a checkpoint's weights. Raises `T1Error` unless they are those that the configuration means."""
     with _loading(name):
         model, found = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype, trust_remote_code=False, local_files_only=os.path.isdir(name),
             use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
-    missing, wrong = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
-    beyond = sorted(key for key in found["unexpected_keys"] if ".layers." in key)
-    if wrong:
+    missing, beyond = sorted(found["missing_keys"]), sorted(k for k in found["unexpected_keys"] if ".layers." in k)
+    if wrong := sorted(found["mismatched_keys"]):
         key, there, meant = wrong[0]
         raise T1Error(f"{shown(name)}: {key} is {tuple(there)}; config.json means {tuple(meant)}")
     require(not missing, f"{shown(name)} lacks {len(missing)} of the weights that config.json means: {missing[:1]}")

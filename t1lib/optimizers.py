@@ -76,7 +76,6 @@ class OptimizerSpec:
         choose("optimizer", self.name, OPTIMIZERS)
         if self.master_weights is None:
             object.__setattr__(self, "master_weights", self.name == "adamw")
-        choose("moments", self.moments, MOMENTS)
         for name in ("lr", "weight_decay", "momentum", "eps"):
             value = getattr(self, name)
             fits = is_number(value) and 0 <= value < math.inf
@@ -84,11 +83,10 @@ class OptimizerSpec:
         pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         betas = pair and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         require(betas, f"betas {self.betas!r}; allowed: two, each from 0 to below 1")
+        choose("moments", self.moments, MOMENTS)
         needs = self.split_master or self.moments != "float32"
-        require(
-            not needs or (self.master_weights and self.name == "adamw"),
-            "split_master and moments='bfloat16' are for name='adamw' with master_weights=True",
-        )
+        fits = not needs or (self.master_weights and self.name == "adamw")
+        require(fits, "split_master and moments='bfloat16' are for name='adamw' with master_weights=True")
 
     @property
     def precision(self) -> Precision:

@@ -1,13 +1,12 @@
 """Timers of a step and its phases, and spans of work on parallel lanes.
 
-On a CUDA device a mark is an event on the current stream, so nothing waits until the step is over. On a CPU, where work
-is done when the call returns, a mark is a clock reading.
+A mark is an event on a CUDA stream, for which nothing waits until the step is over; on a CPU, a clock reading.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -35,28 +34,22 @@ def between_ms(start: Mark, end: Mark) -> float:
 
 
 class PhaseTimer:
-    """Wall time of a step and of its consecutive phases.
-
-        timer = PhaseTimer(device)
-        …forward…;  timer.mark("forward")
-        …backward…; timer.mark("backward")
-        wall_ms, phases = timer.stop()
+    """Wall time of a step and of its consecutive phases, each of which ends with a `mark` that names it.
 
     `stop` waits once, for the work queued on the current stream (slide's copies that continue into the next step are on
-    other streams); `mark` never waits. All times are in ms.
+    other streams); `mark` never waits.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self.device = device = torch.device(device)
+        self.device = torch.device(device)
         self._wall = time.perf_counter()
-        self._marks: list[tuple[str, Mark]] = [("start", mark_now(device))]
+        self._marks: list[tuple[str, Mark]] = [("start", mark_now(self.device))]
 
     def mark(self, phase: str) -> None:
-        """End the current phase and name it `phase`."""
         self._marks.append((phase, mark_now(self.device)))
 
     def stop(self) -> tuple[float, dict[str, float]]:
-        """Wait; return the wall time and the time of each phase in ms (phases of the same name are summed)."""
+        """The wall time, and the time of each phase (of the same name: their sum), in ms."""
         done = mark_now(self.device)
         if isinstance(done, torch.cuda.Event):
             done.synchronize()
@@ -78,18 +71,13 @@ class Span:
     end: float
 
 
-@dataclass
 class Trace:
     """Spans of one instrumented step, on device lanes (CUDA events) and host lanes (clock), with a common zero."""
 
-    device: torch.device
-    _open: dict[tuple[str, str, int], Mark] = field(default_factory=dict)
-    _closed: list[tuple[str, str, int, Mark, Mark]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        synchronize(self.device)  # so that the event and the clock below mark the same instant
-        self._clock = time.perf_counter()
-        self._zero = mark_now(self.device)
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._open, self._closed = device, {}, []
+        synchronize(device)  # so that the event and the clock below mark the same instant
+        self._clock, self._zero = time.perf_counter(), mark_now(device)
 
     def begin(self, lane: str, phase: str, layer: int) -> None:
         self._open[lane, phase, layer] = mark_now(self.device)
@@ -124,12 +112,11 @@ class Trace:
         def ms(mark: Mark) -> float:
             return between_ms(self._clock if isinstance(mark, float) else self._zero, mark)
 
-        spans = [Span(lane, phase, layer, ms(a), ms(b)) for lane, phase, layer, a, b in self._closed]
-        return sorted(spans, key=lambda s: s.start)
+        return sorted((Span(*what, ms(a), ms(b)) for *what, a, b in self._closed), key=lambda span: span.start)
 
 
 class NoTrace:
-    """For the clean pass: stands in for a `Trace` and records nothing."""
+    """Stands in for a `Trace` and records nothing."""
 
     def begin(self, lane: str, phase: str, layer: int) -> None: ...
 
