@@ -1,10 +1,9 @@
-"""Checkpoints on disk: complete or absent, whenever power fails.
+"""Checkpoints on disk, one in a folder: complete or absent, whenever power fails.
 
     folder/checkpoint.json                              the step, and the SHA-256 of every file
     folder/step-00000300/{layer-0000.pt, …, rest.pt}
 
-A folder holds one checkpoint. `checkpoint.json` is replaced once the files that it names are on the disk: until then it
-names those of the checkpoint before.
+`checkpoint.json` names the files of the checkpoint before until the new ones are on the disk.
 """
 
 import hashlib
@@ -103,7 +102,6 @@ def _sweep(folder: Path) -> None:
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file, to the disk."""
     with path.open("wb") as file:
         write(file)
         file.flush()

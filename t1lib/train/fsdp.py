@@ -29,15 +29,15 @@ ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")
 
 class FsdpTrainer(Trainer):
     """FSDP2 over all processes of `torch.distributed`'s group. If there is none, it is created: of the processes that
-    torchrun started, else of this one alone. Arguments beyond `Trainer`'s, the same on every rank:
+    torchrun started, else of this one alone. Arguments beyond `Trainer`'s:
 
     offload        keep parameters, gradients and optimizer state on the host (else on the device)
     compute_dtype  FSDP2's mixed precision: gather and compute in this dtype; keep and update in the model's own
 
-    The model must be the same on every rank, and so must the batch that is passed to `step` and `evaluate`: the whole
-    batch, of which each rank takes its rows in order, `micro_batch` at a time. The loss is the mean over all tokens
-    that count, whichever rank has them. In several processes 16-bit gradients are summed in float32. Without offload
-    they are reduced only after the last micro-batch; until then each device holds them unsharded.
+    Arguments and model must be the same on every rank, and so must the whole batch that is passed to `step` and
+    `evaluate`, of which each rank takes its rows in order. The loss is the mean over all tokens that count, whichever
+    rank has them. In several processes 16-bit gradients are summed in float32. Without offload they are reduced only
+    after the last micro-batch; until then each device holds them unsharded.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class StreamTrainer(Trainer):
         return super().train(resume_from_checkpoint, *others, **named)
 
     def close(self) -> None:
-        """Give the model back as an ordinary one, its layers on the CPU. Further training starts a new optimizer."""
+        """Give the model back as an ordinary one. Further training starts a new optimizer."""
         if self.streamed is not None:
             self.streamed.close()
             self.accelerator.free_memory()
@@ -100,7 +100,7 @@ class StreamTrainer(Trainer):
         """Do nothing: `stream` does it, by layers."""
 
     def _wrap_model(self, model: nn.Module, *others: Any, **named: Any) -> nn.Module:
-        """Trainer calls this once there is an optimizer, and before an evaluation. Streams the model."""
+        """Stream the model: Trainer calls this once there is an optimizer, and before an evaluation."""
         if self.streamed is None:
             optimizer = self.optimizer or self.create_optimizer()
             _, self.optimizer = stream_model(self.model, optimizer, device=self.args.device, **self.stream_options)

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,15 +44,15 @@ class Ranks:
         if self.alone:
             return [call()]
         try:
-            mine = call(), None
+            mine: Any = call()
         except T1Error as error:
-            mine = None, str(error)
+            mine = error
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, mine)
-        for rank, (_, error) in enumerate(every):
-            if error is not None:
-                raise T1Error(error if rank == 0 else f"rank {rank}: {error}")
-        return [value for value, _ in every]
+        for rank, found in enumerate(every):
+            if isinstance(found, T1Error):
+                raise T1Error(f"rank {rank}: {found}" if rank else str(found))
+        return every
 
     def first(self, call: Callable[[], T]) -> T:
         """What `call` returns on rank 0, the only one that calls it; or its `T1Error`."""
@@ -61,7 +61,7 @@ class Ranks:
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise `T1Error` on every rank unless all have the same facts."""
         every = self.share(lambda: facts)
-        if any(repr(other) != repr(every[0]) for other in every):
+        if len(set(map(repr, every))) > 1:
             raise T1Error(f"{difference(every)}; {SAME}")
 
     def sum(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -94,12 +94,9 @@ def own_device(device: torch.device) -> torch.device:
 
 
 def join(cuda: bool) -> Store:
-    """Create the process group of what torchrun started, or one of this process alone. Returns its store.
-
-    cuda   whether tensors will be on GPUs; metadata is exchanged in host memory (gloo) in any case
-
-    Raises `T1Error` if the launcher's variables are incomplete.
-    """
+    """Create the process group of what torchrun started, or one of this process alone; for tensors on GPUs with `cuda`,
+    and for metadata in host memory in any case. Returns its store. Raises `T1Error` if the launcher's variables are
+    incomplete."""
     size, rank = launched(), 0
     on_one_host = size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if on_one_host else ():
@@ -121,11 +118,9 @@ def join(cuda: bool) -> Store:
 
 @contextmanager
 def together() -> Iterator[Ranks]:
-    """The processes that torchrun started, or this one alone, for a command.
-
-    Only rank 0 prints. The first rank that fails shows its error; the others, which then fail because it is missing,
-    exit silently. At the end all ranks wait for each other: a launcher ends all when one has exited with an error.
-    """
+    """The processes that torchrun started, or this one alone, for a command. Only rank 0 prints. The first rank that
+    fails shows its error; the others, which then fail because it is missing, exit silently. At the end all ranks wait
+    for each other: a launcher ends all when one has exited with an error."""
     if launched() == 1:
         yield ALONE
         return
@@ -141,17 +136,13 @@ def together() -> Iterator[Ranks]:
                 yield ranks
         ranks.share(lambda: None)  # all have come here
     except Exception as error:
-        if not _is_first_to_fail(store):
+        first = False
+        with suppress(RuntimeError):  # the store is gone, with the process that held it
+            first = store.add("t1/failed", 1) == 1
+        if not first:
             sys.exit(EXIT_LOST)
         if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # no error of its own: it was killed
             print(f"error: a process of the run was lost: {str(error).splitlines()[0]}", file=sys.stderr)
             sys.exit(EXIT_LOST)
         raise
     dist.destroy_process_group()
-
-
-def _is_first_to_fail(store: Store) -> bool:
-    try:
-        return store.add("t1/failed", 1) == 1
-    except RuntimeError:  # the store is gone, with the process that held it
-        return False
