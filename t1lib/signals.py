@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from signal import default_int_handler
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_INTERRUPTED = 130
@@ -44,14 +45,10 @@ def _exit() -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
 
 
-def _interrupt() -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _hear(end: Callable[[], NoReturn]) -> None:
+def _hear(end: Callable[..., NoReturn], *arguments: Any) -> None:
     now = time.monotonic()
     if not _training or (_asked and now - _asked[0] > PASSED_ON):
-        end()
+        end(*arguments)
     _asked.append(now)
 
 
@@ -60,7 +57,7 @@ def noted() -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether the training within this context is asked to stop. A second signal ends it at
     once: with `KeyboardInterrupt`, if this process does not `watch`."""
     global _training, _message
-    before = {} if _watched else {n: signal.signal(n, lambda *_: _hear(_interrupt)) for n in SIGNALS}
+    before = {} if _watched else {n: signal.signal(n, lambda *at: _hear(default_int_handler, *at)) for n in SIGNALS}
     _training, _message = True, AT_ONCE
     try:
         yield lambda: bool(_asked)

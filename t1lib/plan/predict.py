@@ -126,30 +126,29 @@ def recommended(predictions: Collection[Prediction]) -> Prediction:
 def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
     """Similar settings that fit, by their one change (as options of the command `plan`): of each kind the smallest."""
     found: dict[str, Prediction] = {}
-    for change, other in _near(setting):
-        if not any(change.split()[0] == known.split()[0] for known in found):
+    for kind in _near(setting):
+        for change, other in kind.items():
             with suppress(T1Error):
                 found[change] = recommended(predict(other, vram, host, machine))
+                break
     return found
 
 
-def _near(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """Settings with one change; of each kind the smallest change first."""
+def _near(setting: Setting) -> Iterator[dict[str, Setting]]:
+    """Settings with one change, by that change; kind by kind, the smallest change first."""
     rows, seq, spec, masters = setting.rows, setting.seq, setting.optimizer, setting.dtype != "float32"
     if (setting.micro_batch or rows) > 1:
-        yield "--micro-batch 1", replace(setting, micro_batch=1)
-    for fewer in (rows >> n for n in range(1, rows.bit_length())):
-        yield f"--batch {fewer}", replace(setting, rows=fewer)
-    for shorter in (seq >> n for n in range(1, 8) if seq >> n >= 128):
-        yield f"--seq {shorter}", replace(setting, seq=shorter)
+        yield {"--micro-batch 1": replace(setting, micro_batch=1)}
+    yield {f"--batch {rows >> n}": replace(setting, rows=rows >> n) for n in range(1, rows.bit_length())}
+    yield {f"--seq {seq >> n}": replace(setting, seq=seq >> n) for n in range(1, 8) if seq >> n >= 128}
     if spec.name == "adamw" and masters:
         narrow = replace(spec, moments="bfloat16", split_master=True)
-        yield "--moments bfloat16 --split-master", replace(setting, optimizer=narrow)
+        yield {"--moments bfloat16 --split-master": replace(setting, optimizer=narrow)}
     if spec.name == "adamw":
-        yield "--optimizer sgd", replace(setting, optimizer=OptimizerSpec("sgd", master_weights=masters))
+        yield {"--optimizer sgd": replace(setting, optimizer=OptimizerSpec("sgd", master_weights=masters))}
     family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
-    for smaller in reversed(family[: family.index(setting.model)] if setting.model in family else []):
-        yield f"--model {smaller}", replace(setting, model=smaller)
+    smaller = family[: family.index(setting.model)] if setting.model in family else []
+    yield {f"--model {name}": replace(setting, model=name) for name in reversed(smaller)}
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
