@@ -1,7 +1,5 @@
-"""What a mode keeps where (`Choice`), and the peak of a step's memory: what each of its phases keeps alive.
-
-`resident` and `keep` of a `Choice` may also be arrays of NumPy: `t1lib.plan.choose` asks for all of them at once.
-"""
+"""What a mode keeps where (`Choice`), and the peak of a step's memory: what each of its phases keeps alive. `resident`
+and `keep` may also be arrays of NumPy: `t1lib.plan.choose` asks for all of them at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +34,8 @@ class Choice:
     resident: int = 0  # this many layers stay on the device, with gradients and optimizer state: see `which_stay`
     keep: int = 0  # this many last layers keep their activations; the others are recomputed in the backward
     inputs: str = "device"  # where the inputs of recomputed layers wait for the backward: "device" or "host"
-    # Where the optimizer state of embedding, norm and head is: "device", or "host", from where it travels beside the
-    # forward, while their weights leave the device during the layers' backward.
+    # Where embedding, norm and head have their state: "device", or "host", from where it travels beside the forward,
+    # while their weights leave the device during the layers' backward.
     outer: str = "device"
     grad_slots: int = 2  # device buffers for layer gradients
     host_share: float = 0.0  # share of the streamed layers that the host's CPU updates, see `updated_by_host`
@@ -102,8 +100,8 @@ def graphed_layers(work: Work, choice: Choice) -> Any:
 
 
 def outer_bytes(work: Work) -> int:
-    """Bytes per parameter of embedding and head that the host holds and sends, if their state is there: the state, and
-    the weight, unless a whole master can restore it."""
+    """Bytes per parameter of embedding and head on the host, if their state is there: the state, and the weight, unless
+    a whole master can restore it."""
     return work.state + work.itemsize * (not work.masters)
 
 
