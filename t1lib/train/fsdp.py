@@ -54,15 +54,14 @@ class FsdpTrainer(Trainer):
         self._meet()
         mesh = init_device_mesh(self.device.type, (self.ranks.size,))
         on_host = self._offload and self.device.type == "cuda"
-        policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()}
+        offload = CPUOffloadPolicy(pin_memory=True) if on_host else OffloadPolicy()
         compute = None if self._compute_dtype is None else getattr(torch, self._compute_dtype)
         narrow = (compute or next(self.model.parameters()).dtype).itemsize == 2
         adds = torch.float32 if narrow and not self.ranks.alone else None
-        policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=adds)
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=adds)
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
-        for layer in self.parts.layers:
-            fully_shard(layer, mesh=mesh, **policy)
-        fully_shard(self.model, mesh=mesh, **policy)
+        for module in (*self.parts.layers, self.model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         for module in self.model.modules():
             if isinstance(module, FSDPModule) and not self.ranks.alone:  # a sum: each loss is a share of the batch's
                 module.set_gradient_divide_factor(1.0)

@@ -6,6 +6,7 @@ recompute its layers a second time are refused; all else is Trainer's.
 
 import inspect
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ class StreamTrainer(Trainer):
     stream   options of `t1lib.train.stream`, which says what they mean; the device is that of `args`, and `accumulate`
              follows from `gradient_accumulation_steps`
 
-    Every backward sends the weights across the link again. So for a large batch do not accumulate, but set a larger
-    `per_device_train_batch_size` and `micro_batch`: the layers' memory is that of `micro_batch` rows. The output layer
-    sees the whole batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory. `gpu_memory` is
-    planned for the first batch: where rows differ in length, add `plan_for=(rows, tokens per row)` of the largest.
+    Every backward sends the weights across the link again. So do not accumulate, but set `micro_batch` and a larger
+    `per_device_train_batch_size`: the layers' memory is that of `micro_batch` rows. The output layer sees the whole
+    batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory. `gpu_memory` is planned for the
+    first batch: where rows differ in length, add `plan_for=(rows, tokens per row)` of the largest.
 
     Weights in bfloat16 have float32 masters, unless `stream` says otherwise; `bf16=True` is autocast over the weights
     as they are. Training goes on from a checkpoint with the losses of an unbroken run. Of several GPUs, one is used.
@@ -129,8 +130,8 @@ def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None
         value = getattr(args, name)
         require(value == allowed, f"update_in_backward=True with {name}={shown(value)}; allowed: {allowed}")
     steps = args.gradient_accumulation_steps
-    several = steps > 1 and not options.get("accumulate", True)
-    require(not several, f"accumulate=False with gradient_accumulation_steps={steps}; allowed: 1")
+    fits = steps == 1 or options.get("accumulate", True)
+    require(fits, f"accumulate=False with gradient_accumulation_steps={steps}; allowed: 1")
     model = model if isinstance(model, nn.Module) else nn.Module()
     require("_t1_engine" not in vars(model), "the model is streamed already; StreamTrainer takes one that is not")
     again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -141,10 +142,8 @@ def _last_complete(folder: Path) -> str:
     """The checkpoint of the highest step among those whose state, the file that Trainer writes last, can be read."""
     found = {}
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        try:
+        with suppress(OSError, ValueError):
             json.loads((path / TRAINER_STATE_NAME).read_text())
             found[int(path.name.rpartition("-")[2])] = path
-        except (OSError, ValueError):
-            continue
     require(bool(found), f"no complete checkpoint in output_dir={shown(str(folder))}")
     return str(found[max(found)])
