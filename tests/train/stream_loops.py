@@ -58,30 +58,37 @@ CLIPS = {None: None, "optimizer": own_clip, "torch": torch_clip}
 
 def train(
     model: nn.Module, optimizer: Any, batches: list[dict[str, Tensor]] | None = None, *,
-    clip: Callable[..., Tensor] | None = None, schedule: Callable[..., Any] | None = None, accumulate: int = 1,
-    loss: Callable[..., Tensor] = model_loss, between: Callable[..., float] | None = None, zero: bool = True,
+    loss: Callable[..., Tensor] = model_loss, before: Callable[..., object] | None = None,
+    clip: Callable[..., Tensor | None] | None = None, schedule: Callable[..., Any] | None = None, accumulate: int = 1,
+    zero: bool | Callable[[nn.Module], object] = True, after: Callable[[nn.Module], float] | None = None,
 ) -> list[float]:  # fmt: skip
-    """The loop of a user of plain PyTorch. Returns losses, norms and what `between` gives, as they come."""
+    """The loop of a user of plain PyTorch, with what she does before a forward, before a step (`clip`) and after it.
+    Returns losses, norms and what `after` gives, as they come."""
     events: list[float] = []
     batches = data() if batches is None else batches
     rates = schedule(optimizer) if schedule else None
     for start in range(0, len(batches), accumulate):
         for batch in batches[start : start + accumulate]:
+            if before:
+                before(model, optimizer, batch)
             value = loss(model, batch)
             (value / accumulate).backward()
             events.append(value.item())
-        if clip is not None:
-            events.append(clip(model, optimizer).item())
+        norm = clip(model, optimizer) if clip else None
+        events += [] if norm is None else [norm.item()]
         optimizer.step()
-        if rates is not None:
+        if rates:
             rates.step()
-        optimizer.zero_grad(set_to_none=zero)
-        if between is not None:
-            events.append(between(model))
+        if callable(zero):
+            zero(model)
+        else:
+            optimizer.zero_grad(set_to_none=zero)
+        if after:
+            events.append(after(model))
     return events
 
 
-def loop(**options: Any):
+def loop(**options: Any) -> Callable[..., list[float]]:
     return partial(train, **options)
 
 

@@ -65,18 +65,16 @@ class Blocks(nn.Module):
 
 
 class Fault:
-    """What a layer raises once: when it is called for the time `call` from now, or in the next backward through it."""
+    """What a layer raises once: in its call number `call` from now, or (0) in the next backward through it."""
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self.calls = self.call = 0
+        self.arm(None)
 
     def arm(self, error: BaseException | None, call: int = 1) -> None:
-        """`call` 0 stands for the backward."""
         self.error, self.calls, self.call = error, 0, call
 
-    def check(self, here: bool) -> None:
-        if here and self.error is not None:
+    def check(self, call: int) -> None:
+        if call == self.call and self.error is not None:
             error, self.error = self.error, None
             raise error
 
@@ -86,12 +84,12 @@ class _Failing(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, fault: Fault) -> Tensor:
         ctx.fault = fault
         fault.calls += 1
-        fault.check(fault.calls == fault.call)
+        fault.check(fault.calls)
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.fault.check(ctx.fault.call == 0)
+        ctx.fault.check(0)
         return grad, None
 
 
@@ -116,6 +114,14 @@ def gemma3(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
 def blocks(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     torch.manual_seed(5)
     return Blocks(**changes).to(dtype)
+
+
+def partly_used(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Layers with parameters, between others, that their outputs do not depend on."""
+    model = blocks(dtype)
+    for block in model.blocks:
+        block.qkv.unused = nn.Linear(8, 8, dtype=dtype)
+    return model
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3, "llama": llama, "gemma3": gemma3, "blocks": blocks}

@@ -8,14 +8,14 @@ import pytest
 import torch
 from stream_cases import compare, in_pieces, streaming
 from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import MODELS, SHAPE, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
+from stream_models import MODELS, SHAPE, VOCABULARY, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from transformers import GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, GraniteConfig
 
 from t1lib.plan.cost import Choice
 
-PADDED = data(padded=True)
+FOUR, EIGHT, PADDED = data(4), data(8), data(padded=True)
 RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 GROUPED_SGD = partial(grouped, make=torch.optim.SGD)
 
@@ -29,6 +29,28 @@ def shapes() -> list[dict[str, Tensor]]:
     sizes = [(4, 7), (1, 7), (4, 2), (2, 5), (1, 2), (4, 7)]
     cut = zip(data(6), sizes, strict=True)
     return [{key: value[:rows, :length] for key, value in batch.items()} for batch, (rows, length) in cut]
+
+
+def made(config: Any) -> nn.Module:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def projected() -> nn.Module:
+    """The gradient of a narrow embedding is made of the projections' weights, after the backward of all layers."""
+    model = blocks()
+    model.embed = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
+    return model
+
+
+def begun() -> nn.Module:
+    """Gradients from before are added to."""
+    model = qwen3()
+    model_loss(model, FOUR[0]).backward()
+    return model
+
+
+# -- what a user does in her loop --------------------------------------------------------------------------------------
 
 
 def hidden_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -57,54 +79,41 @@ def generated(model: nn.Module) -> float:
     return float((out * torch.arange(1, 1 + out.numel()).view_as(out)).sum())
 
 
-def inferred(model: nn.Module) -> float:
+def inferred(model: nn.Module, *_: Any) -> Tensor:
     with torch.inference_mode():
-        return model_loss(model, data(1)[0]).item()
+        return model_loss(model, data(1)[0])
 
 
-def zeroed_by_the_model(model: nn.Module, optimizer: Any) -> list[float]:
-    losses = []
-    for batch in data(6):
-        model.zero_grad()
-        losses.append(model_loss(model, batch))
-        losses[-1].backward()
-        optimizer.step()
-    return [value.item() for value in losses]
+def thrown_away(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
+    model_loss(model, batch).backward()
+    optimizer.zero_grad()
 
 
-def set_to_none(model: nn.Module, optimizer: Any) -> list[float]:
-    """By hand, when the next forward has run."""
-    batches = data(6)
-    losses = [model_loss(model, batches[0])]
-    for batch in batches[1:]:
-        losses[-1].backward()
-        optimizer.step()
+def halve_weights(model: nn.Module, *_: Any) -> None:
+    with torch.no_grad():
         for param in model.parameters():
-            param.grad = None
-        losses.append(model_loss(model, batch))
-    return [loss.item() for loss in losses]
+            param.mul_(0.5)
 
 
-def thrown_away(model: nn.Module, optimizer: Any) -> list[float]:
-    """The gradients of some backwards."""
-    found = []
-    for number, batch in enumerate(data(8)):
-        value = model_loss(model, batch)
-        value.backward()
-        if number % 3 != 1:
-            optimizer.step()
-        optimizer.zero_grad()
-        found.append(value.item())
-    return found
+def scale_gradients(factor: float, model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.mul_(factor)
 
 
-def without_backward(model: nn.Module, optimizer: Any) -> list[float]:
-    """Forwards whose loss is dropped; they leave nothing behind."""
-    found = []
-    for batch in data(6):
-        found.append(model_loss(model, batch).item())
-        found += train(model, optimizer, [batch])
-    return found
+def drop_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, optimizer: Any) -> None:
+    """Gradients that somebody keeps stay what they were, and clipping sees what is done to them."""
+    assert all(torch.equal(grad, then) for grad, then in kept)
+    own_clip(model, optimizer)
+    grads = [param.grad for param in model.parameters()]
+    for grad in grads:
+        grad.mul_(3.0)
+    own_clip(model, optimizer)
+    kept += [(grad, grad.clone()) for grad in grads]
 
 
 LOOPS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Any], Callable[..., list[float]], dict[str, Any]]] = {
@@ -121,9 +130,9 @@ LOOPS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Any], Callable[..
     "nesterov": (qwen3, partial(sgd, nesterov=True), train, {}),
     "dampening": (qwen3, partial(sgd, dampening=0.3), train, {}),
     "no momentum": (qwen3, partial(sgd, momentum=0.0), train, {}),
-    "accumulated": (qwen3, sgd, loop(batches=data(8), accumulate=2), {}),
-    "accumulated, clipped": (blocks, sgd, loop(batches=data(8), accumulate=2, clip=own_clip), {}),
-    "accumulated, clipped by PyTorch": (qwen3, sgd, loop(batches=data(8), accumulate=2, clip=torch_clip), {}),
+    "accumulated": (qwen3, sgd, loop(batches=EIGHT, accumulate=2), {}),
+    "accumulated, clipped": (blocks, sgd, loop(batches=EIGHT, accumulate=2, clip=own_clip), {}),
+    "accumulated, clipped by PyTorch": (qwen3, sgd, loop(batches=EIGHT, accumulate=2, clip=torch_clip), {}),
     "many accumulated": (llama, adamw, loop(batches=data(15), accumulate=5), {}),
     "row by row": (gemma3, adamw, train, pieces(1)),
     "micro-batches of padded rows": (qwen3, adamw, loop(batches=PADDED), pieces(2)),
@@ -134,29 +143,58 @@ LOOPS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Any], Callable[..
     "a loss of hidden states": (qwen3, adamw, loop(loss=hidden_loss, clip=own_clip), {}),
     "a loss of logits and embeddings": (qwen3, adamw, loop(loss=logits_loss, clip=own_clip), {}),
     "two forwards": (qwen3, adamw, loop(loss=two_forwards, clip=own_clip), {}),
-    "a forward without gradients before": (llama, adamw, loop(loss=twice_weighted, clip=own_clip), {}),
-    "evaluation in between": (qwen3, adamw, loop(between=evaluated), {}),
-    "evaluation without dropout": (partial(blocks, dropout=0.2), sgd, loop(between=evaluated, clip=own_clip), {}),
-    # though this model fills a cache of keys and values by default, piece by piece
-    "evaluation in micro-batches": (gemma3, adamw, loop(batches=data(4), between=evaluated), pieces(1)),
-    "generation": (qwen3, adamw, loop(batches=data(4), between=generated), {}),
-    "generation, kept": (
-        qwen3, adamw, loop(batches=data(4), between=generated), {"choice": Choice(resident=1, keep=4)},
+    # the first forward's output layer reads its weight when layers of the second have run their backward
+    "two forwards, all on the host": (
+        qwen3, adamw, loop(loss=two_forwards), {"choice": Choice(outer="host", inputs="host")},
     ),
-    "inference mode": (llama, adamw, loop(between=inferred), {}),
+    "a forward without gradients before": (llama, adamw, loop(loss=twice_weighted, clip=own_clip), {}),
+    "evaluation in between": (qwen3, adamw, loop(after=evaluated), {}),
+    "evaluation without dropout": (partial(blocks, dropout=0.2), sgd, loop(after=evaluated, clip=own_clip), {}),
+    # though this model fills a cache of keys and values by default, piece by piece
+    "evaluation in micro-batches": (gemma3, adamw, loop(batches=FOUR, after=evaluated), pieces(1)),
+    "evaluation while gradients wait on the device": (
+        qwen3, adamw, loop(clip=inferred), {"choice": Choice(grads="device")},
+    ),
+    "generation": (qwen3, adamw, loop(batches=FOUR, after=generated), {}),
+    "generation, kept": (qwen3, adamw, loop(batches=FOUR, after=generated), {"choice": Choice(resident=1, keep=4)}),
+    "inference mode": (llama, adamw, loop(after=lambda model: inferred(model).item()), {}),
     # then what has no gradient has one of zeros, and still decays
     "gradients set to zero": (qwen3, adamw, loop(zero=False), {}),
     "gradients set to zero, accumulated": (
-        qwen3, sgd, loop(zero=False, clip=torch_clip, batches=data(8), accumulate=2), {},
+        qwen3, sgd, loop(zero=False, clip=torch_clip, batches=EIGHT, accumulate=2), {},
     ),
-    "gradients set to zero by the model": (qwen3, adamw, zeroed_by_the_model, {}),
-    "gradients set to None by hand": (blocks, adamw, set_to_none, {}),
-    "a backward thrown away": (qwen3, adamw, thrown_away, {}),
-    "forwards without a backward": (blocks, adamw, without_backward, {}),
+    "gradients set to None by the model": (qwen3, adamw, loop(zero=nn.Module.zero_grad), {}),
+    "gradients set to None by hand": (blocks, adamw, loop(zero=drop_gradients), {}),
+    "gradients that somebody keeps": (qwen3, sgd, loop(clip=partial(clip_between_writes, [])), {}),
+    "gradients from before": (begun, adamw, loop(batches=FOUR), {}),
+    "gradients from before, on the device": (begun, adamw, loop(batches=FOUR), {"choice": Choice(resident=2)}),
+    "a backward thrown away": (qwen3, adamw, loop(before=thrown_away), {}),
+    "forwards without a backward": (blocks, adamw, loop(before=lambda model, _, batch: model_loss(model, batch)), {}),
     "forwards without a backward, inputs on the host": (
-        llama, adamw, without_backward, {"choice": Choice(inputs="host")},
+        llama, adamw, loop(before=lambda model, _, batch: model_loss(model, batch)), {"choice": Choice(inputs="host")},
     ),
-    "moved to where it is": (qwen3, adamw, loop(between=lambda m: float(m.to("cpu").float().train().training)), {}),
+    **{
+        f"{name}, {outer}": (qwen3, adamw, loop(batches=FOUR[:3], **own), {"choice": Choice(outer=outer)})
+        for outer in ("device", "host")
+        for name, own in {
+            "weights written before a step": {"clip": halve_weights},
+            "gradients written after it": {"zero": partial(scale_gradients, 0.5)},
+            "gradients set to zero after it": {"zero": partial(scale_gradients, 0.0)},
+            "evaluated before it": {"clip": inferred},
+        }.items()
+    },
+    "moved to where it is": (qwen3, adamw, loop(after=lambda m: float(m.to("cpu").float().train().training)), {}),
+    "matrices before the layers": (projected, adamw, loop(batches=FOUR), {"choice": Choice(outer="host")}),
+    "matrices before the layers, accumulated": (
+        projected, sgd, loop(batches=FOUR, accumulate=2), {"choice": Choice(outer="host")},
+    ),
+    "matrices before the layers, updated in the backward": (
+        projected, adamw, loop(batches=FOUR), {"choice": Choice(outer="host"), "update_in_backward": True},
+    ),
+    # which `make_trainer` refuses; here the loss is the model's own
+    "a model that scales its logits, with a budget": (
+        partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5)), adamw, train, {"gpu_memory": "1GiB"},
+    ),
 }  # fmt: skip
 
 
@@ -172,11 +210,11 @@ def test_a_schedule_made_before_streaming():
 
     def with_schedule(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = adamw(model)
-        made.append(LambdaLR(optimizer, lambda step: 0.5**step))
+        rates.append(LambdaLR(optimizer, lambda step: 0.5**step))
         return optimizer
 
-    made: list[LambdaLR] = []
-    compare(qwen3, with_schedule, loop(between=lambda model: made[-1].step() or 0.0))
+    rates: list[LambdaLR] = []
+    compare(qwen3, with_schedule, loop(after=lambda model: rates[-1].step() or 0.0))
 
 
 def test_generation_with_micro_batches():
@@ -186,21 +224,33 @@ def test_generation_with_micro_batches():
         assert generated(streamed) == generated(plain)
 
 
-def test_a_budget_for_a_model_that_scales_its_logits():
-    """Which `make_trainer` refuses; here the loss is the model's own."""
-
-    def granite() -> nn.Module:
-        torch.manual_seed(3)
-        return GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=0.5)).train()
-
-    compare(granite, gpu_memory="1GiB")
-
-
 def test_a_first_forward_in_inference_mode():
     with streaming(llama(), gpu_memory="1GiB") as (streamed, own):
-        batch = data(1)[0]
-        with torch.inference_mode():
-            first = streamed(**batch).loss.item()
+        first = inferred(streamed)
         with torch.no_grad():
-            assert streamed(**batch).loss.item() == first
+            assert model_loss(streamed, data(1)[0]) == first
         train(streamed, own, data(2))
+
+
+GPT2 = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+
+
+@pytest.mark.parametrize("choice", [Choice(), Choice(keep=2)], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("config", [GPT2, GPTNeoXConfig(**SHAPE)], ids=["by position", "by another name"])
+def test_a_cache_is_left_out_however_it_comes(config, choice):
+    """A recomputation would attend to what the forward has left there."""
+    compare(partial(made, config), choice=choice)
+    plain, model = made(config).eval(), made(config).eval()
+    with streaming(model, micro_batch=1) as (streamed, _):
+        assert inferred(streamed) == inferred(plain)
+
+
+def test_a_hook_that_comes_later_sees_what_its_module_computes():
+    """Also in the recomputation, which leaves out a layer's last product if nobody looks at it."""
+    model, seen = llama(), []
+    with streaming(model) as (streamed, own):
+        train(streamed, own, data(1))
+        layer = layers_of(model)[1]
+        layer.mlp.down_proj.register_forward_hook(lambda module, given, out: seen.append(out.detach().clone()))
+        train(streamed, own, data(1))
+    assert len(seen) == 2 and torch.equal(*seen)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from stream_cases import Masters, held_bytes, in_pieces, streaming, wait_for, weights
 from stream_loops import CLIPS, adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
-from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, qwen3
+from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -66,7 +66,7 @@ def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rel:
 @pytest.mark.parametrize("place", PLACES)
 def test_placements(place, clip):
     rates = partial(LambdaLR, lr_lambda=lambda step: 0.8**step)
-    each = loop(batches=data(8, padded=True, device=DEVICE), clip=CLIPS[clip], schedule=rates, between=evaluated)
+    each = loop(batches=data(8, padded=True, device=DEVICE), clip=CLIPS[clip], schedule=rates, after=evaluated)
     agrees(llama, OPTIMIZERS["grouped"], each, choice=PLACES[place])
 
 
@@ -84,6 +84,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     **{f"accumulated, clip {c}": {"each": loop(batches=LONG, accumulate=4, clip=CLIPS[c])} for c in CLIPS},
     **{f"updated in the backward, {p}": {"choice": PLACES[p], "update_in_backward": True} for p in PLACES},
+    "parameters without a gradient": {
+        "build": partly_used, "optimizer": partial(adamw, lr=1e-3, weight_decay=0.5), "choice": PLACES["two places"],
+    },
     "nothing overlaps": {"each": loop(batches=BATCHES, clip=own_clip), "overlap": False},
     # the GPU's own random numbers are replayed
     "adapters, little dropout": {"build": partial(adapted, dropout=0.05), "reference": pieces(None, adapters_of)},

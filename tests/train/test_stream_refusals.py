@@ -9,8 +9,9 @@ import pytest
 import torch
 from stream_cases import assert_same_weights, going_on, refused, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
-from stream_models import Blocks, blocks, data, llama, qwen3
+from stream_models import SHAPE, Blocks, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from t1lib.plan.cost import Choice
 from t1lib.train import stream
@@ -44,7 +45,6 @@ def untouched(model: nn.Module, call: Callable[[], object], *parts: str) -> None
 
 
 def looks(model: nn.Module) -> list[object]:
-    """Whatever shows what a model is made of, and where."""
     params = [(name, id(p), type(p), p.data_ptr(), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     return [params, type(model), *[(type(m), set(vars(m)), list(m._forward_hooks)) for m in model.modules()]]
 
@@ -122,11 +122,8 @@ def test_a_model_already_streamed(build):
 
 
 RETURNED: dict[str, Callable[[Tensor], object]] = {
-    "tuple": lambda out: (out,),
-    "none": lambda out: None,
-    "number": lambda out: 1.0,
-    "dict": lambda out: {"out": out},
-}
+    "tuple": lambda out: (out,), "none": lambda out: None, "number": lambda out: 1.0, "dict": lambda out: {"out": out},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("odd", [*RETURNED, "a scale that needs a gradient"])
@@ -165,15 +162,98 @@ def test_a_budget_that_is_too_small_for_the_first_batch():
     untouched(model, lambda: streamed_with(model, gpu_memory="1MiB", plan_for=(4, 7)))
 
 
-@pytest.mark.parametrize(
-    "options", [{"clip": own_clip}, {"clip": torch_clip}, {"accumulate": 2}], ids=["own", "torch", "summed"]
-)
-def test_updates_in_the_backward_are_not_clipped_and_not_accumulated(options):
-    """The norm comes too late for them."""
+def first_backward(model: nn.Module, **options: Any) -> None:
+    model_loss(model, BATCHES[0]).backward(**options)
+
+
+def frozen_layer() -> nn.Module:
     model = qwen3()
-    with streaming(model, sgd(model), update_in_backward=True) as (streamed, own):
+    layers_of(model)[0].requires_grad_(False)
+    return model
+
+
+def every(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+no_momentum, AT_ONCE = partial(sgd, momentum=0.0), {"update_in_backward": True}
+ONGOING: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any], Callable[..., object], str]] = {
+    # the norm comes too late for updates in the backward
+    "clipped, at once": (qwen3, sgd, AT_ONCE, lambda m, o: train(m, o, BATCHES, clip=own_clip), ""),
+    "clipped by PyTorch, at once": (qwen3, sgd, AT_ONCE, lambda m, o: train(m, o, BATCHES, clip=torch_clip), ""),
+    "accumulated, at once": (qwen3, sgd, AT_ONCE, lambda m, o: train(m, o, BATCHES, accumulate=2), ""),
+    "a gradient set, at once": (
+        qwen3, sgd, AT_ONCE, lambda m, o: setattr(m.model.layers[0].mlp.up_proj.weight, "grad", torch.zeros(48, 32)),
+        "update_in_backward",
+    ),
+    "converted": (llama, adamw, {}, lambda m, o: first_backward(m.half()), ""),  # at once or in the next forward
+    "unfrozen": (
+        frozen_layer, every, {}, lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen",
+    ),
+    # layers send off their gradients as they go, so nothing less than a whole backward is right
+    "gradients of some": (
+        qwen3, adamw, {}, lambda m, o: torch.autograd.grad(model_loss(m, BATCHES[0]), m.lm_head.weight), "backward()",
+    ),
+    "backward to some": (
+        qwen3, adamw, {}, lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()",
+    ),
+    "copied": (qwen3, adamw, {}, lambda m, o: copy.deepcopy(m), "copy"),
+    "amsgrad later": (
+        qwen3, adamw, {}, lambda m, o: (o.param_groups[0].update(amsgrad=True), train(m, o, BATCHES)), "amsgrad",
+    ),
+    "momentum later": (
+        qwen3, no_momentum, {}, lambda m, o: (o.param_groups[0].update(momentum=0.9), train(m, o, BATCHES)), "momentum",
+    ),
+    "closed": (qwen3, adamw, {}, lambda m, o: (o.close(), o.step()), ""),
+    **{
+        f"norm {most}": (qwen3, adamw, {}, lambda m, o, most=most: o.clip_grad_norm_(most), repr(most))
+        for most in (-1.0, "1", True, None, float("nan"))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONGOING)
+def test_refused_while_it_streams(name):
+    build, make, options, call, shown = ONGOING[name]
+    model = build()
+    with streaming(model, make(model), **options) as (streamed, own):
         train(streamed, own, BATCHES[:1])
-        refused(lambda: train(streamed, own, BATCHES, **options))
+        refused(lambda: call(streamed, own), shown)
+
+
+@pytest.mark.parametrize("asked", ["in the configuration", "in the call"])
+def test_a_router_loss_is_refused(asked):
+    config = MixtralConfig(**SHAPE, num_local_experts=2)
+    config.output_router_logits = asked == "in the configuration"
+    more = {} if config.output_router_logits else {"output_router_logits": True}
+    with streaming(AutoModelForCausalLM.from_config(config)) as (streamed, _):
+        refused(lambda: streamed(**BATCHES[0], **more), "output_router_logits")
+        with torch.no_grad():
+            streamed(**BATCHES[0], **more)
+
+
+def test_hooks_that_would_not_see_whole_gradients():
+    model = qwen3()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    hook = weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    with streaming(model, micro_batch=1) as (streamed, _):
+        refused(lambda: first_backward(streamed), "hook", "micro_batch")
+    with streaming(model) as (streamed, _):
+        first_backward(streamed)
+        assert weight.grad.abs().max() <= 1e-3
+    hook.remove()
+    with streaming(model) as (streamed, _):
+        weight.register_post_accumulate_grad_hook(lambda param: None)
+        refused(lambda: first_backward(streamed), "hook")
+
+
+def test_as_many_rows_as_tokens():
+    """Whose the dimensions of a mask are, nobody can tell."""
+    batch = {"input_ids": torch.arange(16).view(4, 4), "labels": torch.arange(16).view(4, 4)}
+    with streaming(Blocks(), micro_batch=2) as (streamed, _):
+        refused(lambda: model_loss(streamed, batch), "(4, 4)", "micro_batch")
+        batch["attention_mask"] = torch.ones(4, 4)
+        model_loss(streamed, batch).backward()
 
 
 def test_one_backward_per_step():
@@ -186,25 +266,6 @@ def test_one_backward_per_step():
         own.zero_grad()
         own.step()
         assert_same_weights(weights(streamed), before)
-
-
-def test_a_streamed_model_is_not_converted():
-    """Either the conversion is refused, or the forward after it."""
-
-    def convert() -> None:
-        streamed.half()
-        model_loss(streamed, BATCHES[0]).backward()
-
-    with streaming(llama()) as (streamed, own):
-        train(streamed, own, BATCHES[:1])
-        refused(convert)
-
-
-def test_norms_to_clip_to():
-    with streaming(qwen3()) as (streamed, own):
-        model_loss(streamed, BATCHES[0]).backward()
-        for most in (-1.0, "1", True, None, float("nan")):
-            refused(lambda most=most: own.clip_grad_norm_(most), repr(most))
 
 
 SPOILT: dict[str, Callable[[dict], object]] = {
@@ -225,11 +286,3 @@ def test_a_state_that_does_not_fit_changes_nothing(name):
         refused(lambda: own.load_state_dict(state))
     with streaming(late, adamw(late), gpu_memory="1GiB") as (_, own):  # planned for at the first batch only
         refused(lambda: own.load_state_dict(state))
-
-
-def test_a_closed_optimizer_steps_no_more():
-    model = blocks()
-    with streaming(model) as (_, own):
-        train(model, own, BATCHES[:1])
-        own.close()
-        refused(own.step)

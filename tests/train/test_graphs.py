@@ -1,0 +1,82 @@
+"""Which layers run as CUDA graphs, as far as a CPU can tell, and what plans count of adapters."""
+
+from functools import partial
+
+import pytest
+import torch
+from stream_cases import in_pieces, streaming
+from stream_loops import adamw, own_clip, train
+from stream_models import adapted, adapters_of, data, layers_of, llama
+from torch import nn
+
+from t1lib.heads import patch_head
+from t1lib.plan.cost import Choice
+from t1lib.train import placing
+from t1lib.train.graphs import LayerGraphs
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_layers_with_hooks_inside_run_without_graphs(kind):
+    """A replay would not call them. Hooks of the layer itself are called outside of it."""
+    layer = nn.Sequential(nn.Linear(4, 4))
+    graphs = LayerGraphs([layer], {0})
+    getattr(layer, f"register_{kind}")(lambda *_: None)
+    assert graphs.allow(0)
+    hook = getattr(layer[0], f"register_{kind}")(lambda *_: None)
+    assert not graphs.allow(0)
+    hook.remove()
+    assert graphs.allow(0)
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_what_graphs_would_capture_computes_the_same(rows):
+    """On a CPU it runs eagerly, each time."""
+    model, plain, calls = llama(), llama(), []
+    if rows is not None:
+        in_pieces(layers_of(plain), rows)
+    with streaming(model, micro_batch=rows) as (streamed, own):
+        passes = own._engine.passes
+        passes._graphs = LayerGraphs(passes.stack, passes.for_graphs)
+        passes._graphs.run = lambda index, place, call, *inputs: calls.append(place) or call(*inputs)
+        assert train(streamed, own, data(3), clip=own_clip) == train(plain, adamw(plain), data(3), clip=own_clip)
+    assert len(calls) == 3 * 4 * 2 * (1 if rows is None else 2)
+
+
+def test_layers_that_compute_otherwise_share_no_graph():
+    different, alike = ([nn.Linear(4, 4) for _ in range(2)] for _ in range(2))
+    config = object()
+    for layer, window in zip(different, ("64", "32"), strict=True):
+        layer.window = tuple(int(n) for n in window)  # tuples that are not the same object
+    for layer in alike:
+        layer.config = config
+    assert [len(set(LayerGraphs(layers, set()).kinds)) for layers in (different, alike)] == [2, 1]
+
+
+def test_calls_with_unknown_objects_are_not_captured():
+    graphs, calls = LayerGraphs([nn.Linear(4, 4)], {0}), []
+    for _ in range(3):
+        graphs.run(0, "place", lambda x, cache: calls.append(cache) or x, torch.ones(2, 4), object())
+    assert len(calls) == 3 and not graphs._seen
+
+
+def test_layers_with_adapters_run_without_graphs():
+    """A graph would read one layer's adapters for all."""
+    with streaming(adapted(dropout=0.0)) as (streamed, own):
+        train(streamed, own, data(1))
+        assert not own._engine.passes.for_graphs
+
+
+@pytest.mark.parametrize("planned_for", [None, (2, 6)])
+def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
+    """In bfloat16, adapters save their inputs once more, in float32. Under a patched head, a plan is made within a call
+    in which a stand-in takes the output layer's place."""
+    seen = []
+    monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
+    patched = lambda dtype: patch_head(adapted(dtype, base=llama), workspace="16MiB")  # noqa: E731
+    for build in (llama, partial(adapted, base=llama), patched):
+        model = build(torch.bfloat16)
+        with streaming(model, gpu_memory="1GiB", plan_for=planned_for) as (streamed, own):
+            train(streamed, own, data(2))
+    plain, with_adapters, _ = (work.saved for work in seen)
+    own = sum(m.lora_A["default"].in_features * 4 for m in adapters_of(model)[0].modules() if hasattr(m, "lora_A"))
+    assert plain + own <= with_adapters <= plain + 2.5 * own
