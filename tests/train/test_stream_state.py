@@ -1,7 +1,9 @@
 """A streamed model's weights, gradients and state are complete whenever they are looked at."""
 
 import copy
+import gc
 import io
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,14 +28,6 @@ AT_ONCE = pytest.param({"update_in_backward": True}, id="at once")
 FIRST, SECOND = data(6)[:3], data(6)[3:]
 
 
-def reloaded(state: Any) -> Any:
-    """Through a file, so that nothing is shared with what runs on."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def unbroken(build, optimizer=adamw) -> tuple[nn.Module, Any, list[float]]:
     """A plain model after six steps, its optimizer, and the losses of the last three."""
     plain = build()
@@ -48,7 +42,11 @@ def placed(place: dict[str, Any] | None, model: nn.Module, optimizer: Any) -> An
 
 
 def saved_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    return reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    """Through a file, so that nothing is shared with what runs on."""
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def load(model: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
@@ -145,15 +143,12 @@ def test_weights_and_state_are_current_after_every_step(options):
     as by an average of the weights that her own loop keeps."""
     plain, model = llama(), llama()
     usual = adamw(plain)
-
-    def check_parameters() -> None:
-        own.drain()
-        assert all(map(torch.equal, streamed.parameters(), plain.parameters()))
-
     with streaming(model, **options) as (streamed, own):
         checks = [
-            lambda: assert_same_weights(streamed, plain), lambda: assert_same_state(own, usual), check_parameters
-        ]  # fmt: skip
+            lambda: assert_same_weights(streamed, plain),
+            lambda: assert_same_state(own, usual),
+            lambda: own.drain() or all(map(torch.equal, streamed.parameters(), plain.parameters())) or pytest.fail(),
+        ]
         for batch in data(6):
             train(plain, usual, [batch])
             train(streamed, own, [batch])
@@ -167,29 +162,27 @@ def test_weights_and_state_are_current_after_every_step(options):
 def test_a_gradient_that_is_seen_is_complete(kind, options):
     """After a backward, a second one that adds to it, and clipping, whenever one looks."""
     plain, model = MODELS[kind](), MODELS[kind]()
-    usual = adamw(plain)
 
     def check() -> None:
-        pairs = zip(plain.named_parameters(), streamed.parameters(), strict=True)
+        pairs = zip(plain.named_parameters(), model.parameters(), strict=True)
         assert not [name for (name, p), q in pairs if not torch.equal(p.grad, q.grad)]
 
-    with streaming(model, **options) as (streamed, own):
+    with streaming(model, **options) as (_, own):
+        both = ((plain, adamw(plain)), (model, own))
         for batches, clipped in ((FIRST[:1], False), (FIRST[1:3], False), (SECOND[:1], True)):
-            assert all(p.grad is None for p in streamed.parameters())
+            assert all(p.grad is None for p in model.parameters())
             for batch in batches:
-                for one in (plain, streamed):
+                for one, _ in both:
                     model_loss(one, batch).backward()
                 if not clipped:
                     check()
-            for one, optimizer in ((plain, usual), (streamed, own)):
-                if clipped:
-                    own_clip(one, optimizer)
+            for one, optimizer in both if clipped else ():
+                own_clip(one, optimizer)
             for _ in range(2):
                 check()
-            for optimizer in (usual, own):
+            for _, optimizer in both:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert all(p.grad is None for p in streamed.parameters())
 
 
 WRITES = {
@@ -202,34 +195,46 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("options", PLACES)
 def test_weights_that_the_loop_writes_are_used(options, write):
-    def changed(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = train(model, optimizer, FIRST)
+    def written(model: nn.Module, optimizer: Any, _: Any) -> None:
         getattr(optimizer, "drain", lambda: None)()
         with torch.no_grad():
             for block in model.blocks:
                 WRITES[write](block.up.weight)
-        return [*losses, *train(model, optimizer, SECOND), evaluated(model)]
 
-    compare(blocks, adamw, changed, **options)
+    compare(blocks, loop=loop(batches=FIRST, before=written, after=evaluated), **options)
 
 
 def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
-    """After `close()` nothing is left of the streaming: not in the model, not in a copy of it."""
+    """After `close()` nothing is left of the streaming: not in the model, not in a copy of it, not on the device."""
     plain, _, expected = unbroken(qwen3)
     model = qwen3()
+    embedding = model.model.embed_tokens
+    embedding.forward = own_forward = embedding.forward  # in the module's own dictionary
     kind, names, start = type(model), [set(vars(m)) for m in model.modules()], weights(model)
     with streaming(model) as (_, own):
         own.close()  # unused; and again at the end
     assert_same_weights(model, start)
-    with streaming(model) as (streamed, own):
+    with streaming(model, choice=Choice(resident=1, outer="host")) as (streamed, own):
         assert streamed is model
         CLIPPED(streamed, own, FIRST)
         saved = copy.deepcopy(own.state_dict())
-    assert type(model) is kind
+        buffers = [weakref.ref(tensor) for tensor in own._engine.schedule.device_tensors()]
+    gc.collect()
+    assert buffers and not any(buffer() is not None for buffer in buffers)
+    assert type(model) is kind and embedding.forward is own_forward
     assert [set(vars(m)) for m in model.modules()] == names
-    mixed = {"choice": Choice(resident=1, keep=2, host_share=0.5)}
-    for one, place in ((copy.deepcopy(model), None), (copy.deepcopy(model), mixed), (model, None)):
+    for one, place in ((copy.deepcopy(model), None), (copy.deepcopy(model), KINDS["mixed"]), (model, None)):
         with placed(place, one, adamw(one)) as (found, optimizer):
             optimizer.load_state_dict(copy.deepcopy(saved))
             assert CLIPPED(found, optimizer, SECOND) == expected
             assert_same_weights(found, plain)
+
+
+def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
+    """`zero_grad` right after `step` waits for no update, and makes no new buffer."""
+    with streaming(blocks(), choice=Choice(host_share=1.0)) as (streamed, own):
+        train(streamed, own, FIRST[:2])
+        layer = own._engine.host[0]
+        buffer, read = layer.grads, layer.grads[:4]
+        own.zero_grad()
+        assert layer.grads is buffer and read.data_ptr() == buffer.data_ptr()
