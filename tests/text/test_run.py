@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from t1lib import signals
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
-from t1lib.files import locked, read_signed, write_signed
-from t1lib.text import session
+from t1lib.files import locked, write_signed
+from t1lib.text import plot, session
 from t1lib.text.corpus import load_corpus
 from t1lib.text.run import TrainRun
 from t1lib.text.session import LanguageSession
@@ -31,15 +31,17 @@ SHAPE = ["--change", "num_hidden_layers", "1", "--change", "hidden_size", "16", 
 SMALL = ["train", "--model", "tiny", *SHAPE, "--data", str(TEXT), "--vocabulary", "300", "--seq", "16", "--batch", "4",
          "--device", "cpu", "--head", "chunked", "--eval-rows", "8"]  # fmt: skip
 AGAIN = ["train", "--resume"]
+DRAW = plot.draw_metrics
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def quickly():
     """Plots take longer than these runs; one test draws one. Models as small as these run best on one thread."""
-    monkeypatch.setattr("t1lib.text.plot.draw_metrics", lambda frame, path: path.write_text("a plot"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot, "draw_metrics", lambda frame, path: path.write_text("a plot"))
+        yield
     torch.set_num_threads(threads)
 
 
@@ -54,6 +56,10 @@ def metrics(folder):
 
 def losses(folder):
     return [float(row["loss"]) for row in metrics(folder)]
+
+
+def steps(folder):
+    return [int(row["step"]) for row in metrics(folder)]
 
 
 def names(folder):
@@ -81,9 +87,7 @@ def refused(capsys):
 def two_steps(tmp_path_factory):
     """A run of two steps, to be copied."""
     folder = tmp_path_factory.mktemp("run") / "a"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t1lib.text.plot.draw_metrics", lambda frame, path: path.write_text("a plot"))
-        assert train(folder, "--steps", "2", "--schedule", "constant") == 0
+    assert train(folder, "--steps", "2", "--schedule", "constant") == 0
     return folder
 
 
@@ -93,11 +97,11 @@ def a_run(two_steps, tmp_path):
 
 
 def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch):
-    monkeypatch.undo()
+    monkeypatch.setattr(plot, "draw_metrics", DRAW)
     more = ["--steps", "12", "--eval-every", "5", "--report-every", "4", "--lr", "1e-2", "--dtype", "bfloat16"]
     assert train(tmp_path / "a", *more) == 0
     rows = metrics(tmp_path / "a")
-    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    assert steps(tmp_path / "a") == list(range(1, 13))
     held_out = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
     assert list(held_out) == [5, 10, 12] and held_out[12] < held_out[5]
     assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
@@ -139,7 +143,7 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, capsys, refused
         ("--data", str(Path(csv.__file__))): "data is ",
     }.items():
         refused(message, tmp_path / "a", "--resume", *more)
-    assert main(["train", "--resume"]) == 2 and "needs --out" in capsys.readouterr().err
+    assert main(AGAIN) == 2 and "needs --out" in capsys.readouterr().err
     assert main(["train", "--out", str(tmp_path / "a")]) == 2 and "--model is missing" in capsys.readouterr().err
     after = content(tmp_path / "a")
     assert all(after[path] == before[path] for path in before if path.name != "metrics.png")
@@ -155,11 +159,8 @@ def test_a_run_is_not_overwritten_and_begins_again_only_without_a_checkpoint(a_r
     shutil.rmtree(a_run / "checkpoints")
     assert train(a_run, "--steps", "2", "--schedule", "constant", "--resume") == 0
     assert losses(a_run) == earlier
-
-
-def test_killed_in_its_first_checkpoint_before_any_row_it_begins_anew(a_run):
     (a_run / "metrics.csv").unlink()
-    (a_run / "checkpoints" / META).unlink()
+    (a_run / "checkpoints" / META).unlink()  # as if it was killed in its first checkpoint, before any row
     assert train(a_run, "--steps", "1") == 0
     assert names(a_run / "checkpoints") == [META, "step-00000001"]
 
@@ -172,7 +173,7 @@ def test_it_goes_on_from_another_folder(tmp_path, monkeypatch):
     more = ["--data", "own", "--seq", "16", "--batch", "4", "--device", "cpu", "--head", "chunked", "--out", "b"]
     assert main(["train", "--model", "a/model", *more, "--steps", "1"]) == 0
     monkeypatch.chdir(tmp_path / "own")
-    assert main(["train", "--resume", "--out", "../b", "--steps", "2"]) == 0
+    assert main([*AGAIN, "--out", "../b", "--steps", "2"]) == 0
 
 
 # -- one process in a folder -------------------------------------------------------------------------------------------
@@ -274,12 +275,13 @@ def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(
 
 
 def test_a_disk_too_full_for_a_checkpoint_is_no_dead_end(tmp_path, refused):
+    often = ["--steps", "4", "--checkpoint-every", "2"]
     with largest_file(4000):
-        refused("step-00000002: File too large", tmp_path / "a", "--steps", "4", "--checkpoint-every", "2")
+        refused("step-00000002: File too large", tmp_path / "a", *often)
     assert names(tmp_path / "a" / "checkpoints") == []
-    refused("holds a run; --resume goes on with it", tmp_path / "a", "--steps", "4", "--checkpoint-every", "2")
+    refused("holds a run; --resume goes on with it", tmp_path / "a", *often)
     assert train(tmp_path / "a", "--steps", "4", "--resume") == 0
-    assert [int(row["step"]) for row in metrics(tmp_path / "a")] == [1, 2, 3, 4]
+    assert steps(tmp_path / "a") == [1, 2, 3, 4]
 
 
 def test_metrics_that_cannot_be_written_cost_no_step(tmp_path, monkeypatch, refused):
@@ -298,53 +300,42 @@ def test_metrics_that_cannot_be_written_cost_no_step(tmp_path, monkeypatch, refu
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000003"]
     file.rmdir()
     assert train(tmp_path / "a", *often, "--resume") == 0
-    assert [int(row["step"]) for row in metrics(tmp_path / "a")] == [4, 5, 6]
+    assert steps(tmp_path / "a") == [4, 5, 6]
 
 
-@pytest.mark.parametrize("damage", [b",,\n", b"2,1.0,2", b"\xff\xfe\n", b"2,x" + b",1" * 8 + b"\n"])
-def test_damaged_rows_are_dropped(a_run, damage):
+def test_damaged_rows_are_dropped(a_run):
     before = (a_run / "metrics.csv").read_bytes()
-    (a_run / "metrics.csv").write_bytes(before + damage)
-    assert main(["train", "--resume", "--out", str(a_run)]) == 0
-    assert (a_run / "metrics.csv").read_bytes() == before
+    for damage in (b",,\n", b"2,1.0,2", b"\xff\xfe\n", b"2,x" + b",1" * 8 + b"\n"):
+        (a_run / "metrics.csv").write_bytes(before + damage)
+        assert main([*AGAIN, "--out", str(a_run)]) == 0
+        assert (a_run / "metrics.csv").read_bytes() == before
 
 
 def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, monkeypatch, refused):
-    before = content(a_run)
-    monkeypatch.setattr("t1lib.text.plot.draw_metrics", lambda frame, path: path.write_bytes(bytes(9999)))
+    before, save = content(a_run), session.save_tokenizer
+    monkeypatch.setattr(plot, "draw_metrics", lambda frame, path: path.write_bytes(bytes(9999)))
     for name, size, more in (("metrics.png", 8000, []), ("model", 8000, ["--export"]), ("run.json", 500, [])):
         with largest_file(size):
             said = refused(f"error: cannot write {a_run / name}: ", a_run, *more, command=AGAIN)
         assert "File too large" in said
         assert content(a_run) == before
-    (a_run / "metrics.csv").unlink()
-    refused("metrics.csv has no step to plot", a_run, command=AGAIN)
-
-
-def test_a_tokenizer_that_cannot_be_written_leaves_no_model(a_run, monkeypatch, refused):
-    """Its library raises a bare Exception."""
-    plain = session.save_tokenizer
 
     def blocked(tokenizer, folder):
         (folder / "tokenizer.json").mkdir()
-        plain(tokenizer, folder)
+        save(tokenizer, folder)  # its library raises a bare Exception
 
     monkeypatch.setattr(session, "save_tokenizer", blocked)
     refused(f"error: cannot write {a_run / 'model'}: Is a directory", a_run, "--export", command=AGAIN)
     assert not list(a_run.glob("*model*"))
+    (a_run / "metrics.csv").unlink()
+    refused("metrics.csv has no step to plot", a_run, command=AGAIN)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_row_longer_than_the_models_positions_is_refused_before_anything_is_built(tmp_path, monkeypatch, refused):
-    for name in ("build_model", "load_corpus"):
-        monkeypatch.setattr(session, name, lambda *_, **__: pytest.fail("built"))
-    refused("seq 4096; the model has 2048 positions", tmp_path / "a", "--seq", "4096")
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_spoilt_run_json_is_one_error(a_run, refused):
+def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
+    """Its settings are spoilt, or gone, or its device is."""
     file = a_run / "run.json"
     before = file.read_text()
     settings = json.loads(before)
@@ -355,16 +346,11 @@ def test_a_spoilt_run_json_is_one_error(a_run, refused):
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         refused(str(file), a_run, command=AGAIN)
         refused(str(file), a_run, "--schedule", "constant", "--steps", "2", "--resume")
+    write_signed(file, settings | {"options": settings["options"] | {"device": "cuda:99"}})
+    refused("cuda:99", a_run, command=AGAIN)
     file.unlink()
     refused("holds no run to go on with", a_run, command=AGAIN)
     assert train(a_run, "--steps", "2") == 2
-
-
-def test_a_device_that_is_not_there_any_more_is_named(a_run, refused):
-    found = read_signed(a_run / "run.json")
-    found["options"]["device"] = "cuda:99"
-    write_signed(a_run / "run.json", found)
-    refused("cuda:99", a_run, command=AGAIN)
 
 
 def test_a_folder_that_is_a_file_is_named(tmp_path, refused):
@@ -392,6 +378,7 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, refused):
         (["--no-offload"], "--no-offload is of mode fsdp, the mode is gpu"),
         (["--seed", "99999999999999"], "--seed 99999999999999; allowed: less than 2^32"),
         (["--workspace", "much"], "bad size 'much'"),
+        (["--seq", "4096"], "seq 4096; the model has 2048 positions"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

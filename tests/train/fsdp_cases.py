@@ -3,19 +3,23 @@
 Sums over ranks and sums over a batch differ in order, so weights agree within rounding. Losses are float32.
 """
 
+import json
 import math
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from loop_cases import EVERYTHING, OPTIMIZERS, model, of_layers, ragged
+from loop_cases import EVERYTHING, OPTIMIZERS, assert_same, even, model, of_layers, ragged
 from processes import Cases
 
 from t1lib.errors import T1Error
-from t1lib.train import OptimizerSpec, Trainer, make_trainer
+from t1lib.train import OptimizerSpec, Trainer, checkpoint, make_trainer
+from t1lib.train.checkpoint import META, PARTIAL, load_checkpoint, save_checkpoint
 
 SGD = OPTIMIZERS["momentum"]  # a step is proportional to its gradient; AdamW would hide a wrong factor
 ADAM = {"rel": 1e-6, "abs": 1e-8, "norm": 1e-9}
@@ -25,16 +29,11 @@ UNTIED = {"tie_word_embeddings": False}
 DOUBLE, SINGLE = {"rel": 1e-9, "abs": 1e-12, "norm": 1e-9}, {"rel": 1e-4, "abs": 2e-6, "norm": 2e-5}
 
 
-def even(count: int = 3, rows: int = 6) -> list[dict]:
-    generator = torch.Generator().manual_seed(3)
-    return [{"input_ids": torch.randint(97, (rows, 9), generator=generator)} for _ in range(count)]
-
-
 def tiny(dtype: torch.dtype = torch.float64, **changes: Any):
     return model(dtype=dtype, **{**TWO, **changes})
 
 
-def numbers(size: int) -> Cases:
+def cases(size: int, folder: Path) -> Cases:
     """All cases with two processes; with three, those that depend on the number of processes."""
     plain = {"optimizer": SGD, "head": "full"}
     every, resident = {**EVERYTHING, **plain}, {"offload": False}
@@ -44,9 +43,11 @@ def numbers(size: int) -> Cases:
         "a rank without a token that counts": partial(agrees, last_rows_ignored(), DOUBLE, {}, **plain),
         "evaluation": evaluation,
         "gradients are reduced once": partial(reduced_once, size),
+        "saved, and on in one process or many": partial(saved_and_on, folder / f"from{size}"),
+        "refused: batches": bad_batches,
     }
     if size > 2:
-        return found
+        return found | {"on from two processes": partial(on_from, folder / "from2")}
     single = {"dtype": torch.float32, "vocab_size": 97}
     return found | {
         "everything, tied": partial(agrees, ragged(3), DOUBLE, {}, **every),
@@ -61,6 +62,13 @@ def numbers(size: int) -> Cases:
         "mixed precision": mixed_precision,
         "16 bits": sixteen_bits,
         "a gradient that is no number on one rank": no_number,
+        "masters in both layouts": masters,
+        "a full disk": partial(full_disk, folder / "full"),
+        "a checkpoint that does not fit": partial(does_not_fit, folder / "unfit"),
+        "refused: other options on a rank": other_options,
+        "refused: other numbers in the midst of a weight on a rank": other_numbers,
+        "refused: a backend for CUDA alone": no_backend,
+        "refused: a mean square": mean_square,
     }
 
 
@@ -74,7 +82,7 @@ def last_rows_ignored() -> list[dict]:
 
 
 def agrees(data: list[dict], bound: dict[str, float], changes: dict, own: dict | None = None, **options: Any) -> None:
-    compare(lambda: tiny(**changes), data, bound, own, **options)
+    compare(partial(tiny, **changes), data, bound, own, **options)
 
 
 def compare(build: Any, data: list[dict], bound: dict[str, float], own: dict | None = None, **options: Any) -> None:
@@ -85,20 +93,8 @@ def compare(build: Any, data: list[dict], bound: dict[str, float], own: dict | N
         assert found.loss == pytest.approx(expected.loss, rel=2e-6)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=bound["norm"])
         assert (found.step, found.tokens) == (expected.step, expected.tokens)
-    same_state(many, one, bound)
+    assert_same(many.state_dict(), one.state_dict(), bound["rel"], bound["abs"])
     many.close()
-
-
-def same_state(trainer: Trainer, expected: Trainer, bound: dict[str, float]) -> None:
-    found, wanted = trainer.state_dict(), expected.state_dict()
-    close = partial(torch.testing.assert_close, rtol=bound["rel"], atol=bound["abs"])
-    for name, weight in wanted["model"].items():
-        close(found["model"][name], weight, msg=lambda text, name=name: f"{name}: {text}")
-    assert found["optimizer"].keys() == wanted["optimizer"].keys()
-    for name, state in wanted["optimizer"].items():
-        assert state.keys() == found["optimizer"][name].keys()
-        for key, value in state.items():
-            close(found["optimizer"][name][key], value, msg=lambda text, at=(name, key): f"{at}: {text}")
 
 
 def evaluation() -> None:
@@ -106,7 +102,7 @@ def evaluation() -> None:
     for rows in (1, 2, 5):  # fewer rows than ranks, too
         batch = {"input_ids": even(1)[0]["input_ids"][:rows]}
         assert many.evaluate(batch) == pytest.approx(one.evaluate(batch), rel=2e-6)
-    same_state(many, one, {"rel": 0, "abs": 0})
+    assert_same(many.state_dict(), one.state_dict())
     other = make_trainer(tiny(seed=5), "gpu", optimizer=SGD, head="full")
     many.load_state_dict(other.state_dict())  # what FSDP gathered is now stale
     assert many.evaluate(even(1)[0]) == pytest.approx(other.evaluate(even(1)[0]), rel=2e-6)
@@ -116,25 +112,24 @@ def evaluation() -> None:
 def reduced_once(size: int) -> None:
     """Without offload, ranks get their gradient shards only after the last micro-batch; with it, after each one."""
     for offload in (False, True):
-        trainer, held = make_trainer(tiny(), "fsdp", head="full", micro_batch=1, offload=offload), []
+        many, held = make_trainer(tiny(), "fsdp", head="full", micro_batch=1, offload=offload), []
+        params = list(many.model.parameters())
 
-        def noting(lane, phase, layer, trainer=trainer, held=held):
+        def noting(lane, phase, layer, params=params, held=held):
             if phase == "backward":
-                held.append(sum(p.grad is not None for p in trainer.model.parameters()))
+                held.append(sum(p.grad is not None for p in params))
 
-        with patch.object(trainer.trace, "end", noting):
-            trainer.step(even(1)[0])
-        every = len(list(trainer.model.parameters()))
-        assert held == ([every] if offload else [0]) * (6 // size - 1) + [every], held
-        trainer.close()
+        with patch.object(many.trace, "end", noting):
+            many.step(even(1)[0])
+        assert held == ([len(params)] if offload else [0]) * (6 // size - 1) + [len(params)], held
+        many.close()
 
 
 def mixed_precision() -> None:
     """Weights are kept and updated, and gradients summed, in float32; the model computes in bfloat16."""
-    options = {"optimizer": SGD, "head": "full"}
-    one, many = make_trainer(tiny(torch.float32), "gpu", **options), tiny(torch.float32)
-    many = make_trainer(many, "fsdp", compute_dtype="bfloat16", **options)
-    seen = set()
+    options, seen = {"optimizer": SGD, "head": "full"}, set()
+    one = make_trainer(tiny(torch.float32), "gpu", **options)
+    many = make_trainer(tiny(torch.float32), "fsdp", compute_dtype="bfloat16", **options)
     many.parts.norm.register_forward_hook(lambda _, args, out: seen.add(out.dtype))
     for batch in even(2):
         expected, found = one.step(batch), many.step(batch)
@@ -162,16 +157,176 @@ def sixteen_bits() -> None:
 
 def no_number() -> None:
     """Only rank 0 holds the spoiled weight, but no rank updates anything."""
-    trainer = make_trainer(tiny(), "fsdp", optimizer=SGD, head="full")
-    trainer.step(even(1)[0])
-    before = trainer.state_dict()
-    local = trainer.parts.norm.weight.to_local().detach()
+    many = make_trainer(tiny(), "fsdp", optimizer=SGD, head="full")
+    many.step(even(1)[0])
+    before = many.state_dict()
+    local = many.parts.norm.weight.to_local().detach()
     kept = local.clone()
     if dist.get_rank() == 0:
         local[0] = math.inf
     with pytest.raises(T1Error, match="step 2: a gradient is not finite"):
-        trainer.step(even(1)[0])
+        many.step(even(1)[0])
     local.copy_(kept)
-    after = trainer.state_dict()
+    after = many.state_dict()
     assert all(torch.equal(w, after["model"][n]) for n, w in before["model"].items())
-    trainer.close()
+    many.close()
+
+
+# -- checkpoints across numbers of processes, and what every rank refuses ----------------------------------------------
+
+LONGEST = 10  # seconds that a refusal may take
+SAVED = 2  # steps before a checkpoint
+TOTAL = 4
+ADAMW = {"optimizer": OPTIMIZERS["adamw"], "head": "full"}
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def refused(call: Any, message: str) -> None:
+    """Assert that the call raises on every rank, without delay."""
+    start = time.monotonic()
+    with pytest.raises(T1Error, match=message):
+        call()
+    assert time.monotonic() - start < LONGEST
+
+
+def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
+    return make_trainer(tiny(), mode, **{**ADAMW, **options})
+
+
+def saved_and_on(folder: Path) -> None:
+    """Resumed with as many processes, the run is bitwise the same; in one process, it is the same within rounding.
+
+    Both start from bitwise the same state. The losses of the unbroken run are stored beside the checkpoint, for a
+    resume with another number of processes.
+    """
+    data, whole, one = even(TOTAL), trainer(), trainer("gpu")
+    losses = [whole.step(batch).loss for batch in data[:SAVED]]
+    save_checkpoint(whole, folder)
+    state = whole.state_dict()
+    losses += [whole.step(batch).loss for batch in data[SAVED:]]
+    if dist.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
+
+    again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
+    again.step(data[3])  # state that the checkpoint must overwrite
+    assert load_checkpoint(again, folder) == load_checkpoint(one, folder) == SAVED
+    assert_same(state, again.state_dict())
+    assert_same(state, one.state_dict())
+    assert [again.step(batch).loss for batch in data[SAVED:]] == losses[SAVED:]
+    assert_same(whole.state_dict(), again.state_dict())
+    assert [one.step(batch).loss for batch in data[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
+    assert_same(again.state_dict(), one.state_dict(), rel=1e-6, abs=1e-8)
+    again.load_state_dict(one.state_dict())
+    assert_same(one.state_dict(), again.state_dict())
+    for many in (whole, again):
+        many.close()
+
+
+def on_from(folder: Path) -> None:
+    one, other = trainer("gpu"), trainer()
+    losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
+    assert load_checkpoint(one, folder) == load_checkpoint(other, folder) == SAVED
+    assert_same(one.state_dict(), other.state_dict())
+    assert [other.step(batch).loss for batch in even(TOTAL)[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
+    other.close()
+
+
+def masters() -> None:
+    """16-bit weights, with whole masters or with only the bits of them that the weights lack."""
+    spec = {"name": "adamw", "lr": 1e-2, "master_weights": True}
+    whole = OptimizerSpec(**spec)
+    first = make_trainer(tiny(torch.bfloat16), "fsdp", optimizer=whole, head="full")
+    first.step(even(1)[0])
+    for mode, split in (("gpu", True), ("fsdp", True), ("slide", False)):
+        options = {"optimizer": OptimizerSpec(**spec, split_master=split), "head": "full"}
+        other = make_trainer(tiny(torch.bfloat16, seed=3), mode, **options)
+        other.load_state_dict(first.state_dict())
+        assert_same(first.state_dict(), other.state_dict())
+        other.close()
+    first.close()
+
+
+def full_disk(folder: Path) -> None:
+    """Each rank writes its share, and all ranks report the one whose disk is full."""
+    many, plain, written = trainer(), checkpoint._write, []
+    parts, size, rank = list(many.state_parts()), dist.get_world_size(), dist.get_rank()
+
+    def notes(path: Path, write: Any) -> str:
+        written.append(path.name)
+        return plain(path, write)
+
+    with patch.object(checkpoint, "_write", notes):
+        save_checkpoint(many, folder)
+    assert written == [f"{part}.pt" for part in parts[rank::size]] + [PARTIAL] * (rank == 0)
+
+    def full(path: Path, write: Any) -> str:
+        if path.name == f"{parts[1]}.pt":
+            raise OSError(28, "No space left on device")
+        return plain(path, write)
+
+    many.step(even(1)[0])
+    with patch.object(checkpoint, "_write", full):
+        refused(lambda: save_checkpoint(many, folder), "^rank 1: cannot write .*step-00000001: No space left on device")
+    dist.barrier()  # rank 0 removes what was written
+    assert sorted(p.name for p in folder.iterdir()) == [META, "step-00000000"]
+    assert load_checkpoint(many, folder) == 0
+    many.close()
+
+
+def does_not_fit(folder: Path) -> None:
+    """A checkpoint that one rank does not find, and one of another model."""
+    many, other = trainer(), make_trainer(tiny(num_hidden_layers=1), "fsdp", **ADAMW)
+    save_checkpoint(many, folder / "own")
+    save_checkpoint(other, folder / "other")
+    before = many.state_dict()
+    place = folder / ("nowhere" if is_last() else "own")
+    refused(lambda: load_checkpoint(many, place), "^rank 1: no checkpoint in")
+    refused(lambda: load_checkpoint(many, folder / "other"), "^the checkpoint is of another model")
+    assert_same(before, many.state_dict())
+    many.close()
+
+
+def bad_batches() -> None:
+    """Batches of the other ranks and of the last one, with the error they cause; none changes anything."""
+    ids, size = even(1)[0]["input_ids"], dist.get_world_size()
+    every = "pass the whole batch on"
+    batches = [
+        (ids, (ids + 1) % 97, every),
+        (ids, ids[:5], every),
+        (ids, ids.T.contiguous(), every),
+        (ids, ids + 90, rf"^rank {size - 1}: input_ids hold \d+; allowed: 0 to 96"),
+        (ids + 90, ids + 90, r"^input_ids hold \d+; allowed: 0 to 96"),
+    ]
+    many = trainer()
+    before = many.state_dict()
+    for others, last, message in batches:
+        batch = last if is_last() else others
+        refused(partial(many.step, {"input_ids": batch}), message)
+    assert_same(before, many.state_dict())
+    many.step(even(1)[0])
+    many.close()
+
+
+def other_options() -> None:
+    many = partial(trainer, micro_batch=2 if is_last() else None)
+    refused(many, "ranks disagree about micro_batch: None.*every rank of the group must pass the same")
+
+
+def other_numbers() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[50, 3] += dist.get_rank()
+    refused(partial(make_trainer, model, "fsdp", **ADAMW), "ranks disagree about the model's weights")
+
+
+def no_backend() -> None:
+    with patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
+        refused(trainer, "tensors are on cpu, but the group's backend is nccl for cuda; use gloo for cpu")
+
+
+def mean_square() -> None:
+    many = partial(make_trainer, of_layers(**TWO), "fsdp", **ADAMW, loss="mean_square")
+    refused(many, "'mean_square' in 2 processes; allowed: one process")

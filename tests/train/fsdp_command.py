@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
-from processes import Cases, next_port
+from processes import Cases, as_torchrun_does, forked, free_ports, next_port
 from transformers import AutoModelForCausalLM
 
 from t1lib.__main__ import main
@@ -112,19 +113,29 @@ def one_message(folder: Path, arguments: list[str], message: str) -> None:
     assert not (folder / "refused").exists()
 
 
-def fails(folder: Path) -> None:
-    def trouble() -> None:
-        raise T1Error("rank 1 has had enough")
-
-    _ends(folder, trouble)
+def _trouble() -> None:
+    raise T1Error("rank 1 has had enough")
 
 
-def is_killed(folder: Path) -> None:
-    _ends(folder, lambda: os.kill(os.getpid(), signal.SIGKILL))
+ENDS = {"fails": _trouble, "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
 
 
-def _ends(folder: Path, how: Callable[[], None]) -> None:
-    """`how` ends the last process in its second step, and that ends the others."""
-    arguments = ["--mode", "fsdp", "--steps", "50", "--eval-every", "0", "--out", str(folder)]
+def ended(name: str, folder: Path) -> None:
+    """Run two processes, of which the second ends in its second step as `name` says, and that ends the first. Write
+    their exit codes, outputs and seconds."""
+    folder.mkdir()
+    start, ports = time.monotonic(), free_ports(2)
+    codes = forked(2, partial(_ends, ENDS[name], folder, ports))
+    outputs = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(2)]
+    result = {"codes": codes, "outputs": outputs, "seconds": time.monotonic() - start}
+    (folder / "ended.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _ends(how: Callable[[], None], folder: Path, ports: list[int], rank: int) -> None:
+    with (folder / f"{rank}.txt").open("w", encoding="utf-8") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    as_torchrun_does(rank, 2, ports)
+    arguments = ["--mode", "fsdp", "--steps", "50", "--eval-every", "0", "--out", str(folder / "run")]
     with patch.object(LanguageSession, "step", in_step(2, how)):
         sys.exit(main([*SMALL, *arguments]))

@@ -48,6 +48,11 @@ def ragged(count: int = 3) -> list[dict]:
     return found
 
 
+def even(count: int = 3, rows: int = 6) -> list[dict]:
+    generator = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(97, (rows, 9), generator=generator)} for _ in range(count)]
+
+
 def run(trainer: Trainer, data: list[dict] | None = None) -> tuple[list[tuple[float, float]], dict]:
     """Losses and gradient norms, and the state at the end."""
     records = [trainer.step(batch) for batch in data or ragged()]
@@ -56,13 +61,6 @@ def run(trainer: Trainer, data: list[dict] | None = None) -> tuple[list[tuple[fl
     return [(record.loss, record.grad_norm) for record in records], state
 
 
-def assert_same(state: dict, other: dict) -> None:
-    assert state.keys() == other.keys() and state["step"] == other["step"]
-    assert state["model"].keys() == other["model"].keys()
-    assert state["optimizer"].keys() == other["optimizer"].keys()
-    for name, weight in state["model"].items():
-        assert torch.equal(weight, other["model"][name]), name
-    for name, slots in state["optimizer"].items():
-        assert slots.keys() == other["optimizer"][name].keys()
-        for key, value in slots.items():
-            assert torch.equal(value, other["optimizer"][name][key]), (name, key)
+def assert_same(state: dict, other: dict, rel: float = 0.0, abs: float = 0.0) -> None:
+    """The same bits of weights and optimizer state, or within bounds."""
+    torch.testing.assert_close(state, other, rtol=rel, atol=abs)

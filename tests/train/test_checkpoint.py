@@ -137,9 +137,8 @@ def test_killed_at_any_time_and_resumed(tmp_path):
 
 def test_what_killed_processes_left_is_removed(tmp_path, trained):
     (tmp_path / "step-00000099").mkdir()
-    (tmp_path / "step-00000099" / "rest.pt").write_bytes(b"half")
-    (tmp_path / f".{META}.partial").write_bytes(b"half")
-    (tmp_path / "step-by-step.txt").write_text("hers")
+    for name in ("step-00000099/rest.pt", f".{META}.partial", "step-by-step.txt"):
+        (tmp_path / name).write_text("half")
     path = save_checkpoint(trained, tmp_path)
     assert names(tmp_path) == [META, path.name, "step-by-step.txt"]
 
@@ -184,7 +183,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatch, t
     assert_same(state, trained.state_dict())
 
 
-# -- which one is the last ---------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_the_last_is_the_one_that_was_saved_last(tmp_path, trained):
@@ -195,32 +194,25 @@ def test_the_last_is_the_one_that_was_saved_last(tmp_path, trained):
         assert names(tmp_path) == [META, path.name]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def test_a_flipped_bit_anywhere_is_found(tmp_path, trained):
-    path = save_checkpoint(trained, tmp_path)
-    before, chance = trained.state_dict(), random.Random(0)
+def test_a_broken_file_is_named_and_changes_nothing(tmp_path, trained):
+    """A flipped bit anywhere is found."""
+    path, before, chance = save_checkpoint(trained, tmp_path), trained.state_dict(), random.Random(0)
     for file in (tmp_path / META, *(path / name for name in ("rest.pt", "layer-0000.pt", "layer-0001.pt"))):
         content = file.read_bytes()
+        broken = [b"", b"{", b"[1]", b"[" * 100_000]
         for _ in range(8):
             place, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
-            file.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+            broken.append(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+        for other in broken:
+            file.write_bytes(other)
             with pytest.raises(T1Error, match=str(file)):
                 load_checkpoint(trained, tmp_path)
+        file.unlink()
+        with pytest.raises(T1Error, match=f"no checkpoint in {tmp_path}" if file.name == META else str(file)):
+            load_checkpoint(trained, tmp_path)
         file.write_bytes(content)
     assert load_checkpoint(trained, tmp_path) == trained.steps
     assert_same(before, trained.state_dict())
-
-
-@pytest.mark.parametrize("name", [META, "rest.pt"])
-@pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 100_000, None])
-def test_a_broken_file_is_named(tmp_path, trained, name, content):
-    path = save_checkpoint(trained, tmp_path)
-    path = tmp_path / META if name is META else path / name
-    path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(T1Error, match=f"no checkpoint in {tmp_path}" if content is name is META else str(tmp_path)):
-        load_checkpoint(trained, tmp_path)
 
 
 def resigned(folder: Path, name: str, content: object) -> None:
@@ -242,41 +234,37 @@ KINDS = [
 ]
 
 
-def test_a_part_of_another_kind_is_refused_before_anything_changes(tmp_path, trained):
-    path, before = save_checkpoint(trained, tmp_path), trained.state_dict()
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, trained):
+    """Of another model, none, or with a part of another kind."""
+    path, other = save_checkpoint(trained, tmp_path), a_trainer(layers=3)
+    before, untouched = trained.state_dict(), other.state_dict()
+    for folder, message in ((tmp_path, "of another model"), (tmp_path / "empty", "no checkpoint in")):
+        with pytest.raises(T1Error, match=message):
+            load_checkpoint(other, folder)
     part = torch.load(path / "rest.pt", weights_only=True)
     for change in KINDS:
         resigned(path, "rest.pt", change(part))
         with pytest.raises(T1Error):
             load_checkpoint(trained, tmp_path)
     assert_same(before, trained.state_dict())
+    assert_same(untouched, other.state_dict())
 
 
 def test_integer_weights_are_not_truncated(tmp_path):
     """Of a model that has some, such as a quantised one: floats do not fit them, only what was saved does."""
     trainer = a_trainer()
-    trainer.model.model.register_parameter("scales", torch.nn.Parameter(torch.arange(3), requires_grad=False))
+    scales = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+    trainer.model.model.register_parameter("scales", scales)
     path = save_checkpoint(trainer, tmp_path)
-    trainer.model.model.scales.zero_()
+    scales.zero_()
     load_checkpoint(trainer, tmp_path)
-    assert trainer.model.model.scales.tolist() == [0, 1, 2]
+    assert scales.tolist() == [0, 1, 2]
     part = torch.load(path / "rest.pt", weights_only=True)
     part["model"]["model.scales"] = torch.tensor([0.5, 1.5, 2.5])
     resigned(path, "rest.pt", part)
     with pytest.raises(T1Error, match=r"scales' is torch\.float32 of .*allowed: torch\.int64"):
         load_checkpoint(trainer, tmp_path)
-    assert trainer.model.model.scales.tolist() == [0, 1, 2]
-
-
-def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, trained):
-    save_checkpoint(trained, tmp_path)
-    other = a_trainer(layers=3)
-    before = other.state_dict()
-    with pytest.raises(T1Error, match="of another model"):
-        load_checkpoint(other, tmp_path)
-    assert_same(before, other.state_dict())
-    with pytest.raises(T1Error, match="no checkpoint in"):
-        load_checkpoint(other, tmp_path / "empty")
+    assert scales.tolist() == [0, 1, 2]
 
 
 def test_the_names_of_a_checkpoint_reach_the_disk(tmp_path, trained, monkeypatch):

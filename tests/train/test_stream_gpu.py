@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import Masters, held_bytes, in_pieces, streaming, wait_for, weights
+from stream_cases import Masters, assert_same_weights, compare, held_bytes, in_pieces, streaming, wait_for, weights
 from stream_loops import CLIPS, adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
@@ -36,38 +36,12 @@ PLACES = {
 }
 
 
-def agrees(
-    build: Callable[[], nn.Module], optimizer: Callable[..., Any] = sgd, each: Callable[..., list[float]] | None = None,
-    reference: Callable[[nn.Module], object] = lambda model: None, usual: Callable[..., Any] | None = None,
-    rel: float = 1e-5, **options: Any,
-) -> None:  # fmt: skip
-    """Assert that a model streamed from the host has the losses and norms of a plain one on the device."""
-    each = each or loop(batches=BATCHES)
-    plain = build().to(DEVICE)
-    other = (usual or optimizer)(plain)
-    reference(plain)
-    torch.manual_seed(7)
-    expected = each(plain, other)
-    assert max(expected) > min(expected) * (1 + 10 * rel)
-    model = build()
-    with streaming(model, optimizer(model), device=DEVICE, **options) as (streamed, own):
-        torch.manual_seed(7)
-        assert each(streamed, own) == pytest.approx(expected, rel=rel)
-        assert evaluated(streamed) == pytest.approx(evaluated(plain), rel=rel)
-        near(streamed.state_dict(), plain.state_dict(), 100 * rel)
-
-
-def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rel: float) -> None:
-    far = {n: float((found[n].cpu() - w.cpu()).float().norm() / w.float().norm().cpu()) for n, w in expected.items()}
-    assert not {name: distance for name, distance in far.items() if distance > rel}
-
-
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("place", PLACES)
 def test_placements(place, clip):
     rates = partial(LambdaLR, lr_lambda=lambda step: 0.8**step)
     each = loop(batches=data(8, padded=True, device=DEVICE), clip=CLIPS[clip], schedule=rates, after=evaluated)
-    agrees(llama, OPTIMIZERS["grouped"], each, choice=PLACES[place])
+    compare(llama, OPTIMIZERS["grouped"], each, rel=1e-5, device=DEVICE, choice=PLACES[place])
 
 
 def pieces(rows: int | None, layers: Callable[..., Any] = layers_of) -> Callable[[nn.Module], object]:
@@ -78,29 +52,30 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"{kind}, {o}": {"build": MODELS[kind], "optimizer": OPTIMIZERS[o]} for kind in MODELS for o in OPTIMIZERS},
     **{
         f"{kind}, {rows} rows at a time": {
-            "build": MODELS[kind], "each": loop(batches=PADDED), "reference": pieces(rows), "micro_batch": rows,
+            "build": MODELS[kind], "loop": loop(batches=PADDED), "reference": pieces(rows), "micro_batch": rows,
         }
         for kind in MODELS for rows in (1, 3)
     },
-    **{f"accumulated, clip {c}": {"each": loop(batches=LONG, accumulate=4, clip=CLIPS[c])} for c in CLIPS},
+    **{f"accumulated, clip {c}": {"loop": loop(batches=LONG, accumulate=4, clip=CLIPS[c])} for c in CLIPS},
     **{f"updated in the backward, {p}": {"choice": PLACES[p], "update_in_backward": True} for p in PLACES},
     "parameters without a gradient": {
         "build": partly_used, "optimizer": partial(adamw, lr=1e-3, weight_decay=0.5), "choice": PLACES["two places"],
     },
-    "nothing overlaps": {"each": loop(batches=BATCHES, clip=own_clip), "overlap": False},
+    "nothing overlaps": {"loop": loop(batches=BATCHES, clip=own_clip), "overlap": False},
     # the GPU's own random numbers are replayed
     "adapters, little dropout": {"build": partial(adapted, dropout=0.05), "reference": pieces(None, adapters_of)},
     "adapters, much dropout": {"build": partial(adapted, dropout=0.5), "reference": pieces(None, adapters_of)},
     "dropout": {
         "build": partial(blocks, dropout=0.3), "reference": pieces(None),
-        "each": loop(batches=BATCHES, loss=two_forwards),
+        "loop": loop(batches=BATCHES, loss=two_forwards),
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_plain_pytorch(name):
-    agrees(**{"build": qwen3, **CASES[name]})
+    usual = {"build": qwen3, "optimizer": sgd, "loop": loop(batches=BATCHES)}
+    compare(**{**usual, **CASES[name]}, rel=1e-5, device=DEVICE)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -108,8 +83,8 @@ def test_agrees_with_plain_pytorch(name):
 def test_bfloat16_with_masters(layout, place):
     """The reference rounds in other places, so that weights may be apart by a bit here and there."""
     build, make = partial(llama, torch.bfloat16), partial(adamw, lr=1e-3)
-    each = loop(batches=BATCHES[:5], clip=own_clip)
-    agrees(build, make, each, usual=lambda model: Masters(make(model)), rel=1e-2, choice=PLACES[place], **layout)
+    options = {"usual": lambda model: Masters(make(model)), "choice": PLACES[place], **layout}
+    compare(build, make, loop(batches=BATCHES[:5], clip=own_clip), rel=1e-2, device=DEVICE, **options)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -124,10 +99,10 @@ def test_gradients_and_weights_are_complete_when_seen(place):
                 optimizer.zero_grad()
                 model_loss(one, batch).backward()
             grads = ({n: p.grad for n, p in one.named_parameters()} for one in (streamed, plain))
-            near(*grads, rel=1e-3)
+            assert_same_weights(*grads, rel=1e-3)
             usual.step()
             own.step()
-            near(streamed.state_dict(), plain.state_dict(), 1e-4)
+            assert_same_weights(streamed, plain, rel=1e-4)
 
 
 def test_a_device_that_is_busy_when_buffers_are_made(monkeypatch):
@@ -155,7 +130,7 @@ def test_an_aborted_step(monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 model_loss(streamed, BATCHES[5]).backward()
             own.zero_grad()
-        near(streamed.state_dict(), before, 0.0)
+        assert_same_weights(streamed, before)
         assert found + train(streamed, own, BATCHES[4:]) == pytest.approx(expected, rel=1e-5)
 
 

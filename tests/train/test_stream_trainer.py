@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_models import VOCABULARY, adapted, llama
+from stream_models import adapted, data, llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -26,14 +26,9 @@ in_16_bits = partial(dropping, torch.bfloat16)
 
 @cache
 def rows() -> list[dict[str, Tensor]]:
-    """40 rows of 9 tokens, some of which are padding: at 4 rows per step an epoch ends within a run."""
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for tokens in torch.randint(VOCABULARY, (40, 9), generator=generator):
-        length = int(torch.randint(4, 10, (), generator=generator))
-        mask = (torch.arange(9) < length).long()
-        found.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask > 0, -100)})
-    return found
+    """40 rows, some of which are padded: at 4 rows per step an epoch ends within a run."""
+    (batch,) = data(1, padded=True, rows=40)
+    return [{name: value[row] for name, value in batch.items()} for row in range(40)]
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
@@ -65,14 +60,12 @@ def assert_same(plain: Trainer, streamed: Trainer, norms: bool = True) -> None:
         assert torch.equal(weights[name], weight), name
 
 
-def train_both(
-    folder: Path, build: Any = dropping, stream: Any = None, parts: Any = None, prepare: Any = None, **given: Any
-) -> list[Trainer]:
+def train_both(folder: Path, build: Any = dropping, parts: Any = None, prepare: Any = None, **own: Any) -> list:
     """A run with Trainer, and one with StreamTrainer. prepare: is called with each trainer before it trains"""
     found = []
     for kind in (Trainer, StreamTrainer):
         model = build()
-        found.append(trainer(kind, folder, model, stream, parts and parts(model), **given))
+        found.append(trainer(kind, folder, model, parts=parts and parts(model), **own))
         if prepare:
             prepare(found[-1])
         found[-1].train()
@@ -129,7 +122,7 @@ def test_same_bits_as_trainer(name, tmp_path):
 
 
 class Interrupt(TrainerCallback):
-    """Raises when a step ends, or within an accumulation."""
+    """Raises when a step ends, or at another event."""
 
     def __init__(self, step: int, event: str = "on_step_end") -> None:
         self.step = step
@@ -150,48 +143,31 @@ def interrupted(found: Trainer, *where: Any, **given: Any) -> Trainer:
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
+SUMMED = {"gradient_accumulation_steps": 2}
 RESUMED: dict[str, dict[str, Any]] = {
     "float32": {},
     "adapters": {"build": with_adapters},
-    "a budget, accumulation": {"stream": {"gpu_memory": "1GiB"}, "gradient_accumulation_steps": 2},
+    "a budget, accumulation": {"stream": {"gpu_memory": "1GiB"}, **SUMMED},
     "split masters": {"build": in_16_bits, "stream": {"master_weights": "split", "moments": "bfloat16"}},
-}
+    "begun by Trainer": {"kinds": (Trainer, StreamTrainer)},
+    "by Trainer": {"kinds": (StreamTrainer, Trainer)},
+    **{f"by the same one, {event}": {"kinds": (StreamTrainer, None), "event": event, **SUMMED} for event in (
+        "on_substep_end", "on_step_end", "on_pre_optimizer_step",
+    )},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", slow_unless(RESUMED, ["split masters"]))
 def test_resumed_run_is_the_unbroken_one(name, tmp_path):
-    given = {"build": dropping, **RESUMED[name]}
-    build = given.pop("build")
-    unbroken = trainer(StreamTrainer, tmp_path / "whole", build(), **given)
+    """kinds: of trainer, which begins and goes on (None: the one that began)"""
+    given = {"build": dropping, "kinds": (StreamTrainer, StreamTrainer), "event": "on_step_end", **RESUMED[name]}
+    build, (first, then), event = given.pop("build"), given.pop("kinds"), given.pop("event")
+    unbroken = trainer(StreamTrainer if given.get("stream") else Trainer, tmp_path / "whole", build(), **given)
     unbroken.train()
-    interrupted(trainer(StreamTrainer, tmp_path, build(), **given, **SAVING), 5)
-    resumed = trainer(StreamTrainer, tmp_path, build(), **given, **SAVING)
+    begun = interrupted(trainer(first, tmp_path, build(), **given, **SAVING), 5, event)
+    resumed = begun if then is None else trainer(then, tmp_path, build(), **given, **SAVING)
     resumed.train(resume_from_checkpoint=True)
     assert_same(unbroken, resumed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("event", ["on_substep_end", "on_step_end", "on_pre_optimizer_step"])
-def test_the_same_trainer_goes_on_after_an_exception(event, tmp_path):
-    given = {"gradient_accumulation_steps": 2}
-    unbroken = trainer(Trainer, tmp_path / "whole", dropping(), **given)
-    unbroken.train()
-    streamed = interrupted(trainer(StreamTrainer, tmp_path, dropping(), **given, **SAVING), 5, event)
-    streamed.train(resume_from_checkpoint=True)
-    assert_same(unbroken, streamed)
-
-
-@pytest.mark.slow
-def test_checkpoints_are_trainers(tmp_path):
-    """A run begun by Trainer goes on here, and the other way round."""
-    whole = trainer(Trainer, tmp_path / "whole", dropping())
-    whole.train()
-    for first, then in ((Trainer, StreamTrainer), (StreamTrainer, Trainer)):
-        folder = tmp_path / first.__name__
-        interrupted(trainer(first, folder, dropping(), **SAVING), 5)
-        resumed = trainer(then, folder, dropping(), **SAVING)
-        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-        assert_same(whole, resumed)
 
 
 def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
@@ -208,9 +184,6 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     resumed.save_model(str(tmp_path / "saved"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in first.model.state_dict().items())
-
-
-# -- before and after --------------------------------------------------------------------------------------------------
 
 
 KILLED = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
@@ -300,15 +273,13 @@ def test_refused(name, tmp_path):
     assert model(input_ids=rows()[0]["input_ids"][None]).logits.isfinite().all()
 
 
-def test_refused_models(tmp_path):
-    found = trainer(StreamTrainer, tmp_path, model := dropping())
-    found.train()
-    with pytest.raises(T1Error, match="streamed already"):
-        trainer(StreamTrainer, tmp_path, model)
-    other = dropping()
-    other.gradient_checkpointing_enable()
-    with pytest.raises(T1Error, match="checkpointing"):
-        trainer(StreamTrainer, tmp_path, other)
+def test_refused_models_and_arguments(tmp_path):
+    trainer(StreamTrainer, tmp_path, streamed := dropping()).train()
+    recomputing = dropping()
+    recomputing.gradient_checkpointing_enable()
+    for model, message in ((streamed, "streamed already"), (recomputing, "checkpointing")):
+        with pytest.raises(T1Error, match=message):
+            trainer(StreamTrainer, tmp_path, model)
     for name, value in (("deepspeed", {"zero_optimization": {}}), ("fsdp", "full_shard"), ("fp16", True)):
         given = arguments(tmp_path)
         setattr(given, name, value)  # not earlier, as TrainingArguments asks for what is not here
