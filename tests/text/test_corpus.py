@@ -1,6 +1,7 @@
 """The corpus reader: what it reads, what it refuses, and that the same seed gives the same rows."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from t1lib.text import corpus
 from t1lib.text.texts import read_texts
 
 SOURCE = Path(json.__file__).parent  # a few modules, 40 kB
+
+
+load = partial(corpus.load_corpus, 600, 32, source=SOURCE)
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +29,9 @@ def test_a_vocabulary_beyond_the_corpus_says_what_it_reaches():
         corpus.byte_pairs(texts, 9000)
     reached = int(str(found.value).split("reach ")[1].split()[0])
     assert corpus.byte_pairs(texts, reached).get_vocab_size() == reached
-    with pytest.raises(T1Error, match="vocabulary 256; allowed: 257"):
-        corpus.byte_pairs(texts, 256)
-    with pytest.raises(T1Error, match="vocabulary 999999999; allowed: 257"):  # the library would abort the process
-        corpus.byte_pairs(texts, 999_999_999)
+    for wrong in (256, 999_999_999):  # at which the library would abort the process
+        with pytest.raises(T1Error, match=f"vocabulary {wrong}; allowed: 257"):
+            corpus.byte_pairs(texts, wrong)
 
 
 def test_text_comes_back_from_its_tokens():
@@ -44,19 +47,10 @@ def test_text_comes_back_from_its_tokens():
     assert max(end - begin for _, (begin, end) in words) <= 513  # 256 characters, then up to 256 of line breaks
 
 
-def test_the_same_seed_gives_the_same_rows_and_another_seed_another_order():
-    one, two = (corpus.load_corpus(600, 32, source=SOURCE) for _ in range(2))  # the second from the cache
-    assert torch.equal(one.train, two.train) and torch.equal(one.held_out, two.held_out)
-    assert one.sha256 == two.sha256 and one.files == two.files
-    other = corpus.load_corpus(600, 32, source=SOURCE, seed=1)
-    assert other.sha256 == one.sha256
-    assert not torch.equal(other.held_out, one.held_out)
-
-
 @pytest.mark.parametrize("share", [0.0001, 0.05, 0.9999])
 def test_rows_are_the_texts_in_order_and_the_last_are_held_out(share, monkeypatch):
     monkeypatch.setattr(corpus, "HELD_OUT", share)
-    found = corpus.load_corpus(600, 32, source=SOURCE)
+    found = load()
     ids = torch.cat([found.train, found.held_out])
     assert ids.dtype == torch.int64 and ids.shape[1] == 32 and int(ids.min()) >= 0 and int(ids.max()) < 600
     texts = read_texts(SOURCE)
@@ -66,17 +60,17 @@ def test_rows_are_the_texts_in_order_and_the_last_are_held_out(share, monkeypatc
 
 
 def test_a_damaged_cache_is_made_again(cache, monkeypatch):
-    first = corpus.load_corpus(600, 32, source=SOURCE)
+    first = load()
     (kept,) = cache.glob("bpe-600-*.json")
     whole, content = kept.read_bytes(), first.tokenizer.to_str()
     trained, train = [], corpus._train
     monkeypatch.setattr(corpus, "_train", lambda *arguments: trained.append(1) or train(*arguments))
-    assert corpus.load_corpus(600, 32, source=SOURCE).tokenizer.to_str() == content and not trained
+    assert load().tokenizer.to_str() == content and not trained
     token = next(t for t in first.tokenizer.get_vocab() if len(t) > 6)
     flipped = whole.replace(token.encode(), token[:-1].encode() + bytes([token.encode()[-1] ^ 1]), 1)
     for damage in (b"{", b"", whole[:-100], flipped):
         kept.write_bytes(damage)
-        assert corpus.load_corpus(600, 32, source=SOURCE).tokenizer.to_str() == content
+        assert load().tokenizer.to_str() == content
         assert trained.pop() and kept.read_bytes() == whole
 
 
@@ -86,16 +80,18 @@ def test_bad_arguments_are_named_and_a_cache_that_cannot_be_written_is_done_with
             corpus.load_corpus(**{"vocabulary": 600, "seq": 32, "source": SOURCE} | wrong)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("T1_CACHE", str(tmp_path / "file" / "cache"))
-    assert len(corpus.load_corpus(600, 32, source=SOURCE).train)
+    assert len(load().train)
 
 
-def test_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_row_once():
-    found = corpus.load_corpus(600, 32, source=SOURCE)
+def test_rows_and_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_row_once():
+    found, again, other = load(), load(), load(seed=1)  # the second from the cache
+    assert torch.equal(found.train, again.train) and torch.equal(found.held_out, again.held_out)
+    assert (found.sha256, found.files) == (again.sha256, again.files) and other.sha256 == found.sha256
+    assert not torch.equal(other.held_out, found.held_out)
     rows = len(found.train)
-    size = rows // 3
 
     def batch(step, seed=5):
-        return found.batch(step, size, seed)["input_ids"]
+        return found.batch(step, rows // 3, seed)["input_ids"]
 
     epoch = [batch(step) for step in range(3)]
     assert torch.equal(batch(1), epoch[1])

@@ -65,12 +65,9 @@ def test_the_same_seed_gives_the_same_losses():
     assert losses(data_seed=1) != losses() != losses(seed=1, data_seed=0)
 
 
-def test_a_model_that_is_no_folder_with_a_tokenizer_is_refused(tmp_path):
+def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
     with pytest.raises(T1Error, match=r"neither a preset nor a folder with a tokenizer\.json"):
         LanguageSession(**SETTINGS | {"model": str(tmp_path)})
-
-
-def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
     session.trainer.model.config.save_pretrained(tmp_path)
     session.trainer.model.save_pretrained(tmp_path)
     byte_pairs(read_texts(TEXT), 290).save(str(tmp_path / "tokenizer.json"))

@@ -10,23 +10,17 @@ from t1lib.errors import T1Error
 from t1lib.text import texts
 from t1lib.text.texts import LIBRARY, read_texts
 
-LIMIT = "400KB"
 
-
-def test_the_library_is_read_without_tests_within_its_limit():
-    found = read_texts(LIBRARY, LIMIT)
+def test_of_the_library_tests_and_generated_files_are_left_out(tmp_path, monkeypatch):
+    """What is left is within the limit, and the same every time."""
+    found = read_texts(LIBRARY, "400KB")
     assert 0 < sum(len(text.encode()) for text in found.values()) <= 400_000
     folders = {part for name in found for part in name.split("/")[:-1]}
     assert folders.isdisjoint({"test", "tests", "site-packages"})
-    assert list(found) == list(read_texts(LIBRARY, LIMIT))
-
-
-def test_of_the_library_tests_and_generated_files_are_left_out(tmp_path, monkeypatch):
-    (tmp_path / "a.py").write_text("a = 1\n")
-    (tmp_path / "b.py").write_bytes(b"# \xff\xfe\n")
-    (tmp_path / "_sysconfigdata__linux.py").write_text("x = 1\n")
+    assert list(found) == list(read_texts(LIBRARY, "400KB"))
     (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "c.py").write_text("c = 1\n")
+    for name, content in {"a": b"a = 1\n", "b": b"# \xff\xfe\n", "_sysconfigdata__x": b"x", "test/c": b"c"}.items():
+        (tmp_path / f"{name}.py").write_bytes(content)
     monkeypatch.setattr(texts.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert read_texts() == {"a.py": "a = 1\n"}
     (tmp_path / "a.py").unlink()
@@ -36,16 +30,15 @@ def test_of_the_library_tests_and_generated_files_are_left_out(tmp_path, monkeyp
 
 def test_a_folder_gives_all_text_below_it(tmp_path):
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "a.md").write_text("some text")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\x01")
-    (tmp_path / "nul.txt").write_text("a\0b")
-    (tmp_path / "mark.TXT").write_bytes(b"\xef\xbb\xbfthird")
-    (tmp_path / ".hidden").write_text("no")
-    (tmp_path / "blank.txt").write_text(" \n")
     lines = [{"text": "first\u2028"}, {"content": "second", "id": 3}]  # with another end of a line
-    (tmp_path / "PART.JSONL").write_text("\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n")
-    lines = {"PART.JSONL#0": "first\u2028", "PART.JSONL#1": "second"}
-    assert read_texts(tmp_path) == {"deep/a.md": "some text", "mark.TXT": "third", **lines}
+    records = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n"
+    for name, content in {
+        "deep/a.md": b"some text", "picture.png": b"\x89PNG\x00\x01", "nul.txt": b"a\0b", ".hidden": b"no",
+        "mark.TXT": b"\xef\xbb\xbfthird", "blank.txt": b" \n", "PART.JSONL": records.encode(),
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    found = {"PART.JSONL#0": "first\u2028", "PART.JSONL#1": "second"}
+    assert read_texts(tmp_path) == {"deep/a.md": "some text", "mark.TXT": "third", **found}
     assert read_texts(tmp_path / "deep" / "a.md") == {"a.md": "some text"}
     assert sum(map(len, read_texts(tmp_path, 10).values())) <= 10
 
@@ -78,15 +71,12 @@ def test_what_is_no_text_is_refused(tmp_path, name, content, message):
             read_texts(source)
 
 
-def test_what_is_not_there_or_leaves_nothing_is_refused(tmp_path):
+def test_a_source_or_a_limit_that_leaves_nothing_is_refused(tmp_path):
     for source in (tmp_path / "nowhere", "", "x" * 300, "a\0b"):
         with pytest.raises(T1Error, match=r"no corpus at '.*; allowed: a file, a folder, or 'stdlib'"):
             read_texts(source)
     with pytest.raises(T1Error, match="corpus is empty"):
         read_texts(tmp_path)
-
-
-def test_a_limit_below_every_text_says_what_it_may_be(tmp_path):
     (tmp_path / "a.txt").write_text("ä" * 50)
     (tmp_path / "b.txt").write_text("b" * 200)
     message = r"a\.txt holds no text within limit 99B; allowed: 100, its smallest text, or more$"
@@ -108,13 +98,14 @@ def test_parquet_needs_its_library(tmp_path):
 
 
 def test_folders_with_a_run_are_left_out(tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "run.json").write_text('{"kind": "of another program"}')
     run = tmp_path / "runs" / "one"
     (run / "model").mkdir(parents=True)
-    (run / texts.RUN).write_text('{"t1lib": "1", "corpus": "", "settings": {}}')
-    (run / "metrics.csv").write_text("step,loss")
-    (run / "model" / "config.json").write_text("{}")
+    for path, content in {
+        tmp_path / "a.txt": "some text", tmp_path / "run.json": '{"kind": "of another program"}',
+        run / texts.RUN: '{"t1lib": "1", "corpus": "", "settings": {}}', run / "metrics.csv": "step,loss",
+        run / "model" / "config.json": "{}",
+    }.items():  # fmt: skip
+        path.write_text(content)
     assert sorted(read_texts(tmp_path)) == ["a.txt", "run.json"]
     with pytest.raises(T1Error, match="one holds a run, whose files change; move them"):
         read_texts(run)

@@ -77,8 +77,9 @@ def assert_same_weights(
     assert first.keys() == second.keys()
 
     def same(found: Tensor, expected: Tensor) -> bool:
-        far = (found - expected).float().norm()
-        return torch.equal(found, expected) if rel == 0 else far <= rel * expected.float().norm()
+        if rel == 0:
+            return torch.equal(found, expected)
+        return bool((found - expected).float().norm() <= rel * expected.float().norm())
 
     unequal = [name for name, value in second.items() if not same(first[name].cpu(), value.cpu())]
     assert not unequal, unequal

@@ -59,13 +59,6 @@ def test_calls_with_unknown_objects_are_not_captured():
     assert len(calls) == 3 and not graphs._seen
 
 
-def test_layers_with_adapters_run_without_graphs():
-    """A graph would read one layer's adapters for all."""
-    with streaming(adapted(dropout=0.0)) as (streamed, own):
-        train(streamed, own, data(1))
-        assert not own._engine.passes.for_graphs
-
-
 @pytest.mark.parametrize("planned_for", [None, (2, 6)])
 def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
     """In bfloat16, adapters save their inputs once more, in float32. Under a patched head, a plan is made within a call

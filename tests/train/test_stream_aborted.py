@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,6 @@ from stream_cases import assert_same_weights, going_on, held_bytes, streaming, t
 from stream_loops import adamw, model_loss, own_clip, train
 from stream_models import blocks, data
 from test_stream_state import AT_ONCE, PLACES
-from torch import nn
 
 from t1lib.plan.cost import Choice
 from t1lib.train import stream
@@ -40,44 +40,31 @@ class Broken(Exception):
     """What the user's code raises here."""
 
 
-ERRORS = {"error": Broken, "interrupt": KeyboardInterrupt}
-
-
-@pytest.mark.parametrize("layer, error", [(0, "interrupt"), (2, "error")])
-@pytest.mark.parametrize("call", [1, 2, 0], ids=["forward", "recompute", "backward"])
-@pytest.mark.parametrize("options", PLACES[:3])
-def test_an_error_in_a_layer(options, layer, call, error):
-    """Weights and state are those before the step; the next steps are as if it had not been tried."""
-    with going_on(**options) as (streamed, own):
-        before, fault = weights(streamed), streamed.blocks[layer].fault
-        fault.arm(ERRORS[error]("broken"), call)
-        try:
-            model_loss(streamed, BATCHES[2]).backward()
-        except ERRORS[error] as raised:
-            assert str(raised) == "broken"
-            assert_same_weights(streamed, before)
-        else:  # a layer whose activations are kept is called once
-            assert call == 2 and fault.calls == 1
-            fault.arm(None)
-        own.zero_grad()
-
-
-@pytest.mark.parametrize("options", PLACES[:3])
-def test_steps_that_are_aborted_again_and_again(options):
-    """No buffer is lost: neither in the forward nor in the backward, nor before the update, nor in her own loss."""
-    with going_on(**options) as (streamed, own):
-        for _ in range(4):  # more often than there are buffers
-            with pytest.raises(Broken):
-                broken(model_loss(streamed, BATCHES[2]))
-        for number in range(6):
-            streamed.blocks[number % 4].fault.arm(Broken(), call=number % 2)
-            with pytest.raises(Broken):
-                model_loss(streamed, BATCHES[3]).backward()
-            own.zero_grad()
-
-
 def broken(loss: torch.Tensor) -> None:
     raise Broken(loss)
+
+
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("options", PLACES[:3])
+def test_aborted_steps(options, error):
+    """In a forward, a recomputation, a backward and her own loss: weights and state are those before the step, the next
+    steps are as if it had not been tried, and no buffer is lost, of which there are fewer than aborted steps."""
+    with going_on(**options) as (streamed, own):
+        before = weights(streamed)
+        for layer, call in product((0, 2, 1, 3), (1, 2, 0)):
+            fault = streamed.blocks[layer].fault
+            fault.arm(error("broken"), call)
+            try:
+                model_loss(streamed, BATCHES[2]).backward()
+            except error as raised:
+                assert str(raised) == "broken"
+                assert_same_weights(streamed, before)
+            else:  # a layer whose activations are kept is called once
+                assert call == 2 and fault.calls == 1
+                fault.arm(None)
+            own.zero_grad()
+            with pytest.raises(Broken):
+                broken(model_loss(streamed, BATCHES[3]))
 
 
 @contextmanager
@@ -102,15 +89,11 @@ def interrupted(at: int) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-def one_step(model: nn.Module, optimizer: Any) -> None:
-    train(model, optimizer, BATCHES[2:3], clip=own_clip)
-
-
 def calls_of_a_step(options: dict[str, Any]) -> int:
     with streaming(blocks(), **options) as (streamed, own):
         train(streamed, own, BATCHES[:2], clip=own_clip)
         with interrupted(0) as calls:
-            one_step(streamed, own)
+            train(streamed, own, BATCHES[2:3], clip=own_clip)
     return calls[0]
 
 
@@ -119,20 +102,21 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
     train(stepped, adamw(stepped), BATCHES[:3], clip=own_clip)
     with going_on(**options) as (streamed, own):
         before, saved = weights(streamed), copy.deepcopy(own.state_dict())
+
+        def go_back() -> None:
+            streamed.load_state_dict(before)
+            own.load_state_dict(copy.deepcopy(saved))
+
         train(streamed, own, BATCHES[:1])  # so that an update is under way
-        streamed.load_state_dict(before)
-        own.load_state_dict(copy.deepcopy(saved))
+        go_back()
         try:
             with interrupted(at):
-                one_step(streamed, own)
+                train(streamed, own, BATCHES[2:3], clip=own_clip)
         except KeyboardInterrupt:
-            after = weights(streamed)
-            same = [all(torch.equal(value, after[name]) for name, value in each.items()) for each in (
-                before, weights(stepped),
-            )]  # fmt: skip
-            assert any(same), "weights of two steps"
-        streamed.load_state_dict(before)
-        own.load_state_dict(copy.deepcopy(saved))
+            after = weights(streamed).values()
+            whole = [all(map(torch.equal, after, each.values())) for each in (before, weights(stepped))]
+            assert any(whole), "weights of two steps"
+        go_back()
         own.zero_grad()
 
 
@@ -184,8 +168,5 @@ def test_many_steps_without_growth():
                 train(streamed, own, [BATCHES[start % 6]], clip=lambda _, optimizer: optimizer.clip_grad_norm_(0.1))
             own.drain()
             gc.collect()
-            sizes.append((held_bytes(), len(gc.get_objects()), threading.active_count()))
-    first, last = sizes[1], sizes[2]
-    assert last[0] == first[0]
-    assert last[1] <= first[1] + 50
-    assert last[2] == first[2]
+            sizes.append((held_bytes(), threading.active_count(), len(gc.get_objects())))
+    assert sizes[2][:2] == sizes[1][:2] and sizes[2][2] <= sizes[1][2] + 50
