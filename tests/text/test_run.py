@@ -115,9 +115,6 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch
     assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
 
 
-# -- resumed -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_that_goes_on_has_the_losses_of_an_unbroken_one(tmp_path, two_steps):
     """As it was begun, or told its folder alone."""
     often = ["--schedule", "constant", "--steps", "5"]
@@ -176,9 +173,6 @@ def test_it_goes_on_from_another_folder(tmp_path, monkeypatch):
     assert main([*AGAIN, "--out", "../b", "--steps", "2"]) == 0
 
 
-# -- one process in a folder -------------------------------------------------------------------------------------------
-
-
 def test_a_trainer_that_is_refused_for_another_process_changes_nothing(a_run, refused):
     """Not even if the other process begins only after the settings were read."""
     before, again = content(a_run), {"resume": True}
@@ -195,9 +189,6 @@ def test_a_trainer_that_is_refused_for_another_process_changes_nothing(a_run, re
 def test_a_start_that_failed_does_not_take_its_folder(tmp_path, refused):
     refused("too small", tmp_path / "deep" / "a", "--steps", "1", "--workspace", "1", "--head", "fused")
     assert train(tmp_path / "deep" / "a", "--steps", "1") == 0
-
-
-# -- interrupted -------------------------------------------------------------------------------------------------------
 
 
 STARTS = """
@@ -271,9 +262,6 @@ def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000003" if code == 0 else "step-00000002"]
 
 
-# -- a disk that is full -----------------------------------------------------------------------------------------------
-
-
 def test_a_disk_too_full_for_a_checkpoint_is_no_dead_end(tmp_path, refused):
     often = ["--steps", "4", "--checkpoint-every", "2"]
     with largest_file(4000):
@@ -329,9 +317,6 @@ def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run,
     assert not list(a_run.glob("*model*"))
     (a_run / "metrics.csv").unlink()
     refused("metrics.csv has no step to plot", a_run, command=AGAIN)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
@@ -398,9 +383,6 @@ def test_a_run_in_the_folder_of_its_data_is_refused(tmp_path, refused):
 def test_a_changed_vocabulary_sizes_the_tokenizer(tmp_path):
     own = [argument for argument in SMALL if argument not in ("--vocabulary", "300")]
     assert main([*own, "--out", str(tmp_path / "a"), "--steps", "1", "--change", "vocab_size", "300"]) == 0
-
-
-# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["gpu", pytest.param("fsdp", marks=pytest.mark.slow)])

@@ -62,7 +62,6 @@ def cases(size: int, folder: Path) -> Cases:
         "mixed precision": mixed_precision,
         "16 bits": sixteen_bits,
         "a gradient that is no number on one rank": no_number,
-        "masters in both layouts": masters,
         "a full disk": partial(full_disk, folder / "full"),
         "a checkpoint that does not fit": partial(does_not_fit, folder / "unfit"),
         "refused: other options on a rank": other_options,
@@ -172,8 +171,6 @@ def no_number() -> None:
     many.close()
 
 
-# -- checkpoints across numbers of processes, and what every rank refuses ----------------------------------------------
-
 LONGEST = 10  # seconds that a refusal may take
 SAVED = 2  # steps before a checkpoint
 TOTAL = 4
@@ -232,21 +229,6 @@ def on_from(folder: Path) -> None:
     assert_same(one.state_dict(), other.state_dict())
     assert [other.step(batch).loss for batch in even(TOTAL)[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
     other.close()
-
-
-def masters() -> None:
-    """16-bit weights, with whole masters or with only the bits of them that the weights lack."""
-    spec = {"name": "adamw", "lr": 1e-2, "master_weights": True}
-    whole = OptimizerSpec(**spec)
-    first = make_trainer(tiny(torch.bfloat16), "fsdp", optimizer=whole, head="full")
-    first.step(even(1)[0])
-    for mode, split in (("gpu", True), ("fsdp", True), ("slide", False)):
-        options = {"optimizer": OptimizerSpec(**spec, split_master=split), "head": "full"}
-        other = make_trainer(tiny(torch.bfloat16, seed=3), mode, **options)
-        other.load_state_dict(first.state_dict())
-        assert_same(first.state_dict(), other.state_dict())
-        other.close()
-    first.close()
 
 
 def full_disk(folder: Path) -> None:

@@ -105,6 +105,7 @@ def test_a_budget_chooses_what_is_kept_where():
 
 WAYS = [("gpu", "slide", ADAMW), ("slide", "gpu", MOMENTUM), ("ckpt", "fsdp", ADAMW)]
 WAYS += [("gpu", "slide", SPLIT), ("slide", "gpu", MASTERS), ("slide", "fsdp", MASTERS)]
+WAYS += [("fsdp", "fsdp", SPLIT), ("fsdp", "slide", MASTERS)]
 
 
 @pytest.mark.parametrize("first, second, spec", WAYS, ids=str)

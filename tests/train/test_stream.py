@@ -50,9 +50,6 @@ def begun() -> nn.Module:
     return model
 
 
-# -- what a user does in her loop --------------------------------------------------------------------------------------
-
-
 def hidden_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     out = model.model(batch["input_ids"], output_hidden_states=False).last_hidden_state
     return (out.float() ** 2).mean() + out[:, -1].abs().sum()

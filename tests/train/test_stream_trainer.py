@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from stream_cases import assert_same_weights
 from stream_models import adapted, data, llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -55,9 +56,7 @@ def history(found: Trainer, norms: bool = True) -> list[dict[str, float]]:
 def assert_same(plain: Trainer, streamed: Trainer, norms: bool = True) -> None:
     """The same bits. norms: of gradients, too"""
     assert history(streamed, norms) == history(plain, norms)
-    weights = streamed.model.state_dict()
-    for name, weight in plain.model.state_dict().items():
-        assert torch.equal(weights[name], weight), name
+    assert_same_weights(streamed.model, plain.model)
 
 
 def train_both(folder: Path, build: Any = dropping, parts: Any = None, prepare: Any = None, **own: Any) -> list:
@@ -116,9 +115,6 @@ def slow_unless(names: Any, fast: list[str]) -> list[Any]:
 @pytest.mark.parametrize("name", slow_unless(CASES, FAST))
 def test_same_bits_as_trainer(name, tmp_path):
     assert_same(*train_both(tmp_path, **CASES[name]), norms=name != "weights in 16 bits")
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 class Interrupt(TrainerCallback):
@@ -182,8 +178,7 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     resumed.train(resume_from_checkpoint=True)
     assert_same(first, resumed)
     resumed.save_model(str(tmp_path / "saved"))
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in first.model.state_dict().items())
+    assert_same_weights(LlamaForCausalLM.from_pretrained(tmp_path / "saved"), first.model)
 
 
 KILLED = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
