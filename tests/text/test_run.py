@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from t1lib import signals
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
-from t1lib.files import locked, write_signed
+from t1lib.files import locked, read_signed, write_signed
 from t1lib.text import plot, session
 from t1lib.text.corpus import load_corpus
 from t1lib.text.run import TrainRun
@@ -322,7 +322,7 @@ def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run,
 def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
     """Its settings are spoilt, or gone, or its device is."""
     file = a_run / "run.json"
-    before = file.read_text()
+    before, whole = file.read_text(), read_signed(a_run / "run.json")
     settings = json.loads(before)
     lr = settings["options"]["lr"]
     others = [{}, None, settings | {"options": []}, {k: v for k, v in settings.items() if k != "sha256"}]
@@ -331,7 +331,7 @@ def test_a_run_that_cannot_go_on_is_one_error(a_run, refused):
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         refused(str(file), a_run, command=AGAIN)
         refused(str(file), a_run, "--schedule", "constant", "--steps", "2", "--resume")
-    write_signed(file, settings | {"options": settings["options"] | {"device": "cuda:99"}})
+    write_signed(file, whole | {"options": whole["options"] | {"device": "cuda:99"}})
     refused("cuda:99", a_run, command=AGAIN)
     file.unlink()
     refused("holds no run to go on with", a_run, command=AGAIN)
