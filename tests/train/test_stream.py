@@ -105,8 +105,8 @@ def drop_gradients(model: nn.Module) -> None:
 def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, optimizer: Any) -> None:
     """Gradients that somebody keeps stay what they were, and clipping sees what is done to them."""
     assert all(torch.equal(grad, then) for grad, then in kept)
-    own_clip(model, optimizer)
     grads = [param.grad for param in model.parameters()]
+    own_clip(model, optimizer)
     for grad in grads:
         grad.mul_(3.0)
     own_clip(model, optimizer)
