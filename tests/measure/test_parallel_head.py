@@ -11,7 +11,7 @@ from t1lib.measure.records import Records, statuses
 
 CPU = torch.device("cpu")
 SHAPE = dict(tokens=24, vocabulary=50, hidden=8, dtype="float32", seed=0, reference="float64")
-RULES = dict(phase="head/1", heads=["full", "chunked"], workspace="1MiB", iters=3, warmup=1)
+RULES = dict(phase="head/1", heads=["full", "chunked"], workspace="1MiB", iters=3, warmup=1, error_bound=1e-5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,7 +24,7 @@ def group(tmp_path_factory):
 
 def measured(**changes):
     records = Records()
-    measure_head(records, CPU, **{"error_bound": 1e-5, **RULES, **SHAPE, **changes})
+    measure_head(records, CPU, **RULES | SHAPE | changes)
     found = {}
     for row in records.rows:
         found.setdefault((row["variant"], row["metric"]), []).append(row["value"])
@@ -44,20 +44,17 @@ def test_heads_are_checked_then_their_memory_taken_then_timed_in_turn_with_the_p
     assert ("chunked", "collectives_ms") not in found  # one rank runs the ordinary head
 
 
-def test_a_wrong_head_gets_no_time():
+def test_a_wrong_head_and_ranks_that_share_a_gpu_get_no_time(monkeypatch):
     found, states = measured(error_bound=1e-12)
-    assert states == {"full": "wrong", "chunked": "wrong"}
-    assert ("full", "error_dE") in found and not any("both" in metric for _, metric in found)
-
-
-def test_ranks_that_share_a_gpu_get_no_time(monkeypatch):
+    assert states == {"full": "wrong", "chunked": "wrong"} and ("full", "error_dE") in found
+    assert not any("both" in metric for _, metric in found)
     for gpus, status in ((1, "ok"), (0, "shared")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert ran(torch.device("cuda")) == status
     monkeypatch.setattr(parallel, "ran", lambda device: "shared")
     found, states = measured()
-    assert states == {"full": "shared", "chunked": "shared"}
-    assert ("full", "held_mib") in found and not any("ms" in metric for _, metric in found)
+    assert states == {"full": "shared", "chunked": "shared"} and ("full", "held_mib") in found
+    assert not any("ms" in metric for _, metric in found)
 
 
 def test_on_one_rank_what_cannot_run_or_does_not_fit_is_a_status(monkeypatch, capsys):
