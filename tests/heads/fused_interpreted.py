@@ -22,7 +22,7 @@ from head_cases import (
 from head_cases import run as run_head
 from torch._dynamo.backends.common import aot_autograd
 
-from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_head
+from t1lib.heads import linear_cross_entropy, patch_head
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 run = partial(run_head, "fused")
@@ -49,9 +49,6 @@ def agrees(p: Problem, tolerance: float = 3e-6, own: dict | None = None, **kwarg
     assert_close(got, run_head("full", p.to(torch.float64), **kwargs), tolerance)
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reduction, name", [*FAST, *slowly([case for case in SLOW if case not in FAST])])
 def test_agrees_with_full(reduction, name):
     """20 tokens make two chunks, and many of them have one target; vocabulary and hidden size are no multiples of
@@ -59,16 +56,6 @@ def test_agrees_with_full(reduction, name):
     p = single(20, 70, 24)
     p.target[5:16] = p.target[5:16].where(p.target[5:16] < 0, 17)
     agrees(p, own={"chunks": 2}, reduction=reduction, **options(name, p))
-
-
-@slow
-@pytest.mark.parametrize("units, group", [(1, 1), (5, 2), (40, 8)])
-def test_work_is_dealt_to_any_number_of_programs_in_groups_of_row_blocks(units, group, monkeypatch):
-    """There are three blocks of 16 rows, so the last group may be smaller."""
-    monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
-    monkeypatch.setattr(fused_launch, "CACHED", group * 16 * 16 * 4)
-    p = single(40, 70, 16)
-    agrees(p, own={"chunks": 1}, **options("weighted smoothing", p))
 
 
 QUICK = ["one token", "a logit far above", "softcap 1e-40", "softcap 1000000.0"]
@@ -82,6 +69,7 @@ def test_odd_operands_and_options(name):
 @pytest.mark.parametrize("own", [{}, *slowly([{"accumulate": "float32"}])], ids=str)
 def test_what_holds_for_every_head(own):
     every_head.test_certain_targets("fused", own, atol=3e-7)
+    every_head.test_all_tokens_ignored("fused", own, "mean", torch.float32)
     every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
 
 
@@ -94,36 +82,16 @@ def test_float16_error_is_that_of_full(reduction):
     assert_no_worse(got, plain, exact, dict.fromkeys(["loss", "de", "dw", "db"], 1.05))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_chunked_computes_bfloat16(autocast):
-    """The interpreter does not support bfloat16, so `chunked` computes in place of the kernels."""
-    p = problem(20, 257, 16, dtype=torch.float32 if autocast else torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        fused, chunked = (run_head(head, p) for head in ("fused", "chunked"))
-    assert all(torch.equal(f, c) for f, c in zip(fused, chunked, strict=True))
-
-
-@slow
-def test_numbers_that_are_none():
+def test_statistics_and_numbers_that_are_none():
     """NaN and inf appear where they appear with `full`."""
-    p = single(20, 40, 16, bias=False, ignored=False)
-    for bad in (float("nan"), float("inf")):
-        p.e[3, 2] = bad
-        for got, want in zip(run(p), run_head("full", p), strict=True):
-            assert torch.equal(got.isfinite(), want.isfinite())
-    p.target[:] = -100
-    loss, *gradients = run(p)
-    assert loss.isnan() and all((g == 0).all() for g in gradients)
-
-
-def test_statistics():
     p = single(20, 70, 16)
     call = partial(linear_cross_entropy, p.e, p.w, p.target, linear_bias=p.b, return_stats=True)
     for g, w in zip(call(head="fused")[1], call(head="full")[1], strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
-
-
-# -- workspace, refusals, autocast -------------------------------------------------------------------------------------
+    for bad in (float("nan"), float("inf")):
+        p.e[3, 2] = bad
+        for got, want in zip(run(p), run_head("full", p), strict=True):
+            assert torch.equal(got.isfinite(), want.isfinite())
 
 
 def test_second_backward_and_second_derivative_are_refused():
@@ -189,7 +157,6 @@ def test_what_is_not_there_is_refused_and_not_wrong():
     wrong = {"ignore_index": True, "shards": 2, "bad size": {"workspace": 1.5}}
     for message, given in wrong.items():
         assert message in refusal(partial(call, p.e, **(given if isinstance(given, dict) else {message: given})))
-    assert "chunks or workspace" in refusal(partial(call, p.e, chunks=2, workspace="1GiB"))
 
 
 @slow
@@ -201,9 +168,6 @@ def test_the_backward_takes_the_forwards_precision():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found.append(torch.autograd.grad(losses.sum(), e)[0])
     assert torch.equal(*found)
-
-
-# -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
 def agree_when_compiled(call, p: Problem, calls: list[tuple], **kwargs) -> list:

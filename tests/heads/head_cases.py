@@ -68,6 +68,20 @@ def options(name: str, p: Problem, seed: int = 1) -> dict:
     return {**single, "all": every, "all but smoothing": without}[name]
 
 
+MASKED = {"the first chunk": slice(0, 86), "later chunks": slice(86, 200), "all but one class": slice(1, None)}
+
+
+def masked(rows: slice):
+    """A change: a bias of −inf masks these classes, of which no token has one."""
+
+    def change(p: Problem) -> None:
+        p.b[rows] = -torch.inf
+        allowed = (~p.b.isinf()).nonzero()[:, 0]
+        p.target = p.target.where(p.target < 0, allowed[p.target % len(allowed)])
+
+    return change
+
+
 def odd(change=None, given=None, n: int = 9, v: int = 40, d: int = 16, tolerance: float = 3e-6, **kwargs) -> tuple:
     """change: of a problem, in place. given: options that follow from it"""
     return change, given, (n, v, d), tolerance, kwargs
@@ -87,6 +101,7 @@ ODD = {
     # float32 resolves logits near 1000 to 6e-5
     "all logits large": odd(lambda p: p.b.add_(1e3), tolerance=3e-4),
     "all logits small": odd(lambda p: p.b.sub_(1e3), tolerance=3e-4, label_smoothing=0.2),
+    **{f"logits of -inf, {which}": odd(masked(rows), n=5, v=257) for which, rows in MASKED.items()},
     # the kernels read both with stride 1
     "strided targets": odd(lambda p: setattr(p, "target", torch.stack([p.target, 0 * p.target], 1)[:, 0])),
     "a strided weight": odd(None, lambda p: {"weight": torch.rand(40, 2)[:, 0] + 0.2}, label_smoothing=0.3),

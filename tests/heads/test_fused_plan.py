@@ -9,7 +9,7 @@ from head_cases import refusal
 
 from t1lib.heads.fused_plan import TILES, Device, Shape, bytes_needed, device_of, early_from, layout, plan
 
-HOPPER = Device("hopper", 132)
+HOPPER, INTERPRETER = Device("hopper", 132), Device("interpreter", 4)
 SHAPES = {  # N, V, D
     "one token": (1, 257, 64),
     "small": (2048, 32000, 256),
@@ -18,51 +18,51 @@ SHAPES = {  # N, V, D
     "long": (131072, 128256, 4096),
 }
 MIB = 2**20
+OTHERS = ({}, {"de": False}, {"dw": False}, {"ranks": 2}, {"copies": 300 * MIB}, {"compute": torch.float32})
+by_kind = pytest.mark.parametrize("kind", ["early", "late", "loss"])
 
 
 def shape_of(name: str, compute: torch.dtype = torch.bfloat16, **other) -> Shape:
     return Shape(*SHAPES[name], compute, **{"de": True, "dw": True, **other})
 
 
-def least(kind: str, shape: Shape, device: Device, chunks: int | None = None) -> int:
-    return int(refusal(lambda: plan(kind, shape, 0, device, chunks)).split("works is ")[1].split()[0])
+def least(kind: str, shape: Shape, device: Device) -> int:
+    return int(refusal(lambda: plan(kind, shape, 0, device)).split("works is ")[1].split()[0])
 
 
-@pytest.mark.parametrize("device", [HOPPER, Device("interpreter", 4)], ids=lambda d: d.kind)
-@pytest.mark.parametrize("kind", ["early", "late", "loss"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_plan_keeps_to_its_budget_and_covers_every_token_once(name, kind, device):
-    gradients = ({}, {"de": False}, {"dw": False}, {"ranks": 2}, {"copies": 300 * MIB}, {"compute": torch.float32})
-    for other in gradients:
-        shape = shape_of(name, **other)
-        smallest = least(kind, shape, device)
-        for budget in (smallest, smallest + 9 * MIB, smallest + 2**33):
-            found = plan(kind, shape, budget, device)
-            counted = shape if kind != "loss" else shape._replace(de=False, dw=False)
-            assert bytes_needed(counted, found, kind == "early") <= budget
-            tile = TILES[device.kind, shape.compute.itemsize]
-            sizes, at = [], 0
-            for start, size in found.bounds(shape.tokens, tile.m):
-                assert start == min(at, shape.tokens) and size <= found.capacity
-                sizes.append(size)
-                at += size
-            assert at == shape.tokens and min(sizes[:-1], default=tile.m) % tile.m == 0
-            assert kind != "early" or found.columns == shape.vocab
-        assert least(kind, shape, device) == smallest
+def keeps(kind: str, shape: Shape, budget: int, device: Device) -> None:
+    """Assert that a plan keeps to its budget and covers every token once."""
+    found = plan(kind, shape, budget, device)
+    counted = shape if kind != "loss" else shape._replace(de=False, dw=False)
+    assert bytes_needed(counted, found, kind == "early") <= budget
+    tile = TILES[device.kind, shape.compute.itemsize]
+    sizes, at = [], 0
+    for start, size in found.bounds(shape.tokens, tile.m):
+        assert start == min(at, shape.tokens) and size <= found.capacity
+        sizes.append(size)
+        at += size
+    assert at == shape.tokens and min(sizes[:-1], default=tile.m) % tile.m == 0
+    assert kind != "early" or found.columns == shape.vocab
 
 
-@pytest.mark.parametrize("kind", ["early", "late", "loss"])
-def test_every_budget_from_the_least_on_is_enough(kind):
+@by_kind
+def test_every_budget_from_the_least_on_is_kept(kind):
     draw = random.Random(3)
-    plan(kind, Shape(131072, 50257, 1600, torch.bfloat16, True, True), 37430802 if kind == "loss" else None, HOPPER)
+    for name in SHAPES:
+        for other in OTHERS:
+            for device in (HOPPER, INTERPRETER):
+                shape = shape_of(name, **other)
+                smallest = least(kind, shape, device)
+                for budget in (smallest, smallest + 9 * MIB, smallest + 2**33):
+                    keeps(kind, shape, budget, device)
     for _ in range(50):
         n, v, d = (int(2 ** draw.uniform(*logs)) for logs in ((9, 13), (6, 12), (5, 8)))
         compute, ranks = draw.choice([torch.bfloat16, torch.float32]), draw.choice([0, 2])
         shape = Shape(n, v, d, compute, kind == "loss" or draw.random() < 0.8, True, 0, ranks)
-        device = draw.choice([HOPPER, Device("other", 80), Device("interpreter", 4)])
+        device = draw.choice([HOPPER, Device("other", 80), INTERPRETER])
         smallest = least(kind, shape, device)
         for budget in (smallest, *(int(smallest * 2 ** draw.uniform(0, 3)) for _ in range(6))):
-            plan(kind, shape, budget, device)
+            keeps(kind, shape, budget, device)
 
 
 def test_what_is_enough_for_early_gradients_is():
@@ -79,9 +79,8 @@ def test_buffers_lie_apart_within_what_is_counted(name, kind):
     launch = pytest.importorskip("t1lib.heads.fused_launch", exc_type=ImportError)
     shape = shape_of(name, ranks=2)
     found = plan(kind, shape, None, HOPPER)
-    buffers = layout(shape, found, kind == "early")
     end = 0
-    for name, tensor in launch.allocate(torch.device("meta"), buffers).items():
+    for name, tensor in launch.allocate(torch.device("meta"), layout(shape, found, kind == "early")).items():
         size, (rows, columns), (stride, one) = tensor.element_size(), tensor.shape, tensor.stride()
         start = tensor.storage_offset() * size
         assert start >= end and start % 16 == 0 and stride * size % 16 == 0 and one == 1 and stride >= columns, name
@@ -89,20 +88,17 @@ def test_buffers_lie_apart_within_what_is_counted(name, kind):
     assert end <= tensor.untyped_storage().nbytes() <= bytes_needed(shape, found, kind == "early")
 
 
-def test_neighbouring_lengths_share_a_plan():
-    for kind in ("early", "late", "loss"):
-        plans = {n: plan(kind, shape_of("Qwen3")._replace(tokens=n), 512 * MIB, HOPPER) for n in range(4097, 4225)}
-        assert len({id(p) for p in plans.values()}) == 1
-        assert plans[4097] is not plan(kind, shape_of("Qwen3")._replace(tokens=4225), 512 * MIB, HOPPER)
-
-
-def test_chunks_are_as_many_as_asked_for_and_fewer_with_more_memory():
-    for kind in ("early", "late"):
-        counts = [plan(kind, shape_of("Gemma 2"), size * MIB, HOPPER).chunks for size in (256, 512, 1024, 4096)]
-        assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
-        for chunks in (1, 3, 8, 10**6):
-            found = plan(kind, shape_of("small"), None, HOPPER, chunks)
-            assert found.chunks == min(chunks, 16) and len(list(found.bounds(2048, 128))) == found.chunks
+@by_kind
+def test_chunks_are_as_many_as_asked_for_fewer_with_more_memory_and_the_same_for_neighbouring_lengths(kind):
+    plans = {n: plan(kind, shape_of("Qwen3")._replace(tokens=n), 512 * MIB, HOPPER) for n in range(4097, 4225)}
+    assert len({id(p) for p in plans.values()}) == 1
+    if kind == "loss":
+        return
+    counts = [plan(kind, shape_of("Gemma 2"), size * MIB, HOPPER).chunks for size in (256, 512, 1024, 4096)]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+    for chunks in (1, 3, 8, 10**6):
+        found = plan(kind, shape_of("small"), None, HOPPER, chunks)
+        assert found.chunks == min(chunks, 16) and len(list(found.bounds(2048, 128))) == found.chunks
 
 
 @pytest.mark.parametrize("hip, kind", [(None, "hopper"), ("6.4", "other")])

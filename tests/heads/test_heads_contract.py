@@ -11,7 +11,6 @@ from test_heads_agree import TORCH
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy, next_token_targets, parse_bytes
-from t1lib.heads import options as checks
 
 N, V, D = 5, 257, 16
 GOOD = problem(N, V, D, dtype=torch.float32)
@@ -141,48 +140,38 @@ def test_ties_count_as_correct(head, own):
     assert stats.correct.tolist() == [True, False, True, False]
 
 
-def record(p, reduction="mean", grad=(True, True, True), backward=True, **kwargs):
-    """A Recorder over one call of `chunked` (on a CPU the target's range check may wait, unless it is patched out)."""
-    e, w, b = (t.detach().requires_grad_(g) for t, g in zip((p.e, p.w, p.b), grad, strict=True))
-    with Recorder() as seen:
-        loss = linear_cross_entropy(e, w, p.target, head="chunked", linear_bias=b, reduction=reduction, **kwargs)
-        if backward:
-            loss.backward(torch.ones_like(loss))
-    return seen
-
-
 @pytest.mark.parametrize("own", CHUNKED, ids=str)
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_never_waits_and_never_holds_more_than_a_chunk(own, name, reduction, monkeypatch):
-    monkeypatch.setattr(checks, "_check_range", lambda *_: None)
-    p = problem(64, 1000, 8, dtype=torch.bfloat16)
-    seen = record(p, reduction, **options(name, p), **own)
-    assert seen.waits == []
-    largest = 64 * 336 if "by" in own else PAIR * 8 * 1000
-    assert max(numel for numel, _ in seen.made) == largest
+def test_never_waits_and_never_holds_more_than_a_chunk(own, name, reduction):
+    p, upstream = problem(64, 1000, 8, dtype=torch.bfloat16), torch.ones(64 if reduction == "none" else ())
+    with Recorder() as seen:
+        run("chunked", p, upstream, reduction=reduction, **options(name, p), **own)
+    assert seen.waits == ["_local_scalar_dense"]  # the check of the targets' range, on a CPU alone
+    assert max(numel for numel, _ in seen.made) == (64 * 336 if "by" in own else PAIR * 8 * 1000)
     if "by" not in own:
         p = problem(64, 1000, 64, dtype=torch.bfloat16)  # now a V × D buffer is larger than a chunk
-        seen = record(p, reduction, **options(name, p), **own)
+        with Recorder() as seen:
+            run("chunked", p, upstream, reduction=reduction, **options(name, p))
         assert {dtype for numel, dtype in seen.made if numel > 8 * 1000} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
-    "own, reduction, grad, backward, products",
+    "own, reduction, grad, products",
     [
-        ({"chunks": 4}, "mean", (True, True, True), True, 2 * 4 + 4 // PAIR),
-        ({"chunks": 4}, "mean", (True, False, False), True, 2 * 4),
-        ({"chunks": 4}, "mean", (False, True, False), True, 4 + 4 // PAIR),
-        ({"chunks": 4}, "mean", (False, False, False), False, 1 * 4),
-        ({"chunks": 4}, "none", (True, True, True), False, 1 * 4),
-        ({"chunks": 4}, "none", (True, True, True), True, 3 * 4 + 4 // PAIR),
-        ({"chunks": 4, "by": "vocabulary"}, "mean", (True, True, True), True, 4 * 4),
-        ({"chunks": 4, "by": "vocabulary"}, "mean", (True, False, True), True, 3 * 4),
+        ({}, "mean", (True, True, True), 2 * 4 + 4 // PAIR),
+        ({}, "mean", (True, False, False), 2 * 4),
+        ({}, "mean", (False, True, False), 4 + 4 // PAIR),
+        ({}, "none", (True, True, True), 3 * 4 + 4 // PAIR),
+        ({"by": "vocabulary"}, "mean", (True, True, True), 4 * 4),
+        ({"by": "vocabulary"}, "mean", (True, False, True), 3 * 4),
     ],
 )
-def test_number_of_products(own, reduction, grad, backward, products):
+def test_number_of_products(own, reduction, grad, products):
     """64 classes, because the columns beyond a multiple of 8 take a product of their own."""
-    assert len(record(problem(8, 64, 3), reduction, grad, backward, **own).products) == products
+    with Recorder() as seen:
+        run("chunked", problem(8, 64, 3), grad=grad, reduction=reduction, chunks=4, **own)
+    assert len(seen.products) == products
 
 
 @pytest.mark.parametrize("head, own", [*TRIED[1:], pytest.param(*TRIED[0], marks=pytest.mark.slow)])

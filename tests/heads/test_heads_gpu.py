@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import test_heads_agree
-import test_heads_full
 import torch
 from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_no_worse, error_bounds, options, problem, run
 
@@ -59,7 +58,7 @@ def test_what_holds_on_a_cpu_holds_here(head, own, dtype):
     """On CUDA a scalar takes the other operand's dtype, and rows of logits are padded."""
     test_heads_agree.test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head, "cuda")
     test_heads_agree.test_the_upstream_scalar_is_not_rounded_to_16_bits("cuda")
-    test_heads_full.test_has_second_derivatives(torch.float32, "cuda")
+    test_heads_agree.test_full_has_second_derivatives(torch.float32, "cuda")
 
 
 @pytest.mark.parametrize("head, own", [*CHUNKED, ("fused", {})])

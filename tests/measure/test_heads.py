@@ -136,7 +136,8 @@ def test_what_is_timed_more_often_has_more_samples_and_two_cases_of_a_variant_ar
     counts = {}
     for row in records.rows:
         counts.setdefault((row["variant"], row["metric"]), []).append(row["step"])
-    assert counts["floor", "dW_ms"] == list(range(6)) and counts["full", "both_ms"] == counts["full", "loss_ms"] == [0, 1]
+    assert counts["floor", "dW_ms"] == list(range(6))
+    assert counts["full", "both_ms"] == counts["full", "loss_ms"] == [0, 1]
 
 
 def test_flat_data_is_flat_and_peaked_data_peaked():

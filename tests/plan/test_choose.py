@@ -13,7 +13,7 @@ from t1lib.models import build_model, layer_arguments, split
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan import choose
 from t1lib.plan.choose import choose_plan
-from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, updated_by_host, which_stay
+from t1lib.plan.cost import Choice, device_bytes, host_bytes, reserved_bytes, which_stay
 from t1lib.plan.duration import step_ms
 from t1lib.plan.predict import Setting, predict
 from t1lib.plan.rates import H200, Machine
@@ -57,13 +57,6 @@ def test_what_hand_set_options_fit_into_a_budget_finds():
     assert not best.why and best.ms < 680
 
 
-def test_from_pure_streaming_to_fully_resident():
-    least = choose_plan(WORK, 9 * 2**29)
-    assert (least.resident, least.inputs, least.outer) == (0, "host", "host")
-    most = choose_plan(WORK, 2**40, Machine(link=1e7))
-    assert most.resident == most.keep == WORK.layers
-
-
 def test_clipped_updates_are_shared_between_link_and_cpu():
     """In 16 GiB: layers stay on the device, and of the others the CPU updates some, as far as it is quick."""
     shares = {}
@@ -73,24 +66,6 @@ def test_clipped_updates_are_shared_between_link_and_cpu():
         assert choice.resident > 0
     assert shares[5e9] == 0 and shares[5e9] <= shares[20e9] <= shares[80e9] and shares[80e9] > 0
     assert choose_plan(TOGETHER, 16 * 2**30, Machine(link=5e9)).host_share > 0
-
-
-def test_gradients_that_wait_on_the_device_take_room_and_leave_the_link_free():
-    few, many = Choice(resident=8), Choice(resident=8, grads="device")
-    assert step_ms(TOGETHER, many, H200) < step_ms(TOGETHER, few, H200)
-    assert host_bytes(TOGETHER, many) < host_bytes(TOGETHER, few)
-    assert device_bytes(TOGETHER, many) >= device_bytes(TOGETHER, few)
-    assert device_bytes(WORK, many) == device_bytes(WORK, few)  # of updates in the backward, none wait
-
-
-def test_a_layer_waits_for_its_own_update_alone():
-    """Resident layers compute while those above them are updated; a host that is quick costs no time."""
-    quick = Machine(update=1e15, link=1e15)
-    alone = step_ms(dataclasses.replace(TOGETHER, together=False), Choice(host_share=1.0), quick)
-    assert step_ms(TOGETHER, Choice(host_share=1.0), quick) == pytest.approx(alone, rel=0.01)
-    slow = Machine(update=10e9)
-    few, many = (step_ms(TOGETHER, Choice(resident=resident, host_share=1.0), slow) for resident in (20, 27))
-    assert many < few
 
 
 def test_frozen_layers_need_no_state_no_gradients_and_no_updates():
@@ -115,12 +90,6 @@ def test_all_at_once_is_as_one_by_one(work):
             for cost in (device_bytes, host_bytes, lambda w, c: step_ms(w, c, H200)):
                 found = np.broadcast_to(cost(work, many), (29, 29))[resident, keep]
                 assert found == pytest.approx(float(cost(work, one)), rel=1e-9)
-
-
-def test_the_host_updates_every_nth_layer():
-    shares = {0.0: [], 1 / 3: [2, 5, 8], 1 / 2: [1, 3, 5, 7, 9], 1.0: [*range(10)]}
-    for share, layers in shares.items():
-        assert [i for i in range(10) if updated_by_host(i, share)] == layers
 
 
 def test_what_is_trained_and_what_streams_follow_from_the_parameters():
@@ -152,15 +121,6 @@ def test_any_stack_of_layers_can_be_planned_for():
     work = work_of(model, ADAMW.kinds, rows=5, seq=1, layers=blocks, hidden=32, saved=saved, cuda=False)
     assert (work.layers, work.layer, work.outer, work.inner) == (3, 32 * 64 * 2 + 96, 8 * 32 + 32, 64)
     assert choose_plan(work, 2**20).keep == 3
-
-
-def test_gradients_with_a_place_let_computing_run_ahead_of_the_link():
-    """State is transferred beside a backward that recomputes nothing; lower layers are resident and need no link."""
-    few, many = (Choice(resident=4, keep=28, grad_slots=slots, outer="host") for slots in (2, 8))
-    assert step_ms(WORK, many, H200) < step_ms(WORK, few, H200)
-    assert device_bytes(WORK, many) - device_bytes(WORK, few) == 6 * WORK.layer * WORK.itemsize
-    assert choose_plan(WORK, 60 * 2**30).grad_slots > 2
-    assert choose_plan(TOGETHER, 60 * 2**30).grad_slots == 2
 
 
 def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
