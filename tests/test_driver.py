@@ -1,16 +1,18 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
 
+import psutil
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
-from t1lib import driver, paths
+from t1lib import paths
 from t1lib.__main__ import main
 from t1lib.files import locked
 from t1lib.measure import manifest
@@ -33,7 +35,6 @@ def test_run_then_skip_then_redo_only_what_changed_or_is_forced(checkout, run, c
     told = capsys.readouterr()
     assert "2 run, 0 up to date, 0 failed" in told.out
     assert "first [smoke]: started, expected time unknown" in told.err
-    assert "TCP" not in told.err
     _finished_run_is_whole(checkout)
 
     assert run("all") == 0
@@ -93,21 +94,6 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
 
 
-@pytest.mark.usefixtures("run")
-def test_plain_papermill_with_an_unknown_parameter_fails_in_the_notebook(checkout, monkeypatch):
-    import papermill
-
-    path = checkout.add("demo")
-    monkeypatch.chdir(checkout.root)
-    options = {"kernel_name": "python3", "progress_bar": False}
-    with pytest.raises(papermill.exceptions.PapermillExecutionError) as raised:
-        papermill.execute_notebook(path, checkout.root / "out.ipynb", {"stpes": 5}, **options)
-    assert raised.value.ename == "T1Error"
-    assert "Did you mean 'steps'?" in raised.value.evalue
-    papermill.execute_notebook(path, checkout.root / "out.ipynb", {"steps": 1}, **options)
-    assert "executed.ipynb" not in manifest.read(checkout.outputs("demo"))["files"]
-
-
 def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
     checkout.add("demo")
     staging = paths.staging("smoke", "demo")
@@ -142,44 +128,31 @@ def test_bad_input_is_one_error_before_anything_runs(checkout, capsys, arguments
     assert not (checkout.root / "outputs").exists()
 
 
-def test_an_override_goes_to_the_experiments_that_declare_it(checkout):
+def test_what_cannot_be_run_here_is_an_error_before_work(checkout, run, capsys, monkeypatch):
     checkout.add("demo")
-    checkout.add("other", parameters='profile: str = "smoke"', yaml="")
-    jobs = driver.plan([], "smoke", {"steps": "1"})
-    assert [job.parameters for job in jobs] == [{"profile": "smoke", "steps": 1, "rate": 0.5}, {"profile": "smoke"}]
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_before_work(checkout, run, capsys):
-    checkout.add("demo")
+    monkeypatch.setattr("t1lib.measure.environment._gpu", lambda: None)
+    checkout.params("demo", "profile: h200\n", "h200")
+    assert main(["run", "--profile", "h200"]) == 2
+    assert "profile 'h200' is for a GPU, and there is no CUDA device here; allowed: smoke" in capsys.readouterr().err
+    assert not (checkout.root / "outputs" / "h200" / "demo").exists()
+    shutil.rmtree(checkout.root / "outputs", ignore_errors=True)
     (checkout.root / "outputs").write_text("a file in the way")
     assert run() == 2
     assert f"cannot write {checkout.root}/outputs/smoke: " in capsys.readouterr().err
 
 
-def test_a_profile_for_gpus_needs_one(checkout, capsys, monkeypatch):
-    checkout.add("demo")
-    monkeypatch.setattr(sys.modules["t1lib.measure.environment"], "_gpu", lambda: None)
-    checkout.params("demo", "profile: h200\n", "h200")
-    assert main(["run", "--profile", "h200"]) == 2
-    assert "profile 'h200' is for a GPU, and there is no CUDA device here; allowed: smoke" in capsys.readouterr().err
-    assert not (checkout.root / "outputs" / "h200" / "demo").exists()
-
-
-def test_list_shows_parameters_and_states(checkout, capsys, monkeypatch):
+def test_list_shows_parameters_and_states(checkout, capsys):
     checkout.add("demo")
     (checkout.root / "params" / "h200").mkdir()
-    assert main(["list"]) == 0
-    told = capsys.readouterr().out
-    assert "demo  About demo" in told
-    assert "smoke    missing" in told
-    assert "h200     no parameters" in told
-    assert "-p steps" not in told and "parameters of one: python -m t1lib list EXPERIMENT" in told
-    assert main(["list", "demo"]) == 0
-    assert "-p steps int = 3  measured steps" in capsys.readouterr().out
+    for arguments, shown in (
+        (["list"], ("demo  About demo", "smoke    missing", "h200     no parameters", "t1lib list EXPERIMENT")),
+        (["list", "demo"], ("-p steps int = 3  measured steps",)),
+    ):
+        assert main(arguments) == 0
+        told = capsys.readouterr().out
+        assert all(words in told for words in shown)
     assert main(["list", "dmo"]) == 2
     assert "unknown experiment 'dmo'; allowed: demo. Did you mean 'demo'?" in capsys.readouterr().err
-    monkeypatch.setenv("T1_ROOT", str(checkout.root / "nowhere"))
-    assert main(["list"]) == 2 and "T1_ROOT" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(checkout):
@@ -223,17 +196,13 @@ def test_killed_half_way_then_run_again(checkout, run):
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_ends_the_kernel_and_publishes_nothing(checkout, number):
-    import psutil
-
     checkout.add("demo", SLEEP)
     process = _start_and_wait(checkout)
     kernels = psutil.Process(process.pid).children(recursive=True)
     assert kernels
     process.send_signal(number)
     _, told = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Traceback" not in told
-    assert "interrupted" in told
+    assert process.returncode == 130 and "interrupted" in told and "Traceback" not in told
     assert not checkout.outputs("demo").exists()
     # Where nobody reaps orphans, as in a container, an ended kernel stays a zombie.
     _, alive = psutil.wait_procs(kernels, timeout=2)

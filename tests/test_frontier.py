@@ -9,7 +9,6 @@ import pytest
 from t1lib.errors import T1Error
 from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records
-from t1lib.plan.predict import Prediction
 from t1lib.plan.rates import H200
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "notebooks" / "frontier.ipynb"
@@ -106,35 +105,3 @@ def test_what_fails_is_a_row_and_the_others_go_on(capsys, error, state):
     assert [found["tiny/gpu/fused", f"seq/{n}"] for n in (64, 128, 256)] == ["ok", state, "skipped"]
     assert {found["tiny/slide/fused", f"seq/{n}"] for n in (64, 128, 256)} == {"ok"}
     assert f"tiny/gpu/fused 128: {state}, {error}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("ms", "mode", "warm", "steps"),
-    [
-        (9e2, "gpu", [1, 1, 1, 1, 1, 1], 2),
-        (2e3, "gpu", [1, 0, 0, 0, 0, 0], 1),
-        (2e3, "slide", [1, 1, 1, 0, 0, 0], 1),  # makes buffers for each length
-    ],
-)
-def test_long_steps_are_measured_once_and_without_warm_up_where_other_rows_warmed_up(ms, mode, warm, steps):
-    counts = []
-
-    class Counting(Worker):
-        def call(self, method, **kwargs):
-            counts.extend([kwargs["steps"]] if method == "warm_up" else [])
-            return super().call(method, **kwargs)
-
-    namespace = prepared(heads=["chunked", "fused"], modes=[mode], within=1e9) | {"Isolated": Counting}
-    rows = measured(namespace | {"predicted": lambda given, head, seq: Prediction(mode, head, 1, 1, 1, ms)})
-    times = [r["phase"] for r in rows if r["metric"] == "wall_ms"]
-    assert times == 2 * [f"seq/{n}" for n in (64, 128, 256) for _ in range(steps)] and counts == warm
-
-
-def test_narrow_state_is_what_is_predicted_and_measured():
-    hosts, plain = [], prepared(dtype="bfloat16")
-    for namespace in (plain, prepared(dtype="bfloat16", narrow=["tiny"])):
-        given = namespace["settings"]("tiny", "slide", namespace["common"] | {"device": "cuda"})
-        hosts.append(namespace["predicted"](given, "fused", 64).host)
-    assert given["optimizer"] == plain["adamw"] | namespace["NARROW"] and given["choice"].slots == 3
-    assert "choice" not in namespace["settings"]("tiny", "gpu", namespace["common"])
-    assert hosts[1] < hosts[0]

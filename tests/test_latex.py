@@ -11,9 +11,7 @@ from t1lib.kit import latex
 from t1lib.measure.records import Numbers
 
 REPORT = Path(__file__).resolve().parent.parent / "report"
-needs_tex = pytest.mark.skipif(
-    not all(shutil.which(tool) for tool in ("pdflatex", "bibtex")), reason="TeX is not installed"
-)
+needs_tex = pytest.mark.skipif(not (shutil.which("pdflatex") and shutil.which("bibtex")), reason="needs TeX")
 
 
 @pytest.fixture
@@ -106,26 +104,20 @@ def typed_numbers(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("report", [*latex.REPORTS, "training"])
-def test_no_number_is_typed_by_hand(report):
-    assert typed_numbers((REPORT / f"{report}.tex").read_text(encoding="utf-8")) == []
-    typed = r"takes \result{t1m1.own.slide_over_gpu} times (D3)" + "\n" + r"or 4.2 times \cite{t1m1}"
-    assert typed_numbers(typed) == ["or 4.2 times  "]
-
-
-def made(experiment: str, kind: str) -> list[str]:
-    """The figures or tables that a notebook makes, in its order."""
-    notebook = (REPORT.parent / "notebooks" / f"{experiment}.ipynb").read_text(encoding="utf-8")
-    return re.findall(rf'run\.(?:{kind}|draw)\(\\"(\w+)\\"', notebook)
-
-
-@pytest.mark.parametrize("report", [*latex.REPORTS, "training"])
-def test_every_figure_and_table_is_there_in_order_and_referred_to(report):
+def test_no_number_is_typed_by_hand_and_figures_and_tables_are_those_of_the_notebook_in_order(report):
     source = (REPORT / f"{report}.tex").read_text(encoding="utf-8")
+    assert typed_numbers(source) == []
+    assert typed_numbers(r"takes \result{t1m1.own.slide_over_gpu} times (D3)") == []
+    assert typed_numbers(r"or 4.2 times \cite{t1m1}") != []
     for kind in ("figure", "table"):
         found = re.findall(rf"\\output{kind}(?:\[.*?\])?\{{([\w-]+)\}}", source)
         if report == "training":  # of several experiments, and some of what they make
             assert found and set(found) <= {f"{of}-{n}" for of in latex.BOTH for n in made(of, kind)}
         else:
             assert found == made(report, kind)
-    for label in re.findall(r"\\label\{((?:fig|tab):[\w-]+)\}", source):
-        assert rf"\ref{{{label}}}" in source
+
+
+def made(experiment: str, kind: str) -> list[str]:
+    """The figures or tables that a notebook makes, in its order."""
+    notebook = (REPORT.parent / "notebooks" / f"{experiment}.ipynb").read_text(encoding="utf-8")
+    return re.findall(rf'run\.(?:{kind}|draw)\(\\"(\w+)\\"', notebook)

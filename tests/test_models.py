@@ -33,8 +33,8 @@ def test_a_checkpoint_directory_round_trip(tmp_path):
     model = built("qwen3", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     again = build_model(str(tmp_path))
-    assert again.training and again.dtype == torch.bfloat16
-    assert split(again).tied
+    assert again.training and again.dtype == torch.bfloat16 and split(again).tied
+    assert sizes(str(tmp_path)) == sizes("tiny", **SMALL)
     assert_same_weights(again, model)
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model)
 
@@ -66,17 +66,12 @@ def test_weights_are_drawn_as_the_architecture_draws_them(family):
     assert all(torch.equal(buffer, expected[name]) for name, buffer in found.items())
 
 
-def test_sizes_are_those_of_the_model(tmp_path):
+def test_sizes_are_those_of_the_model_and_of_presets_the_published_ones():
     preset, changes = FAMILIES["gemma2"]
     model = built("gemma2")
     layer, params = (sum(p.numel() for p in each.parameters()) for each in (model.model.layers[1], model))
     expected = {"layers": 2, "layer_params": layer, "params": params, "vocabulary": 512, "hidden": 64}
     assert sizes(preset, **changes) == expected
-    model.save_pretrained(tmp_path)
-    assert sizes(str(tmp_path)) == expected
-
-
-def test_presets_have_the_published_number_of_parameters():
     published = {"qwen3-0.6b": 0.5960, "qwen3-8b": 8.1907, "llama-3.2-1b": 1.2358, "gemma-2-2b": 2.6143}
     assert {preset: round(sizes(preset)["params"] / 1e9, 4) for preset in published} == published
 
@@ -89,6 +84,7 @@ def test_presets_have_the_published_number_of_parameters():
         ("tiny", {"hidden_act": "foo"}, "unknown hidden_act 'foo'; allowed: gelu, .*silu"),
         ("tiny", {"model_type": "nope"}, "unknown model_type 'nope'; allowed: gpt.* more"),
         ("tiny", {"attention_dropout": 2.0}, "attention_dropout=2.0; allowed: 0 to 1"),
+        *((name, {}, "unknown model") for name in ("a" * 300 + "/b", "a" * 5000, "a\0b", "")),
         ("tiny", {"num_hidden_layers": 100_000}, "num_hidden_layers=100000; allowed: 1 or more, at most 1024"),
     ],
 )
@@ -100,16 +96,12 @@ def test_changes_that_make_no_model_are_named(preset, changes, message):
         build_model(preset, **changes)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A checkpoint of two layers."""
-    built("qwen3").save_pretrained(tmp_path)
-    return tmp_path
-
-
-def configure(folder, **fields):
+def configured(folder, **fields) -> str:
+    """A checkpoint of two layers whose config.json has these fields."""
+    built("qwen3").save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -123,25 +115,18 @@ def configure(folder, **fields):
     ],
     ids=str,
 )
-def test_a_configuration_that_disagrees_with_the_weights_is_refused(folder, fields, message):
-    configure(folder, **fields)
+def test_a_configuration_that_disagrees_with_the_weights_is_refused(tmp_path, fields, message):
+    folder = configured(tmp_path, **fields)
     with pytest.raises(T1Error, match=message):
-        build_model(str(folder))
+        build_model(folder)
 
 
-def test_no_other_implementation_of_attention_is_loaded(folder):
-    for asked, found in {"owner/kernel": "sdpa", "flash_attention_2": "sdpa", "eager": "eager"}.items():
-        configure(folder, _attn_implementation=asked, attn_implementation=asked)
-        for model in (build_model(str(folder)), shape_only(str(folder))):
-            assert model.config._attn_implementation == found
-
-
-def test_names_that_no_folder_can_have():
-    for name in ("a" * 300 + "/b", "a" * 5000, "a\0b", ""):
-        for call in (build_model, shape_only):
-            with pytest.raises(T1Error, match="unknown model") as raised:
-                call(name)
-            assert len(str(raised.value)) < 300
+@pytest.mark.parametrize(
+    ("asked", "found"), [("owner/kernel", "sdpa"), ("flash_attention_2", "sdpa"), ("eager", "eager")]
+)
+def test_no_other_implementation_of_attention_is_loaded(tmp_path, asked, found):
+    folder = configured(tmp_path, _attn_implementation=asked, attn_implementation=asked)
+    assert {build(folder).config._attn_implementation for build in (build_model, shape_only)} == {found}
 
 
 def test_split_names_the_parts_and_refuses_what_is_no_stack_of_that_kind():

@@ -1,4 +1,9 @@
+"""Records and numbers, what a run notes of its machine, and the gate: losses that differ cost a variant its times."""
+
+import getpass
 import json
+import math
+import platform
 import subprocess
 
 import numpy as np
@@ -7,21 +12,17 @@ import torch
 
 from t1lib.errors import T1Error
 from t1lib.kit.run import Run
-from t1lib.measure.environment import default_profile, device_name, environment, git_state
-from t1lib.measure.records import Numbers, Records, escape_latex, format_number, numeric, statuses
+from t1lib.kit.tables import make_table
+from t1lib.measure.environment import default_profile, environment, git_state
+from t1lib.measure.records import Numbers, Records, escape_latex, format_number, gate_losses, numeric, statuses
 
 
-def sample() -> Records:
+def test_csv_round_trip_is_exact(tmp_path):
     records = Records()
     records.add("slide", "wall", 0.1 + 0.2, "ms", phase="clean", step=0)
     records.add("slide", "wall", torch.tensor(1 / 3, dtype=torch.float64), "ms", phase="clean", step=1)
     records.add("gpu", "peak", np.int64(2**40 + 1), "B", step="layer 3")
     records.status("ckpt", "oom", phase="clean")
-    return records
-
-
-def test_csv_round_trip_is_exact(tmp_path):
-    records = sample()
     records.save(tmp_path / "samples.csv")
     loaded = Records.load(tmp_path / "samples.csv")
     assert loaded.rows == records.rows
@@ -31,15 +32,12 @@ def test_csv_round_trip_is_exact(tmp_path):
     assert list(frame.columns) == ["variant", "phase", "step", "metric", "unit", "value"]
     assert frame["value"].tolist() == [0.1 + 0.2, 1 / 3, 2.0**40 + 1, "oom"]
     assert len(numeric(frame)) == 3 and statuses(frame) == {"ckpt": "oom"}
+    other = Records()
+    other.extend(json.loads(json.dumps(records.rows)))  # as from another process
+    assert other.rows == records.rows
     records.add("slide", "loss", float("nan"))
     records.save(tmp_path / "samples.csv")
     assert np.isnan(Records.load(tmp_path / "samples.csv").rows[-1]["value"])
-
-
-def test_extend_takes_rows_of_another_process():
-    records = Records()
-    records.extend(json.loads(json.dumps(sample().rows)))
-    assert records.rows == sample().rows
 
 
 def test_the_name_of_a_metric_tells_its_unit():
@@ -67,46 +65,43 @@ def test_numbers_read_well():
     assert {value: format_number(value) for value in texts} == texts
 
 
+def test_small_memory_is_shown_in_mib_column_by_column():
+    rows = [
+        {"mode": "gpu", "device (GiB)": 0.0078125, "host (GiB)": 0.25, "none (GiB)": None},
+        {"mode": "slide", "device (GiB)": float("nan"), "host (GiB)": 0.5, "none (GiB)": None},
+    ]
+    frame = make_table(rows)
+    assert list(frame.columns) == ["mode", "device (MiB)", "host (GiB)", "none (GiB)"]
+    assert frame["device (MiB)"].tolist() == ["8.00", "–"] and frame["host (GiB)"].tolist() == ["0.250", "0.500"]
+
+
 def test_latex_escapes():
-    assert escape_latex("50% of a_b & {c}") == r"50\% of a\_b \& \{c\}"
-    assert escape_latex("1.50e-07") == r"\ensuremath{1.50\times10^{-7}}"
-    assert escape_latex("-12,345") == r"\ensuremath{-12{,}345}"
-    assert escape_latex("2.50") == "2.50"
-
-
-def numbers() -> Numbers:
-    found = Numbers()
-    found.set("t1m1.slide.wall_ms", np.float64(41.23456), "ms")
-    found.set("t1m1.speed-up", 1.98765, fmt=".1f")
-    found.set("t1m1.share", 0.5, "%")
-    found.set("t1m1.gone", float("inf"), fmt=".1f")
-    return found
+    texts = {"50% of a_b & {c}": r"50\% of a\_b \& \{c\}", "1.50e-07": r"\ensuremath{1.50\times10^{-7}}"}
+    texts |= {"-12,345": r"\ensuremath{-12{,}345}", "2.50": "2.50"}
+    assert {text: escape_latex(text) for text in texts} == texts
 
 
 def test_numbers_round_trip(tmp_path):
-    numbers().save_json(tmp_path / "numbers.json")
-    assert Numbers.load_json(tmp_path / "numbers.json") == numbers()
-    assert numbers()["t1m1.slide.wall_ms"] == {"value": 41.23456, "unit": "ms", "text": "41.2"}
-    assert numbers()["t1m1.speed-up"]["text"] == "2.0"
-    assert numbers()["t1m1.gone"] == {"value": None, "unit": "", "text": "n/a"}
+    numbers = Numbers()
+    numbers.set("t1m1.slide.wall_ms", np.float64(41.23456), "ms")
+    numbers.set("t1m1.speed-up", 1.98765, fmt=".1f")
+    numbers.set("t1m1.gone", float("inf"), fmt=".1f")
+    numbers.save_json(tmp_path / "numbers.json")
+    assert Numbers.load_json(tmp_path / "numbers.json") == numbers
+    assert numbers["t1m1.slide.wall_ms"] == {"value": 41.23456, "unit": "ms", "text": "41.2"}
+    assert numbers["t1m1.speed-up"]["text"] == "2.0"
+    assert numbers["t1m1.gone"] == {"value": None, "unit": "", "text": "n/a"}
     with pytest.raises(T1Error, match="'a b'"):
-        numbers().set("a b", 1)
+        numbers.set("a b", 1)
 
 
 def test_environment_names_the_machine_but_not_its_owner(checkout, monkeypatch):
-    import getpass
-    import platform
-
     found = environment()
-    assert found["torch"] == torch.__version__
-    assert found["cores_logical"] >= 1
-    assert found["ram_gib"] > 0
+    assert found["torch"] == torch.__version__ and found["cores_logical"] >= 1 and found["ram_gib"] > 0
     assert all(isinstance(value, str | int | float) for value in found.values())
     texts = [str(value) for value in found.values()]
-    assert platform.node() not in texts
-    assert getpass.getuser() not in texts
+    assert not {platform.node(), getpass.getuser()} & set(texts)
     assert not any(str(checkout.root) in text for text in texts)
-    assert device_name()
     assert default_profile() == "smoke" or torch.cuda.is_available()
 
 
@@ -128,3 +123,57 @@ def test_the_commit_is_gits_or_else_the_environments(checkout, monkeypatch):
         git_state()
     monkeypatch.delenv("T1_COMMIT")
     assert len(git_state()["commit"]) == 40
+
+
+OWN = [(variant, "own", "own") for variant in ("gpu", "slide", "ckpt")]
+
+
+def trained(**losses: list[float]) -> Records:
+    records = Records()
+    for variant, values in losses.items():
+        for step, loss in enumerate(values):
+            records.put(variant, "own", {"loss": loss, "wall_ms": 5.0, "forward_ms": 2.0}, step)
+        records.put(variant, "own", {"host_gib": 1.0})
+        records.put(variant, "other", {"wall_ms": 1.0})
+        records.status(variant, "ok", "own")
+    return records
+
+
+def timed(records: Records) -> set[str]:
+    return {r["variant"] for r in records.rows if r["phase"] == "own" and r["metric"].endswith("_ms")}
+
+
+@pytest.mark.parametrize(("losses", "difference"), [([2.0, 1.25], 0.25), ([math.nan, 1.0], math.inf)], ids=str)
+def test_a_variant_beyond_the_bound_loses_its_times_and_no_one_else_does(losses, difference):
+    records = trained(gpu=[2.0, 1.0], slide=losses, ckpt=[2.0, 1.0])
+    assert gate_losses(records, OWN, 0.2) == difference
+    assert statuses(records.frame()) == {"gpu": "ok", "slide": "wrong", "ckpt": "ok"}
+    assert timed(records) == {"gpu", "ckpt"}
+    kept = {(r["phase"], r["metric"]) for r in records.rows if r["variant"] == "slide"}
+    assert kept == {("own", "loss"), ("own", "host_gib"), ("other", "wall_ms"), ("own", "status")}
+
+
+@pytest.mark.parametrize(
+    ("losses", "bound", "difference", "left"),
+    [
+        ({"gpu": [2.0, 1.0], "slide": [2.0, 1.0]}, 0.0, 0.0, {"gpu", "slide"}),
+        ({"gpu": [4.0], "slide": [4.5]}, 0.2, 0.125, {"gpu", "slide"}),
+        ({"slide": [3.0], "ckpt": [2.0]}, 0.0, 1 / 3, {"slide"}),  # without the reference, the next one takes its place
+        ({"gpu": [0.0], "slide": [1e-9], "ckpt": [0.0]}, 0.1, math.inf, {"gpu", "ckpt"}),
+    ],
+)
+def test_the_difference_is_recorded(losses, bound, difference, left):
+    records = trained(**losses)
+    assert gate_losses(records, OWN, bound) == pytest.approx(difference) and timed(records) == left
+    assert [r["value"] for r in records.rows if r["metric"] == "loss_difference"] == [pytest.approx(difference)]
+
+
+def test_ranks_whose_losses_are_others_than_those_of_the_fewest_have_no_times():
+    records = Records()
+    for ranks, losses in {2: [2.0, 1.0], 1: [2.0, 1.0], 4: [2.0, 1.5]}.items():
+        records.put("fsdp", f"step/{ranks}", {"wall_ms": 5.0}, 0)
+        for step, loss in enumerate(losses):
+            records.put("fsdp", f"losses/{ranks}", {"loss": loss}, step)
+    assert gate_losses(records, [("fsdp", f"losses/{n}", f"step/{n}") for n in (1, 2, 4)], 0.1) == 0.5
+    assert {r["phase"] for r in records.rows if r["metric"] == "wall_ms"} == {"step/1", "step/2"}
+    assert gate_losses(records, [("gpu", "own", "own")], 0.0) == 0.0

@@ -20,19 +20,13 @@ print(json.dumps({"peaks": peaks, "losses": losses, "size": by_size, "length": b
 HIDE_WIDGETS = "import sys\nsys.modules['ipywidgets'] = None"  # as if it were not installed
 
 
-def executed(folder: Path, *, before: str = "", after: str = "") -> nbformat.NotebookNode:
-    """The notebook after a run in `folder`, with further cells."""
-    notebook = nbformat.read(TOUR, as_version=4)
-    notebook.cells = [nbformat.v4.new_code_cell(before), *notebook.cells, nbformat.v4.new_code_cell(after)]
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
-    return notebook
-
-
 @pytest.mark.slow
 def test_the_tour_runs_without_a_gpu_and_shows_both_walls_come_down(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    notebook = executed(tmp_path, before=HIDE_WIDGETS, after=FOUND)
+    notebook = nbformat.read(TOUR, as_version=4)
+    notebook.cells = [nbformat.v4.new_code_cell(HIDE_WIDGETS), *notebook.cells, nbformat.v4.new_code_cell(FOUND)]
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert not list(tmp_path.iterdir())
     outputs = [output for cell in notebook.cells[:-1] if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
@@ -46,7 +40,6 @@ def test_the_tour_runs_without_a_gpu_and_shows_both_walls_come_down(tmp_path, mo
     assert found["length"]["stream"][-1] > 4 * found["length"]["both"][-1]
 
 
-def test_the_tour_is_no_experiment(monkeypatch):
-    monkeypatch.setenv("T1_ROOT", str(CHECKOUT))
+def test_the_tour_is_no_experiment():
     assert TOUR.is_file() and "start" not in params.experiments()
     assert not list((CHECKOUT / "params").glob("*/start.yaml"))

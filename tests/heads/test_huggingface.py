@@ -206,20 +206,6 @@ def test_threads():
         assert all(pool.map(work, range(60)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["compiled last", "compiled first"])
-def test_compiled(order):
-    own = build("Cohere", num_hidden_layers=1)
-    ours = copy.deepcopy(own)
-    ours = torch.compile(patch_head(ours) if order == "compiled last" else ours, backend="eager")
-    ours = ours if order == "compiled last" else patch_head(ours)
-    compare(own, ours, **batch(), use_cache=False)
-    torch._dynamo.reset()
-
-
-# ---------------------------------------------------------------- trainers
-
-
 def trainer(model, folder, **settings):
     rows = {name: values.tolist() for name, values in batch(rows=64, seed=7).items()}
     rows = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
@@ -251,9 +237,6 @@ def test_trainer(tmp_path, family, rel, settings):
         patch_head(ours)
     assert unpatch_head(ours)(**batch()).logits is not None
     assert patch_head(ours)(**batch()).logits is None
-
-
-# ---------------------------------------------------------------- adapters and shards
 
 
 @pytest.mark.parametrize("order", ["before", "after", "within"])
@@ -297,24 +280,25 @@ def test_an_adapter_on_the_output_layer_is_refused_by_name():
     assert ours(input_ids=batch()["input_ids"]).logits is not None
 
 
-# ---------------------------------------------------------------- bad input
+T5 = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
+REFUSED = {
+    "Linear": lambda: patch_head(nn.Linear(2, 2)),
+    "NoneType": lambda: patch_head(None),
+    "output layer": lambda: patch_head(build("Qwen3").model),
+    "ForMaskedLMLoss": lambda: patch_head(transformers.BertForMaskedLM(build("Bert").config)),
+    "encoder": lambda: patch_head(transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))),
+    "not patched": lambda: unpatch_head(build("Qwen3")),
+    "already patched": lambda: patch_head(patch_head(build("Qwen3"))),
+    "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
+    "chunks": lambda: patch_head(build("Llama"), head="full", chunks=3),
+    "softcap": lambda: patch_head(build("Llama"), softcap=30.0),
+    "much": lambda: patch_head(build("Llama"), workspace="much"),
+}
 
 
-def refused(function, *args, **kwargs) -> str:
-    return refusal(partial(function, *args, **kwargs))
-
-
-def test_models_that_are_refused():
-    assert "Linear" in refused(patch_head, nn.Linear(2, 2))
-    assert "NoneType" in refused(patch_head, None)
-    assert "output layer" in refused(patch_head, build("Qwen3").model)
-    masked = transformers.BertForMaskedLM(build("Bert").config)
-    assert "ForMaskedLMLoss" in refused(patch_head, masked)
-    sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
-    assert "encoder" in refused(patch_head, transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
-    model = build("Qwen3")
-    assert "not patched" in refused(unpatch_head, model)
-    assert "already patched" in refused(patch_head, patch_head(model))
+@pytest.mark.parametrize("message", REFUSED)
+def test_models_and_options_that_are_refused(message):
+    assert message in refusal(REFUSED[message])
 
 
 def test_output_layers_that_are_refused():
@@ -325,25 +309,16 @@ def test_output_layers_that_are_refused():
     model = patch_head(build("Llama"))
     plain = model.lm_head
     model.lm_head = Own(16, VOCAB, bias=False)
-    assert "Own" in refused(model, **batch())
+    assert "Own" in refusal(partial(model, **batch()))
     model.lm_head = plain
     handle = plain.register_forward_hook(lambda module, inputs, output: 2 * output)
-    assert "hook" in refused(model, **batch())
+    assert "hook" in refusal(partial(model, **batch()))
     handle.remove()
     plain.forward = lambda hidden: hidden
-    assert "Linear" in refused(model, **batch())
+    assert "Linear" in refusal(partial(model, **batch()))
     del plain.forward
     plain.to("meta")
-    assert "meta" in refused(model, **batch())
-
-
-def test_options_that_are_refused():
-    model = build("Llama")
-    for options in ({"head": "fast"}, {"head": "full", "chunks": 3}, {"softcap": 30.0}, {"workspace": "much"}):
-        name, value = list(options.items())[-1]
-        message = refused(patch_head, model, **options)
-        assert name in message or value in message
-    assert "forward" not in model.__dict__
+    assert "meta" in refusal(partial(model, **batch()))
 
 
 def odd(change) -> nn.Module:
@@ -396,7 +371,7 @@ def test_a_bias_of_the_output_layer_is_scaled_with_the_logits(change, trained):
     ],
 )
 def test_what_a_model_does_to_its_logits_is_refused_by_name(change, words):
-    message = refused(patch_head(odd(change)), **batch())
+    message = refusal(partial(patch_head(odd(change)), **batch()))
     assert "Odd" in message and any(word in message for word in words.split("|"))
 
 

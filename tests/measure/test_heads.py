@@ -1,4 +1,4 @@
-"""Output layers' errors, memory and statuses, and who gets a time; data; sparsity. Nothing here depends on timing."""
+"""Output layers' errors, memory and statuses, and who gets a time; data; sparsity; peers."""
 
 import math
 from functools import partial
@@ -11,6 +11,7 @@ from t1lib.heads import linear_cross_entropy
 from t1lib.measure import workspaces
 from t1lib.measure.heads import Case, HeadBench, attempt
 from t1lib.measure.isolate import VariantOutOfMemory
+from t1lib.measure.peers import PEERS, loss_function, whether_available
 from t1lib.measure.records import Records, statuses
 from t1lib.measure.softmax import operands, sparsity
 from t1lib.measure.workspaces import measure_workspaces
@@ -196,3 +197,23 @@ def test_after_a_shape_that_does_not_fit_the_next_one_is_measured(monkeypatch):
     frame = records.frame()
     assert statuses(frame[frame["phase"] == "workspace/A"]) == {"full": "oom", "chunked": "oom"}
     assert set(frame[frame["phase"] == "workspace/B"]["value"]) == {1.0} and len(closed) == 4
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_computes_the_mean_loss_and_its_gradients_or_says_why_not(name):
+    why_not = whether_available(name)
+    if why_not:
+        assert "\n" not in why_not
+        with pytest.raises(UnavailableError):
+            loss_function(name)
+    elif not torch.cuda.is_available():
+        torch.manual_seed(0)
+        e, w, y = torch.randn(12, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True), torch.arange(12)
+        found, wanted = loss_function(name)(e, w, y), linear_cross_entropy(e, w, y, head="full")
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(torch.autograd.grad(found, (e, w)), torch.autograd.grad(wanted, (e, w)))
+
+
+def test_an_unknown_method_is_named_with_what_there_is():
+    with pytest.raises(T1Error, match=r"unknown method 'ligre'.*liger"):
+        loss_function("ligre")
