@@ -20,7 +20,7 @@ MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step 
 CHECKOUT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
 FAST = "t1m3"  # the experiment whose run the fast tests read; it has a report
-SMOKE = ("tests/kit/test_drawn.py", "tests/test_latex.py", "tests/test_notebooks.py")
+SMOKE = ("tests/test_latex.py", "tests/test_notebooks.py")
 """Tests that read smoke runs, which one process makes for them."""
 
 

@@ -10,13 +10,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
-from t1lib import params
+from t1lib import params, paths
+from t1lib.files import write_signed
 from t1lib.kit.cells import names
 from t1lib.kit.redraw import run_cells
+from t1lib.kit.run import Run
 from t1lib.measure import manifest
 from t1lib.measure.language import from_params
+from t1lib.measure.records import Records
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
@@ -206,3 +211,81 @@ def test_plain_papermill_runs_a_notebook(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     content = manifest.read(tmp_path / "outputs" / "smoke" / "t1m3")
     assert set(content["files"]) >= FILES - {"executed.ipynb"} and content["parameters"]["iters"] == 2
+
+
+SLOW = pytest.mark.slow
+VARIANTS = [  # of an experiment, and the column of table1 that names them
+    pytest.param("cce", "head", ("full", "torch", "chunked", "fused-32MiB"), marks=SLOW),
+    pytest.param("chunks", "head", ("full", "chunked", "chunked-vocabulary", "fused"), marks=SLOW),
+    pytest.param("t1m1", "mode", ("gpu", "ckpt", "slide"), marks=SLOW),
+    ("t1m3", "head", ("full", "chunked", "chunked-vocabulary", "fused", "torch")),
+]
+
+
+def out_of_memory(folder, variants):
+    """The run as it would be if the variants had run out of memory before their first step."""
+    frame, records = Records.load(folder / "samples.csv").frame(), Records()
+    records.extend(frame[~frame["variant"].isin(variants)].to_dict("records"))
+    for phase in sorted(set(frame[frame["metric"] == "status"]["phase"])):
+        for variant in variants:
+            records.status(variant, "oom", phase)
+    records.save(folder / "samples.csv")
+    content = manifest.read(folder)
+    content["files"]["samples.csv"] = manifest._entry(folder / "samples.csv")
+    write_signed(folder / manifest.NAME, content)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # of empty legends, of means of nothing
+@pytest.mark.parametrize(("experiment", "column", "variants"), VARIANTS)
+def test_a_variant_out_of_memory_is_a_row_and_no_traceback(
+    smoke_run, tmp_path, monkeypatch, experiment, column, variants
+):
+    root = tmp_path / "kit"
+    monkeypatch.setenv("T1_ROOT", str(root))
+    make = Run.table
+    for gone in (variants[:1], variants):
+        made = smoke_run(experiment)
+        for name in ("docs", "notebooks", "params", f"outputs/smoke/{experiment}"):
+            shutil.copytree(made / name, root / name, dirs_exist_ok=True)
+        out_of_memory(paths.outputs("smoke", experiment), gone)
+        tables = {}
+        monkeypatch.setattr(Run, "table", lambda run, name, *rest, tables=tables, **more: tables.setdefault(
+            name, make(run, name, *rest, **more)))  # fmt: skip
+        run_cells("smoke", experiment, tmp_path / "drawn")
+        first = tables["table1"].set_index(column)
+        assert {name for name, state in first["status"].items() if state == "oom"} == set(gone)
+
+
+TOUR = CHECKOUT / "notebooks" / "start.ipynb"  # a tour: runs anywhere, draws its figures, writes nothing
+FOUND = """
+import json
+peaks = [{name: max(run["mib"]) for name, run in runs.items()} for runs in (streaming, heads)]
+losses = [[run["losses"] for run in runs.values()] for runs in (streaming, heads)]
+print(json.dumps({"peaks": peaks, "losses": losses, "size": by_size, "length": by_length}))
+"""
+HIDE_WIDGETS = "import sys\nsys.modules['ipywidgets'] = None"  # as if it were not installed
+
+
+@pytest.mark.slow
+def test_the_tour_runs_without_a_gpu_and_shows_both_walls_come_down(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    notebook = nbformat.read(TOUR, as_version=4)
+    notebook.cells = [nbformat.v4.new_code_cell(HIDE_WIDGETS), *notebook.cells, nbformat.v4.new_code_cell(FOUND)]
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert not list(tmp_path.iterdir())
+    outputs = [output for cell in notebook.cells[:-1] if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    found = json.loads(notebook.cells[-1].outputs[0]["text"])
+    (plain, by_hand, streamed), (full, chunked, patched) = (list(peaks.values()) for peaks in found["peaks"])
+    assert max(by_hand, streamed) < plain / 2 and max(chunked, patched) < full / 2
+    for first, *others in found["losses"]:
+        assert first[-1] < first[0]
+        assert all(losses == pytest.approx(first, rel=1e-5) for losses in others)
+    assert all(plain > 4 * both for plain, both in zip(found["size"]["plain"], found["size"]["both"], strict=True))
+    assert found["length"]["stream"][-1] > 4 * found["length"]["both"][-1]
+
+
+def test_the_tour_is_no_experiment():
+    assert TOUR.is_file() and "start" not in params.experiments()
+    assert not list((CHECKOUT / "params").glob("*/start.yaml"))

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from t1lib.measure import parallel
-from t1lib.measure.heads import Case
-from t1lib.measure.parallel import Share, measure_head, overheard, ran
+from t1lib.measure.parallel import measure_head, ran
 from t1lib.measure.records import Records, statuses
 
 CPU = torch.device("cpu")
@@ -68,17 +67,3 @@ def test_on_one_rank_what_cannot_run_or_does_not_fit_is_a_status(monkeypatch, ca
     assert states == {"full": "oom", "fused": "unavailable", "chunked": "ok"}
     assert {variant for variant, _ in found} == {"full", "fused", "chunked", "floor"}
     assert "fused is unavailable: its kernels need" in capsys.readouterr().out
-
-
-def test_collectives_are_noted_with_their_sizes_and_run_again_alone():
-    share = Share(device=CPU, **SHAPE)
-    share.group = dist.group.WORLD  # as on several ranks
-    with overheard() as collectives:
-        share.result(Case("chunked"))
-    # For each of 8 chunks four numbers per token, and their rows of dE; all float32.
-    assert len(collectives) == 2 * 8
-    assert sum(call.args[-1].nbytes for call in collectives) == 4 * 24 * 4 + 24 * 8 * 4
-    with overheard() as again:
-        for call in collectives:
-            call()
-    assert again == []  # the noted calls bypass any listener

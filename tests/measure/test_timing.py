@@ -1,28 +1,22 @@
-"""Phases and spans, warm-up and turns; what the link to the device costs a step at least."""
+"""Clocks and memory: spans, warm-up and turns, the link's floor; the allocator's timeline, the host's peak."""
 
 import threading
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from t1lib.measure.floors import Link, measure_link
+from t1lib.measure.floors import LINK, link_ms, measure_link
+from t1lib.measure.memory import AllocatorTimeline, HostPeak, storage_bytes
 from t1lib.measure.timing import median_ms, rounds
-from t1lib.timing import PhaseTimer, Trace
+from t1lib.memory import host_available, pinned_zeros
+from t1lib.timing import Trace
 
 CPU = torch.device("cpu")
-LINK = Link(host_to_device=100.0, device_to_host=50.0, both_in=80.0, both_out=40.0)  # bytes/s
-
-
-def test_phases_of_one_name_are_summed_and_lie_within_the_wall_time():
-    timer = PhaseTimer(CPU)
-    for phase in ("a", "b", "a"):
-        time.sleep(0.005)
-        timer.mark(phase)
-    time.sleep(0.005)  # after the last mark, so in the wall time alone
-    wall, phases = timer.stop()
-    assert list(phases) == ["a", "b"] and phases["a"] >= 10 and phases["b"] >= 5
-    assert wall >= sum(phases.values()) + 5
+MIB = 2**20
+RATES = {"h2d_gb_s": 100e-9, "d2h_gb_s": 50e-9, "both_in_gb_s": 80e-9, "both_out_gb_s": 40e-9}
 
 
 def test_spans_are_ordered_by_start_whatever_ends_first_and_whoever_adds_them():
@@ -72,6 +66,63 @@ def test_rounds_hold_each_thing_once_in_orders_that_differ_and_are_the_same_ever
     ],
 )
 def test_least_time_of_a_step(copies, seconds):
-    assert LINK.step_ms(*copies) == pytest.approx(seconds * 1e3)
+    assert link_ms(RATES, *copies) == pytest.approx(seconds * 1e3)
     link = measure_link(CPU, nbytes=2**20)
-    assert min(link.host_to_device, link.device_to_host, link.both_in, link.both_out) > 0
+    assert tuple(link) == LINK and min(link.values()) > 0
+
+
+def test_timeline_sees_every_allocation_in_order_and_exactly():
+    with AllocatorTimeline(CPU, baseline=1000) as timeline:
+        a = torch.empty(4096, dtype=torch.uint8)
+        b = torch.empty(512, dtype=torch.float32)
+        del a
+        c = torch.ones(64, dtype=torch.int64)
+        del b
+        c = (c + c) * c  # the sum in between counts
+        del c
+    assert [a for _, a, _ in timeline.points] == [1000, 5096, 7144, 3048, 3560, 1512, 2024, 2536, 2024, 1512, 1000]
+    assert {reserved for _, _, reserved in timeline.points} == {None}
+    times = [ms for ms, _, _ in timeline.points]
+    assert times == sorted(times) and times[0] == 0.0
+    assert timeline.peak == 7144
+
+
+def test_views_and_tied_weights_count_once():
+    base = torch.zeros(100)
+    layer = torch.nn.Linear(4, 4, bias=False)
+    tied = torch.nn.Parameter(layer.weight.data)
+    assert storage_bytes([base, base[10:20], base.view(10, 10)]) == 400
+    assert storage_bytes([layer.weight, tied, base[3:]]) == 64 + 400
+    assert storage_bytes([]) == 0
+
+
+@pytest.mark.skipif(not HostPeak().exact, reason="the system does not reset the peak of resident memory")
+def test_host_peak_sees_a_buffer_that_is_freed_again():
+    torch.ones(128 * MIB, dtype=torch.uint8)  # before it: not its peak
+    host = HostPeak()
+    before = host.read()
+    assert before < psutil.Process().memory_info().rss + 8 * MIB
+    torch.ones(64 * MIB, dtype=torch.uint8)  # touched, and freed at once
+    assert host.read() - before == pytest.approx(64 * MIB, abs=6 * MIB)
+
+
+def test_memory_that_may_not_be_pinned_is_plain(monkeypatch):
+    assert not pinned_zeros(10, torch.bfloat16, CPU).is_pinned()
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    with pytest.warns(UserWarning, match="refused to pin memory .CUDA error 2"):
+        buffer = pinned_zeros(MIB, torch.float32, torch.device("cuda"))
+    assert buffer.nbytes == 4 * MIB and not buffer.any()
+
+
+@pytest.mark.parametrize("folder, names", [("", "max current"), ("memory", "limit_in_bytes usage_in_bytes")])
+def test_a_control_groups_limit_counts(folder, names, tmp_path, monkeypatch):
+    files = [f"{folder}/memory.{name}".strip("/") for name in names.split()]
+    monkeypatch.setattr("t1lib.memory.CONTROL_GROUP", tmp_path)
+    whole = host_available()
+    for name, value in zip(files, (5 * MIB, 2 * MIB), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    assert host_available() == 3 * MIB < whole
+    (tmp_path / files[0]).write_text("max\n")
+    assert host_available() > 3 * MIB

@@ -103,17 +103,6 @@ def test_what_is_trained_and_what_streams_follow_from_the_parameters():
     assert (lora.frozen, lora.aside, lora.layer, lora.outer) == (4, 4 * adapters, full.layer, 0)
 
 
-def test_any_stack_of_layers_can_be_planned_for():
-    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
-    model = nn.Sequential(nn.Linear(8, 32), *blocks)
-    x = torch.randn(5, 32, requires_grad=True)
-    saved = saved_by(lambda: blocks[0](x), blocks[0].parameters()) // 5
-    assert saved == 4 * (32 + 64 + 64)
-    work = work_of(model, ADAMW.kinds, rows=5, seq=1, layers=blocks, hidden=32, saved=saved, cuda=False)
-    assert (work.layers, work.layer, work.outer, work.inner) == (3, 32 * 64 * 2 + 96, 8 * 32 + 32, 64)
-    assert choose_plan(work, 2**20).keep == 3
-
-
 def test_a_host_that_is_short_of_memory_leaves_more_on_the_device():
     free, budget = choose_plan(WORK, 16 * 2**30), 16 * 2**30
     short = host_bytes(WORK, free) - 2**30

@@ -1,17 +1,17 @@
-"""The protocol of the notebook frontier: what is skipped, what happens after memory runs out."""
+"""Protocols in the cells of notebooks: what frontier skips, and after memory ran out; the cases that cce selects."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from t1lib import params
 from t1lib.errors import T1Error
 from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records
 from t1lib.plan.rates import H200
 
-NOTEBOOK = Path(__file__).resolve().parent.parent / "notebooks" / "frontier.ipynb"
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 PARAMETERS = dict(models=["tiny"], modes=["gpu", "slide"], heads=["full", "fused"], lengths=[64, 128, 256], seed=0)
 PARAMETERS |= dict(dtype="float32", workspace="4MiB", host="8GiB", longest=60.0, within=60.0, steps=2, warmup=1)
 PARAMETERS |= dict(narrow=[], host_share=0.0, planned="tiny 64 1GiB", budgets=["1GiB"], measure=True)
@@ -42,25 +42,24 @@ class Worker:
         self.closed = True
 
 
-def cell(name: str) -> str:
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    return "".join(next(cell for cell in cells if cell["id"] == name)["source"])
+def run_cells(notebook: str, *names: str, **made) -> dict:
+    """The variables that these cells of a notebook make, beside those given."""
+    for cell in params.read_notebook(NOTEBOOKS / f"{notebook}.ipynb")["cells"]:
+        if cell["id"] in names:
+            exec(compile(params.source(cell), cell["id"], "exec"), made)
+    return made
 
 
 def prepared(vram: int = 2**30, **parameters) -> dict:
     """The notebook's variables before it measures, with `Worker` in place of processes."""
     namespace = {"p": SimpleNamespace(**PARAMETERS | parameters), "records": Records(), "machine": H200}
     namespace |= {"run": SimpleNamespace(device=SimpleNamespace(type="cpu")), "capacity": vram}
-    for name in ("imports", "points"):
-        exec(cell(name), namespace)
     Worker.started = 0
-    return namespace | {"Isolated": Worker}
+    return run_cells("frontier", "imports", "points", **namespace) | {"Isolated": Worker}
 
 
 def measured(namespace: dict) -> list[dict]:
-    code = compile(cell("protocol"), "protocol", "exec")
-    exec(code, namespace)
-    return namespace["records"].rows
+    return run_cells("frontier", "protocol", **namespace)["records"].rows
 
 
 def states(rows):
@@ -105,3 +104,44 @@ def test_what_fails_is_a_row_and_the_others_go_on(capsys, error, state):
     assert [found["tiny/gpu/fused", f"seq/{n}"] for n in (64, 128, 256)] == ["ok", state, "skipped"]
     assert {found["tiny/slide/fused", f"seq/{n}"] for n in (64, 128, 256)} == {"ok"}
     assert f"tiny/gpu/fused 128: {state}, {error}" in capsys.readouterr().out
+
+
+GIVEN = dict(
+    dtype="float32", reference="float64", shapes=["A 256 4096 64", "B 8 30 4"], methods=["full"],
+    compared=["64MiB", "32MiB"], tight=["B 8MiB", "M 4MiB"],
+)  # fmt: skip
+
+
+def selected(**changes) -> dict:
+    return run_cells("cce", "imports", "plan", "cases", p=SimpleNamespace(**GIVEN | changes))
+
+
+def test_each_case_is_measured_once_beside_what_it_changes_and_bars_bound_measured_ones():
+    made = selected()
+    a, b, m = ([prefix + variant for variant, prefix in made["cases"][shape]] for shape in "ABM")
+    always = ["loss_full", "full", "fused-64MiB", "fused-32MiB"]
+    assert b == [*always, "fused-8MiB", "fused-300MiB"] and m == [*always, "fused-4MiB", "fused-filter-64MiB"]
+    assert a[:4] == always and a[-1] == "fused-filter-64MiB" and len(set(a)) == len(a)
+    assert {"loss_fused-16MiB", "fused-none-160MiB"} < set(a)
+    assert a.index("fused-512MiB") < a.index("fused-half-512MiB") < a.index("fused-softcap-512MiB")
+    bars = [bar for bar in made["bars"] if bar["shape"] == "A"]
+    assert len(bars) == 4 + 2 + 2 + len(made["OPTIONS"]) and len(made["OPTIONS"]) == 7
+    assert all(bar["case"].items() <= made["cases"]["A"].items() for bar in bars)
+    assert selected(shapes=["X 1 2 3"], tight=[])["bars"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shapes": []}, "shapes"), ({"shapes": ["A 1 2 3", "A 4 5 6"]}, "each name once"),
+        ({"shapes": ["M 1 2 3"]}, "not M"), ({"shapes": ["A 1 2 0"]}, "bad shape 'A 1 2 0'"),
+        ({"shapes": ["A/1 1 2 3"]}, "bad shape"), ({"methods": ["fulll"]}, "unknown method 'fulll'"),
+        ({"tight": ["8MiB"]}, "bad tight workspace '8MiB'"), ({"tight": ["A lots"]}, "bad size 'lots'"),
+        ({"tight": ["Z 8MiB"]}, "unknown shape of a tight workspace: 'Z'"),
+        ({"compared": []}, "compared is empty"), ({"compared": ["0"]}, "bad workspace '0'"),
+        ({"dtype": "float31"}, "unknown dtype 'float31'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_entry_is_named(changes, message):
+    with pytest.raises(T1Error, match=message):
+        selected(**changes)
