@@ -15,28 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: product
 PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
 START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"
 MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step * rate, "ms", step=step)\n'
-
-
 CHECKOUT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
 FAST = "t1m3"  # the experiment whose run the fast tests read; it has a report
-SMOKE = ("tests/test_latex.py", "tests/test_notebooks.py")
-"""Tests that read smoke runs, which one process makes for them."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Under `-n` without `--dist`, run the tests of a file in one process, and those of all SMOKE files in one."""
-    if config.getoption("dist") != "load":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return "smoke" if file in SMOKE else file
-
-    return ByFile(config, log)
 
 
 class Checkout:

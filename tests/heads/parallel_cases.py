@@ -20,66 +20,57 @@ STATS = ("lse", "logprob", "correct")
 GRADS = ((True, False, False), (False, True, False), (False, False, True), (False,) * 3)
 
 
-def exact(size: int) -> Cases:
-    """`chunked` with every option and reduction, in float64; tokens replicated or sharded."""
-    p, found = problem(36, 257, 16), {}
+def values(size: int) -> Cases:
+    """Both heads: options, reductions, special operands and targets; tokens replicated or sharded."""
+    found: dict[str, dict[str, Any]] = {}
+    p = problem(36, 257, 16)
     for reduction in REDUCTIONS:
         for name in OPTION_SETS if size == 2 else ("all",):
-            kwargs = {**options(name, p), **CHUNKED, "reduction": reduction}
-            found[f"chunked, {name}, {reduction}"] = kwargs
+            found[f"chunked, {name}, {reduction}"] = kwargs = {**options(name, p), "p": p, "reduction": reduction}
             if name == "all":
                 found[f"chunked, tokens dealt, {name}, {reduction}"] = {**kwargs, "sequence_parallel": True}
-    return {name: partial(agrees, p, ROWS[size], 1e-11, **kwargs) for name, kwargs in found.items()}
+    found |= {f"chunked, {name}": kwargs for name, kwargs in special(p, ROWS[size]).items()}
+    found["chunked, float32"] = {"p": p.to(torch.float32), "tolerance": 3e-6, **options("all", p)}
+    found["chunked, workspace"] = {"p": p, "workspace": "1MiB", "chunks": None}
+    common = {"rows": ROWS[size], "tolerance": 1e-11, **CHUNKED}
+    cases = {name: partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
-
-def edges(size: int) -> Cases:
-    """The same head, with special operands and targets."""
-    p, rows = problem(36, 257, 16), ROWS[size]
-    found: dict[str, dict[str, Any]] = {f"gradients of {wanted}": {"grad": wanted} for wanted in GRADS}
-    found["no bias"] = {"bias": False}
-    found["float32"] = {"p": p.to(torch.float32), "tolerance": 3e-6, **options("all", p)}
-    found["workspace"] = {"workspace": "1MiB", "chunks": None}
-    for name, target in {
-        "all targets on the first rank": p.target % rows[0],
-        "all targets on the last rank": 256 - p.target % rows[-1],
-        "one token counts": p.target.index_fill(0, torch.arange(1, 36), -100),
-        "all tokens ignored": torch.full_like(p.target, -100),
-    }.items():
-        changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
-        found[name] = {"p": changed, "reduction": "sum"}
-    far, masked = (problem(36, 257, 16) for _ in range(2))
-    far.b[50] += 2000.0  # a class that only the first rank holds
-    masked.b[-rows[-1] :] = float("-inf")  # all classes of the last rank
-    masked.target = masked.target.where(masked.target < 0, masked.target % (257 - rows[-1]))
-    found |= {"a logit far above the others": {"p": far}, "a rank all masked": {"p": masked}}
-    found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
-    common = {"p": p, "rows": rows, "tolerance": 1e-11, **CHUNKED}
-    return {f"chunked, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
-
-
-def kernels(size: int) -> Cases:
-    """Head `fused` in Triton's interpreter; 24 tokens make two chunks."""
-    rows = FEW[size]
+    rows = FEW[size]  # in Triton's interpreter; 24 tokens make two chunks
     p, few = (problem(n, sum(rows), 16, dtype=torch.float32) for n in (24, 9))
     dealt, chunks = (p, 2) if size == 2 else (few, 1)
-    kwargs = options("weighted smoothing", dealt)
-    found = {"tokens dealt": dict(p=dealt, chunks=chunks, sequence_parallel=True, **kwargs)}
+    found = {"tokens dealt": dict(p=dealt, chunks=chunks, sequence_parallel=True, **options("weighted smoothing", p))}
     if size == 2:
-        far, masked = (problem(9, sum(rows), 16, dtype=torch.float32) for _ in range(2))
-        far.b[3] += 1000.0
-        masked.b[rows[0] :] = float("-inf")
-        masked.target = masked.target.where(masked.target < 0, masked.target % rows[0])
-        found |= {
+        wanted = ("a logit far above the others", "a rank all masked", f"gradients of {(False,) * 3}")
+        found |= {name: kwargs for name, kwargs in special(few, rows).items() if name in wanted} | {
             "tokens dealt, none": dict(p=p, reduction="none", sequence_parallel=True, **options("all", p)),
             "softcap": dict(p=few, **options("softcap", few)),
             "float32 sums, no bias": dict(p=few, accumulate="float32", reduction="sum", bias=False),
             "filter, weight alone": dict(p=few, filter_eps=1e-3, grad=(False, True, False)),
-            "loss alone": dict(p=few, grad=(False,) * 3, **options("all", few)),
-            "a logit far above the others": dict(p=far, tolerance=1e-4),
-            "a rank all masked": dict(p=masked),
         }
+        found["a logit far above the others"]["tolerance"] = 1e-4
     common = {"rows": rows, "tolerance": 3e-6, "head": "fused"}
-    return {f"fused, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
+    return cases | {f"fused, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
+
+
+def special(p: Problem, rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    """Operands and targets that few have, by name; the last rank's classes are masked in one."""
+    classes, tokens = sum(rows), len(p.e)
+    found: dict[str, dict[str, Any]] = {f"gradients of {wanted}": {"p": p, "grad": wanted} for wanted in GRADS}
+    found["no bias"] = {"p": p, "bias": False}
+    found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
+    for name, target in {
+        "all targets on the first rank": p.target % rows[0],
+        "all targets on the last rank": classes - 1 - p.target % rows[-1],
+        "one token counts": p.target.index_fill(0, torch.arange(1, tokens), -100),
+        "all tokens ignored": torch.full_like(p.target, -100),
+    }.items():
+        changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
+        found[name] = {"p": changed, "reduction": "sum"}
+    far, masked = (Problem(p.e, p.w, p.b.clone(), p.target) for _ in range(2))
+    far.b[3] += 1000.0  # a class that only the first rank holds
+    masked.b[-rows[-1] :] = float("-inf")
+    masked.target = masked.target.where(masked.target < 0, masked.target % (classes - rows[-1]))
+    return found | {"a logit far above the others": {"p": far}, "a rank all masked": {"p": masked}}
 
 
 def agrees(p: Problem, rows: tuple[int, ...], tolerance: float, **kwargs: Any) -> None:

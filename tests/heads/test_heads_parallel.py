@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 from huggingface_fsdp import wrapped
-from parallel_cases import Cases, edges, exact, kernels
+from parallel_cases import Cases, values
 from parallel_manners import groups_made_anew, manners
 from parallel_refusals import refusals
 from processes import SIZES, Outcomes, work
@@ -22,7 +22,7 @@ from t1lib.heads.parallel import linear_cross_entropy
 
 
 def cases(size: int, folder: Path | None = None) -> Cases:
-    found = {**exact(size), **edges(size), **kernels(size), **manners(size), **refusals(size)}
+    found = {**values(size), **manners(size), **refusals(size)}
     return {**found, **wrapped()} if size == 2 else found
 
 
