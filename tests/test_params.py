@@ -65,14 +65,6 @@ def test_defaults_then_profile_then_overrides(checkout):
 def test_a_wrong_parameter_file_is_refused(checkout, yaml, parts):
     checkout.add("demo", yaml=yaml)
     refused(lambda: params.resolve("demo", "smoke"), *parts)
-
-
-def test_unknown_names_are_refused(checkout):
-    checkout.add("demo")
-    refused(lambda: params.resolve("deno", "smoke"), "'deno'", "allowed: demo", "mean 'demo'")
-    refused(lambda: params.resolve("demo", "smok"), "profile 'smok'", "allowed: smoke")
-    refused(lambda: params.resolve("demo", "smoke", {"stpes": "1"}), "-p", "mean 'steps'")
-    refused(lambda: params.resolve("demo", "smoke", {"steps": "one"}), "-p", "'steps' is 'one'")
     paths.params_file("smoke", "demo").write_bytes(b"steps: 3  # \xff\n")
     refused(lambda: params.resolve("demo", "smoke"), "cannot read params/smoke/demo.yaml: 'utf-8'")
     paths.params_file("smoke", "demo").unlink()

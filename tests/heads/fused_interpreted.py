@@ -170,36 +170,24 @@ def test_the_backward_takes_the_forwards_precision():
     assert torch.equal(*found)
 
 
-def agree_when_compiled(call, p: Problem, calls: list[tuple], **kwargs) -> list:
-    """Assert that each of `calls` gives the same loss and gradients when `call` is compiled as one graph.
+@pytest.mark.parametrize("reduction, workspace, dynamic", [("mean", None, False), *slowly(COMPILED)])
+def test_the_compiler_sees_one_operator_and_copies_nothing(reduction, workspace, dynamic):
+    """As one graph, forward and backward, loss and gradients are the same."""
+    p, graphs, results = single(5, 40, 16), [], []
 
-    Returns the compiler's graphs: forward, backward.
-    """
-    graphs = []
+    def call(e, w):
+        return linear_cross_entropy(e * 1.0, w, p.target, head="fused", reduction=reduction, workspace=workspace)
 
     def keep(graph, _):
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    f = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=keep), **kwargs)
-    for arguments in calls:
-        results = []
-        for each in (call, f):
-            e, w = (t.detach().clone().requires_grad_() for t in (p.e, p.w))
-            loss = each(e, w, *arguments).sum()
-            results.append([loss.detach(), *torch.autograd.grad(loss, (e, w), torch.tensor(0.3))])
-        assert_close(results[1], results[0], 1e-6)
-    return graphs
-
-
-@pytest.mark.parametrize("reduction, workspace, dynamic", [("mean", None, False), *slowly(COMPILED)])
-def test_the_compiler_sees_one_operator_and_copies_nothing(reduction, workspace, dynamic):
-    p = single(5, 40, 16)
-
-    def call(e, w):
-        return linear_cross_entropy(e * 1.0, w, p.target, head="fused", reduction=reduction, workspace=workspace)
-
-    graphs = agree_when_compiled(call, p, [()], dynamic=dynamic)
+    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=keep), dynamic=dynamic)
+    for each in (call, compiled):
+        e, w = (t.detach().clone().requires_grad_() for t in (p.e, p.w))
+        loss = each(e, w).sum()
+        results.append([loss.detach(), *torch.autograd.grad(loss, (e, w), torch.tensor(0.3))])
+    assert_close(results[1], results[0], 1e-6)
     names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert len(graphs) == 2 and sum("t1lib.linear_cross_entropy.default" in name for name in names) == 1
     assert not [name for name in names if any(word in name for word in ("functionalized", "clone", "copy", "scale_"))]

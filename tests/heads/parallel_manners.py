@@ -15,6 +15,7 @@ from processes import next_port
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from t1lib.heads import fused_launch, parallel
 from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.fused_plan import early_from
 from t1lib.heads.parallel import linear_cross_entropy
@@ -24,11 +25,13 @@ def manners(size: int) -> Cases:
     found = {
         "the loss and dE have the same bits everywhere": partial(same_bits, size),
         "chunked, 16 bits": partial(sixteen_bits, ROWS[size], torch.bfloat16, **CHUNKED),
+        "calls are compared once": partial(compared_once, size),
         "chunked, DTensor": sharded,
         "chunked, the least workspace": partial(counted, size),
         "a device mesh": partial(by_mesh, size),
     }
     if size == 2:
+        found["fused, targets elsewhere write nothing"] = within_bounds
         found["fused, 16 bits"] = partial(sixteen_bits, FEW[2], torch.float16, tokens=20, head="fused")
         found["fused, compiled"] = compiled
         found["fused, a workspace that decides for one rank alone"] = of_the_largest
@@ -59,6 +62,17 @@ def sixteen_bits(rows: tuple[int, ...], dtype: torch.dtype, tokens: int = 150, *
     got = on_shards(p, rows, bias=False, **own)
     bounds = {"input": 1.05, "linear_weight": 1.05}
     assert_no_worse(*([found[name] for name in bounds] for found in (got, usual, exact)), bounds)
+
+
+def compared_once(size: int) -> None:
+    """The ranks compare a call when they make it first, and not again."""
+    p, seen, share = problem(36, 257, 16), [], dist.all_gather_object
+    parallel.AGREED.clear()
+    with patch.object(dist, "all_gather_object", lambda *args, **kwargs: (seen.append(1), share(*args, **kwargs))):
+        for _ in range(2):
+            on_shards(p, ROWS[size], **CHUNKED)
+        on_shards(p, ROWS[size], softcap=4.0, **CHUNKED)
+    assert len(seen) == 2
 
 
 def counted(size: int) -> None:
@@ -92,6 +106,21 @@ def sharded() -> None:
 
 def by_mesh(size: int) -> None:
     agrees(problem(36, 257, 16), ROWS[size], 1e-11, group=init_device_mesh("cpu", (size,)), **CHUNKED)
+
+
+def within_bounds() -> None:
+    """The rows just before and after this shard's dW are left unchanged."""
+    add = fused_launch.Chunk.add_targets
+
+    def between_guards(self: Any, *args: Any) -> None:
+        guarded = torch.nn.functional.pad(self.dw, (0, 0, 1, 1), value=7.0)
+        self.known["dw"] = guarded[1:-1]
+        add(self, *args)
+        assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
+        self.dw.copy_(guarded[1:-1])
+
+    with patch.object(fused_launch.Chunk, "add_targets", between_guards):
+        agrees(problem(20, sum(FEW[2]), 16, dtype=torch.float32), FEW[2], 3e-6, head="fused", bias=False)
 
 
 def compiled() -> None:
