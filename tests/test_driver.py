@@ -172,7 +172,7 @@ def _start_and_wait(checkout) -> subprocess.Popen:
     # Where the tests run in the background of a shell, which ignores SIGINT, the driver must not.
     heard = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)} if os.name == "posix" else {}
     process = subprocess.Popen(command, cwd=checkout.root, stderr=subprocess.PIPE, text=True, **heard)
-    for _ in range(600):
+    for _ in range(1800):
         if (checkout.root / "started").exists():
             return process
         time.sleep(0.1)
