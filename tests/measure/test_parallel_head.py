@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from t1lib.measure import parallel
-from t1lib.measure.parallel import measure_head, ran
+from t1lib.measure.parallel import Share, measure_head, ran
 from t1lib.measure.records import Records, statuses
 
 CPU = torch.device("cpu")
