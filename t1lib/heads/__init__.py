@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from t1lib.errors import choose, require
+from t1lib.errors import T1Error, choose
 from t1lib.heads.chunked import chunked
 from t1lib.heads.full import full, native
 from t1lib.heads.fused import fused
@@ -18,9 +18,8 @@ __all__ = [
     "unpatch_head",
 ]  # fmt: skip
 
+# by name: head(Tensors, Settings, **own options) -> (loss, HeadStats | None)
 HEADS: dict[str, Callable] = {"full": full, "chunked": chunked, "fused": fused, "torch": native}
-"""By name: `head(Tensors, Settings, **own options) -> (loss, HeadStats | None)`; called by `linear_cross_entropy`."""
-
 DEFAULT_HEAD = "fused"
 
 
@@ -31,9 +30,8 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None, workspace: int | str | None = None, filter_eps: float | None = None,
     return_stats: bool = False, **own: Any,
 ) -> Tensor | tuple[Tensor, HeadStats]:  # fmt: skip
-    """Cross-entropy loss of the logits z = `input @ linear_weight.T + linear_bias`; the equation is in `full`.
-
-    Names, order and semantics follow `torch.nn.functional.linear_cross_entropy` (2.13) with class-index targets.
+    """Cross-entropy loss of the logits z = `input @ linear_weight.T + linear_bias`; the equation is in `full`. Names,
+    order and semantics follow `torch.nn.functional.linear_cross_entropy` (2.13) with class-index targets.
 
     input           (…, D), floating point; under autocast the operands are cast as `F.linear` casts them
     linear_weight   (V, D), same dtype as input
@@ -44,7 +42,7 @@ def linear_cross_entropy(
     weight          (V) class weights, constant (must not require a gradient)
     reduction       "mean", "sum" or "none"
     label_smoothing in [0, 1]
-    softcap         s > 0: caps the logits, z ← s · tanh(z / s)
+    softcap         s in [1e-30, 1e30]: caps the logits, z ← s · tanh(z / s)
     z_loss          ≥ 0: adds z_loss · lse² to each valid token's loss; class weights do not scale this term
     token_weight    (…) factor on each token's loss and, under "mean", on its share of the denominator; constant
     workspace       bytes, or a string such as "256MiB": the most memory the head may use beyond inputs and gradients
@@ -53,30 +51,24 @@ def linear_cross_entropy(
 
     Returns the loss in float32 (float64 for float64 operands), of shape (…) under "none" and a scalar otherwise; with
     `return_stats` the pair (loss, HeadStats). Raises `T1Error` for a bad argument and `UnavailableError` if the head
-    cannot run here. A target out of range is a `T1Error` on the CPU and an asynchronous device assertion on CUDA.
-    """
+    cannot run here. A target out of range is a `T1Error` on the CPU and an asynchronous device assertion on CUDA."""
     choose("head", head, HEADS)
     if own:
         own_options(head, HEADS[head], own)
     tensors = Tensors(input, linear_weight, target, linear_bias, weight, token_weight)
     check_tensors(tensors)
     given = Settings(reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, filter_eps, return_stats)
-    settings = check_settings(given)
-    loss, stats = HEADS[head](tensors, settings, **own)
+    loss, stats = HEADS[head](tensors, check_settings(given), **own)
     return (loss, stats) if return_stats else loss
 
 
 def next_token_targets(ids: Tensor, ignore_index: int = -100) -> Tensor:
-    """Next-token targets of a language model: (B, S) or (S) token ids shifted left by one, the last position ignored.
-
-    Shifting the targets instead of the hidden states avoids a copy of the latter. Returns int64 of the same shape.
-    Raises `T1Error` for ids that are not integers or have another number of dimensions.
-    """
-    dense = isinstance(ids, Tensor) and ids.layout == torch.strided
-    require(dense, f"ids must be a dense tensor, got {type(ids).__name__}")
-    other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
-    require(not other, f"ids must be integers, got {ids.dtype}")
-    require(ids.dim() in (1, 2), f"ids must have shape (B, S) or (S), got {tuple(ids.shape)}")
+    """Next-token targets of a language model: (B, S) or (S) token ids shifted left by one, the last position ignored;
+    int64, of the same shape. Raises `T1Error` for other ids."""
+    whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not (whole and ids.layout == torch.strided and ids.dim() in (1, 2)):
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise T1Error(f"ids must be integers in a dense tensor of shape (B, S) or (S), got {got}")
     targets = torch.full_like(ids, ignore_index, dtype=torch.int64)
     targets[..., :-1] = ids[..., 1:]
     return targets

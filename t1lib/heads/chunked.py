@@ -4,13 +4,13 @@ With logits z (after the softcap), p = softmax z, ζ = z_loss and the symbols of
     l = t [ −(1−α) c_y log p_y + α/V Σ_v c_v (lse − z_v) + ζ lse² ].
 With r = t · dL/dl and C = Σ_v c_v, its gradient is
     dL/dz_v = A p_v − B [v = y] − E c_v,   A = B + r (α C/V + 2 ζ lse),   B = r (1−α) c_y,   E = r α / V,
-which the softcap multiplies by 1 − (z_v / s)².
-"""
+which the softcap multiplies by 1 − (z_v / s)²."""
 
 import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.errors import choose, require
@@ -36,18 +36,14 @@ def chunked(
     """Cross-entropy of a linear layer's outputs, computed in chunks so that the whole logits never exist at once.
 
     by="sequence" (default; what T1M3's text describes): the tokens in `chunks` chunks (default 8), three products; the
-    backward only scales the gradients in place, and a second one is refused. Under "none" it recomputes the logits:
-    four products. dW accumulates in the weight's own dtype, two chunks per product; in 16 bits that rounds once per
-    product (docs/drift.md). In float16 with a loss scaler, gradients below 6e-8 are lost: use by="vocabulary".
-
+    backward only scales the gradients. Under "none" it recomputes the logits: four products. dW accumulates in the
+    weight's own dtype, rounded once per two chunks (docs/drift.md). In float16 with a loss scaler, gradients below 6e-8
+    are lost: use by="vocabulary".
     by="vocabulary" (what T1M3's code does): the columns of the logits in `chunks` chunks (default: of 8192 columns),
     four products. dE accumulates in an N × D float32 buffer, each slice of dW is written once.
-
-    workspace: instead of `chunks`, the largest chunks whose buffers fit on a GPU, without cuBLAS's own buffers. Frozen
-    operands cost no product, and nothing waits for the device. Raises `T1Error` for a bad option, for filter_eps, for
-    chunks and workspace together, for a workspace too small (saying the least that works), for a second backward where
-    the forward computed the gradients, and for create_graph=True.
-    """
+    workspace: instead of `chunks`, the largest chunks whose buffers fit on a GPU, without cuBLAS's own. Raises
+    `T1Error` for a bad option, filter_eps, chunks and workspace together, a workspace too small (saying the least that
+    works), a second backward by sequence but for "none", and create_graph=True."""
     choose("by", by, ("sequence", "vocabulary"))
     options.check_chunks(chunks, opts.settings)
     require(opts.settings.filter_eps is None, "head 'chunked' has no filter_eps; heads that take it: full, fused")
@@ -63,44 +59,39 @@ def chunked(
 
 
 def _costs(e: Tensor, opts: Options, by: str, needs: Needs) -> tuple[int, int]:
-    """(fixed bytes, bytes per token or column of a chunk)."""
-    tokens, (size, wide), shards = len(opts.target), (e.dtype.itemsize, opts.dtype.itemsize), opts.settings.shards
-    widest = opts.vocab if shards is None else max(shards.rows)
-    wide_rows = needs[0] * (2 if by == "vocabulary" else int(shards is not None))  # dE as a sum, and what is added
-    fixed = TOKEN_BYTES * tokens + 3 * SLACK * e.is_cuda + 2 * wide * widest * needs[2]
+    """Fixed bytes, and bytes per token or column of a chunk."""
+    tokens, size, wide = len(opts.target), e.dtype.itemsize, opts.dtype.itemsize
+    grouped = opts.settings.shards is not None
+    wide_rows = needs[0] * (2 if by == "vocabulary" else grouped)  # dE as a sum, and what is added
+    fixed = TOKEN_BYTES * tokens + 3 * SLACK * e.is_cuda + 2 * wide * opts.most * needs[2]
     fixed += (size + wide * wide_rows) * tokens * e.shape[1]  # the wrapper holds a copy of the hidden states
     entry = (0 if size == wide else wide) + (wide if any(needs) and opts.settings.softcap is not None else 0)
     if by == "vocabulary":
         return fixed + ALIGN * (entry + size) * tokens, max(1, (entry + size) * tokens)
-    return fixed, (entry + size * (PAIR if any(needs) else 1)) * (widest + ALIGN)
+    return fixed, (entry + size * (PAIR if any(needs) else 1)) * (opts.most + ALIGN)
 
 
 class Block:
     """Memory for blocks of logits, reused. Rows start on `ALIGN` elements; what is beyond the last column is −inf.
 
-    raw     gradients in the operands' dtype, of `held` blocks (and before them the logits, where no product can write
-            float32)
+    memory  gradients in the operands' dtype of `held` blocks, `raw`: of this one (before them logits, where no product
+            can write float32)
     work    logits and p in float32; the same memory as `raw` for float32 operands. z: the same without padding
-    slope   the softcap's derivative; None where it is not needed
-    weight  the class weights of the columns
-    """
+    slope   the softcap's derivative; None where it is not needed"""
 
     def __init__(self, rows: int, columns: int, like: Tensor, opts: Options, gradients: bool, held: int) -> None:
         width, self.opts = -(-columns // ALIGN) * ALIGN, opts
-        self._raw = like.new_empty(held * rows, width)
-        self._work = self._raw if like.dtype == opts.dtype else like.new_empty(rows, width, dtype=opts.dtype)
+        self.memory = like.new_empty(held * rows, width)
+        self._work = self.memory if like.dtype == opts.dtype else like.new_empty(rows, width, dtype=opts.dtype)
         sloped = gradients and opts.settings.softcap is not None
         self._slope = like.new_empty(rows, width, dtype=opts.dtype) if sloped else None
 
     def fill(self, e: Tensor, w: Tensor, b: Tensor | None, weight: Tensor | None, first: int) -> None:
-        """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at row `first` of its memory.
-
-        On CUDA a 16-bit product writes its float32 sums directly, with no rounding and no widening pass. Elsewhere it
-        is rounded to the operands' dtype, as in `F.linear`, and then widened.
-        """
+        """z ← e wᵀ + b, softcapped; slope ← 1 − tanh². `raw` begins at row `first` of its memory; weight: of classes.
+        On CUDA a 16-bit product writes its float32 sums; elsewhere it is rounded first, as in `F.linear`."""
         rows, columns, softcap = len(e), len(w), self.opts.settings.softcap
-        self.raw, self.weight = self._raw[first : first + rows], weight
-        self.work = self.raw if self._work is self._raw else self._work[:rows]
+        self.raw, self.weight = self.memory[first : first + rows], weight
+        self.work = self.raw if self._work is self.memory else self._work[:rows]
         self.z, self.slope = self.work[:, :columns], None if self._slope is None else self._slope[:rows, :columns]
         wide = {"out_dtype": self.opts.dtype} if e.is_cuda and self.work is not self.raw else {}
         out = self.z if wide else self.raw[:, :columns]
@@ -121,11 +112,9 @@ class Block:
         self.work[:, columns:] = -math.inf
 
     def softmax(self, index: Tensor, hit: Tensor, partial: bool) -> "Rows":
-        """Statistics of the logits, which become p; targets as in `_local`. partial: these are not all columns.
-
-        The softmax's denominator is recovered from its largest entry, p_top = 1 / total, which saves a pass. On a shard
-        of the vocabulary, statistics and p are those over all of it: one collective.
-        """
+        """Statistics of the logits, which become p; targets as in `_local`. partial: these are not all columns. The
+        softmax's denominator follows from its largest entry, p_top = 1 / total, which saves a pass. On a shard of the
+        vocabulary, statistics and p are those over all of it: one collective."""
         z, weight, shards = self.z, self.weight, self.opts.settings.shards
         where = z.argmax(-1, keepdim=True)
         top, at_target = z.gather(1, where), z.gather(1, index)
@@ -145,11 +134,8 @@ class Block:
         return every
 
     def gradient(self, index: Tensor, hit: Tensor, factors: list[Tensor], lse: Tensor) -> Tensor:
-        """dL/d(raw logits) where `work` holds p, written to `raw`; returned without padding.
-
-        index, hit (rows, 1)   as in `_local`
-        factors                r, A without its z-loss part, B, E: (rows, 1) each
-        """
+        """dL/d(raw logits) where `work` holds p, written to `raw`; returned without padding. index, hit as in `_local`;
+        factors: r, A without its z-loss part, B, E, (rows, 1) each."""
         smooth, z_loss = self.opts.settings.label_smoothing, self.opts.settings.z_loss
         r, a, target, even = factors
         x, columns = self.work.scatter_add_(1, index, -hit), self.z.shape[1]  # p − one-hot: no cancellation as p_y → 1
@@ -165,30 +151,20 @@ class Block:
             self.z.mul_(self.slope)
         return (x if x is self.raw else self.raw.copy_(x))[:, :columns]
 
-    def held(self, rows: int) -> Tensor:
-        """The first `rows` rows of gradients, of as many blocks."""
-        return self._raw[:rows, : self.z.shape[1]]
-
 
 class Rows(NamedTuple):
-    """Statistics per token, (N, 1) in float32 or float64, from which loss and gradient follow.
-
-    The log-sum-exp is kept as two terms, because subtracting them one by one loses less precision at large logits.
-    """
+    """Statistics per token, (N, 1). Of the log-sum-exp's two terms, subtracted one by one, large logits lose less."""
 
     top: Tensor  # the largest logit
     total: Tensor  # Σ_v exp(z_v − top)
     at_target: Tensor
     pull: Tensor  # Σ_v c_v z_v under label smoothing, else 0
 
-    @property
-    def lse(self) -> Tensor:
-        return self.top + self.total.log()
+    lse = property(lambda self: self.top + self.total.log())
 
     @classmethod
     def joined(cls, parts: Tensor) -> "Rows":
-        """From those of parts of the vocabulary, (parts, N, 4), where a target counts in its own part and is 0 in the
-        others."""
+        """From those of parts of the vocabulary, (parts, N, 4); a target is 0 but in its own part."""
         top, total, at_target, pull = parts.unbind(-1)
         highest = top.amax(0)
         finite = highest.clamp(min=torch.finfo(top.dtype).min)  # as −inf − (−inf) would be nan
@@ -197,13 +173,12 @@ class Rows(NamedTuple):
 
 
 def _parts(columns: int) -> list[slice]:
-    """The columns up to a multiple of `ALIGN`, and the rest: cuBLAS is fast only with sizes of such multiples."""
+    """The columns up to a multiple of `ALIGN`, with which cuBLAS is fast, and the rest."""
     whole = columns // ALIGN * ALIGN
     return [part for part in (slice(0, whole), slice(whole, columns)) if part.start < part.stop]
 
 
 def _input_gradient(dz: Tensor, w: Tensor, out: Tensor) -> None:
-    """out ← dz w, rounded to out's dtype once, but for the few terms of the rest of `_parts`."""
     main, *rest = _parts(len(w))
     if rest:
         torch.addmm(dz[:, rest[0]] @ w[rest[0]], dz[:, main], w[main], out=out)
@@ -212,7 +187,6 @@ def _input_gradient(dz: Tensor, w: Tensor, out: Tensor) -> None:
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`, without rounding to 16 bits in between."""
     if a.dtype == dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
@@ -230,8 +204,7 @@ def _in_blocks(
 ) -> tuple[Rows, list[Tensor | None]]:  # fmt: skip
     """Loop over chunks of `size` tokens or columns: the statistics, and the gradients in `needs` for this upstream
     gradient; by vocabulary these take the statistics, `rows`."""
-    shards, wide, sequence = opts.settings.shards, opts.dtype, by == "sequence"
-    e = e if shards is None else shards.tokens(e)
+    shards, wide, sequence, e = opts.settings.shards, opts.dtype, by == "sequence", opts.tokens(e)
     tokens, vocab, graded, partial = len(e), opts.vocab, any(needs), not sequence or shards is not None
     length = tokens if sequence else vocab
     held = min(PAIR, max(1, -(-tokens // size))) if sequence and graded else 1
@@ -264,12 +237,12 @@ def _in_blocks(
         elif de is not None:  # rounding the product to 16 bits would lose what the float32 sum keeps
             de[at].add_(_wide_product(dz, w[columns], wide))
             if shards is not None:
-                sums.append(shards.start_sum(de[at]))
+                sums.append(dist.all_reduce(de[at], group=shards.group, async_op=True))
         if db is not None:
             db[columns].add_(dz.sum(0, dtype=wide))
         if dw is not None and (at.stop == tokens or first + size == held * size):
             since = slice(at.start - first, at.stop)
-            dz = block.held(since.stop - since.start)
+            dz = block.memory[: since.stop - since.start, : dz.shape[1]]
             for p in _parts(dz.shape[1]):  # beta=0 ignores the uninitialised dw
                 dw[columns][p].addmm_(dz[:, p].t(), e[since], beta=0 if since.start == 0 else 1)
     for work in sums:
@@ -290,8 +263,8 @@ class _Chunked(torch.autograd.Function):
         rows, ctx.gradients = _in_blocks(e, w, b, opts, by, size, needs if ctx.early else (False,) * 3, 1.0)
         ctx.rows = rows if by == "vocabulary" else None
         logprob = (rows.at_target - rows.top) - rows.total.log()
-        correct = rows.at_target >= rows.top
-        lse, logprob, pull, correct = (x[:, 0] for x in (rows.lse, logprob, rows.pull, correct))
+        found = rows.lse, logprob, rows.pull, rows.at_target >= rows.top
+        lse, logprob, pull, correct = (x[:, 0] for x in found)
         ctx.mark_non_differentiable(lse, logprob, correct)
         ctx.set_materialize_grads(False)
         return opts.reduce(opts.losses(lse, logprob, pull)), lse, logprob, correct

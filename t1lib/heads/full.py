@@ -1,6 +1,6 @@
 """Head `full`, the specification that every other head is tested against; and head `torch`, PyTorch's own operator."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +24,14 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
         l_n   = t_n · [ (1−α) c_y (lse − z_y)  +  α/V Σ_v c_v (lse − z_v)  +  z_loss · lse² ]
         mean  = Σ_n l_n / Σ_n t_n c_y,   sum = Σ_n l_n,   none = l_n    (n over tokens that are not ignored)
 
-    The first two terms in the bracket are `torch.nn.functional.cross_entropy`. The loss is float32 for 16-bit operands
-    (PyTorch's `linear_cross_entropy` rounds it to their dtype). If all tokens are ignored, mean is nan, sum is 0 and
-    the gradient is 0. Whatever the hidden state of an ignored token is, it reaches no result.
-
-    `filter_eps` (Cut Cross-Entropy, section 4.3): with p = softmax z, entries with |p_v − [v = y]| < eps are set to 0
-    in dL/dz. A head may drop any subset of these entries; this one drops each of them.
-
-    Memory: `entry_bytes` for each of the N × V logits; a `workspace` below that is a `T1Error`, others change nothing.
-    Source: T1M3, section 2 (the standard output layer).
-    """
+    The first two terms in the bracket are `torch.nn.functional.cross_entropy`. If all tokens are ignored, mean is nan,
+    sum is 0 and the gradient is 0. `filter_eps` (Cut Cross-Entropy, section 4.3): with p = softmax z, entries with
+    |p_v − [v = y]| < eps are set to 0 in dL/dz. A head may drop any subset of these entries; this one drops each.
+    A `workspace` below what the logits take is a `T1Error`. Source: T1M3, section 2 (the standard output layer)."""
     s = opts.settings
-    need_workspace(s.workspace, e.shape[0] * opts.vocab * entry_bytes(opts), "full")
+    # at the peak, in the backward: log-probabilities, two gradients, and copies (an estimate)
+    copies = 3 + 2 * (s.softcap is not None) + bool(s.z_loss or s.return_stats) + (s.filter_eps is not None)
+    need_workspace(s.workspace, e.shape[0] * opts.vocab * copies * opts.dtype.itemsize, "full")
     z = _logits(e, w, b).to(opts.dtype)
     if s.softcap is not None:
         z = s.softcap * torch.tanh(z / s.softcap)
@@ -56,18 +52,11 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
 
 
 def _logits(e: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """`F.linear`; on CUDA in rows that start on `ALIGN` elements: to a weight of another size zero rows are added."""
+    """`F.linear`; on CUDA with zero rows added to the weight, so that rows of logits start on `ALIGN` elements."""
     missing = -len(w) % ALIGN if e.is_cuda else 0
     if not missing:
         return F.linear(e, w, b)
     return F.linear(e, F.pad(w, (0, 0, 0, missing)), None if b is None else F.pad(b, (0, missing)))[:, : len(w)]
-
-
-def entry_bytes(opts: Options) -> int:
-    """Bytes per logit at the peak, in the backward: log-probabilities, two gradients, and copies (an estimate)."""
-    s = opts.settings
-    copies = 3 + 2 * (s.softcap is not None) + bool(s.z_loss or s.return_stats) + (s.filter_eps is not None)
-    return copies * opts.dtype.itemsize
 
 
 def _small(z: Tensor, opts: Options) -> Tensor:
@@ -84,17 +73,14 @@ def native(
 ) -> tuple[Tensor, HeadStats | None]:
     """Cross-entropy of a linear layer's outputs by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13).
 
-    chunked=True (default) selects its memory-saving path, `LinearCrossEntropyOptions()` with the op's own choice of
-    chunk and precision; chunked=False selects its reference path, which holds the whole logits. The op rounds the loss
-    of 16-bit operands to their dtype; it is returned as float32. `token_weight` is applied to its losses under "none".
-
+    chunked=True (default) selects its memory-saving path, with the op's own choice of chunk and precision; False its
+    reference path, which holds the whole logits. The op rounds the loss of 16-bit operands to their dtype; it is
+    returned as float32. `token_weight` is applied to its losses under "none".
     Raises `UnavailableError` on a PyTorch without the op; `T1Error` for softcap, z_loss, filter_eps, workspace and
-    return_stats, which the op lacks, and for label_smoothing with chunked=True, where it would hold the whole logits.
-    """
+    return_stats, which the op lacks, and for label_smoothing with chunked=True, when it would hold all logits."""
     if not hasattr(F, "linear_cross_entropy"):
-        raise UnavailableError(
-            f"head 'torch' needs torch.nn.functional.linear_cross_entropy (PyTorch 2.13); this is {torch.__version__}"
-        )
+        missing = "torch.nn.functional.linear_cross_entropy (PyTorch 2.13)"
+        raise UnavailableError(f"head 'torch' needs {missing}; this is {torch.__version__}")
     s = opts.settings
     require(isinstance(chunked, bool), f"chunked must be True or False, got {shown(chunked)}")
     for name in ("softcap", "z_loss", "filter_eps", "workspace", "return_stats"):
@@ -103,7 +89,10 @@ def native(
     whole = not (chunked and s.label_smoothing)
     require(whole, "head 'torch' has no label_smoothing with chunked=True; pass chunked=False, or use head 'chunked'")
     composed = opts.token_weight is not None
-    e, w, b = (None if t is None else _zero_without(opts, t) for t in (e, w, b))
+    e, w, b = (None if t is None else t.view_as(t) for t in (e, w, b))
+    for operand in (e, w, b):
+        if operand is not None and operand.requires_grad:  # without valid tokens PyTorch divides by 0
+            operand.register_hook(lambda gradient: gradient.masked_fill_(~opts.valid.any(), 0.0))
     losses = F.linear_cross_entropy(
         e, w, opts.target, linear_bias=b,
         weight=None if opts.class_weight is None else opts.class_weight.to(e.dtype),
@@ -111,28 +100,15 @@ def native(
         label_smoothing=s.label_smoothing, options=torch.nn.LinearCrossEntropyOptions() if chunked else None,
     ).to(opts.dtype)  # fmt: skip
     if chunked and losses.requires_grad:
-        losses.register_hook(_once())
+        losses.register_hook(partial(_once, []))
     if composed:
         return opts.reduce(opts.mask(losses)), None
     return losses.reshape(opts.shape) if s.reduction == "none" else losses, None
 
 
-def _zero_without(opts: Options, operand: Tensor) -> Tensor:
-    """The operand; its gradient, nan where PyTorch divides by the number of no tokens, becomes 0 without valid ones."""
-    operand = operand.view_as(operand)
-    if operand.requires_grad:
-        operand.register_hook(lambda gradient: gradient.masked_fill_(~opts.valid.any(), 0.0))
-    return operand
-
-
-def _once() -> Callable[[Tensor], None]:
+def _once(calls: list[None], _: Tensor) -> None:
     """A hook that refuses a second backward, and a second derivative, in the kit's words."""
-    calls: list[None] = []
-
-    def hook(_: Tensor) -> None:
-        refuse_create_graph("torch")
-        if calls:
-            raise spent("torch", "chunked=False")
-        calls.append(None)
-
-    return hook
+    refuse_create_graph("torch")
+    if calls:
+        raise spent("torch", "chunked=False")
+    calls.append(None)

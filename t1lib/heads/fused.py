@@ -1,14 +1,11 @@
-"""Head `fused`: Triton kernels that never hold the whole logits and run at the speed of the matrix products.
-
-PyTorch sees one operator, and another one for a backward that computes; both take six tensors and what else they need
-as numbers, sizes, words and flags (`_packed`), so that its compiler knows their shapes and gradients.
-"""
+"""Head `fused`: Triton kernels that never hold the whole logits and run at the speed of the matrix products. PyTorch
+sees one operator, and another one for a backward that computes; both take six tensors, numbers, sizes, words and flags
+(`_packed`), so that its compiler knows their shapes and gradients."""
 
 import os
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +18,8 @@ from t1lib.heads.options import HeadStats, Settings, Tensors
 from t1lib.heads.scale import scale_, triton
 
 TIGHT = 1.0  # softcap, below which the logits that matter lie where tanh is flat
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 INTERPRETER = threading.Lock()  # Triton's interpreter serves one thread at a time
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "
     "float[] numbers, SymInt[] sizes, str words, bool[] flags"
@@ -33,24 +30,18 @@ RESULTS = ", ".join(["Tensor"] * 8)
 def fused(
     tensors: Tensors, settings: Settings, *, chunks: int | None = None, accumulate: str | None = None
 ) -> tuple[Tensor, HeadStats | None]:
-    """Cross-entropy of a linear layer's outputs by Triton kernels; arguments as in `linear_cross_entropy`, how it works
-    in docs/heads.md.
+    """Cross-entropy of a linear layer's outputs by Triton kernels; how it works is in docs/heads.md.
 
-    workspace   bytes beyond operands and gradients, including copies of a weight that is not in the dtype of the
-                products (float32 under autocast) or has no unit stride; more allows fewer, larger chunks (default:
-                1 GiB plus 192 bytes per token and such copies; the loss alone needs 16 MiB)
-    chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles; memory use follows
-    accumulate  None: the weight gradient accumulates in the weight's dtype (float32 for a float32 weight, also under
-                autocast). In 16 bits the large product is rounded once per chunk, but the targets' own terms, and the
-                complete rows of the 1024 most frequent targets, accumulate in float32 and are rounded once.
-                "float32": every entry is one float32 sum, computed with four products instead of three
+    workspace   copies of a weight in another dtype than the products' (float32 under autocast) or without unit stride
+                count (default: 1 GiB plus 192 bytes per token and such copies; the loss alone needs 16 MiB)
+    chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles
+    accumulate  None: in 16 bits dW is rounded once per chunk, but the targets' own terms, and the rows of the 1024 most
+                frequent targets, once in all. "float32": all is, with four products instead of three
 
-    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper (`fused_plan.TILES`). Elsewhere, for
-    float64, and for bfloat16 in Triton's interpreter, head `chunked` computes (with filter_eps `full`). Raises
-    `T1Error` for a bad argument, a workspace too small (saying the least that works), create_graph=True, and a second
-    backward where the forward made the gradients: under "mean" and "sum", but for filter_eps, float16, a softcap with
-    label smoothing or below 1, accumulate, and a workspace so small that recomputing the logits is faster.
-    """
+    Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper. Elsewhere, for float64, and for bfloat16
+    in Triton's interpreter, head `chunked` computes (with filter_eps `full`). Raises `T1Error` for a bad argument, a
+    workspace too small (saying the least that works), create_graph=True, and a second backward where the forward made
+    the gradients."""
     options.check_chunks(chunks, settings)
     if accumulate is not None:
         choose("accumulate", accumulate, ("float32",))
@@ -60,23 +51,18 @@ def fused(
         require(not (grouped and accumulate), lacks)
         if settings.filter_eps is not None and not grouped:
             return full(tensors, settings)
-        own = {"by": "vocabulary"} if accumulate else {"chunks": chunks}
-        return chunked_head(tensors, settings, **own)
+        return chunked_head(tensors, settings, **({"by": "vocabulary"} if accumulate else {"chunks": chunks}))
     loss, *stats = forward_op(*tensors, *_packed(tensors, settings, chunks or 0, accumulate is not None))[:4]
     return loss, HeadStats(*stats) if settings.return_stats else None
 
 
 def kernels_run(input: Tensor) -> bool:
-    """Whether the kernels take this input: on CUDA, or on a CPU in Triton's interpreter, up to 32 bits per element.
-
-    The interpreter is not used for bfloat16, whether from the input or from autocast: it does not support bfloat16
-    products, but raises no error.
-    """
+    """Whether the kernels take this input: on CUDA, or in Triton's interpreter, up to 32 bits per element. Products of
+    bfloat16 (also from autocast) are wrong in the interpreter, without an error."""
     empty = not torch.compiler.is_compiling() and input.numel() == 0  # the compiler may not know the number of tokens
     device = input.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    there = compute != torch.bfloat16 if interpreted else input.is_cuda
+    there = compute != torch.bfloat16 if os.environ.get("TRITON_INTERPRET") == "1" else input.is_cuda
     runs = there and not empty and input.dtype != torch.float64
     if runs and triton is None:
         warnings.warn("head 'fused' needs Triton, which is not installed; 'chunked' computes instead", stacklevel=4)
@@ -85,10 +71,7 @@ def kernels_run(input: Tensor) -> bool:
 
 def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool) -> tuple[list, list, str, list]:
     """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
-    statistics, sequence.
-
-    Only what the compiler can trace is checked here; shapes, and values of tensors, are checked in the operator.
-    """
+    statistics, sequence. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
     input, w, _, b, *_ = tensors
     autocast = torch.is_autocast_enabled(input.device.type)
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
@@ -109,12 +92,8 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool) -> tupl
 
 
 def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
-    """Whether the forward computes the gradients.
-
-    It does if their factors are already known and no dtype is too narrow for exponentials or gradients before the
-    factors, unless the workspace is so small that recomputing the logits in the backward is faster. A tight softcap
-    saturates: then its slope does not follow from what the first pass keeps.
-    """
+    """Whether the forward computes the gradients: if their factors are known, no dtype is too narrow for them without
+    the factors, the softcap's slope follows from what the first pass keeps, and recomputing is not faster."""
     input, w = tensors.input, tensors.linear_weight
     steep = s.softcap is not None and (s.label_smoothing > 0 or s.softcap < TIGHT)
     narrow = torch.float16 in (compute, input.dtype, w.dtype)
@@ -130,25 +109,35 @@ def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
     return s.workspace >= needed + fused_plan.copies(tensors, compute, rows)
 
 
-def _unpacked(tensors: Tensors, numbers, sizes, words, flags, check: bool) -> Any:
-    """Operands for the kernels."""
-    from t1lib.heads.fused_launch import Operands  # needs Triton
+class Operands:
+    """What the kernels need of an operator's arguments: e (N, D), of any strides; w (V, D) with unit column stride and
+    b (V) or None, both in the products' dtype; whether their gradients are wanted, `needs`; and what to plan for."""
 
-    (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, chunks, *rows) = numbers, sizes
-    reduction, dtype, group = words.split(" ")
-    shards = None
-    if group:  # by its name, because an operator cannot take a group
-        from t1lib.heads.parallel import Shards
+    def __init__(self, tensors: Tensors, numbers, sizes, words, flags, check: bool) -> None:
+        (smooth, softcap, z_loss, filter_eps), (ignore_index, workspace, chunks, *rows) = numbers, sizes
+        (reduction, dtype, group), (e, w, _, b, *_), shards = words.split(" "), tensors, None
+        if group:  # by its name, because an operator cannot take a group
+            from t1lib.heads.parallel import Shards
 
-        shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[-1])
-    settings = Settings(
-        reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
-        filter_eps or None, shards=shards,
-    )  # fmt: skip
-    with torch.autocast(tensors.input.device.type, enabled=False):  # the forward's state counts, also in the backward
-        opts = options.Options(tensors, settings, same_dtype=dtype == "-", check=check)
-    compute = tensors.input.dtype if dtype == "-" else getattr(torch, dtype)
-    return Operands(tensors, opts, compute, flags[:3], 1 if flags[4] else chunks or None)
+            shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[-1])
+        settings = Settings(
+            reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
+            filter_eps or None, shards=shards,
+        )  # fmt: skip
+        with torch.autocast(e.device.type, enabled=False):  # the forward's state counts, also in the backward
+            self.opts = options.Options(tensors, settings, same_dtype=dtype == "-", check=check)
+        compute = e.dtype if dtype == "-" else getattr(torch, dtype)
+        self.needs, self.dw_dtype, self.chunks = flags[:3], w.dtype, 1 if flags[4] else chunks or None
+        self.e = self.opts.tokens(e.reshape(-1, e.shape[-1]))
+        self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
+        self.b = None if b is None else b.to(compute).contiguous()
+        most = self.opts.most  # all shards must split the tokens into the same chunks
+        copies = fused_plan.copies(tensors, compute, most)
+        self.shape = fused_plan.Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copies, len(rows))
+        self.device = fused_plan.device_of(e.device)
+
+    def plan(self, kind: str) -> fused_plan.Plan:
+        return fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
 
 
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({RESULTS})")
@@ -158,13 +147,10 @@ def forward_op(*call):
 
     tensors, (*needs, early, _, return_stats, _) = Tensors(*call[:6]), call[9]
     with torch.cuda.device_of(tensors.input) if tensors.input.is_cuda else INTERPRETER:  # where Triton launches
-        o = _unpacked(tensors, *call[6:], check=True)
-        if early:
-            tokens, gradients = fused_run.early(o)
-        else:
-            if any(needs):  # a workspace too small for the backward is refused here already
-                o.plan("late")
-            tokens, gradients = fused_run.loss_only(o), (None, None, None)
+        o = Operands(tensors, *call[6:], check=True)
+        if any(needs) and not early:  # a workspace too small for the backward is refused here already
+            o.plan("late")
+        tokens, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
         lse, logprob, correct, pull, saved = tokens.results()
         loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [tensors.input.new_empty(0) for _ in range(3)]
         if return_stats:
@@ -192,8 +178,7 @@ def backward_op(upstream, lse, *call):
 
     tensors = Tensors(*call[:6])
     with torch.cuda.device_of(lse) if lse.is_cuda else INTERPRETER:
-        o = _unpacked(tensors, *call[6:], check=False)
-        return _filled(tensors, fused_run.late(o, lse, upstream))
+        return _filled(tensors, fused_run.late(Operands(tensors, *call[6:], check=False), lse, upstream))
 
 
 @backward_op.register_fake
@@ -202,8 +187,7 @@ def _(upstream, lse, *call):
 
 
 def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tuple[Tensor, ...]:
-    """Gradients as their operands are; True for one without values. Where there is none, an empty tensor, because
-    operators return tensors only."""
+    """Gradients as their operands are; True for one without values. None becomes empty: operators return tensors."""
     found = []
     for t, g in zip((tensors.input, tensors.linear_weight, tensors.linear_bias), gradients, strict=True):
         g = t.new_empty(t.shape) if g is True else g
@@ -212,13 +196,10 @@ def _filled(tensors: Tensors, gradients: Sequence[Tensor | bool | None]) -> tupl
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.rest, (*needs, ctx.early, _, _, _), ctx.spent = inputs[6:], inputs[9], False
+    ctx.rest, ctx.early, ctx.spent = inputs[6:], inputs[9][3], False
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    if ctx.early:
-        ctx.save_for_backward(*output[5:])
-    elif any(needs):
-        ctx.save_for_backward(output[4], *inputs[:6])
+    ctx.save_for_backward(*(output[5:] if ctx.early else (output[4], *inputs[:6])))
 
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:

@@ -1,18 +1,17 @@
 """Head `fused`: the kernels' launches, for the chunk of tokens at hand."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from t1lib.heads import fused_plan
-from t1lib.heads.fused_plan import TILES, Buffer, Plan, Shape, ceil, layout, splits_of, up
+from t1lib.heads.fused import Operands
+from t1lib.heads.fused_plan import TILES, Buffer, ceil, layout, splits_of, up
 from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
-from t1lib.heads.options import Options, Tensors
+from t1lib.heads.options import Options
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
@@ -28,44 +27,16 @@ CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache whil
 HALF, STEP, QUARTER = 64, 64, 64  # of `hopper`'s boxes: rows of a half tile, step along D, columns of a quarter tile
 
 
-class Operands:
-    """e (N, D), of any strides; w (V, D) with unit column stride and b (V) or None, both in the products' dtype.
-
-    shape, chunks   to plan for, as in `fused_plan.plan`
-    needs           whether gradients of e, w and b are wanted; `dw_dtype`: of the second
-    """
-
-    def __init__(
-        self, tensors: Tensors, opts: Options, compute: torch.dtype, needs: Sequence[bool], chunks: int | None
-    ) -> None:
-        e, w, _, b, *_ = tensors
-        self.opts, self.needs, self.chunks, self.dw_dtype, shards = opts, needs, chunks, w.dtype, opts.settings.shards
-        e = e.reshape(-1, e.shape[-1])
-        self.e = e if shards is None else shards.tokens(e)
-        self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
-        self.b = None if b is None else b.to(compute).contiguous()
-        rows = (len(w),) if shards is None else shards.rows
-        copies = fused_plan.copies(tensors, compute, max(rows))
-        ranks = 0 if shards is None else shards.size
-        # all shards must split the tokens into the same chunks
-        self.shape = Shape(len(self.e), max(rows), w.shape[1], compute, *needs[:2], copies, ranks)
-        self.device = fused_plan.device_of(e.device)
-
-    def plan(self, kind: str) -> Plan:
-        return fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
-
-
 class Tokens:
     """The tokens in the order in which chunks take them: those that count first, the ignored ones last.
 
-    by_target     whether the tokens that count are sorted by target
     order, key    (N): the token at each position, and what they are sorted by
     target        (N) int32: the target as a row of this process's weight, −1 if it has none
     number        () int32: how many tokens count
-    row           (fields, N) float32: what is known of each token; `fields` are its rows by name
-    """
+    row           (fields, N) float32: what is known of each token; `fields` are its rows by name"""
 
     def __init__(self, opts: Options, by_target: bool) -> None:
+        """by_target: whether the tokens that count are sorted by target."""
         if by_target:
             key = torch.where(opts.valid, opts.target.clamp(0, opts.classes - 1), opts.classes).int()
         else:
@@ -74,8 +45,8 @@ class Tokens:
         local = torch.where(opts.valid, opts.local_target, -1)  # a target out of range is reported elsewhere
         self.target = torch.where((local >= 0) & (local < opts.vocab), local, -1).int()[self.order]
         self.number = opts.valid.sum(dtype=torch.int32)
-        self.row = torch.zeros(len(FIELDS), len(key), device=key.device)
-        self.fields = dict(zip(FIELDS, self.row.unbind(), strict=True))
+        self.row = torch.zeros(len(FIELDS.split()), len(key), device=key.device)
+        self.fields = dict(zip(FIELDS.split(), self.row.unbind(), strict=True))
 
     def results(self) -> tuple[Tensor, ...]:
         """(N) each: lse, logprob, correct and pull by token; and (2, N): offset and log_total in order, for `late`."""
@@ -84,43 +55,11 @@ class Tokens:
         return *torch.empty_like(found).index_copy_(1, self.order, found), torch.stack([f["offset"], f["log_total"]])
 
 
-def frequent_targets(
-    tokens: Tokens, segment_end: Tensor, opts: Options, sums: Tensor, even_sum: Tensor | None
-) -> dict[str, Tensor]:
-    """The most frequent targets, each of two tokens or more: their rows of dW accumulate in float32, in `sums` (H, D),
-    which here become what label smoothing takes from them, −c ⊗ `even_sum`.
-
-    These rows carry most of dW and grow with every chunk: in 16 bits each chunk would round them once more. Returns,
-    by the names that kernels know them by:
-
-    frequent, frequent_number   (H) int32: classes, of which only the first `frequent_number` () are used
-    slot                        (V + 1) int16: position of a class in `frequent`, −1 if it is not there; the last entry
-                                is unused
-    """
-    key, device, vocab, weight = tokens.key, sums.device, opts.vocab, opts.local_class_weight
-    length = segment_end - torch.arange(len(key), dtype=torch.int32, device=device)
-    length[1:].masked_fill_(key[1:] == key[:-1], 0)  # each run is counted at its first token
-    most = length.masked_fill_(tokens.target < 0, 0).sort(descending=True, stable=True)  # half the time of `topk`
-    count, at = (x[: len(sums)] for x in most)
-    repeated, target = count > 1, tokens.target[at]
-    slot = torch.full((vocab + 1,), -1, dtype=torch.int16, device=device)
-    place = torch.arange(len(at), dtype=torch.int16, device=device)
-    slot.scatter_(0, torch.where(repeated, target, vocab).long(), place)
-    if even_sum is None:
-        sums.zero_()
-    else:
-        per_class = -torch.ones(len(at), device=device) if weight is None else -weight[target.clamp(min=0)]
-        torch.outer(per_class, even_sum, out=sums)
-    return {"frequent": target, "frequent_number": repeated.sum(dtype=torch.int32), "slot": slot}
-
-
 def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tensor]:
-    """The buffers by name, uninitialised, in a single allocation."""
     memory = torch.empty(sum(b.nbytes for b in buffers.values()), dtype=torch.uint8, device=device)
     found, start = {}, 0
     for name, b in buffers.items():
-        at = start // b.dtype.itemsize
-        found[name] = memory.view(b.dtype).as_strided((b.height, b.width), (b.stride, 1), at)
+        found[name] = memory.view(b.dtype).as_strided((b.height, b.width), (b.stride, 1), start // b.dtype.itemsize)
         start += b.nbytes
     return found
 
@@ -130,8 +69,7 @@ class Chunk:
 
     memory   the plan's buffers by name (`fused_plan.layout`)
     dw, db   gradients to be filled, (V, D) and (V) float32
-    known    what kernels may ask for, by the names of their arguments: whatever a launch does not give itself
-    """
+    known    what kernels may ask for, by the names of their arguments: whatever a launch does not give itself"""
 
     def __init__(self, o: Operands, kind: str) -> None:
         _, dw, db = o.needs if kind != "loss" else (False,) * 3
@@ -143,43 +81,57 @@ class Chunk:
         self.memory = memory = allocate(o.e.device, layout(o.shape, self.plan, kind == "early"))
         self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens
         self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
-        matrices = dict.fromkeys(("z", "de", "columns", "frequent_sums")) | memory | {"w": o.w, "dw": self.dw}
+        missing = "z", "de", "columns", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
+        matrices = dict.fromkeys(missing) | memory | {"w": o.w, "dw": self.dw}  # some are found later
         self.known = {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()} | matrices
-        self.known |= dict.fromkeys(("frequent", "frequent_number", "slot", "even_vector"))  # until they are found
         self.known |= dict(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
             order=t.order, target=t.target, row=t.row, number=t.number, tokens=len(t.order), start=0,
             capacity=self.plan.capacity, hidden=self.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
             db=self.db, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
             M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
-            SCALED=kind == "early", PACKED=s.shards is not None,
-            PRECISE=s.softcap is not None and s.softcap >= LARGE,
+            SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
 
     def each(self) -> Iterator[None]:
-        """Take up one chunk after another: gather its hidden states and targets."""
         t = self.tiles
         for start, size in self.plan.bounds(len(self.tokens.order), t.m):
             self.start, self.size, height = start, size, up(size, t.m)
             self.known |= {"start": start, "size": size}
             self.splits = splits_of(height // t.m, ceil(self.opts.vocab, t.n), self.o.device.units)
-            self._launch(rows.pack, height)
+            self.launch(rows.pack, height)
             yield
 
-    def _launch(self, kernel: Any, *grid: int, **given: Any) -> None:
+    def find_frequent(self, segment_end: Tensor, even_sum: Tensor | None) -> None:
+        """The most frequent targets, each of two tokens or more: their rows of dW, which grow with every chunk,
+        accumulate in float32, in `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`.
+        `frequent` (H) int32: classes, of which the first `frequent_number` () are used; `slot` (V + 1) int16: the
+        position of a class among them, or −1."""
+        key, target, vocab, weight = self.tokens.key, self.tokens.target, self.opts.vocab, self.opts.local_class_weight
+        sums, device = self.memory["frequent_sums"], key.device
+        length = segment_end - torch.arange(len(key), dtype=torch.int32, device=device)
+        length[1:].masked_fill_(key[1:] == key[:-1], 0)  # each run is counted at its first token
+        most = length.masked_fill_(target < 0, 0).sort(descending=True, stable=True)  # half the time of `topk`
+        count, at = (x[: len(sums)] for x in most)
+        repeated, frequent = count > 1, target[at]
+        slot = torch.full((vocab + 1,), -1, dtype=torch.int16, device=device)
+        place = torch.arange(len(at), dtype=torch.int16, device=device)
+        slot.scatter_(0, torch.where(repeated, frequent, vocab).long(), place)
+        if even_sum is None:
+            sums.zero_()
+        else:
+            per_class = -torch.ones(len(at), device=device) if weight is None else -weight[frequent.clamp(min=0)]
+            torch.outer(per_class, even_sum, out=sums)
+        self.known |= {"frequent": frequent, "frequent_number": repeated.sum(dtype=torch.int32), "slot": slot}
+
+    def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
         kernel[grid](**{name: self.known[name] for name in kernel.arg_names if name not in given}, **given)
 
     def _tile(self, matrix: Tensor | None, height: int, width: int) -> Any:
         """The kernel argument for a matrix: a descriptor of its tiles with TMA, else the tensor, as a pointer."""
-        if matrix is None or not self.tma or not aligned(matrix):
-            return matrix
-        return TensorDescriptor.from_tensor(matrix, [height, width])
-
-    def target_logits(self) -> None:
-        """at ← the targets' logits, offset ← a first guess of the exponentials' offsets, of all tokens."""
-        m = 64 if self.o.e.is_cuda else self.tiles.m
-        self._launch(logits.target_logits, ceil(len(self.tokens.order), m), M=m, num_warps=4, num_stages=3)
+        descriptor = matrix is not None and self.tma and aligned(matrix)
+        return TensorDescriptor.from_tensor(matrix, [height, width]) if descriptor else matrix
 
     def logits(self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False) -> None:
         """z ← exponentials or gradients (`gradient`) of the logits of the columns from `first` on; None: sums alone."""
@@ -191,19 +143,10 @@ class Chunk:
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(o.w) and o.w.element_size() == 2:
             boxes = dict(x=_boxes(x, HALF, STEP), w=_boxes(o.w, t.n, STEP), z=_boxes(z, HALF, QUARTER))
-            self._launch(hopper.logits, grid, **boxes, **given, S=STAGES, num_warps=4)
+            self.launch(hopper.logits, grid, **boxes, **given, S=STAGES, num_warps=4)
         else:
             tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(o.w, t.n, t.k), z=self._tile(z, t.m, t.n))
-            self._launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
-
-    def finish_rows(self) -> None:
-        """Combine the sums over the parts of the vocabulary to the tokens' statistics."""
-        splits = self.splits
-        self._launch(rows.finish_rows, self.size, splits=splits, SPLITS=triton.next_power_of_2(splits))
-
-    def scale_rows(self) -> None:
-        """Turn the chunk's exponentials into gradients, up to a factor per row."""
-        self._launch(rows.scale_rows, up(self.size, self.tiles.m))
+            self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
 
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:
         """dE's partial sums and dW from z, whose columns are w's rows from `first` on. The first chunk writes dW,
@@ -212,7 +155,7 @@ class Chunk:
         if de is None and dw is None:
             return
         pieces = 1 if dw is None else dw.element_size()
-        self._launch(
+        self.launch(
             products.products, self.o.device.units, z=tile(z, m, k), zt=tile(z, k, m), w=tile(self.o.w, k, n),
             x=tile(self.x, k, n), de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces), even_sum=even_sum, first=first,
             held=z.shape[1], ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4, PIECES_DW=pieces,
@@ -225,15 +168,9 @@ class Chunk:
             out = self.db[None, first : first + z.shape[1]]
             sum_rows(out, z, self.tokens.number, self.start, self.size, factor)
 
-    def finish_input(self, out: Tensor) -> None:
-        """Write the chunk's dE to the tokens' own rows of `out`; under a group to its first rows, in order."""
-        grid = self.size, ceil(self.hidden, BLOCK)
-        self._launch(rows.finish_input_gradient, *grid, out=out, out_stride=out.stride(0))
-
     def add_frequent(self) -> None:
-        """Add the chunk's contribution to the frequent targets' rows of dW."""
         columns, k, (m, n) = self.memory["columns"], self.tiles.k, (64, 128) if self.o.e.is_cuda else (16, 32)
-        self._launch(
+        self.launch(
             products.frequent_rows, ceil(columns.shape[1], m), ceil(self.hidden, n), x=self._tile(self.x, k, n),
             columns=self._tile(columns, k, m), width=columns.shape[1], M=m, N=n, num_warps=4, num_stages=4,
         )  # fmt: skip
@@ -241,7 +178,7 @@ class Chunk:
     def add_targets(self, segment_end: Tensor) -> None:
         """After all chunks, add the targets' own terms to dW and dBias, rounded once."""
         grid = len(self.tokens.order), 1 if self.dw is None else ceil(self.hidden, BLOCK)
-        self._launch(products.target_rows, *grid, segment_end=segment_end, HEIGHT=4, num_warps=4)
+        self.launch(products.target_rows, *grid, segment_end=segment_end, HEIGHT=4, num_warps=4)
 
 
 def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, factor: Tensor | None) -> None:
@@ -254,12 +191,10 @@ def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, fact
 
 def aligned(matrix: Tensor) -> bool:
     """Whether TMA can copy a matrix: unit stride within rows, and every row starts on a 16-byte boundary."""
-    starts = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
-    return matrix.stride(1) == 1 and starts
+    return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
 def _boxes(matrix: Tensor | None, height: int, width: int) -> Any:
-    """A descriptor of a matrix's boxes for `hopper`."""
-    if matrix is None:
-        return None
-    return Boxes.from_tensor(matrix, [height, width], NVMMASharedLayout.get_default_for([height, width], bfloat16))
+    box = [height, width]
+    shared = NVMMASharedLayout.get_default_for(box, bfloat16)
+    return None if matrix is None else Boxes.from_tensor(matrix, box, shared)

@@ -1,7 +1,5 @@
-"""Head `fused`: how many tokens and columns at a time, from a budget in bytes, by a cost model of a chunk.
-
-A plan is found in about a millisecond and kept; numbers of tokens that fill as many row blocks share one.
-"""
+"""Head `fused`: how many tokens and columns at a time, from a budget in bytes, by a cost model of a chunk. A plan is
+found in about a millisecond and kept; numbers of tokens that fill as many row blocks share one."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -28,17 +26,15 @@ ROUNDED = 0.015  # per chunk beyond eight, as a share of a late plan's time: eac
 
 
 class Tiles(NamedTuple):
-    """Tile of a product (m × n, in steps of k), warps per program, pipeline stages for logits and other products."""
-
-    m: int
+    m: int  # of a product: tiles of m × n, in steps of k
     n: int
     k: int
     warps: int
-    stages: int
+    stages: int  # of the pipeline, for logits
     product_stages: int
 
 
-TILES: dict[tuple[str, int], Tiles] = {
+TILES: dict[tuple[str, int], Tiles] = {  # by architecture and bytes per element
     ("hopper", 2): Tiles(128, 256, 64, 8, 3, 4),  # measured: H200
     ("hopper", 4): Tiles(128, 128, 32, 8, 3, 3),  # correct, not tuned
     ("other", 2): Tiles(128, 128, 32, 4, 3, 3),  # 48 KiB of shared memory: Ampere, Ada, Blackwell; not measured
@@ -46,19 +42,15 @@ TILES: dict[tuple[str, int], Tiles] = {
     ("interpreter", 2): Tiles(16, 32, 16, 4, 1, 1),
     ("interpreter", 4): Tiles(16, 32, 16, 4, 1, 1),
 }
-"""By architecture and bytes per element."""
 
 
 class Device(NamedTuple):
-    """What a plan needs to know of a device: its key in `TILES` and the number of its multiprocessors."""
-
-    kind: str
-    units: int
+    kind: str  # as in `TILES`
+    units: int  # multiprocessors
 
 
 def device_of(device: torch.device) -> Device:
-    """Describe a CUDA device; any other device means Triton's interpreter."""
-    if device.type != "cuda":
+    if device.type != "cuda":  # Triton's interpreter
         return Device("interpreter", 4)
     properties = torch.cuda.get_device_properties(device)
     hopper = properties.major == 9 and torch.version.hip is None  # AMD's gfx9 is 9, too
@@ -66,34 +58,22 @@ def device_of(device: torch.device) -> Device:
 
 
 class Shape(NamedTuple):
-    """Tokens N, vocabulary V, hidden size D, dtype of the products, and whether dE and dW are wanted.
-
-    copies: bytes of copies of weight and bias in the products' dtype. ranks: processes over which the vocabulary is
-    sharded; 0 if it is not.
-    """
-
     tokens: int
     vocab: int
     hidden: int
-    compute: torch.dtype
-    de: bool
+    compute: torch.dtype  # of the products
+    de: bool  # whether dE is wanted
     dw: bool
-    copies: int = 0
-    ranks: int = 0
+    copies: int = 0  # bytes of copies of weight and bias in the products' dtype
+    ranks: int = 0  # over which the vocabulary is sharded; 0 if it is not
 
 
 class Plan(NamedTuple):
-    """`chunks` chunks of at most `capacity` tokens, each with `columns` of the vocabulary at a time.
-
-    columns 0: the loss alone. Exponentials are made in at most `splits` ranges of the vocabulary (`splits_of` a chunk's
-    row blocks), dE in `parts` partial sums.
-    """
-
-    capacity: int
+    capacity: int  # the most tokens of a chunk
     chunks: int
-    columns: int
-    splits: int = 1
-    parts: int = 1
+    columns: int  # of the vocabulary at a time; 0: the loss alone
+    splits: int = 1  # the most ranges of the vocabulary in which a chunk's exponentials are made (`splits_of`)
+    parts: int = 1  # partial sums of dE
 
     def bounds(self, tokens: int, tile: int) -> Iterator[tuple[int, int]]:
         """(start, size) of each chunk: as many row blocks of `tile` tokens in each as in the others, or one more."""
@@ -118,19 +98,12 @@ def splits_of(blocks: int, tiles: int, units: int) -> int:
 
 
 class Buffer(NamedTuple):
-    """A matrix in the workspace; each row starts on a 16-byte boundary."""
-
     height: int
     width: int
     dtype: torch.dtype = torch.float32
 
-    @property
-    def stride(self) -> int:
-        return up(self.width, 16 // self.dtype.itemsize)
-
-    @property
-    def nbytes(self) -> int:
-        return up(self.height * self.stride * self.dtype.itemsize, 256)
+    stride = property(lambda self: up(self.width, 16 // self.dtype.itemsize))  # rows start on 16-byte boundaries
+    nbytes = property(lambda self: up(self.height * self.stride * self.dtype.itemsize, 256))
 
 
 def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
@@ -151,7 +124,6 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
 
 
 def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
-    """Bytes of a plan, including what is allocated outside of its buffers."""
     loose = TOKEN_BYTES * shape.tokens + CLASS_BYTES * shape.vocab * shape.dw + 24 * shape.hidden + shape.copies
     if shape.ranks:  # four statistics of a chunk's tokens, from each rank
         loose += 16 * (1 + shape.ranks) * plan.capacity
@@ -160,35 +132,24 @@ def bytes_needed(shape: Shape, plan: Plan, early: bool) -> int:
 
 def copies(tensors: Tensors, compute: torch.dtype, rows: int) -> int:
     """Bytes of the copies of weight and bias that the kernels need, for so many rows of the weight."""
-    found = 0
-    for t in (tensors.linear_weight, tensors.linear_bias):
-        if t is not None and (t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)):
-            found += rows * (t.shape[1] if t.dim() == 2 else 1) * compute.itemsize
-    return found
+    given = [t for t in (tensors.linear_weight, tensors.linear_bias) if t is not None]
+    copied = [t for t in given if t.dtype != compute or (t.dim() > 0 and t.stride(-1) != 1)]
+    return sum(rows * (t.shape[1] if t.dim() == 2 else 1) * compute.itemsize for t in copied)
 
 
 def early_from(tokens: int, vocab: int, hidden: int, itemsize: int, cuda: bool) -> int:
-    """Bytes of workspace, without copies, from which on gradients are computed in the forward: two row blocks fit.
-
-    With less, recomputing the logits costs less than the many small chunks of such a forward. (Plain arithmetic, which
-    the compiler can follow.)
-    """
+    """Bytes of workspace, without copies, from which on gradients are computed in the forward: two row blocks fit. With
+    less, recomputing the logits costs less than many small chunks. Plain arithmetic, which the compiler can follow."""
     row = (vocab + 2 * hidden + FREQUENT) * itemsize + 4 * hidden
     fixed = TOKEN_BYTES * tokens + FREQUENT * 4 * hidden + CLASS_BYTES * vocab + SLACK
     return (256 if cuda else 64) * row + fixed
 
 
 class Costs(NamedTuple):
-    """Plans that may be tried for a kind of pass (see `plan`), and their times in steps."""
-
-    kind: str
+    kind: str  # of pass, as in `plan`
     shape: Shape
     tiles: Tiles
     units: int
-
-    def logits(self, blocks: int, columns: int, splits: int) -> float:
-        waves = ceil(blocks * splits, self.units) * ceil(ceil(columns, self.tiles.n), splits)
-        return waves * (ceil(self.shape.hidden, self.tiles.k) + EPILOGUE) + LAUNCHES
 
     def products(self, blocks: int, columns: int, parts: int) -> float:
         shape, tiles, units = self.shape, self.tiles, self.units
@@ -204,6 +165,7 @@ class Costs(NamedTuple):
     def cost(self, plan: Plan) -> float:
         """Of all chunks, some of which have one row block more than the others, over all ranges of columns."""
         shape, late, cost, width = self.shape, self.kind == "late", 0.0, plan.columns or self.shape.vocab
+        tile = ceil(shape.hidden, self.tiles.k) + EPILOGUE
         low, higher = divmod(ceil(shape.tokens, self.tiles.m), plan.chunks)
         if late:  # counted as if all chunks were the longest
             low, higher = plan.capacity // self.tiles.m, 0
@@ -213,8 +175,9 @@ class Costs(NamedTuple):
                 if chunks * ranges:
                     tiles = ceil(columns, self.tiles.n)
                     splits = tiles if late else splits_of(height, tiles, self.units)
-                    one = self.logits(height, columns, splits) + self.products(height, columns, plan.parts)
-                    cost += chunks * ranges * one
+                    waves = ceil(height * splits, self.units) * ceil(tiles, splits)
+                    logits = waves * tile + LAUNCHES
+                    cost += chunks * ranges * (logits + self.products(height, columns, plan.parts))
         extra = REREAD * plan.capacity / self.tiles.m + ROUNDED * max(plan.chunks - 8, 0) * shape.dw
         return cost * (1 + extra * late)
 
@@ -241,10 +204,8 @@ class Costs(NamedTuple):
 
 def plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks: int | None = None) -> Plan:
     """The fastest plan within the workspace; `T1Error` naming the least that works if none fits.
-
     kind     "early": gradients in the forward; "late": in the backward, from recomputed logits; "loss": no gradients
-    chunks   of gradients, instead of a workspace: so many chunks of tokens
-    """
+    chunks   of gradients, instead of a workspace: so many chunks of tokens"""
     shape = shape._replace(tokens=up(max(shape.tokens, 1), TILES[device.kind, shape.compute.itemsize].m))
     if kind == "loss":
         shape, chunks = shape._replace(de=False, dw=False), None

@@ -1,14 +1,16 @@
 """Head `fused` on a device: the loops over chunks of tokens. A training step (`early`): order the tokens → logits of
 the targets → for each chunk: pack → exponentials and their sums → statistics → scale → dE and dW in one launch → dE to
-its tokens, frequent targets' rows of dW → after all chunks: the targets' own terms.
-"""
+its tokens, frequent targets' rows of dW → after all chunks: the targets' own terms."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from triton import next_power_of_2
 
-from t1lib.heads import fused_launch as launch
-from t1lib.heads.fused_launch import Chunk, Operands, Tokens
+from t1lib.heads.fused import Operands
+from t1lib.heads.fused_launch import BLOCK, Chunk, Tokens, sum_rows
+from t1lib.heads.fused_plan import ceil, up
+from t1lib.heads.kernels import logits, rows
 from t1lib.heads.kernels.logits import LEAD, NEVER
 from t1lib.heads.kernels.tiles import LN2, TOKEN
 
@@ -16,8 +18,9 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def targets(c: Chunk) -> None:
-    """Every token's target logit, and the offset that follows from it."""
-    c.target_logits()
+    """at ← the targets' logits, offset ← a first guess of the exponentials' offsets, of all tokens."""
+    m = 64 if c.o.e.is_cuda else c.tiles.m
+    c.launch(logits.target_logits, ceil(len(c.tokens.order), m), M=m, num_warps=4, num_stages=3)
     if c.opts.settings.shards is not None:
         at, offset = c.tokens.fields["at"], c.tokens.fields["offset"]
         dist.all_reduce(at, group=c.opts.settings.shards.group)
@@ -29,20 +32,15 @@ def statistics(c: Chunk, z: Tensor | None) -> None:
     """Compute a chunk's tokens' statistics, and write its exponentials to z if that is given."""
     for redo in (False, True):  # in the second launch, programs without an overflow end at once
         c.logits(z, redo=redo)
-    c.finish_rows()
-    if c.opts.settings.shards is not None:
-        combine(c)
-
-
-def combine(c: Chunk) -> None:
-    """Replace a chunk's statistics over this shard's columns by those over the whole vocabulary: one collective.
-
-    The offset stays what the exponentials here were made with; with it, log_total gives the whole log-sum-exp. All is
-    taken relative to the largest offset: nearly always they are one, and no digit of the large number is lost.
-    """
+    c.launch(rows.finish_rows, c.size, splits=c.splits, SPLITS=next_power_of_2(c.splits))
+    shards = c.opts.settings.shards
+    if shards is None:
+        return
+    # these are over this shard's columns, and become those over the whole vocabulary by one collective. All is taken
+    # relative to the largest offset: nearly always they are one, and no digit of the large number is lost
     here = {name: field[c.start : c.start + c.size] for name, field in c.tokens.fields.items()}
     mine = torch.stack([here[name] for name in ("offset", "log_total", "correct", "pull")])
-    offset, log_total, correct, pull = c.opts.settings.shards.gather(mine).view(-1, *mine.shape).unbind(1)
+    offset, log_total, correct, pull = shards.gather(mine).view(-1, *mine.shape).unbind(1)
     common = offset.amax(0)
     # finite: a shard far below the others sums up to 0, and to −inf
     parts = (log_total + (offset - common)).clamp_(min=-NEVER.value) * LN2.value
@@ -55,10 +53,7 @@ def combine(c: Chunk) -> None:
 
 class InputGradient:
     """dE (N, D), into which chunks write their rows; summed over the shards in float32 while the next chunk computes.
-
-    With sequence parallelism `out` holds only this process's tokens. The rows of a chunk may belong to any process's
-    tokens, so they are all-reduced there as well, which needs no (N, D) float32 buffer until the end.
-    """
+    With sequence parallelism `out` holds only this process's tokens, but the rows of a chunk may be of any."""
 
     def __init__(self, c: Chunk) -> None:
         self.c, self.shards, self._pending = c, c.opts.settings.shards, None
@@ -68,31 +63,28 @@ class InputGradient:
         self.out = self._rows[:tokens]
 
     def add(self) -> None:
-        """Write the rows of the chunk at hand: the sums of products in its memory, completed by `finish_input`."""
-        c, shards = self.c, self.shards
-        if shards is None:
-            c.finish_input(self.out)
-            return
+        """Write the rows of the chunk at hand: to its tokens' own, under a group in order to a buffer to be summed."""
+        c, shards, number = self.c, self.shards, len(self.out)
         self.finish()
-        rows = c.memory["rows"][: c.size]
-        c.finish_input(rows)
-        place = c.tokens.order[c.start : c.start + c.size] - shards.rank * len(self.out) * shards.sequence
-        place = torch.where((place >= 0) & (place < len(self.out)), place, len(self.out))
-        self._pending = shards.start_sum(rows), rows, place
+        out = self.out if shards is None else c.memory["rows"][: c.size]
+        c.launch(rows.finish_input_gradient, c.size, ceil(c.hidden, BLOCK), out=out, out_stride=out.stride(0))
+        if shards is not None:
+            place = c.tokens.order[c.start : c.start + c.size] - shards.rank * number * shards.sequence
+            place = torch.where((place >= 0) & (place < number), place, number)
+            self._pending = dist.all_reduce(out, group=shards.group, async_op=True), out, place
 
     def finish(self) -> Tensor:
-        """Complete the chunk that is still being summed; returns dE."""
         if self._pending is not None:
-            (work, rows, place), self._pending = self._pending, None
+            (work, sums, place), self._pending = self._pending, None
             work.wait()
-            self._rows.index_copy_(0, place, rows.to(self._rows.dtype))
+            self._rows.index_copy_(0, place, sums.to(self._rows.dtype))
         return self.out
 
 
 def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
     """(columns) float32: Σ factor_i x[i]. A narrow x is summed in parts, so that many programs share the work."""
     out = torch.zeros(max(1, min(64, 128 * 1024 // x.shape[1])), x.shape[1], device=x.device)
-    launch.sum_rows(out, x, torch.full((), len(x), dtype=torch.int32, device=x.device), 0, len(x), factor)
+    sum_rows(out, x, torch.full((), len(x), dtype=torch.int32, device=x.device), 0, len(x), factor)
     return out.sum(0)
 
 
@@ -111,9 +103,8 @@ def early(o: Operands) -> tuple[Tokens, Gradients]:
         if segment_end is None and (o.needs[1] or o.needs[2]):  # now that the device is busy
             segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
             if o.needs[1]:
-                sums = c.memory["frequent_sums"]
-                c.known |= launch.frequent_targets(tokens, segment_end, opts, sums, even_sum)
-        c.scale_rows()
+                c.find_frequent(segment_end, even_sum)
+        c.launch(rows.scale_rows, up(c.size, c.tiles.m))
         c.products(z, 0, even_sum if c.start == 0 else None)
         c.add_bias(z, 0, tokens.fields["scale"][c.start :])
         if de is not None:
@@ -128,7 +119,6 @@ def early(o: Operands) -> tuple[Tokens, Gradients]:
 
 
 def loss_only(o: Operands) -> Tokens:
-    """Statistics of all tokens: one product."""
     c = Chunk(o, "loss")
     targets(c)
     for _ in c.each():
@@ -137,10 +127,8 @@ def loss_only(o: Operands) -> Tokens:
 
 
 def late(o: Operands, lse: Tensor, upstream: Tensor) -> Gradients:
-    """Gradients from recomputed logits, one range of columns at a time: three products.
-
-    lse (2, N): offset and log_total of the tokens, in order, as `loss_only` left them.
-    """
+    """Gradients from recomputed logits, one range of columns at a time: three products. lse (2, N): offset and
+    log_total of the tokens, in order, as `loss_only` left them."""
     c = Chunk(o, "late")
     tokens, vocab, z_loss = c.tokens, o.opts.vocab, o.opts.settings.z_loss
     tokens.fields["offset"].copy_(lse[0])

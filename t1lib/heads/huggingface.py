@@ -1,16 +1,14 @@
 """`patch_head`: a Hugging Face causal language model computes its loss through one of the kit's heads.
 
-No list of families: during a call with labels, the model's own forward finds `_Logits` in place of its output layer. A
-call returns a note of the hidden states, which takes down what the model does to its logits (scales, softcap, shift),
-until the model's own loss asks for their cross-entropy. Masks, caches, router losses and outputs stay the model's own
-code, and whatever else a model does to its logits is refused by name, never computed differently.
-"""
+During a call with labels, the model's own forward finds `_Logits` in place of its output layer. A call returns a note
+of the hidden states, which takes down what the model does to its logits (scales, softcap, shift), until the model's own
+loss asks for their cross-entropy. Whatever else a model does to its logits is refused by name."""
 
 import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, NoReturn
@@ -23,9 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from t1lib import heads
 from t1lib.errors import T1Error, is_number, require
 
-# arguments of `linear_cross_entropy` that the model or the call decides
 DECIDED = "input linear_weight target linear_bias weight reduction ignore_index softcap token_weight return_stats"
-LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # by model: one call with labels at a time
+LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # by model: one call at a time
 
 
 def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any) -> nn.Module:
@@ -35,11 +32,9 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
     return_logits  return the logits (B, S, V) of calls with labels, too; otherwise they are None, also in a tuple
     options        of `linear_cross_entropy`: head, workspace, filter_eps, label_smoothing, z_loss and the head's own
 
-    Calls with `labels` (or `shift_labels` alone) then return the model's own loss and gradients, without its logits;
-    all other calls stay as they are. Raises `T1Error` for a model without a plain linear output layer, with another
-    loss than `ForCausalLMLoss`, with an encoder, or already patched, and for a bad option; so does a call in which the
-    model does to its logits what no head can follow.
-    """
+    Calls with `labels` (or `shift_labels` alone) then return the model's own loss and gradients; others stay the same.
+    Raises `T1Error` for a model without a plain linear output layer, with another loss than `ForCausalLMLoss`, with an
+    encoder, or already patched, and for a bad option; so does a call that does to its logits what no head follows."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     lm, name, patch = _language_model(model)
@@ -98,12 +93,12 @@ def _patched(original: Callable) -> Callable:
         labels = next((given[name] for name in ("labels", "shift_labels") if given.get(name) is not None), None)
         # TRL's trainers ask by `fused_lm_head` for log-probabilities that TRL computes itself
         other = labels is None or given.get("fused_lm_head") or self.loss_function is not patch["loss"]
-        if other or not patch["active"]:
-            return call(*args, **kwargs)
-        if given.get("labels") is None:
-            kwargs["labels"] = labels  # a model computes a loss only if it is given labels
         # the compiler traces no lock; a compiled call runs no Python that others could disturb
         with nullcontext() if torch.compiler.is_compiling() else LOCKS.setdefault(self, threading.RLock()):
+            if other or not patch["active"]:
+                return call(*args, **kwargs)
+            if given.get("labels") is None:
+                kwargs["labels"] = labels  # a model computes a loss only if it is given labels
             return _call_with_head(self, patch, partial(call, *args, **kwargs), given.get("num_items_in_batch"))
 
     del forward.__wrapped__  # accelerate follows it to take its own wrappers off, and would take this one off, too
@@ -127,24 +122,23 @@ def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> A
         outputs = call()
     require(bool(losses), f"{name} asks for no cross-entropy of what its output layer returns")
     pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict
-    asked = patch["return_logits"]
-    plain = {k: (v.compute() if asked else None) if isinstance(v, _Logits) else v for k, v in pairs}
+    plain = {k: (v.compute() if patch["return_logits"] else None) if isinstance(v, _Logits) else v for k, v in pairs}
     return type(outputs)(**plain) if isinstance(outputs, dict) else tuple(plain.values())
 
 
 @contextmanager
 def _instead(*entries: tuple[nn.Module, str, Any]) -> Iterator[None]:
     """Within the block, hide attributes of modules by entries in __dict__: what is registered stays registered."""
-    before = [(module, name, module.__dict__[name]) for module, name, _ in entries if name in module.__dict__]
+    before = [module.__dict__.get(name) for module, name, _ in entries]
     for module, name, value in entries:
         module.__dict__[name] = value
     try:
         yield
     finally:
-        for module, name, _ in entries:
-            del module.__dict__[name]
-        for module, name, value in before:
+        for (module, name, _), value in zip(entries, before, strict=True):
             module.__dict__[name] = value
+            if value is None:
+                del module.__dict__[name]
 
 
 def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
@@ -163,17 +157,10 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
     return linears
 
 
-def _thread() -> int:
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
 @dataclass(eq=False)
 class _Logits:
-    """Logits not computed: z = `scale` · layer(`hidden`), or `cap` · tanh(z); the first `columns` of them.
-
-    Without `hidden` it stands in for the layer: a call notes them. A model may scale, cap, cast, flatten or slice the
-    logits, cut columns off, ask for shape, dtype and device, and for their cross-entropy.
-    """
+    """Logits not computed: z = `scale` · layer(`hidden`), or `cap` · tanh(z); the first `columns` of them. Without
+    `hidden` it stands in for the layer: a call notes them."""
 
     hidden: Tensor | None
     owner: str
@@ -185,36 +172,26 @@ class _Logits:
     items: Any  # what the model divides a sum of losses by
     scale: float = 1.0
     cap: float | None = None
-    thread: int = field(default_factory=lambda: _thread())
 
     weight = property(lambda self: self.layer.weight)  # Mamba casts to its dtype
     shape = property(lambda self: torch.Size((*self.hidden.shape[:-1], self.columns)))
 
-    def __call__(self, hidden: Tensor) -> "_Logits | Tensor":
-        mine = _thread() == self.thread  # a call without labels by another thread gets its logits
-        return replace(self, hidden=hidden) if mine else self.layer(hidden)
+    def __call__(self, hidden: Tensor) -> "_Logits":
+        return replace(self, hidden=hidden)
 
     def compute(self) -> Tensor:
         logits = self.layer(self.hidden)[..., : self.columns] * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits)
 
-    def cross_entropy(
-        self, target: Tensor, weight: Tensor | None = None, size_average: None = None, ignore_index: int = -100,
-        reduce: None = None, **given: Any,
-    ) -> Tensor:  # fmt: skip
-        """In place of `torch.nn.functional.cross_entropy`; the loss is added to `losses`."""
-        if size_average is not None or reduce is not None:
-            self._refuse("size_average or reduce, which PyTorch has deprecated")
+    def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **given: Any) -> Tensor:
         # within a call of the layer, because its hooks gather its weight (FSDP2, ZeRO)
-        loss = partial(self._loss, target, {"weight": weight, "ignore_index": ignore_index, **given, **self.options})
+        loss = partial(self._loss, target, {"weight": weight, **given, **self.options})
         with _instead(*((linear, "forward", partial(loss, linear)) for linear in self.linears)):
             self.losses.append(self.layer(self.hidden))
         return self.losses[-1]
 
     def _loss(self, target: Tensor, options: dict, linear: nn.Linear, hidden: Tensor) -> Tensor:
         weight, bias = linear.weight, linear.bias
-        if _thread() != self.thread:
-            return nn.functional.linear(hidden, weight, bias)
         plain = not (weight.is_meta or is_traceable_wrapper_subclass(weight)) and len(weight) == linear.out_features
         found = f"{type(weight).__name__} of {len(weight)} rows on {weight.device}"
         require(plain, f"the output layer's weight is a {found}; allowed: a plain tensor of out_features rows")
@@ -279,5 +256,6 @@ class _Logits:
         given = [part for v in (*args, *kwargs.values()) for part in (v if isinstance(v, list | tuple) else [v])]
         note = next(part for part in given if isinstance(part, cls))
         if function is nn.functional.cross_entropy:
-            return note.cross_entropy(*args[1:], **{name: v for name, v in kwargs.items() if name != "input"})
+            given = {name: v for name, v in kwargs.items() if name != "input" and v is not None}
+            return note.cross_entropy(*args[1:], **given)
         return note.tanh() if function in (torch.tanh, nn.functional.tanh) else note._refuse(function.__name__)

@@ -1,4 +1,5 @@
-"""Multiply large tensors by factors that only the device knows, rounding once."""
+"""Multiply large tensors by factors that only the device knows, rounding once. PyTorch's own kernels for mixtures of 16
+and 32 bits, used without Triton or on a CPU, take three to four times as long (622 MB on an H200: 1.2 ms, not 0.3)."""
 
 import torch
 from torch import Tensor
@@ -9,8 +10,7 @@ try:
 except ImportError:  # no wheel for Windows and macOS
     triton = None
 
-BLOCK = 4096
-PROGRAMS = 4096  # more programs would only take longer to find that there is nothing to do
+BLOCK, PROGRAMS = 4096, 4096  # more programs would only take longer to find that there is nothing to do
 
 if triton is not None:
 
@@ -30,10 +30,6 @@ if triton is not None:
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + row * columns + c, mask=c < columns)
         tl.store(out + row * columns + c, (value * tl.load(factor + row)).to(out.dtype.element_ty), mask=c < columns)
-
-
-# PyTorch's own kernels for these mixtures of 16 and 32 bits are not vectorised, and take three to four times as long on
-# an H200 (622 MB by a scalar: 1.2 ms instead of 0.3). Without Triton, or on a CPU, they are used.
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:

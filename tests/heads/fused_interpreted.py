@@ -1,6 +1,7 @@
 """Head `fused` through Triton's interpreter, which must be enabled on import: see test_interpreted.py."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -22,7 +23,7 @@ from head_cases import (
 from head_cases import run as run_head
 from torch._dynamo.backends.common import aot_autograd
 
-from t1lib.heads import linear_cross_entropy, patch_head
+from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_head
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 run = partial(run_head, "fused")
@@ -58,7 +59,17 @@ def test_agrees_with_full(reduction, name):
     agrees(p, own={"chunks": 2}, reduction=reduction, **options(name, p))
 
 
-QUICK = ["one token", "a logit far above", "softcap 1e-40", "softcap 1000000.0"]
+@slow
+@pytest.mark.parametrize("units, group", [(1, 1), (5, 2), (40, 8)])
+def test_work_is_dealt_to_any_number_of_programs_in_groups_of_row_blocks(units, group, monkeypatch):
+    """There are three blocks of 16 rows, so the last group may be smaller."""
+    monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
+    monkeypatch.setattr(fused_launch, "CACHED", group * 16 * 16 * 4)
+    p = single(40, 70, 16)
+    agrees(p, own={"chunks": 1}, **options("weighted smoothing", p))
+
+
+QUICK = ["one token", "a logit far above", "softcap 1e-30", "softcap 1000000.0"]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slowly([name for name in ODD if name not in QUICK])])
@@ -206,3 +217,8 @@ def test_a_patched_model_compiles_whole():
         loss = f(input_ids=ids, labels=ids).loss
         found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
     assert_close(*found, 1e-5)
+
+
+def test_threads():
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda tokens: agrees(single(tokens, 40, 16)), (20, 21, 33, 47)))

@@ -15,7 +15,7 @@ from t1lib.heads import linear_cross_entropy
 OPTION_SETS = ("plain", "weight", "smoothing", "weighted smoothing", "softcap", "z_loss", "token_weight", "all")
 REDUCTIONS = ("mean", "sum", "none")
 SHAPES = ((1, 7, 3), (37, 257, 20), (5, 8200, 3))  # N, V, D; 8200 crosses a chunk of 8192 columns
-SOFTCAPS = (1e-40, 0.01, 0.5, 50.0, 1e6, 1e300)
+SOFTCAPS = (1e-30, 0.01, 0.5, 50.0, 1e6, 1e30)
 TIGHT = {0.01: 5e-5, 0.5: 3e-5}  # tolerances
 CHUNKED = ({}, {"by": "vocabulary", "chunks": 3})
 HEADS = [("full", {}), *(("chunked", own) for own in CHUNKED)]

@@ -37,8 +37,8 @@ LAST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 WIDE = {"input": P.e.double(), "linear_weight": "wide", "linear_bias": None}
 EVERY: dict[str, tuple[dict[str, Any], str]] = {
-    "vocabulary": ({"vocabulary": 256}, r"\[.*\], together 257, rows of linear_weight, but vocabulary is 256 cl"),
-    "class weights": ({"weight": torch.ones(258)}, "class weights are given for 258 classes"),
+    "vocabulary": ({"vocabulary": 256}, r"\[.*\], together 257, rows of .*, but there are 256 classes by vocabulary"),
+    "class weights": ({"weight": torch.ones(258)}, "258 classes by class weights"),
     "a head": ({"head": "torch"}, "unknown head 'torch'; allowed: chunked, fused"),
     "by vocabulary": ({"head": "chunked", "by": "vocabulary"}, 'by="sequence"'),
     "a filter where chunked stands in": ({**WIDE, "filter_eps": 0.1}, "has no filter_eps"),

@@ -36,7 +36,7 @@ BAD = {
     "reduction an array": ({"reduction": torch.ones(2).numpy()}, "unknown reduction .*allowed: mean, sum, none"),
     "return_stats": ({"return_stats": "x"}, "return_stats must be True or False"),
     "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be a number in \[0, 1\], got 1.5"),
-    "softcap": ({"softcap": 0.0}, "softcap must be None or a finite number > 0, got 0.0"),
+    "softcap": ({"softcap": 0.0}, r"softcap must be None or a number in \[1e-30, 1e30\], got 0.0"),
     "z_loss beyond what Python prints": ({"z_loss": 10**5000}, "z_loss must be a finite number >= 0"),
     "filter_eps": ({"filter_eps": 1.0}, r"filter_eps must be None or a number in \(0, 1\), got 1.0"),
     "head": ({"head": "fulll"}, "unknown head 'fulll'.*Did you mean 'full'"),

@@ -178,7 +178,7 @@ def test_an_error_within_a_call_leaves_the_model_usable():
 
 
 def test_threads():
-    """Calls with labels take turns; other threads' calls without labels get their logits."""
+    """Calls take turns, so that those without labels get their logits."""
     model, given = patch_head(build("Llama")), batch()
     inputs = {name: value for name, value in given.items() if name != "labels"}
     with torch.no_grad():

@@ -1,10 +1,6 @@
-"""The logits of a chunk on Hopper, in Gluon: one warp copies tiles in, two warpgroups multiply and finish them.
-
-A tile of M × N is two halves of rows, one for each warpgroup. Nothing but the ring of copied operands ties the two
-together: while one finishes its half (exponentials, rounding, the way out), the other one multiplies. The kernel does
-what `kernels.logits.logits` does on any GPU; arguments as there. Operands and results are of 16 bits and come by
-descriptor, in boxes: half a tile's rows, a quarter of its columns for results.
-"""
+"""The logits of a chunk on Hopper, in Gluon: one warp copies tiles in, two warpgroups multiply and finish them, each
+half of a tile's rows: while one finishes its half (exponentials, rounding, the way out), the other one multiplies.
+Operands and results, of 16 bits, come in boxes: half a tile's rows, a quarter of its columns for results."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,12 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import NEVER, exponentials, gradients, load_factors, settled_offset, store_sums, work_of
 
-# -- the ring of operands: stages of two halves of A and one B, each with a barrier for full and one for empty --------
-
 
 @gluon.jit
 def _ring(a, b, S: gl.constexpr):
-    """Shared memory for S boxes of the descriptors: A twice, B once; and their barriers."""
+    """The ring: shared memory for S boxes of the descriptors, A's halves and B; and barriers for full and for empty."""
     a0 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
     a1 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
     b0 = gl.allocate_shared_memory(b.dtype, [S] + b.block_shape, b.layout)

@@ -13,9 +13,7 @@ LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, w
 
 
 class Flags(NamedTuple):
-    """What a kernel of logits is compiled for, beside which of its arguments are None; see `logits`."""
-
-    gradient: bool
+    gradient: bool  # see `logits`
     redo: bool
     precise: bool  # a softcap of at least `tiles.LARGE`
     even_share: bool  # label smoothing
@@ -27,10 +25,8 @@ def target_logits(
     e, w, bias, order, target, row, number, tokens, hidden, e_row, e_column, w_stride, softcap,
     M: tl.constexpr, K: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program per M tokens in order: at ← z2 of the token's target; offset ← the first guess of its exponentials'.
-
-    The diagonal of a small product, so that it adds up as `logits` does, which need not look for it then.
-    """
+    """Program per M tokens in order: at ← z2 of the token's target; offset ← the first guess of its exponentials'. The
+    diagonal of a small product, so that it adds up as in `logits`, which need not look for it then."""
     i = tl.program_id(0) * M + tl.arange(0, M)
     live = i < tl.load(number)
     token = tl.load(order + i, mask=live, other=0)
@@ -63,8 +59,7 @@ def settled_offset(highest, guess):
 
 @triton.jit
 def work_of(live, size, held, splits, group, flag, M: tl.constexpr, N: tl.constexpr, FLAGS: tl.constexpr):
-    """Whether this program has tiles; and (its row block, range of the vocabulary, first tile, end and step; row blocks
-    and tiles across in all)."""
+    """Whether this program has tiles; and its row block, range of the vocabulary, tiles as a range; blocks, across."""
     across = tl.cdiv(held, N)
     m, split = tiles.grouped(tl.program_id(0), tl.cdiv(size, M), splits, group)
     blocks = tl.cdiv(live, M)
@@ -93,10 +88,8 @@ def load_factors(here, tokens, live):
 
 @triton.jit
 def gradients(z2, softcap, slope, columns, y, factors, even, class_weight, vocab, filter_eps, FLAGS: tl.constexpr):
-    """A tile of dL/d(raw logits): with p the softmax, slope · (A (p − [v = y]) + (A − B) [v = y] − E c_v).
-
-    p − 1 is made first, so that nothing cancels as p_y → 1. `filter_eps` drops entries with |p − [v = y]| < filter_eps.
-    """
+    """A tile of dL/d(raw logits): with p the softmax, slope · (A (p − [v = y]) + (A − B) [v = y] − E c_v), filtered.
+    p − 1 is made first, so that nothing cancels as p_y → 1."""
     shift, log_total, by_p, fix = factors
     hit = columns[None, :] == y[:, None]
     p = tl.exp2((z2 - shift[:, None]) - log_total[:, None])
@@ -116,8 +109,8 @@ def gradients(z2, softcap, slope, columns, y, factors, even, class_weight, vocab
 
 @triton.jit
 def exponentials(logits, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS: tl.constexpr):
-    """A tile of 2^(z2 − offset), times the softcap's slope, where z2 = `unit` · logits; and what is `found` with it, of
-    each row: their sum, the largest logit, and Σ c · logits."""
+    """A tile of 2^(z2 − offset), times the softcap's slope, where z2 = `unit` · logits; and what is `found` of a row:
+    their sum, the largest logit, and Σ c · logits."""
     total, top, pull = found
     if FLAGS.even_share:
         pulled = logits
@@ -159,15 +152,11 @@ def logits(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x (capacity, hidden) packed hidden states; w (vocab, hidden); z (capacity, held): columns of w's rows from
-    `first` on. In two ways:
-
-    Exponentials. Program (row block, one of `splits` ranges of the vocabulary), in the order of `tiles.grouped`:
-    sums (3, splits, capacity) ← Σ 2^(z2 − offset), max z2, Σ c z2 of its rows. z, if given, ← `exponentials`. A fixed
-    offset instead of a running maximum saves the rescaling, and makes one scale per row hold for all of z; where it was
-    too small, `flag` is set, and a second launch (FLAGS.redo) makes those rows again from their largest logit.
-
-    FLAGS.gradient, once the log-sum-exp is known: persistent programs, tile after tile: z ← `gradients`.
-    """
+    `first` on. Exponentials: program (row block, one of `splits` ranges of the vocabulary), as `tiles.grouped` orders:
+    sums (3, splits, capacity) ← Σ 2^(z2 − offset), max z2, Σ c z2 of its rows. z, if given, ← `exponentials`. With a
+    fixed offset one scale per row holds for all of z; where it was too small, `flag` is set, and a second launch
+    (FLAGS.redo) makes those rows again from their largest logit.
+    FLAGS.gradient, once the log-sum-exp is known: persistent programs, tile after tile: z ← `gradients`."""
     live = tiles.live_rows(number, start, size)
     needed, work = work_of(live, size, held, splits, group, flag, M, N, FLAGS)
     if not needed:

@@ -1,5 +1,4 @@
-"""The two products of the gradients in one launch, dE = z w and dW = zᵀ x; and what targets add to dW and dBias,
-apart from the large product: in float32, rounded once."""
+"""The two products of the gradients in one launch, dE = z w and dW = zᵀ x; and what targets add to dW and dBias."""
 
 import triton
 import triton.language as tl
@@ -14,13 +13,11 @@ def products(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs: first whole units of dE, long and all at the same columns; then tiles of dW, evenly dealt.
-
+    """Persistent programs: first whole units of dE, long and all at the same columns; then tiles of dW, evenly dealt:
+    programs with one unit of dE fewer take so many tiles first that all end together.
     z (capacity, held): columns of w's rows from `first` on; zt is z in the transposed product's tiles.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
-    even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights.
-    Programs with one unit of dE fewer take so many tiles of dW first that all end together.
-    """
+    even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights."""
     pid = tl.program_id(0)
     grid = tl.num_programs(0)
     rows = tiles.live_rows(number, start, size)
@@ -78,11 +75,8 @@ def frequent_rows(
     width, x_rows, columns_stride, x_stride, frequent_sums_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """frequent_sums[h] += Σ_n columns[n, h] x[n], in float32.
-
-    Program (M frequent targets, N columns of dW). columns (capacity, width), zero rows up to a multiple of K; x: scaled
-    hidden states, likewise.
-    """
+    """Program (M frequent targets, N columns of dW): frequent_sums[h] += Σ_n columns[n, h] x[n], in float32. columns
+    (capacity, width) and x, scaled hidden states, have zero rows up to a multiple of K."""
     above = tl.program_id(0) * M
     count = tl.load(frequent_number)
     if above >= count:
@@ -105,12 +99,8 @@ def target_rows(
     dw, db, frequent_sums, e, order, target, segment_end, row, slot, number, tokens, hidden, e_row, e_column,
     frequent_sums_stride, dw_stride, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw[y] ← (frequent_sums[slot[y]] where that is not −1, else dw[y]) + Σ_{n: y_n = y} τ_n e_n for every target y.
-    db[y] += Σ τ_n.
-
-    Program (position, block of columns). Tokens are sorted by target, and the first of each target writes; a target is
-    −1 where another shard of the vocabulary has it.
-    """
+    """Program (position, block of columns): for every target y, dw[y] ← Σ_{n: y_n = y} τ_n e_n + (dw[y], or where there
+    is one frequent_sums[slot[y]]); db[y] += Σ τ_n. Sorted by target (−1: another shard's): the first of each writes."""
     i = tl.program_id(0)
     if i >= tl.load(number):
         return

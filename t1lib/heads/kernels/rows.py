@@ -61,13 +61,10 @@ def scale_rows(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program per row of a chunk of exponentials: the factors that turn them into gradients.
-
     With s = A / Σ 2^(z2 − offset), row i of dL/dz is s · z[i] except at its target, where it is
     τ = slope · (A (p_y − 1) + A − B). The target's entry of z becomes 0: neither cancellation nor the rounding of s
     touches τ. For dW the rows of x, from `capacity` on, are scaled by s into its first rows, and z's columns of the
-    frequent targets are copied into columns (capacity, number of them), 0 at a row's own target. Rows up to the next
-    whole tile take part in products, so they become 0.
-    """
+    frequent targets are copied into columns, 0 at a row's own target. Rows up to the next whole tile become 0."""
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
     here = row + start + i
@@ -109,10 +106,8 @@ def finish_input_gradient(
     number, tokens, start, size, capacity, hidden, parts, de_stride, out_stride, w_stride,
     BLOCK: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it.
-
-    PACKED: in the chunk's row of `out` instead of the token's, 0 where no token is.
-    """
+    """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it, if
+    PACKED in the chunk's row of `out` instead of the token's, 0 where no token is."""
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
     if not PACKED and not live:

@@ -8,20 +8,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 VARYING = ("tokens", "start", "size", "group", "splits", "parts", "above")  # no kernel of its own for each of them
 LARGE = 64.0  # softcap from which on tanh(z / softcap) must be right to its last digits, because they are multiplied
 
-FIELDS = (
-    "at",  # z2 of the token's target
-    "offset",  # exponentials are 2^(z2 − offset)
-    "log_total",  # log2 of their sum: the log-sum-exp is ln 2 · (offset + log_total)
-    "logprob",  # of the target
-    "correct",  # 1 if no logit exceeds the target's
-    "pull",  # Σ c_v z_v under label smoothing
-    "token",  # r, A, B and E of the gradient's equation (`chunked`); A without its z-loss part
-    "softmax",
-    "target",
-    "even",
-    "scale",  # A / Σ 2^(z2 − offset)
-    "tau",  # the gradient of the target's logit
-)
+# Of a token: z2 of its target; offset of its exponentials 2^(z2 − offset), log2 of their sum (its log-sum-exp is ln 2 ·
+# (offset + log_total)); log-probability of the target; 1 if no logit exceeds its; Σ c_v z_v under label smoothing; r, A
+# without z-loss, B and E as in `chunked`; A / Σ 2^(z2 − offset); the gradient of the target's logit
+FIELDS = "at offset log_total logprob correct pull token softmax target even scale tau"
 AT, OFFSET, LOG_TOTAL, LOGPROB, CORRECT, PULL, TOKEN, SOFTMAX, TARGET, EVEN, SCALE, TAU = map(tl.constexpr, range(12))
 
 
@@ -33,8 +23,7 @@ def live_rows(number, start, size):
 
 @triton.jit
 def grouped(index, blocks, across, group):
-    """(row block, column block) of a tile: `group` row blocks go through all columns before the next ones do, and stay
-    in the L2 cache as long."""
+    """(row block, column block) of a tile: `group` row blocks, which stay in the L2 cache, go through all columns."""
     first = index // (group * across) * group
     inside = index - first * across
     high = tl.minimum(blocks - first, group)
@@ -56,10 +45,8 @@ def load_tile(source, row, column, rows, columns, row_stride, HEIGHT: tl.constex
 
 @triton.jit
 def store_tile(target, row, column, rows, columns, row_stride, value, ADD: tl.constexpr, PIECES: tl.constexpr):
-    """Write `value` at (row, column), or add it (ADD). Nobody else touches the tile, so adding is deterministic.
-
-    PIECES (1, 2 or 4): a descriptor takes the tile in so many parts, each of which needs shared memory of its size.
-    """
+    """Write `value` at (row, column), or add it (ADD). Nobody else touches the tile, so adding is deterministic. A
+    descriptor takes it in PIECES (1, 2 or 4), each of which needs shared memory of its size."""
     if isinstance(target, tl.tensor_descriptor):
         if PIECES == 1:
             if ADD:  # the copy engine's reduction: summed in the L2 cache, and nothing waits for it
@@ -89,10 +76,8 @@ def reciprocal(x):
 
 @triton.jit
 def capped(z, softcap, PRECISE: tl.constexpr, RECIPROCAL: tl.constexpr):
-    """tanh(z / softcap) and its slope, 1 − tanh²; without a softcap z itself.
-
-    Right to a few float32 roundings of 1, and if PRECISE of the tanh; saturates without overflow.
-    """
+    """tanh(z / softcap) and its slope, 1 − tanh²; without a softcap z itself. Right to a few float32 roundings of
+    1, and if PRECISE of the tanh; saturates without overflow."""
     if softcap is not None:
         t = 1.0 - 2.0 * RECIPROCAL(tl.exp2(z * (2.0 * LOG2E / softcap)) + 1.0)
         if PRECISE:
