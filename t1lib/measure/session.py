@@ -171,7 +171,7 @@ def link_bytes(trainer: SlideTrainer) -> tuple[int, int, int]:
     """Fewest bytes that the layers of a step of slide copy: in during the forward, in during the backward, out."""
     schedule, together = trainer.engine.schedule, not trainer.late
     forward, backward, out = 0, 0, 0
-    held, leave = len(schedule.weights.flat), trainer.engine.choice.grads == "host"  # for the host, if they wait
+    held, leave = len(schedule.weights), trainer.engine.choice.grads == "host"  # for the host, if they wait
     for place, layer in enumerate(schedule.layers.values()):
         weights, state = layer.flat.nbytes, _state_bytes(layer)
         travels = layer.travels and not schedule.stateless

@@ -1,7 +1,7 @@
-"""What is kept of a layer between forward and backward: its whole graph, or its input, on the device or the host, from
-which it is recomputed."""
+"""What is kept of a layer between forward and backward: its graph, or its input, from which it is recomputed."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +17,9 @@ from t1lib.errors import T1Error
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
 from t1lib.timing import NoTrace
-from t1lib.train.lanes import Lane, Mark
+from t1lib.train.lanes import Mark
+from t1lib.train.layers import HostLayer
+from t1lib.train.schedule import Schedule
 
 
 class Piece(NamedTuple):
@@ -29,9 +31,8 @@ class Piece(NamedTuple):
 
 
 def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
-    """Cut a batch into pieces of at most `rows` rows. Tensors of two or more dimensions that have a row each are cut
-    along with it; all else goes to every piece. Raises `T1Error` for a matrix, such as a mask, of as many rows as the
-    batch has rows and each of them tokens: it may belong to either."""
+    """Cut a batch into pieces of at most `rows` rows, with all tensors of two or more dimensions that have a row each;
+    all else goes to every piece. Raises `T1Error` for a matrix whose rows may belong to rows or to their tokens."""
     count = len(piece.hidden)
     if rows is None or rows >= count:
         return [piece]
@@ -92,16 +93,11 @@ class Randomness:
 
 @dataclass(eq=False)
 class Saved:
-    """What a layer's forward leaves for its backward, by micro-batch.
+    """What a layer's forward leaves for its backward, by micro-batch."""
 
-    autocast   brings the forward's autocast state back
-    graphs     inputs and outputs with the autograd graph between them, if the layer's activations are kept
-    input      where the input waits, if it waits on the host
-    """
-
-    autocast: Callable[[], AbstractContextManager]
+    autocast: Callable[[], AbstractContextManager]  # brings the forward's state back
     random: list[Randomness] = field(default_factory=list)
-    graphs: list[tuple[Tensor, Tensor]] | None = None
+    graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None
 
 
@@ -112,26 +108,27 @@ class Inputs:
     runs far ahead of the device, would find none of that memory free yet, and allocate as much again.
     """
 
-    def __init__(self, device: torch.device, inward: Lane, outward: Lane, trace: Callable[[], NoTrace]) -> None:
-        self.device, self.compute, self.inward, self.outward = device, Lane(device, False), inward, outward
-        self.trace = trace
-        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+    def __init__(self, schedule: Schedule, trace: Callable[[], NoTrace]) -> None:
+        self.device, self.compute, self.trace = schedule.device, schedule.compute, trace
+        self.inward, self.outward = schedule.inward, schedule.outward
+        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self._leaving: list[OnHost] = []  # still on the device, while their copies may run
 
     def put(self, tensor: Tensor, layer: int) -> "OnHost":
         """Queue the copy to the host. The `LEAVING` latest stay on the device for now."""
-        spare = self.free.get((tensor.shape, tensor.dtype))
-        buffer = spare.pop() if spare else None
-        if buffer is None:
-            buffer = pinned_zeros(tensor.numel(), tensor.dtype, self.device).view(tensor.shape)
+        numel, spare = tensor.numel(), self.free[tensor.shape, tensor.dtype]
+        buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, self.device).view(tensor.shape)
         self.outward.after(self.compute.mark())
         with self.outward.active(), self.trace().span("out", "inputs", layer, self.outward.stream):
             buffer.copy_(tensor, non_blocking=True)
         before = weakref.ref(self._leaving[-1]) if self._leaving else lambda: None
-        self._leaving.append(OnHost(self, layer, before, buffer, tensor.detach(), self.outward.mark()))
-        if len(self._leaving) > LEAVING:
-            self._leaving.pop(0).let_go()
-        return self._leaving[-1]
+        found = OnHost(self, layer, before, buffer, tensor.detach(), self.outward.mark())
+        self._leaving.append(found)
+        if len(self._leaving) > LEAVING:  # the device's copy is free once it has left
+            first = self._leaving.pop(0)
+            self.compute.after(first._left)
+            first._left = first._tensor = None
+        return found
 
 
 @dataclass(eq=False)
@@ -145,11 +142,6 @@ class OnHost:
     _tensor: Tensor | None
     _left: Mark
     _back: Mark = None
-
-    def let_go(self) -> None:
-        """Free the device's copy once it has left."""
-        self._inputs.compute.after(self._left)
-        self._left = self._tensor = None
 
     def prefetch(self) -> None:
         """Start bringing it back."""
@@ -171,39 +163,30 @@ class OnHost:
         self._give_back()
         return found
 
-    def __del__(self) -> None:
-        """Also of a forward without a backward."""
-        self._give_back()
-
     def _give_back(self) -> None:
-        """Let the buffer be used again, once the copies have ended."""
+        """Let the buffer be used again, once the copies have ended; also after a forward without a backward."""
         if self._buffer is not None:
             buffer, self._buffer, self._tensor = self._buffer, None, None
             self._inputs.compute.after(self._left, self._back)
             self._left = self._back = None
-            self._inputs.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+            self._inputs.free[buffer.shape, buffer.dtype].append(buffer)
+
+    __del__ = _give_back
 
 
-def kept_graph(buffer: Callable[[], Tensor] | None) -> AbstractContextManager:
-    """Make autograd save views of the layer's weights as positions in their buffer, and rebuild them in the backward:
-    by then the weights are in another buffer, or in the same one again after those of other layers.
-
-    buffer   returns the buffer that holds the weights at that moment; None: they never move
-    """
-    if buffer is None:
+def kept_graph(layer: HostLayer | None) -> AbstractContextManager:
+    """Make autograd save views of the layer's weights as positions in their slot, and rebuild them in the backward: by
+    then the weights may have come in anew. layer: None if the weights never move"""
+    if layer is None:
         return nullcontext()
-    start = buffer().untyped_storage().data_ptr()
+    start = layer.slot.flat.untyped_storage().data_ptr()
 
-    def pack(tensor: Tensor) -> Tensor | tuple[int, torch.Size, tuple[int, ...]]:
-        if tensor.untyped_storage().data_ptr() != start:
-            return tensor
-        return tensor.storage_offset(), tensor.size(), tensor.stride()
+    def pack(tensor: Tensor) -> Any:
+        own = tensor.untyped_storage().data_ptr() == start
+        return (tensor.size(), tensor.stride(), tensor.storage_offset()) if own else tensor
 
-    def unpack(packed: Tensor | tuple[int, torch.Size, tuple[int, ...]]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        offset, size, stride = packed
-        return buffer().as_strided(size, stride, offset)
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else layer.slot.flat.as_strided(*packed)
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -211,10 +194,7 @@ def kept_graph(buffer: Callable[[], Tensor] | None) -> AbstractContextManager:
 class Recompute:
     """Recomputes layers of one kind for their gradients, without the last matrix product: most layers end by adding it
     to the residual, so no gradient depends on its result. Whether that is so is observed on the first layer.
-    (PyTorch's checkpoint also stops there, but needs a graph kept since the forward.)
-
-    whole   always compute the last product as well
-    """
+    (PyTorch's checkpoint also stops there, but needs a graph kept since the forward.)"""
 
     def __init__(self, whole: bool) -> None:
         self._last: str | None = "" if whole else None  # its name in a layer; "": needed; None: not known yet
@@ -222,8 +202,7 @@ class Recompute:
     def run(self, layer: nn.Module, call: Callable[[], Tensor]) -> Tensor:
         """Run the layer through call() and return its output, for its graph only: the values may be missing."""
         if self._last is None:
-            out, self._last = _watched(layer, call)
-            return out
+            return self._watched(layer, call)
         product = layer.get_submodule(self._last)
         if not _plain(product):  # the layer itself, or somebody looks at the product by now
             return call()
@@ -236,29 +215,19 @@ class Recompute:
             out.untyped_storage().resize_(0)  # never read, but alive for the whole backward
         return out
 
-
-def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[Tensor, str]:
-    """What call() returns, and the name of the last product if nothing is saved for the backward after it, else ""."""
-    last = ""
-
-    def computed(name: str, *_: Any) -> None:
-        nonlocal last
-        last = name
-
-    def saved(tensor: Tensor) -> Tensor:
-        nonlocal last
-        last = ""
-        return tensor
-
-    products = [(n, m) for n, m in layer.named_modules() if _plain(m)]
-    hooks = [module.register_forward_hook(partial(computed, name)) for name, module in products]
-    try:
-        with saved_tensors_hooks(saved, lambda tensor: tensor):
-            out = call()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return out, last
+    def _watched(self, layer: nn.Module, call: Callable[[], Tensor]) -> Tensor:
+        """Run the layer, and note the last product if nothing is saved for the backward after it."""
+        events = [""]  # names of products, and "" for what is saved
+        products = [(n, m) for n, m in layer.named_modules() if _plain(m)]
+        hooks = [m.register_forward_hook(lambda *_, name=name: events.append(name)) for name, m in products]
+        try:
+            with saved_tensors_hooks(lambda tensor: events.append("") or tensor, lambda tensor: tensor):
+                out = call()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._last = events[-1]
+        return out
 
 
 def _plain(module: nn.Module) -> bool:

@@ -1,8 +1,6 @@
 """AdamW for 16-bit parameters with a master, in one pass on a GPU: every value of the state is read and written once.
-
-PyTorch's fused AdamW takes tensors of one dtype. With it, gradients would have to be widened and weights rounded, split
-masters joined and split again, 16-bit moments widened and rounded, each in a pass of its own.
-"""
+PyTorch's fused AdamW takes tensors of one dtype, and would need widening, rounding and splitting in passes of their
+own."""
 
 import math
 from typing import Any
@@ -70,16 +68,15 @@ def adamw_(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], rule: dict[str, Any], count: int,
     scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Update a 16-bit `weight` (N) and its `state` in place. All tensors are contiguous and on one device.
+    """Update a 16-bit `weight` (N) and its `state` in place (Loshchilov and Hutter, arXiv:1711.05101). All tensors are
+    contiguous and on one device.
 
     grad    (N), 16 or 32 bits
     state   "exp_avg" and "exp_avg_sq", float32, or bfloat16 with stochastic rounding (seeded by the count, so that a
             run can be repeated); and the master: "master" float32, or "low" int16 (`t1lib.train.update.join`)
-    rule    a group of `torch.optim.AdamW`: lr, betas, eps, weight_decay, maximize
+    rule    a group of `torch.optim.AdamW`
     count   updates so far, including this one
     scale   factor of the gradient, (), on the device
-
-    Weight decay is decoupled from the gradient, and bias is corrected (Loshchilov and Hutter, arXiv:1711.05101).
     """
     first, second = state["exp_avg"], state["exp_avg_sq"]
     narrow = first.dtype == torch.bfloat16

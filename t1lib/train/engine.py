@@ -18,7 +18,7 @@ from t1lib.timing import NoTrace
 from t1lib.train.activations import Piece
 from t1lib.train.lanes import UpdateThread, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names, unwatched
-from t1lib.train.optimizer import StreamOptimizer
+from t1lib.train.optimizer import StreamOptimizer, clear_gradients
 from t1lib.train.outer import Outer
 from t1lib.train.passes import Passes
 from t1lib.train.placing import planned, refuse_router_loss, refuse_shared, require_host_memory
@@ -26,13 +26,8 @@ from t1lib.train.schedule import Schedule
 
 
 class Engine:
-    """One streamed model. Its layers call `run`, its optimizer `step`.
-
-    budget     bytes of gpu_memory; plan_for, choice and head as in `stream`
-    host       the layers whose parameters are on the host
-    streamed   ids of these parameters
-    outer      updates matrices outside the layers whose state is on the host; None: there are none
-    """
+    """One streamed model. Its layers call `run`, its optimizer `step`. Arguments are as in `stream`; budget: bytes of
+    gpu_memory"""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, stack: Sequence[nn.Module], device: torch.device,
@@ -51,8 +46,8 @@ class Engine:
         self.layout = Layout({n: first[n] for n in order})
         require_host_memory(self.layout, self.stack, precision, self.optimizer.rules(), in_backward)
         self.host: list[HostLayer] = []
-        self.streamed: set[int] = set()
-        self.outer: Outer | None = None
+        self.streamed: set[int] = set()  # ids of the parameters on the host
+        self.outer: Outer | None = None  # updates matrices outside the layers whose state is on the host
         self.schedule: Schedule | None = None
         self.passes: Passes | None = None
         self.closed = self.placed = False
@@ -69,19 +64,17 @@ class Engine:
             self.close()
             raise
 
-    # -- placing -------------------------------------------------------------------------------------------------------
-
     def _take_over(self) -> None:
         """Move the layers' parameters to the host, the rest to the device, and make the layers run through `run`."""
         for index, layer in enumerate(self.stack):
             held = HostLayer(layer, index, self.layout, self.device, self.optimizer.groups, self.optimizer.counts)
             self.host.append(held)
             self.streamed.update(map(id, held.params.values()))
+        for param in self.model.parameters():
+            if id(param) not in self.streamed and param.device != self.device:
+                param.data = param.data.to(self.device)
+                param.grad = None if param.grad is None else param.grad.to(self.device)
         for module in self.model.modules():
-            for param in module._parameters.values():
-                if param is not None and id(param) not in self.streamed and param.device != self.device:
-                    param.data = param.data.to(self.device)
-                    param.grad = None if param.grad is None else param.grad.to(self.device)
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
         trim_heap()  # gives back the memory that the layers occupied before they moved
@@ -110,8 +103,7 @@ class Engine:
             held.give_back(self.device)
             self.streamed.difference_update(map(id, held.params.values()))
         self.host = list(compress(self.host, ~stay))
-        outer = self._travelling() if choice.outer == "host" else []
-        self._run_with(choice, outer, trains=True)
+        self._run_with(choice, trains=True)
         state, counts = self.optimizer.state, self.optimizer.counts
         for held in self.host:
             views = {key: self.layout.views(flat) for key, flat in held.state.items()}
@@ -119,38 +111,35 @@ class Engine:
                 counts[param] = 0
                 if views:
                     state[param] = {key: by_name[name] for key, by_name in views.items()}
-        for held in self.outer.held if outer else ():
+        for held in () if self.outer is None else self.outer.held:
             counts[held.param] = 0
             state[held.param] = {key: flat.view(held.param.shape) for key, flat in held.state.items()}
         self.placed = True
-        self.optimizer.take_over_before()
+        self.optimizer.take_over()
 
-    def _travelling(self) -> list[tuple[nn.Parameter, int]]:
-        """Trained matrices outside the layers, of the layers' dtype, with the numbers of their groups."""
+    def _travelling(self) -> list[nn.Parameter]:
+        """Trained matrices outside the layers, of the layers' dtype."""
         inside = {id(p) for layer in self.stack for p in layer.parameters()}
         found = [p for p in self.model.parameters() if id(p) not in inside and id(p) in self.optimizer.groups]
-        found = [p for p in found if p.requires_grad and p.dim() > 1 and p.dtype == self.layout.dtype]
-        return [(p, self.optimizer.groups[id(p)]) for p in found if p.is_contiguous()]
+        found = [p for p in found if p.requires_grad and p.dim() > 1 and p.is_contiguous()]
+        return [p for p in found if p.dtype == self.layout.dtype]
 
-    def _run_with(self, choice: Choice, outer: list[tuple[nn.Parameter, int]], trains: bool) -> None:
+    def _run_with(self, choice: Choice, trains: bool) -> None:
         """Make what runs the layers."""
-        self.choice, trace = choice, lambda: self.trace
-        self.schedule = Schedule(
-            {held.index: held for held in self.host}, self.layout, self.device, choice, self.optimizer,
-            in_backward=self.in_backward, accumulate=self.accumulate, overlap=self.overlap, trace=trace,
-            guests=[param for param, _ in outer], trains=trains,
-        )  # fmt: skip
+        self.choice, outer = choice, self._travelling() if choice.outer == "host" else []
+        self.schedule = Schedule(self, outer, trains)
         self._ending = weakref.finalize(self, _end, self.schedule.thread, self.device)
         if outer:
-            inside = {id(param) for param, _ in outer}
-            embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in inside]
-            self.outer = Outer(outer, embeddings, self.schedule, self.optimizer, len(self.stack))
-            if embeddings:
-                self._replace(embeddings[0], "forward", self.outer.look_up)
-        self.passes = Passes(self.stack, self.forwards, self.schedule, self.outer, choice, self.micro_batch, trace)
+            self.outer = Outer(self, outer)
+            if self.outer.embed is not None:
+                self._replace(self.outer.embed, "forward", self.outer.look_up)
+        self.passes = Passes(self)
+
+    def traced(self) -> NoTrace:
+        return self.trace
 
     def _let_go(self) -> None:
-        """Free what runs the layers, once nothing that is queued uses it any more."""
+        """Free what runs the layers, once nothing that is queued uses it."""
         if self.schedule is not None:
             self._ending()
             self.schedule = self.outer = self.passes = None
@@ -165,10 +154,8 @@ class Engine:
                 if torch.is_grad_enabled():
                     self.place(planned(self, Piece(hidden, args, kwargs), *hidden.shape[:2]))
                 elif self.schedule is None:
-                    self._run_with(Choice(), [], trains=False)
+                    self._run_with(Choice(), trains=False)
         return self.passes.run(index, hidden, args, kwargs)
-
-    # -- updates and state ---------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Begin an update of everything that has gradients."""
@@ -255,11 +242,7 @@ def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = 
     if engine is not None:
         engine.optimizer.zero_grad(set_to_none)
     rest = [p for p in model.parameters() if engine is None or id(p) not in engine.streamed]
-    for param in rest:  # the optimizer may not have all of them
-        if set_to_none:
-            param.grad = None
-        elif param.grad is not None:
-            param.grad = torch.zeros_like(param.grad)
+    clear_gradients(rest, set_to_none)  # the optimizer may not have all of them
 
 
 def _stay(layer: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

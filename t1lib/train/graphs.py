@@ -3,9 +3,9 @@
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,13 @@ LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
 class LayerGraphs:
     """Runs functions of layers that are alike and take turns in the same few places on the device. A call runs eagerly
     the first time, is captured the second time, and is replayed from then on. All graphs share their memory: they run
-    one after the other, and none needs anything that another one left there.
-
-    layers    the model's; their modules' settings tell which of them are alike
-    allowed   numbers of those that may be run
-    """
+    one after the other, and none needs anything that another one left there. allowed: numbers of layers to be run"""
 
     def __init__(self, layers: Sequence[nn.Module], allowed: set[int]) -> None:
         kinds: dict[Any, int] = {}
         self.kinds = [kinds.setdefault(_kind(layer, i), len(kinds)) for i, layer in enumerate(layers)]
         self.allowed, self._inner = allowed, [list(layer.modules())[1:] for layer in layers]
-        self._graphs: dict[Any, _Graph] = {}
+        self._graphs: dict[Any, tuple[Any, list[Tensor], Tensor | None]] = {}  # with its inputs and its result
         self._inputs: dict[Any, Tensor] = {}  # by layout, and by number among a call's inputs of this layout
         self._outputs: dict[Any, Tensor] = {}  # by layout
         self._seen: set[Any] = set()
@@ -56,21 +52,18 @@ class LayerGraphs:
             self.stop()
 
     def run(self, index: int, place: Any, function: Callable[..., Tensor | None], *inputs: Any) -> Tensor | None:
-        """Return function(*inputs) for layer `index`.
+        """Return function(*inputs) for layer `index`. What cannot be captured, because it waits for the device, runs
+        eagerly, with a warning.
 
         place    a key: what the function does, and where on the device everything lies that it uses beside its inputs
-        inputs   tensors, and dicts, tuples and lists of tensors, numbers, strings and dtypes; calls with other objects
-                 run eagerly
-
-        What cannot be captured, because it waits for the device, runs eagerly, with a warning.
+        inputs   tensors, `SIMPLE` objects, and dicts, tuples and lists of them; with other objects it runs eagerly
         """
         leaves, structure = tree_flatten(inputs)
         tensors = [value for value in leaves if isinstance(value, Tensor)]
-        rest = tuple(value for value in leaves if not isinstance(value, Tensor))
-        if not all(isinstance(value, SIMPLE) for value in rest):  # such as a cache, or a mask object
+        if not all(isinstance(value, (Tensor, *SIMPLE)) for value in leaves):  # such as a cache, or a mask object
             return function(*inputs)
-        where = tuple(isinstance(value, Tensor) for value in leaves)
-        key = self.kinds[index], place, str(structure), where, rest, tuple(map(_layout, tensors))
+        shape = tuple(_layout(value) if isinstance(value, Tensor) else value for value in leaves)
+        key = self.kinds[index], place, str(structure), shape
         if key not in self._graphs:
             if key not in self._seen or len(self._graphs) == LIMIT:
                 self._seen.add(key)
@@ -81,13 +74,13 @@ class LayerGraphs:
                 warnings.warn(f"layers run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
                 self.stop()
                 return function(*inputs)
-        graph = self._graphs[key]
-        for own, given in zip(graph.inputs, tensors, strict=True):
-            own.copy_(given)
-        graph.graph.replay()
-        return None if graph.made is None else graph.made.clone()
+        graph, own, made = self._graphs[key]
+        for held, given in zip(own, tensors, strict=True):
+            held.copy_(given)
+        graph.replay()
+        return None if made is None else made.clone()
 
-    def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> "_Graph":
+    def _captured(self, function: Callable[..., Tensor | None], inputs: Any, tensors: list[Tensor]) -> Any:
         """Capture a call. Nothing is computed yet; other threads may go on using the device."""
         count, own = Counter(), []  # from where the graph reads its inputs: graphs share tensors of one layout
         for tensor in tensors:
@@ -116,15 +109,7 @@ class LayerGraphs:
         finally:
             if collecting:
                 gc.enable()
-        return _Graph(graph, own, made)
-
-
-class _Graph(NamedTuple):
-    """A captured call, what it reads its inputs from, and the tensor that every replay fills with its result."""
-
-    graph: "torch.cuda.CUDAGraph"
-    inputs: list[Tensor]
-    made: Tensor | None
+        return graph, own, made
 
 
 def _layout(tensor: Tensor) -> Any:
@@ -142,12 +127,11 @@ def _kind(layer: nn.Module, index: int) -> Any:
     """A key that is equal for layers that differ only in their weights. A layer with buffers is like no other."""
     if any(True for _ in layer.buffers()):
         return index
-    return tuple((name, type(m), tuple(_settings(m))) for name, m in layer.named_modules())
-
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What makes the module compute what it does, apart from its weights; objects by their identity."""
-    for name, value in vars(module).items():
-        plain = isinstance(value, bool | int | float | str | None)
-        if name not in OWN and (plain or not name.startswith("_")):
-            yield name, value if plain else id(value)
+    settings = []  # what makes a module compute what it does, objects by their identity
+    for where, module in layer.named_modules():
+        settings.append((where, type(module)))
+        for name, value in vars(module).items():
+            plain = isinstance(value, bool | int | float | str | None)
+            if name not in OWN and (plain or not name.startswith("_")):
+                settings.append((name, value if plain else id(value)))
+    return tuple(settings)

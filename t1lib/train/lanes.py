@@ -18,10 +18,8 @@ SPARE = 2  # cores that updates leave to the threads that launch kernels, if the
 
 class Lane:
     """An ordered queue of device work: a CUDA stream of its own, or the current one; on a CPU, work is done at once.
-
-    Marks (CUDA events) order lanes among each other: `after(mark)` holds a lane back until the mark's lane has reached
-    it, without making the host wait. Work of an `urgent` lane goes first wherever the device has a choice.
-    """
+    `after(mark)` holds a lane back until the mark's lane has reached it, without making the host wait. Work of an
+    `urgent` lane goes first wherever the device has a choice."""
 
     def __init__(self, device: torch.device, own_stream: bool, urgent: bool = False) -> None:
         self.cuda, self._device = device.type == "cuda", device
@@ -62,9 +60,8 @@ def wait_for(mark: Mark) -> None:
 
 
 class UpdateThread:
-    """Runs jobs on a thread of its own; of those waiting, the one with the lowest number goes first: the next forward
-    needs layer 0 first, although its gradients come last. After an error no job runs, and `wait` and `check` raise it.
-    """
+    """Runs jobs on a thread of its own, the lowest number first: the next forward needs layer 0 first, although its
+    gradients come last. After an error no job runs, and `wait` and `check` raise it."""
 
     def __init__(self, device: torch.device) -> None:
         # Its thread starts with the first job, knows no engine while it has none, and ends before the interpreter does.
@@ -93,10 +90,7 @@ class UpdateThread:
             except Exception as error:
                 done.set_exception(error)
 
-        if job is None:
-            act()
-        else:
-            job.add_done_callback(act)
+        act() if job is None else job.add_done_callback(act)
         return done
 
     def wait(self, number: int) -> None:

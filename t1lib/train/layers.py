@@ -1,13 +1,15 @@
-"""Layers on the host: flat pinned buffers, the parameters that are views of them, and gradients that wait there; and
-buffers of the same layout on the device."""
+"""Layers on the host: flat pinned buffers, parameters that are views of them, and gradients; and device buffers of the
+same layout."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
@@ -26,7 +28,7 @@ class Streamed(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in SHAPES:
-            for param in _streamed_in((*args, *(kwargs or {}).values())):
+            for param in (value for value in tree_leaves((args, kwargs)) if isinstance(value, Streamed)):
                 home, grad = param.__dict__.get("_home"), func in (GET_GRADIENT, SET_GRADIENT)
                 if grad and isinstance(home, HostLayer):
                     return home.gradient(param) if func == GET_GRADIENT else home.set_gradient(param, args[1])
@@ -37,20 +39,10 @@ class Streamed(nn.Parameter):
 
 
 GET_GRADIENT, SET_GRADIENT = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
-SHAPES = {  # what says nothing about values
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "device", "dtype", "requires_grad", "is_cuda", "ndim")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("layout", "is_leaf", "grad_fn", "is_meta", "is_sparse")),
-    *(getattr(torch.Tensor, name) for name in ("numel", "size", "dim", "stride", "element_size", "is_contiguous")),
-    *(getattr(torch.Tensor, name) for name in ("is_floating_point", "is_complex", "nelement")),
-}
-
-
-def _streamed_in(values: Iterable[Any]) -> Iterator[Streamed]:
-    for value in values:
-        if isinstance(value, Streamed):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _streamed_in(value)
+PROPERTIES = "shape device dtype requires_grad is_cuda ndim layout is_leaf grad_fn is_meta is_sparse"
+METHODS = "numel size dim stride element_size is_contiguous is_floating_point is_complex nelement"
+SHAPES = {getattr(torch.Tensor, name).__get__ for name in PROPERTIES.split()}  # what says nothing about values
+SHAPES |= {getattr(torch.Tensor, name) for name in METHODS.split()}
 
 
 def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,40 +62,30 @@ class Layout:
     def __init__(self, params: dict[str, Tensor]) -> None:
         self.shapes = {n: p.shape for n, p in params.items()}
         self.dtype = next((p.dtype for p in params.values()), torch.float32)
-        self.offsets, self.numel = {}, 0
+        self.spans, self.numel = {}, 0
         for name, shape in self.shapes.items():
-            self.offsets[name] = self.numel
+            self.spans[name] = slice(self.numel, self.numel + shape.numel())
             self.numel += -(-shape.numel() // ALIGN) * ALIGN
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters as views into a flat buffer of `numel` elements."""
-        return {n: flat[self.span(n)].view(shape) for n, shape in self.shapes.items()}
-
-    def span(self, name: str) -> slice:
-        return slice(self.offsets[name], self.offsets[name] + self.shapes[name].numel())
+        return {name: flat[span].view(self.shapes[name]) for name, span in self.spans.items()}
 
 
-class Slots:
-    """`count` flat device buffers that hold one layer each; the layers of `order` take turns."""
+class Slot:
+    """A flat device buffer that holds one layer at a time."""
 
-    def __init__(self, count: int, order: Sequence[int], layout: Layout, device: torch.device) -> None:
-        self._turns = {index: turn % count for turn, index in enumerate(order)}
-        self.flat = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for _ in range(count)]
-        self.views = [layout.views(flat) for flat in self.flat]
-        self.holds: list[int | None] = [None] * count  # index of the layer in each slot
-        self.filled: list[Mark] = [None] * count  # marks when the content is complete
-        self.freed: list[Mark] = [None] * count  # marks when the content is no longer needed
-
-    def of(self, layer: int) -> int:
-        return self._turns[layer]
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        self.views = layout.views(self.flat)
+        self.holds: HostLayer | None = None
+        self.filled: Mark = None  # when the content is complete
+        self.freed: Mark = None  # when the content is no longer needed
 
 
 def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
-    """Names of the parameters that stream, alike in all layers. Where a layer has trained and frozen parameters, those
-    that have fewer bytes, such as adapters, stay on the device in every layer.
-
-    Raises `T1Error` for layers that differ in names, shapes or dtype of what streams.
-    """
+    """Names of the parameters that stream, alike in all layers (else a `T1Error`). Where a layer has trained and frozen
+    parameters, those that have fewer bytes, such as adapters, stay on the device in every layer."""
     few: set[str] = set()
     for layer in layers:
         params = dict(layer.named_parameters())
@@ -121,15 +103,8 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
 
 
 class HostLayer(Traveller):
-    """One streamed layer: its parameters, and the flat host buffers that hold them.
-
-    counts    updates that parameters have seen, by parameter
-    trained   whether its parameters are trained (all of those that stream, or none)
-    travels   whether the device updates it, to which its state travels; else the CPU does
-    grads     gradients that were copied to the host, flat; None until there are any
-    waiting   gradients that wait on the device instead, in pieces; None: there are none
-    update    the one that waits for its turn; None: there is none
-    """
+    """One streamed layer: its parameters, and the flat host buffers that hold them. counts: updates that parameters
+    have seen, by parameter"""
 
     def __init__(
         self, module: nn.Module, index: int, layout: Layout, device: torch.device, groups: dict[int, int],
@@ -140,15 +115,20 @@ class HostLayer(Traveller):
         own = dict(module.named_parameters())
         self.params = {n: own[n] for n in layout.shapes}
         self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
-        self.trained = any(p.requires_grad for p in self.params.values())
-        self.travels, self.keeps_gradients = False, True  # the schedule says, and
-        self.settle: Callable[[HostLayer], None] = lambda layer: None  # what finishes this layer's updates and copies
+        self.trained = any(p.requires_grad for p in self.params.values())  # all of them, or none
+        # What the schedule says: whether the device updates the layer, to which its state travels, or the CPU; what
+        # finishes updates and copies; places on the device, used in turn; when the copy of the weights is queued.
+        self.travels, self.keeps_gradients = False, True
+        self.settle: Callable[[HostLayer], None] = lambda layer: None
+        self.slot: Slot | None = None
+        self.grad_slot: Slot | None = None
+        self.coming: Future | None = None
         self.views = layout.views(self.flat)
         self.touched = False  # somebody may have written to the host's weights
-        self.update: Update | None = None
-        self.grads: Tensor | None = None
+        self.update: Update | None = None  # waits for its turn
+        self.grads: Tensor | None = None  # on the host, flat, once there are any
         self.grad_views: dict[str, Tensor] = {}
-        self.waiting: list[Tensor] | None = None
+        self.waiting: list[Tensor] | None = None  # gradients on the device instead, in pieces
         self.shown = False  # whether somebody has looked at them, and may hold them
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
@@ -183,21 +163,13 @@ class HostLayer(Traveller):
         for name, group in self.groups.items():
             if name in self.absent:
                 continue
-            param, rule, at = self.params[name], rules[group], self.layout.span(name)
+            param, rule, at = self.params[name], rules[group], self.layout.spans[name]
             self.counts[param] = count = self.counts[param] + 1
             near = found and found[-1][1:] == (rule, count) and at.start - found[-1].at.stop < ALIGN
             if near and self._device.type == "cuda":
                 at = slice(found.pop().at.start, at.stop)
             found.append(Span(at, rule, count))
         return found
-
-    def make_state(self, kinds: dict[str, torch.dtype]) -> None:
-        """Make the optimizer's state, flat on the host, of these dtypes by key."""
-        self.state = {key: pinned_zeros(self.layout.numel, dtype, self._device) for key, dtype in kinds.items()}
-        if "master" in self.state:
-            self.state["master"].copy_(self.flat)
-
-    # -- what she sees -----------------------------------------------------------------------------------------------
 
     def visit(self) -> None:
         """Somebody looks at the weights: finish the update, wait for copies, and note that they may be changed."""
@@ -208,18 +180,18 @@ class HostLayer(Traveller):
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """`p.grad`: complete, on the host."""
         name = self._name_of(param)
-        self._require_kept(name)
         if name in self.absent:
             return None
         self.see_gradients()
         self.shown = True
         return self.grad_views[name].detach()  # another tensor, so that its memory is seen to be held
 
-    def _require_kept(self, name: str) -> None:
-        require(self.keeps_gradients, f"p.grad of {name!r}: with update_in_backward=True no gradients are kept")
-
-    def _name_of(self, param: nn.Parameter) -> str:
-        return next(n for n, p in self.params.items() if p is param)
+    def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
+        """A parameter's name. kept: raise `T1Error` if its gradient is not"""
+        name = next(n for n, p in self.params.items() if p is param)
+        gone = f"p.grad of {name!r}: with update_in_backward=True no gradients are kept"
+        require(self.keeps_gradients or not kept, gone)
+        return name
 
     def see_gradients(self) -> None:
         """Make the host's gradients complete; as they may be changed now, their norms are no longer known. An update
@@ -236,12 +208,11 @@ class HostLayer(Traveller):
         self.arrived = self.scale = self.norms = None
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
-        name = self._name_of(param)
+        name = self._name_of(param, kept=value is not None)
         if value is None:
             self.absent.add(name)
             self.norms = None
             return
-        self._require_kept(name)
         self.settle(self)
         self.room_for_gradients()
         self.see_gradients()
@@ -277,11 +248,8 @@ class HostLayer(Traveller):
                 self.grad_views = self.layout.views(self.grads)
         return self.grads
 
-    # -- on the device -----------------------------------------------------------------------------------------------
-
     def refuse_hooks(self, pieces: int) -> None:
-        """Raise `T1Error` for hooks of hers on parameters that would not see what they expect: whole gradients, and
-        weights that they may change."""
+        """Raise `T1Error` for hooks that expect whole gradients, or weights that they may change."""
         for name, param in self.params.items():
             changes = len(param._post_accumulate_grad_hooks or ()) > 1  # one is ours
             where = f"a hook on {name!r} of layer {self.index}"
@@ -301,8 +269,7 @@ class HostLayer(Traveller):
             param.__class__ = Streamed
 
     def give_back(self, device: torch.device | None = None) -> None:
-        """Make the module's parameters ordinary ones on the host, gradients included, or on a device. Updates must be
-        finished."""
+        """Make the parameters ordinary ones, gradients included. Updates must be finished."""
         if self.has_gradients and self.keeps_gradients:
             self.see_gradients()
         for hook in self._hooks:

@@ -1,6 +1,6 @@
 """The optimizer of a streamed model: a `torch.optim.Optimizer` whose updates may still run while the model goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,14 @@ def _refuse_options(groups: list[dict[str, Any]]) -> None:
     for number, group in enumerate(groups):
         for option in REFUSED:
             require(not group.get(option), f"group {number} of the optimizer has {option}=True; allowed: False")
+
+
+def clear_gradients(params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+    for param in params:
+        if set_to_none:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad = torch.zeros_like(param.grad)
 
 
 class StreamOptimizer(ResidentOptimizer):
@@ -74,11 +82,7 @@ class StreamOptimizer(ResidentOptimizer):
             elif layer.has_gradients:
                 layer.see_gradients()
                 layer.grads.zero_()
-        for param in self._engine.others():
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad = torch.zeros_like(param.grad)
+        clear_gradients(self._engine.others(), set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -122,8 +126,8 @@ class StreamOptimizer(ResidentOptimizer):
         return torch.linalg.vector_norm(torch.stack(ordered))
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `torch.optim`, after all updates have ended. Tensors are the optimizer's own, not copies; 16-bit
-        parameters that have a float32 master show it under "master"."""
+        """As of `torch.optim`, after all updates have ended; float32 masters of 16-bit parameters are under "master".
+        Tensors are the optimizer's own, not copies."""
         self._engine.drain()
         own, counts, weight = self.state, self.counts, self._engine.weight_of
         try:
@@ -150,16 +154,11 @@ class StreamOptimizer(ResidentOptimizer):
         found = dict(zip(params, saved, strict=True))
         self._check(found)
         if self._before is None:
-            self._take_over(found)
+            self.take_over(found)
         else:  # nothing has its place yet
             self._before = found
         for mine, given in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in given.items() if k != "params"})
-
-    def take_over_before(self) -> None:
-        """Call when everything has its place: take over the state that has waited for it."""
-        before, self._before = self._before, None
-        self._take_over(before)
 
     def _check(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Raise `T1Error` unless states, by parameter, fit."""
@@ -171,8 +170,10 @@ class StreamOptimizer(ResidentOptimizer):
                 saved = {key: value for key, value in found[param].items() if key not in spare}
                 check_state(param, own, saved, repr(names[param]))
 
-    def _take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
+    def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]] | None = None) -> None:
+        """Copy states, by parameter, into those held here; by default what has waited until everything has its place. A
+        parameter whose state is empty starts anew."""
+        found, self._before = self._before if found is None else found, None
         weight = self._engine.weight_of
         self._engine.drain()
         for param, saved in found.items():

@@ -1,8 +1,7 @@
 """Embedding and head with their optimizer state on the host: it travels to the device during the next forward.
 
-Their gradients are complete only when the backward ends, and the next step begins with the embedding, so it would have
-to wait for the whole update. But it needs only a few rows: the host gathers the state of these rows and sends it, and a
-copy of the rows is updated ahead of all.
+The next step begins with the embedding, so it would have to wait for the whole update. But it needs only a few rows:
+the host gathers the state of these rows and sends it, and a copy of the rows is updated ahead of all.
 
 Nothing reads the weights between the head's backward and that update. During the layers' backward, when memory is
 tightest, their device memory is released: the update rebuilds them from their masters, or from a copy on the host.
@@ -10,75 +9,73 @@ tightest, their device memory is released: the update rebuilds them from their m
 
 import weakref
 from collections.abc import Iterator
-from itertools import islice
-from typing import Any
+from functools import partial
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from t1lib.memory import SMALL, pin, pinned_zeros
-from t1lib.optimizers import Precision, Rule
 from t1lib.plan.cost import GATHERED, ROWS
 from t1lib.train.lanes import Mark, uninterrupted, wait_for
 from t1lib.train.layers import Streamed, unwatched
 from t1lib.train.resident import ResidentOptimizer
-from t1lib.train.schedule import Schedule
 from t1lib.train.travel import PIECE, Span, Traveller, Update
 from t1lib.train.update import Scratch, follow, new_state, update
+
+if TYPE_CHECKING:
+    from t1lib.train.engine import Engine
 
 
 class OuterParam(Traveller):
     """One matrix whose state is on the host. flat: the host's copy of the weights, if the state has no whole master"""
 
-    def __init__(self, param: nn.Parameter, group: int, index: int, rule: Rule, precision: Precision) -> None:
-        state = {k: v.view(-1) for k, v in new_state(param.detach().cpu(), rule, precision).items()}
+    def __init__(self, param: nn.Parameter, index: int, optimizer: ResidentOptimizer) -> None:
+        self.param, self.group = param, optimizer.groups[id(param)]
+        made = new_state(param.detach().cpu(), optimizer.rules()[self.group], optimizer.precision)
+        state = {k: v.view(-1) for k, v in made.items()}
         copy = None if "master" in state else _pinned(param.data.view(-1).to("cpu", copy=True), param.device)
         super().__init__(index, copy, {k: _pinned(v, param.device) for k, v in state.items()})
-        self.param, self.group = param, group
         self.grad: Tensor | None = None  # of the update that is pending
         self.stays = False  # its device memory is never released: the backward reads it after the layers', too
         self.version = param._version  # changes if somebody else writes to the weights
 
 
 class Outer:
-    """Updates matrices outside the layers through the schedule's `travel`.
+    """Updates an engine's `params`, matrices outside the layers. The forward of `embed`, the first embedding among
+    them, is to be `look_up`."""
 
-    params      with their groups' numbers; on the device, of the layers' dtype
-    embeddings  whose weights are among them; the first one's forward is to be `look_up`
-    layers      of the model, streamed or not
-    """
-
-    def __init__(
-        self, params: list[tuple[nn.Parameter, int]], embeddings: list[nn.Embedding], schedule: Schedule,
-        optimizer: ResidentOptimizer, layers: int,
-    ) -> None:  # fmt: skip
-        self._optimizer, self._rules, self._counts = optimizer, optimizer.rules(), optimizer.counts
-        self._schedule, self._layers, own = schedule, layers, optimizer.precision
-        self.held = [OuterParam(p, g, layers + k, self._rules[g], own) for k, (p, g) in enumerate(params)]
+    def __init__(self, engine: "Engine", params: list[nn.Parameter]) -> None:
+        self._schedule, self._layers, self._optimizer = engine.schedule, len(engine.stack), engine.optimizer
+        self._counts, self._rules = self._optimizer.counts, self._optimizer.rules()
+        self.held = [OuterParam(p, self._layers + k, self._optimizer) for k, p in enumerate(params)]
+        own = {id(held.param): held for held in self.held}
+        embeddings = [m for m in engine.model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in own]
         self._looked_up = {id(embedding.weight) for embedding in embeddings}
-        self._pending = False  # the update has not begun
+        self._pending = self._away = False  # whether the update has not begun, and the weights' memory is released
         self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
-        self._pieces = sum(len(schedule.travel.pieces(held)) for held in self.held)
+        self._pieces = sum(len(self._schedule.travel.pieces(held)) for held in self.held)
         self._known: Mark = None  # marks when gradients are complete and rows have been read
         self._filled: Mark = None  # marks when the updated weights are on the device
         self._passed: Mark = None  # marks when the previous layer was computed
         self._scratch = Scratch()
-        self._away = False  # whether the weights' device memory is released
         # What forwards whose last layer has not run backward have saved: a head's backward may still read its weight.
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._embed = embed = next(iter(embeddings), None)
+        self.embed = embed = next(iter(embeddings), None)
         if embed is not None:
-            own = next(held for held in self.held if held.param is embed.weight)
-            self._rows, self._forward = _RowsAhead(own, schedule), embed.forward
-
-    # -- what the model's layers tell ----------------------------------------------------------------------------------
+            self._forward, self._own = embed.forward, own[id(embed.weight)]
+            self._whole = {key: flat.view(embed.weight.shape) for key, flat in self._own.on_host().items()}
+            most, width = min(ROWS, len(embed.weight)), embed.weight.shape[1]
+            zeros = partial(pinned_zeros, most * width, device=self._schedule.device)
+            pinned = [{k: zeros(v.dtype).view(most, width) for k, v in self._whole.items()} for _ in range(GATHERED)]
+            self._rows = cycle([[rows, None] for rows in pinned])  # buffers, with marks when their rows have left
 
     @unwatched
     def forward_done(self, index: int, saved: Any) -> None:
-        """Call when layer `index` is queued; `saved` is what its backward needs, or None.
-
-        Unless the layers' own state travels in the forward, a share of the update is queued, to overlap with this layer
-        and leave the link free for weights in between. All of it has to be queued before the head."""
+        """Call when layer `index` is queued; `saved` is what its backward needs, or None. Unless the layers' own state
+        travels in the forward, a share of the update is queued here, so that weights come in between; all of it has to
+        be before the head."""
         last = self._layers - 1
         if self._schedule.in_backward:
             with uninterrupted():
@@ -96,8 +93,7 @@ class Outer:
 
     @unwatched
     def backward_begins(self, index: int, saved: Any) -> None:
-        """Call before layer `index` runs backward. When the last head's backward is done, the weights' device memory is
-        released."""
+        """Call before layer `index` runs backward: after the last head's backward, the weights' memory is released."""
         self._open.discard(saved)
         if index < self._layers - 1:
             return
@@ -114,12 +110,10 @@ class Outer:
                 if storage.resizable() and storage.nbytes() == held.param.nbytes:  # it is the parameter's own
                     storage.resize_(0)
 
-    # -- the embedding -------------------------------------------------------------------------------------------------
-
     def look_up(self, ids: Tensor) -> Tensor:
         """In place of the embedding's forward."""
-        embed, weight = self._embed, self._embed.weight
-        ahead = self._pending and self._rows.own.grad is not None
+        embed, weight = self.embed, self.embed.weight
+        ahead = self._pending and self._own.grad is not None
         if not ahead or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
             self.ready()
             return self._forward(ids)
@@ -139,21 +133,27 @@ class Outer:
 
     @unwatched
     def _ahead(self, rows: Tensor, there: Tensor) -> Tensor:
-        """The embedding's rows as the pending update will leave them. there: `rows` on the device"""
+        """The embedding's rows as the pending update will leave them. there: `rows` on the device, to which the host
+        sends their state through pinned buffers"""
         self._make_room()
-        own, found = self._rows.own, []
+        own, compute, found = self._own, self._schedule.compute, []
         wait_for(own.left)
         for few, which in zip(rows.split(ROWS), there.split(ROWS), strict=True):
-            state = {key: value.view(-1) for key, value in self._rows.send(few).items()}
+            turn = next(self._rows)
+            wait_for(turn[1])
+            pinned = {key: buffer[: len(few)] for key, buffer in turn[0].items()}
+            for key, buffer in pinned.items():
+                torch.index_select(self._whole[key], 0, few, out=buffer)
+            sent = {key: buffer.to(there.device, non_blocking=True, copy=True) for key, buffer in pinned.items()}
+            turn[1] = compute.mark()
+            state = {key: value.view(-1) for key, value in sent.items()}
             grad = own.grad.index_select(0, which).view(-1)
             values = state.pop("weight") if "weight" in state else torch.empty_like(grad)  # made of the master
             rule, count = self._rules[own.group], self._counts[own.param]
             update([values], [grad], [state], rule, count, None, self._scratch)
             found.append(values.view(len(few), -1))
-        self._known = self._schedule.compute.mark()
+        self._known = compute.mark()
         return torch.cat(found)
-
-    # -- the update ----------------------------------------------------------------------------------------------------
 
     @unwatched
     def begin(self) -> None:
@@ -201,9 +201,8 @@ class Outer:
                 self._refill(held)
                 continue
             span = Span(slice(0, held.param.numel()), self._rules[held.group], self._counts[held.param])
-            given = Update(held.grad.view(-1), [span], None, (self._known,), True)
-            weight = held.param.data.view(-1)
-            for _, updated in self._schedule.travel.by_piece(held, given, weight, False, together=1):
+            given = Update(held.grad.view(-1), [span], (self._known,), whole=True, onto=held.param.data.view(-1))
+            for _, updated in self._schedule.travel.by_piece(held, given, together=1):
                 self._filled = updated
                 yield
 
@@ -223,8 +222,6 @@ class Outer:
         exact = held.state["master"] if held.flat is None else held.flat
         for few, values in zip(held.param.data.view(-1).split(PIECE), exact.split(PIECE), strict=True):
             few.copy_(values)
-
-    # -- what she sees -------------------------------------------------------------------------------------------------
 
     def _hide(self) -> None:
         """Whoever looks at the weights from here on makes them complete first."""
@@ -262,32 +259,6 @@ class Outer:
                 follow(held.state["master"], now)
 
 
-class _RowsAhead:
-    """Gathers rows of a matrix's state and sends them to the device, up to `ROWS` at a time, through pinned buffers."""
-
-    def __init__(self, own: OuterParam, schedule: Schedule) -> None:
-        self.own, self._device, self._compute = own, schedule.device, schedule.compute
-        self._whole = {key: flat.view(own.param.shape) for key, flat in own.on_host().items()}
-        most, width = min(ROWS, len(own.param)), own.param.shape[1]
-        self._buffers = [
-            {k: pinned_zeros(most * width, v.dtype, self._device).view(most, width) for k, v in self._whole.items()}
-            for _ in range(GATHERED)
-        ]
-        self._left: list[Mark] = [None] * GATHERED  # marks when a buffer's rows have left
-        self._turn = 0
-
-    def send(self, rows: Tensor) -> dict[str, Tensor]:
-        """A copy of these rows on the device, by key."""
-        turn, self._turn = self._turn, (self._turn + 1) % GATHERED
-        wait_for(self._left[turn])
-        own = {key: buffer[: len(rows)] for key, buffer in self._buffers[turn].items()}
-        for key, buffer in own.items():
-            torch.index_select(self._whole[key], 0, rows, out=buffer)
-        found = {key: few.to(self._device, non_blocking=True, copy=True) for key, few in own.items()}
-        self._left[turn] = self._compute.mark()
-        return found
-
-
 class _Rows(torch.autograd.Function):
     """Rows of a weight, whose gradient is that of the whole weight. Their values are given."""
 
@@ -304,5 +275,5 @@ class _Rows(torch.autograd.Function):
 
 
 def _pinned(flat: Tensor, device: torch.device) -> Tensor:
-    """The host tensor in pinned memory: pinned in place, or copied if it is small (`pinned_zeros`)."""
+    """The host tensor in pinned memory: pinned in place, or copied if it is small."""
     return pinned_zeros(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)

@@ -4,45 +4,42 @@ The forward keeps the layer's input; the backward recomputes the layer from it, 
 `keep` layers keep their activations instead. Where launches bind, layers run as CUDA graphs.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from t1lib.errors import require
-from t1lib.plan.cost import Choice
 from t1lib.plan.work import launch_bound
-from t1lib.timing import NoTrace
 from t1lib.train.activations import Inputs, Piece, Randomness, Recompute, Saved, autocast_again, kept_graph, split_rows
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.lanes import uninterrupted
-from t1lib.train.outer import Outer
-from t1lib.train.schedule import Schedule
+
+if TYPE_CHECKING:
+    from t1lib.train.engine import Engine
 
 
 class Passes:
-    """Forward and backward of the layers in `stack`, whose own forwards are `forwards`."""
+    """Forward and backward of an engine's layers."""
 
-    def __init__(
-        self, stack: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]], schedule: Schedule,
-        outer: Outer | None, choice: Choice, micro_batch: int | None, trace: Callable[[], NoTrace],
-    ) -> None:  # fmt: skip
-        self.stack, self._forwards, self._schedule, self._outer = stack, forwards, schedule, outer
-        self.device, self._micro_batch, self._trace = schedule.device, micro_batch, trace
-        self._kept = len(stack) - choice.keep  # the first layer that keeps its activations
-        plain = all(getattr(f, "__func__", None) is type(m).forward for m, f in zip(stack, forwards, strict=True))
+    def __init__(self, engine: "Engine") -> None:
+        self.stack, self._forwards, choice = engine.stack, engine.forwards, engine.choice
+        self._schedule, self._outer = engine.schedule, engine.outer
+        self.device, self._micro_batch, self._trace = engine.device, engine.micro_batch, engine.traced
+        self._kept = len(self.stack) - choice.keep  # the first layer that keeps its activations
+        own = zip(self.stack, self._forwards, strict=True)
+        plain = all(getattr(forward, "__func__", None) is type(layer).forward for layer, forward in own)
         self._recompute = Recompute(whole=not plain)  # of a compiled one, for example, nothing can be left out
-        lanes = schedule.inward, schedule.outward
-        self._inputs = Inputs(self.device, *lanes, trace) if choice.inputs == "host" else None
+        self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
-        self.for_graphs = {i for i, h in schedule.layers.items() if len(h.params) == len([*stack[i].parameters()])}
-        self._graphs = LayerGraphs(stack, self.for_graphs) if self.device.type == "cuda" else None
-        self._graph_tokens = launch_bound(schedule.layout.numel)
+        held = self._schedule.layers.items()
+        self.for_graphs = {i for i, own in held if len(own.params) == len([*self.stack[i].parameters()])}
+        self._graphs = LayerGraphs(self.stack, self.for_graphs) if self.device.type == "cuda" else None
+        self._graph_tokens = launch_bound(engine.layout.numel)
 
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
@@ -63,7 +60,7 @@ class Passes:
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
 
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
-        """Run the layer on a batch; returns the output and, with `save`, what the backward needs. wanted: whether the
+        """Run the layer on a batch; returns its output and, with `save`, what the backward needs. wanted: whether the
         input needs a gradient"""
         keep = save and index >= self._kept
         saved, outputs = Saved(autocast_again(self.device), graphs=[] if keep else None), []
@@ -74,9 +71,10 @@ class Passes:
                 random = Randomness(self.device) if save and not keep else None
                 with saved.autocast(), self._trace().span("compute", "forward", index):
                     if keep:
-                        out = self._with_graph(index, piece, saved, wanted)
+                        saved.graphs.append(self._with_graph(index, piece, wanted))
+                        out = saved.graphs[-1][1]
                     elif not cached and self._may_replay(index, piece):
-                        key = self._schedule.place(index), self.stack[index].training
+                        key = self._schedule.layers[index].slot, self.stack[index].training
                         call = partial(self._call, index)
                         out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
@@ -101,14 +99,15 @@ class Passes:
         require(isinstance(out, Tensor), f"layer {index} returns a {kind}; allowed: one tensor, the hidden states")
         return out
 
-    def _with_graph(self, index: int, piece: Piece, saved: Saved, wanted: bool) -> Tensor:
-        """Run the layer, and keep its activations with the autograd graph."""
+    def _with_graph(self, index: int, piece: Piece, wanted: bool, again: bool = False) -> tuple[Tensor, Tensor]:
+        """Run the layer, or recompute it; returns its input and its output, with the graph between them."""
         x = piece.hidden.detach().requires_grad_(wanted)
-        buffer = partial(self._schedule.buffer, index) if index in self._schedule.layers else None
-        with torch.enable_grad(), kept_graph(buffer):
-            out = self._call(index, x, piece.args, piece.kwargs)
-        saved.graphs.append((x, out))
-        return out
+        call = partial(self._call, index, x, piece.args, piece.kwargs)
+        with torch.enable_grad():
+            if again:
+                return x, self._recompute.run(self.stack[index], call)
+            with kept_graph(self._schedule.layers.get(index)):
+                return x, call()
 
     def _may_replay(self, index: int, piece: Piece) -> bool:
         """Whether the layer may run as a CUDA graph: it is launch-bound, and does the same every time."""
@@ -138,7 +137,7 @@ class Passes:
                             replayed = True
                             continue
                         with saved.random[k].again(), self._trace().span("compute", "recompute", index):
-                            x, out = self._recomputed(index, wanted, *piece)
+                            x, out = self._with_graph(index, piece, wanted, again=True)
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
                 with self._trace().span("compute", "backward", index):
@@ -155,26 +154,18 @@ class Passes:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _recomputed(
-        self, index: int, wanted: bool, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Recompute the layer; returns its input and its output, with the graph between them."""
-        x = hidden.detach().requires_grad_(wanted)
-        with torch.enable_grad():
-            call = partial(self._call, index, x, args, kwargs)
-            return x, self._recompute.run(self.stack[index], call)
-
     def _replay(self, index: int, piece: Piece, part: Tensor, wanted: bool, first: bool) -> Tensor | None:
         """Recompute the layer and run its backward as one CUDA graph; returns the input's gradient."""
 
-        def call(hidden: Tensor, grad: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-            x, out = self._recomputed(index, wanted, hidden, args, kwargs)
+        def call(hidden: Tensor, grad: Tensor, *given: Any) -> Tensor | None:
+            x, out = self._with_graph(index, Piece(hidden, *given), wanted, again=True)
             torch.autograd.backward(out, grad)
             return x.grad
 
         if first:
             self._schedule.want_gradients(index)
-        key = self._schedule.place(index, gradients=True), self.stack[index].training, wanted
+        held = self._schedule.layers[index]
+        key = held.slot, held.grad_slot, self.stack[index].training, wanted
         with self._trace().span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 

@@ -38,8 +38,8 @@ def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[s
 
 
 def refuse_router_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook before the model's forward: raise `T1Error` if its loss will have a term made of what layers record on the
-    way, such as routers' logits, since only a layer's output has a gradient."""
+    """A hook before the model's forward: raise `T1Error` for a loss with routers' logits, which layers record on the
+    way: only their output has a gradient."""
     asked = kwargs.get("output_router_logits")
     asked = getattr(model.config, "output_router_logits", False) if asked is None else asked
     lost = "output_router_logits=True: the routers' own loss would have no gradient; allowed when streamed: False"
@@ -62,10 +62,11 @@ def require_host_memory(
 def check_choice(choice: Any, layers: int) -> None:
     """Raise `T1Error` unless it is a `Choice` for a stack of so many layers."""
     require(isinstance(choice, Choice), f"choice={shown(choice)}; allowed: a t1lib.plan.cost.Choice")
-    for name in ("resident", "keep", "slots", "grad_slots"):
-        value, least, most = getattr(choice, name), *((0, layers) if name in ("resident", "keep") else (1, None))
-        limit = "or more" if most is None else f"to {most}, the model's layers"
-        require(is_whole(value, least, most), f"choice of {name}={shown(value)}; allowed: {least} {limit}")
+    some, all_or_fewer = (1, None, "1 or more"), (0, layers, f"0 to {layers}, the model's layers")
+    limits = {"resident": all_or_fewer, "keep": all_or_fewer, "slots": some, "grad_slots": some}
+    for name, (least, most, allowed) in limits.items():
+        value = getattr(choice, name)
+        require(is_whole(value, least, most), f"choice of {name}={shown(value)}; allowed: {allowed}")
     share = choice.host_share
     fits = is_number(share) and 0 <= share <= 1
     require(fits, f"choice of host_share={shown(share)}; allowed: a number from 0 to 1")
@@ -81,8 +82,7 @@ def planned(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Choic
 
 
 def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
-    """What a step of `rows` × `seq` tokens needs. piece: the first batch, on its way into the first layer; None: not
-    known yet"""
+    """What a step of `rows` × `seq` tokens needs. piece: the first batch on its way into the first layer, if known"""
     inner = engine.model.get_base_model() if hasattr(engine.model, "get_base_model") else engine.model
     groups = engine.optimizer.param_groups
     trained = [p for g in groups for p in g["params"] if p.requires_grad]
@@ -105,9 +105,8 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
 
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:
-    """Width of a layer's input, and bytes per token that a layer saves, where the model's configuration does not tell:
-    for a model that is none of transformers, found by running one layer on one row; for one with adapters, on short
-    rows."""
+    """Width of a layer's input, and bytes per token that a layer saves, where no configuration tells: found by running
+    a layer on one row or, for a model of transformers with adapters, on short rows."""
     layer, held = engine.stack[0], next(iter(engine.host), None)
     adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
     if hasattr(inner, "config") and not adapted:

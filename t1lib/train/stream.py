@@ -1,9 +1,8 @@
 """`stream(model, optimizer)`: a model's layers live on the host, and come to the device one at a time.
 
-Each layer becomes one autograd function. Its forward takes the whole batch and keeps only its input; its backward
-recomputes the layer, `micro_batch` rows at a time, so that weights cross the link once per pass however many rows there
-are. Everything else of the model, and her loop, loss and schedule, stay as they are. The schedule of copies and updates
-is in `t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
+Each layer becomes one autograd function of the whole batch (`t1lib.train.passes`), so that weights cross the link once
+per pass however many rows there are. All else of the model, and her loop, loss and schedule, stay as they are. Copies
+and updates are scheduled in `t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
 """
 
 from typing import Any
@@ -61,12 +60,11 @@ def stream(
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
     under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
     a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
-    Change weights in place under `torch.no_grad()`, not through `p.data`: a layer copies what is assigned there over
-    what it had, and outside the layers it may go unnoticed. Hooks see a layer as under checkpointing; an auxiliary loss
-    made of what they caught inside one would have no gradient there.
+    Change weights in place under `torch.no_grad()`, not through `p.data`, which outside the layers may go unnoticed.
+    Hooks see a layer as under checkpointing; an auxiliary loss of what they caught inside has no gradient there.
 
-    Raises `T1Error` for a model already streamed, layers that differ, an optimizer of another class, a budget too small
-    and a host without enough memory, before anything is changed.
+    Raises `T1Error`, before anything is changed, for what docs/streaming.md says is refused, for a budget too small and
+    for a host without enough memory.
     """
     require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
     require("_t1_engine" not in model.__dict__, "the model is streamed already; call `close()` of its optimizer first")

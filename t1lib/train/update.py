@@ -1,8 +1,7 @@
 """One optimizer update of named or flat tensors, by the rule of a parameter group of `torch.optim`.
 
-A 16-bit parameter may have a float32 master, of which it is the rounded copy, and moments in 16 bits. Such tensors are
-updated in pieces: each is widened, updated and rounded while it is in the processor's caches. On a GPU a single kernel
-does this for AdamW (`t1lib.train.adamw`). All else is PyTorch's own update.
+16-bit parameters with a float32 master are updated in pieces: each is widened, updated and rounded while it is in the
+processor's caches. On a GPU a single kernel does this for AdamW (`t1lib.train.adamw`). All else is updated by PyTorch.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,17 +30,15 @@ def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
 
 
 def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """float32 whose bits are those of the bfloat16 `high`, shifted to the upper half, plus the int16 `low`."""
+    """float32 whose upper half are the bits of the bfloat16 `high`, plus the int16 `low`."""
     bits = torch.empty(high.shape, dtype=torch.int32, device=high.device) if out is None else out.view(torch.int32)
     bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
     return bits.view(torch.float32)
 
 
 def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
-    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it.
-
-    Ties round away from zero, so that `low` fits 16 bits. `wide` is overwritten.
-    """
+    """high ← `wide` rounded to bfloat16, low ← what `join` adds to it. Ties round away from zero, so that `low` fits 16
+    bits. `wide` is overwritten."""
     bits = wide.view(torch.int32)
     low.copy_(bits)  # its lower half, as a signed number
     high.view(torch.int16).copy_(bits.add_(32768).bitwise_right_shift_(16))
@@ -69,11 +66,8 @@ class Scratch:
         return self.buffer(key, value).copy_(value)
 
     def round_by_chance(self, wide: Tensor, out: Tensor, step: int) -> None:
-        """out (bfloat16) ← wide, stochastically rounded: P(up) is the relative distance from the lower neighbour.
-
-        The noise is drawn once. Where a piece starts reading it depends only on the step and the piece's size, so that
-        a run can be repeated. `wide` is overwritten.
-        """
+        """out (bfloat16) ← wide, stochastically rounded: P(up) is the relative distance from the lower neighbour. Where
+        a piece starts reading the noise depends only on step and size, so that a run can be repeated."""
         if self._noise is None or self._noise.numel() < 2 * wide.numel():
             generator = torch.Generator().manual_seed(0)
             size = 2 * max(wide.numel(), 1 << 16)
@@ -89,11 +83,8 @@ def update(
     weights: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], rule: Rule, count: int,
     scale: Tensor | None = None, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """Update tensors of one dtype and their states in place; gradients may be overwritten.
-
-    count   updates of these tensors so far, including this one
-    scale   factor of the gradients, (), on their device
-    """
+    """Update tensors of one dtype and their states in place; gradients may be overwritten. count: updates so far,
+    including this one; scale: factor of the gradients, (), on their device"""
     if any(state.keys() & {"master", "low"} for state in states):
         for weight, grad, state in zip(weights, grads, states, strict=True):
             _wide(weight.view(-1), grad.view(-1), state, rule, count, scale, scratch or Scratch())
@@ -162,16 +153,13 @@ def _wide(
 
 def norms_of(grads: Sequence[Tensor], exact: bool) -> list[Tensor]:
     """Euclidean norms in float32 (float64 for float64), on the gradients' device. exact: as PyTorch computes them"""
-    wide = [torch.promote_types(g.dtype, torch.float32) for g in grads]
-    if not exact and grads and grads[0].device.type == "cpu":
-        return [_host_norm(g, dtype) for g, dtype in zip(grads, wide, strict=True)]
-    return list(torch._foreach_norm(list(grads), 2, dtype=wide[0])) if grads else []
-
-
-def _host_norm(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Euclidean norm on all cores: PyTorch's own uses one, and sums the squares sequentially."""
-    wide = (piece.to(dtype) for piece in grad.reshape(-1).split(PIECE * torch.get_num_threads()))
-    return torch.stack([torch.dot(piece, piece) for piece in wide]).sum().sqrt()
+    found, wide = [], [torch.promote_types(g.dtype, torch.float32) for g in grads]
+    if exact or not grads or grads[0].device.type != "cpu":
+        return list(torch._foreach_norm(list(grads), 2, dtype=wide[0])) if grads else []
+    for grad, dtype in zip(grads, wide, strict=True):  # on all cores: PyTorch's own norm uses one
+        pieces = (piece.to(dtype) for piece in grad.reshape(-1).split(PIECE * torch.get_num_threads()))
+        found.append(torch.stack([torch.dot(piece, piece) for piece in pieces]).sum().sqrt())
+    return found
 
 
 def shown_state(weight: Tensor, state: State, count: int) -> State:
@@ -198,10 +186,8 @@ def check_state(weight: Tensor, keys: Collection[str], saved: State, name: str) 
 
 @torch.no_grad()
 def take_state(weight: Tensor, state: State, saved: State) -> int:
-    """Copy a saved state, which must have passed `check_state`, into `state`; returns how many updates it has seen.
-
-    A weight follows the master that comes with it. A master that is missing is made of the weight, and what else is
-    missing starts anew, as when training begins, or goes on from a plain optimizer's state.
+    """Copy a saved state, which must have passed `check_state`, into `state`; returns how many updates it has seen. A
+    weight follows the master that comes with it; a missing master is made of it, and what else is missing starts anew.
     """
     saved = {k: v for k, v in saved.items() if v is not None}
     if "master" in saved and state.keys() & {"master", "low"}:
