@@ -19,9 +19,9 @@ from IPython import get_ipython
 from matplotlib.figure import Figure
 
 from t1lib import fingerprint, paths
-from t1lib.errors import T1Error, require
+from t1lib.errors import require
 from t1lib.files import write_json
-from t1lib.kit.cells import Cell, Cells
+from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
@@ -30,7 +30,8 @@ from t1lib.measure.records import Numbers, Records
 from t1lib.params import Live
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
-_TIMED = re.compile(r"^(\s*)%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*", re.M)  # magics that run Python code
+# Cell magics, and line magics that run Python code.
+_MAGIC = re.compile(r"^(\s*)(?:%%.*\n?|%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*)", re.M)
 _NAMED = 240  # characters of an error about cells that are out of date
 
 
@@ -52,7 +53,7 @@ class Run:
 
     def __init__(self, experiment: str, namespace: dict[str, Any], folder: Path | None = None) -> None:
         """folder: receives the files if somebody else publishes them"""
-        self.experiment, self._cells = experiment, Cells(namespace, self._parameters)
+        self.experiment, self._cells = experiment, Cells(namespace, lambda: self.params.current())
         self.records = Records(self._cells.rows)
         self._driven, self._measures = folder is not None, None
         self.params = Live(experiment, namespace, self._note, self._require_allowed)
@@ -72,8 +73,22 @@ class Run:
             self.records.closed = True
             cuda = "gpu" in (manifest.read(self._final) or {})["environment"]
         self.device = torch.device("cuda" if cuda else "cpu")
-        self._record_into_cell()
-        self._watch()
+        self._begin("")
+        if shell := get_ipython():
+            shell.events.register("pre_run_cell", lambda info: self._begin(str(info.cell_id or info.raw_cell)))
+            shell.events.register("post_run_cell", self._end)
+
+    def _begin(self, key: str) -> None:
+        self._cells.begin(key)
+        if self._measures:
+            self.records.own = self._cells.running.rows
+
+    def _end(self, result: Any) -> None:
+        info = result.info
+        source = _MAGIC.sub(r"\1", info.raw_cell)
+        with suppress(SyntaxError):  # the cell fails
+            source = get_ipython().transform_cell(source)
+        self._cells.end(str(info.cell_id or info.raw_cell), source, result.success, result.execution_count)
 
     @classmethod
     def start(cls, experiment: str, namespace: dict[str, Any]) -> Self:
@@ -110,41 +125,6 @@ class Run:
         if not self._driven:
             manifest.require_replaceable(final)
 
-    def _watch(self) -> None:
-        """Be told by IPython, where there is one, when a cell begins and ends."""
-        shell = get_ipython()
-        if shell is None:
-            return
-
-        def source(info: Any) -> str:
-            first, _, rest = info.raw_cell.partition("\n")
-            text = _TIMED.sub(r"\1", rest if first.startswith("%%") else info.raw_cell)  # without magics
-            with suppress(SyntaxError):  # the cell fails
-                return shell.transform_cell(text)
-            return ""
-
-        def begin(info: Any) -> None:
-            key = str(info.cell_id or info.raw_cell)
-            self._forget_drawn(self._cells.begin(key))
-            self._record_into_cell()
-
-        def end(result: Any) -> None:
-            key = str(result.info.cell_id or result.info.raw_cell)
-            self._forget_drawn(self._cells.end(key, source(result.info), result.success, result.execution_count))
-
-        shell.events.register("pre_run_cell", begin)
-        shell.events.register("post_run_cell", end)
-
-    def _record_into_cell(self) -> None:
-        if self._measures:
-            self.records.own = self._cells.running.rows
-
-    def _parameters(self) -> dict[str, Any]:
-        try:
-            return self.params.values()
-        except T1Error:  # raised again by the next cell that reads one
-            return self.params.unchecked()
-
     def _note(self, name: str, value: Any) -> None:
         self._cells.running.parameters[name] = value
 
@@ -162,7 +142,7 @@ class Run:
     def figure(self, name: str, figure: Figure) -> Figure:
         """Save a figure as PDF and PNG, and return it: as the last line of its cell it is shown there."""
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
-        self._note_drawn(name)
+        self._cells.running.drawn.add(name)
         if self.saves_figures:
             (self.outdir / "figures").mkdir(parents=True, exist_ok=True)
             path = self.outdir / "figures" / f"{name}.pdf"
@@ -174,7 +154,7 @@ class Run:
         """Save a table as LaTeX, and return it to be shown: rows of column → value, of which the first
         `text_columns` are text."""
         made = make_table(rows)
-        self._note_drawn(name)
+        self._cells.running.drawn.add(name)
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
         text = to_latex(made, text_columns)
         (self.outdir / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
@@ -183,24 +163,11 @@ class Run:
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
         """Enter a number that a text quotes by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as in `format`."""
         self._numbers.set(key, value, unit, fmt)
-        self._note_drawn(key)
+        self._cells.running.drawn.add(key)
 
     def used(self, name: str, sha256: str) -> None:
         """Note, for the manifest, the hash of something the run read beside its parameters, such as a corpus."""
         self._inputs[name] = sha256
-
-    def _note_drawn(self, name: str) -> None:
-        for cell in self._cells.known.values():
-            cell.drawn.discard(name)
-        self._cells.running.drawn.add(name)
-        self._cells.running.drew = True
-
-    def _forget_drawn(self, replaced: list[Cell]) -> None:
-        """A cell that runs again makes its figures, tables and numbers again, or makes them no longer."""
-        for name in {name for cell in replaced for name in cell.drawn}:
-            self._numbers.pop(name, None)
-            for path in self.outdir.glob(f"*/{name}.*"):
-                path.unlink()
 
     def finish(self) -> None:
         """Save records and numbers. Without the driver, also publish the folder.
@@ -212,6 +179,13 @@ class Run:
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
+        # A cell that has run again has made its figures, tables and numbers again, or makes them no longer.
+        drawn = self._cells.drawn()
+        for key in self._numbers.keys() - drawn:
+            del self._numbers[key]
+        for path in self.outdir.glob("[ft]*s/*.*"):  # figures/ and tables/
+            if path.stem not in drawn:
+                path.unlink()
         self._numbers.save_json(self.outdir / "numbers.json")
         self._numbers.save_tex(self.outdir / "numbers.tex")
         if self._measures:
