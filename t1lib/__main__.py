@@ -11,7 +11,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
 
 from t1lib.errors import T1Error, UnavailableError
 
@@ -126,19 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_BAD_INPUT
 
 
-def end(code: int) -> NoReturn:
-    """End the process. Ranks of torchrun end without shutting down the interpreter: while that goes on, a thread of
-    gloo's that lets go of its last tensor would abort the process."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
 if __name__ == "__main__":
     try:
         code = main()
     except SystemExit as ended:
         code = int(ended.code or 0)
-    end(code)
+    # Ranks of torchrun end without shutting down the interpreter: while that goes on, a thread of gloo's that lets go
+    # of its last tensor would abort the process.
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

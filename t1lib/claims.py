@@ -32,7 +32,7 @@ def _first_number(text: str) -> float:
     return float(found[0].replace(",", "")) if found else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Claim:
     """What is claimed of one number: `ours` as it was measured, with its unit, and how far another run's may be from
     it, `within`: a percentage of ours (`15 %`), a limit (`≤ 0.02`), or `exact`."""

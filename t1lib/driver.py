@@ -108,34 +108,27 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _attempt(job: Job) -> bool:
-    """Run one experiment, and say how long it takes; returns whether it finished."""
+    """Run one experiment, publish its folder, and say how long it takes; returns whether it finished."""
     estimates = params.about(job.experiment).get("expected_seconds", {})
     expected = (manifest.read(job.final) or {}).get("seconds") or estimates.get(job.profile)
     about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
     print(f"{job.label}: started, {about}", file=sys.stderr, flush=True)
-    outcome, began = "interrupted", time.monotonic()
+    outcome, started, clock, staging = "interrupted", manifest.utc_now(), time.perf_counter(), job.staging
     try:
-        _run_one(job)
+        with locked(staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
+            shutil.rmtree(staging, ignore_errors=True)  # left by a run that failed or was killed
+            staging.mkdir(parents=True)
+            _execute(job)
+            manifest.write(staging, **job._asdict(), started=started, seconds=time.perf_counter() - clock)
+            manifest.publish(staging, job.final)
         outcome = "done"
     except T1Error as error:
         outcome = "failed"
         print(f"error: {job.label} {error}", file=sys.stderr)
     finally:
-        took = tqdm.format_interval(time.monotonic() - began)
+        took = tqdm.format_interval(time.perf_counter() - clock)
         print(f"{job.label}: {outcome} after {took}", file=sys.stderr, flush=True)
     return outcome == "done"
-
-
-def _run_one(job: Job) -> None:
-    """Run one experiment and publish its folder. Raises `T1Error` if another process is running it, and as `_execute`
-    does."""
-    with locked(job.staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
-        shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
-        job.staging.mkdir(parents=True)
-        started, clock = manifest.utc_now(), time.perf_counter()
-        _execute(job)
-        manifest.write(job.staging, **job._asdict(), started=started, seconds=time.perf_counter() - clock)
-        manifest.publish(job.staging, job.final)
 
 
 def _execute(job: Job) -> None:

@@ -9,6 +9,7 @@ import dis
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import CO_OPTIMIZED
+from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -61,7 +62,7 @@ class Cells:
         had = self._earlier or Cell(0)
         self.running = self.known[key] = Cell(self._runs, had.measured, had.drew)
 
-    def end(self, key: str, source: str, done: bool, number: int | None = None) -> None:
+    def end(self, key: str, source: str, done: bool, number: int) -> None:
         """It has ended. `key` may differ from that of `begin` for the cell that created this object.
 
         number  of this execution, as frontends show it
@@ -69,20 +70,26 @@ class Cells:
         """
         if key != self.key:
             self.key, self.known[key] = key, self.known.pop(self.key)
-        cell, given = self.running, self.parameters()
+        cell, earlier, given = self.running, self._earlier or Cell(0), self.parameters()
         cell.measured |= bool(cell.rows)
         cell.drew |= bool(cell.drawn)
         if not done:
             cell.fault = "did not finish"
             cell.rows.clear()
-        first = next(filter(None, map(str.strip, source.splitlines())), "")[:40]
-        cell.title = f"[{number}] {first}" if number else first
+        cell.title = f"[{number}] {source.strip().partition(chr(10))[0][:40]}"
         read, stored = names(source, self.namespace)
         cell.parameters |= {name: given[name] for name in read if name in given}
-        for name in read - given.keys():
-            self._read(cell, name)
+        for name, maker in ((name, self._makers.get(name)) for name in read - given.keys()):
+            origin = earlier.reads.get(name, (maker, 0))
+            if maker in self.known and origin[0] in self.known and origin[0] != maker:
+                cell.fault = f"{name} is that of another cell now; run `{self.known[origin[0]].title}` first"
+                cell.reads[name] = origin
+            elif maker in self.known and maker != key:
+                cell.reads[name] = maker, self.known[maker].made.get(name, 0)
         for name in stored - given.keys():
-            self._make(cell, name)
+            same = self._makers.get(name) == key and _same(self._before.get(name, _MISSING), self.namespace.get(name))
+            cell.made[name] = earlier.made.get(name, cell.run) if same else cell.run
+            self._makers[name] = key
         if cell.measured:
             cell.made[cell.records] = cell.run
         # Where a frontend gives no ids, an edited cell is a new one: the old one holds samples of the same kinds.
@@ -94,26 +101,12 @@ class Cells:
         others = {key: cell for key, cell in self.known.items() if cell.measured and key != self.key}
         self.running.reads |= {cell.records: (key, cell.run) for key, cell in others.items()}
 
-    def _read(self, cell: Cell, name: str) -> None:
-        maker, origin = self._makers.get(name), self._earlier and self._earlier.reads.get(name)
-        if maker in self.known and origin and origin[0] != maker and origin[0] in self.known:
-            cell.fault = f"{name} is that of another cell now; run `{self.known[origin[0]].title}` first"
-            cell.reads[name] = origin
-        elif maker in self.known and maker != self.key:
-            cell.reads[name] = maker, self.known[maker].made.get(name, 0)
-
-    def _make(self, cell: Cell, name: str) -> None:
-        known = self._earlier.made.get(name) if self._earlier and self._makers.get(name) == self.key else None
-        kept = known is not None and _same(self._before.get(name, _MISSING), self.namespace.get(name))
-        cell.made[name] = known if kept else cell.run
-        self._makers[name] = self.key
-
     def rows(self) -> list[list[Row]]:
         """What the cells have recorded that holds."""
         return [cell.rows for key, cell in self.known.items() if self._cause(key, {}) is None]
 
     def drawn(self) -> set[str]:
-        """The names of all figures, tables and numbers that cells have made when they ran last."""
+        """The names of the figures, tables and numbers that cells made when they ran last."""
         return set().union(*(cell.drawn for cell in self.known.values()))
 
     def out_of_date(self) -> Iterator[tuple[Cell, str]]:
@@ -126,23 +119,21 @@ class Cells:
 
     def _cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
         """The first cell to run again before what a cell made or showed holds, and why. `found`: known already."""
-        if key not in found:
-            found[key] = None  # ends a circle
-            found[key] = self._find_cause(key, found)
+        if key in found:
+            return found[key]
+        found[key] = None  # ends a circle
+        cell, known, given = self.known[key], self.known, self.parameters()
+        if cell.fault:
+            found[key] = key, cell.fault
+        elif key != self.key:
+            reads = {name: origin for name, origin in cell.reads.items() if origin[0] in known}
+            made = {name for name, (maker, version) in reads.items() if known[maker].made.get(name) == version}
+            before = (self._cause(maker, found) for maker, _ in reads.values())
+            again = ((key, f"{name} has been made again") for name in cell.reads if name not in made)
+            had = ((name, value) for name, value in cell.parameters.items() if given.get(name, value) != value)
+            changed = ((key, f"{name} was {value!r}, is {given[name]!r}") for name, value in had)
+            found[key] = next(filter(None, chain(before, again, changed)), None)
         return found[key]
-
-    def _find_cause(self, key: str, found: dict[str, tuple[str, str] | None]) -> tuple[str, str] | None:
-        cell, given = self.known[key], self.parameters()
-        if key == self.key or cell.fault:
-            return (key, cell.fault) if cell.fault else None
-        for maker, _ in cell.reads.values():
-            if maker in self.known and (cause := self._cause(maker, found)):
-                return cause
-        for name, (maker, version) in cell.reads.items():
-            if maker not in self.known or self.known[maker].made.get(name) != version:
-                return key, f"{name} has been made again"
-        changed = (name for name, value in cell.parameters.items() if given.get(name, value) != value)
-        return next(((key, f"{name} was {cell.parameters[name]!r}, is {given[name]!r}") for name in changed), None)
 
 
 def _kinds(rows: list[Row]) -> set[tuple[Any, ...]]:

@@ -57,7 +57,7 @@ class Run:
         self.records = Records(self._cells.rows)
         self._driven, self._measures = folder is not None, None
         self.params = Live(experiment, namespace, self._note, self._require_allowed)
-        given = self.params.values()
+        final = paths.outputs(self.params.values()["profile"], experiment)
         git_state()  # raises its errors before anything is measured
         # Taken at the start: an edit made during the run must make the run stale.
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
@@ -66,12 +66,11 @@ class Run:
         self._started, self._clock = manifest.utc_now(), time.perf_counter()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
         self.outdir = folder or Path(self._temporary.name) / experiment
-        self._final = paths.outputs(given["profile"], experiment)
         cuda = torch.cuda.is_available()
         if not self._measures:
-            self.records = Records.load(self._final / "samples.csv")
+            self.records = Records.load(final / "samples.csv")
             self.records.closed = True
-            cuda = "gpu" in (manifest.read(self._final) or {})["environment"]
+            cuda = "gpu" in (manifest.read(final) or {})["environment"]
         self.device = torch.device("cuda" if cuda else "cpu")
         self._begin("")
         if shell := get_ipython():
@@ -113,11 +112,10 @@ class Run:
         return run
 
     def _require_allowed(self, given: dict[str, Any]) -> None:
-        measures = given.get("measure", True)
+        measures, final = given.get("measure", True), paths.outputs(given["profile"], self.experiment)
         changed = "`measure` was changed within a run; restart the kernel, and run all cells"
         require(self._measures in (None, measures), changed)
         self._measures = measures
-        final = paths.outputs(given["profile"], self.experiment)
         if not measures:
             manifest.require_finished(final, given)
             return
@@ -181,29 +179,29 @@ class Run:
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
         # A cell that has run again has made its figures, tables and numbers again, or makes them no longer.
         drawn = self._cells.drawn()
-        for key in self._numbers.keys() - drawn:
-            del self._numbers[key]
         for path in self.outdir.glob("[ft]*s/*.*"):  # figures/ and tables/
             if path.stem not in drawn:
                 path.unlink()
+        for key in self._numbers.keys() - drawn:
+            del self._numbers[key]
         self._numbers.save_json(self.outdir / "numbers.json")
         self._numbers.save_tex(self.outdir / "numbers.tex")
-        if self._measures:
-            self.records.save(self.outdir / "samples.csv")
-            modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
-            notes = {"made_of": self._made_of | {"modules": modules}, "inputs": self._inputs}
-            write_json(self.outdir / manifest.NOTES, notes)
-        if not self._driven:
-            self._publish() if self._measures else manifest.replace_drawn(self.outdir, self._final)
-
-    def _publish(self) -> None:
-        """Publish a copy: cells that are run again afterwards work on in `outdir`, and change nothing published."""
         given = self.params.values()
         final = paths.outputs(given["profile"], self.experiment)
+        if not self._measures:
+            if not self._driven:
+                manifest.replace_drawn(self.outdir, final)
+            return
+        self.records.save(self.outdir / "samples.csv")
+        modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
+        made_of = {"notebook": self._made_of["notebook"], "modules": modules}
+        write_json(self.outdir / manifest.NOTES, {"made_of": made_of, "inputs": self._inputs})
+        if self._driven:
+            return
         final.parent.mkdir(parents=True, exist_ok=True)
+        # A copy is published: cells that are run again afterwards work on in `outdir`, and change nothing published.
         with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
-            whole = Path(beside) / self.experiment
-            shutil.copytree(self.outdir, whole)
+            whole = shutil.copytree(self.outdir, Path(beside) / self.experiment)
             about = dict(experiment=self.experiment, profile=given["profile"], parameters=given, started=self._started)
             manifest.write(whole, **about, seconds=time.perf_counter() - self._clock)
             manifest.publish(whole, final)
