@@ -43,10 +43,6 @@ class Job(NamedTuple):
     def final(self) -> Path:
         return paths.outputs(self.profile, self.experiment)
 
-    @property
-    def staging(self) -> Path:
-        return paths.staging(self.profile, self.experiment)
-
 
 def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> list[Job]:
     """Return the jobs of `names` ("all", or nothing, for every experiment) after checking all of them.
@@ -59,13 +55,12 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
     profile = overrides.get("profile", default_profile()) if profile == "auto" else profile
     choose("profile", profile, [*params.profiles(), "auto"])
-    declared = {name: params.declared(name) for name in dict.fromkeys(chosen)}
-    for name in overrides:
-        choose("parameter", name, dict.fromkeys(key for known_to in declared.values() for key in known_to))
     jobs = []
-    for name, known_to in declared.items():
-        own = {key: value for key, value in overrides.items() if key in known_to}
+    for name in dict.fromkeys(chosen):
+        own = {key: value for key, value in overrides.items() if key in params.declared(name)}
         jobs.append(Job(name, profile, params.resolve(name, profile, own)))
+    for name in overrides:
+        choose("parameter", name, dict.fromkeys(key for job in jobs for key in job.parameters))
     measured = all(job.parameters.get("measure", True) for job in jobs)
     require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
     folder = paths.root() / "outputs" / profile
@@ -113,12 +108,13 @@ def _attempt(job: Job) -> bool:
     expected = (manifest.read(job.final) or {}).get("seconds") or estimates.get(job.profile)
     about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
     print(f"{job.label}: started, {about}", file=sys.stderr, flush=True)
-    outcome, started, clock, staging = "interrupted", manifest.utc_now(), time.perf_counter(), job.staging
+    staging = paths.staging(job.profile, job.experiment)
+    outcome, started, clock = "interrupted", manifest.utc_now(), time.perf_counter()
     try:
         with locked(staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
             shutil.rmtree(staging, ignore_errors=True)  # left by a run that failed or was killed
             staging.mkdir(parents=True)
-            _execute(job)
+            _execute(job, staging)
             manifest.write(staging, **job._asdict(), started=started, seconds=time.perf_counter() - clock)
             manifest.publish(staging, job.final)
         outcome = "done"
@@ -131,19 +127,19 @@ def _attempt(job: Job) -> bool:
     return outcome == "done"
 
 
-def _execute(job: Job) -> None:
-    """Execute an experiment's notebook into executed.ipynb of its staging folder.
+def _execute(job: Job, staging: Path) -> None:
+    """Execute an experiment's notebook into `staging`/executed.ipynb.
 
     Raises `T1Error` for a cell that fails, a kernel that dies, and a notebook that ends without `run.finish()`;
     `KeyboardInterrupt` after the kernel has been shut down.
     """
-    executed = job.staging / "executed.ipynb"
+    executed = staging / "executed.ipynb"
     options = dict(kernel_name="python3", cwd=paths.root(), progress_bar=False, log_output=False)
     options |= dict(coalesce_streams=True)  # saves a notebook's progress bar as a single line of output
     # Else ipykernel warns about TCP without encryption at every start, and of the interrupt that ends it.
     options |= dict(extra_arguments=["--IPKernelApp.log_level=CRITICAL"])
     # The kernel inherits its staging folder, and that this Python's kernels come before the user's own.
-    with patch.dict(os.environ, {"T1_STAGING": str(job.staging), "JUPYTER_PREFER_ENV_PATH": "1"}):
+    with patch.dict(os.environ, {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}):
         try:
             papermill.execute_notebook(paths.notebook(job.experiment), executed, job.parameters, **options)
         except KeyboardInterrupt:
@@ -156,7 +152,7 @@ def _execute(job: Job) -> None:
         except Exception as error:
             came = f"its notebook as far as it came: {paths.shown(executed)}"
             raise T1Error(f"{_explain(error, executed)}\n       {came}") from None
-    require((job.staging / manifest.NOTES).is_file(), "the notebook ended without run.finish()")
+    require((staging / manifest.NOTES).is_file(), "the notebook ended without run.finish()")
     # Paths into the checkout become relative: absolute ones name a user's folders.
     text, root = executed.read_text(encoding="utf-8"), json.dumps(str(paths.root()) + os.sep)[1:-1]
     executed.write_text(text.replace(root, ""), encoding="utf-8", newline="\n")

@@ -25,6 +25,7 @@ TYPES = (*SCALARS, *(f"list[{name}]" for name in SCALARS))
 BASE = "smoke"  # the profile whose values the committed notebooks' parameters cells repeat
 _BOUND = re.compile(r"(≥|>) (-?\d+(?:\.\d+)?)")
 _CHOICE = re.compile(r"one of (\w+(?:, \w+)*)")
+Values = dict[str, Any]
 INJECTED = "# Parameters"  # the first line of the cell in which papermill sets parameters
 # What PyYAML raises besides its own errors, for `2024-13-45`, `0x_`, `!!bool abc` or three thousand brackets.
 _BAD_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
@@ -61,14 +62,14 @@ def experiments() -> list[str]:
     return sorted(path.stem for path in found if any(map(holds_parameters, code_cells(path))))
 
 
-def _read_notebook(path: Path) -> dict[str, Any]:
+def _read_notebook(path: Path) -> Values:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise T1Error(f"cannot read the notebook {paths.shown(path)}: {error}") from None
 
 
-def about(experiment: str) -> dict[str, Any]:
+def about(experiment: str) -> Values:
     """What a notebook's metadata say for the kit: `title`, and `expected_seconds` by profile."""
     return _read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
 
@@ -78,7 +79,7 @@ def source(cell: Mapping[str, Any]) -> str:
     return "".join(cell["source"])
 
 
-def code_cells(path: Path) -> list[dict[str, Any]]:
+def code_cells(path: Path) -> list[Values]:
     """The code cells of a notebook file. Raises `T1Error` if it is not JSON."""
     return [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
 
@@ -105,24 +106,20 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
         raise T1Error(f"{where}: the parameters cell is not Python: {error.msg} in line {error.lineno}") from None
     lines, found = text.encode().splitlines(), {}
     for node in body:
-        line = shown(ast.get_source_segment(text, node) or "")
-        form = f"{where}: the parameters cell allows only `name: type = literal  # help`, not {line}"
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None):
-            raise T1Error(form)
-        kind, name = ast.unparse(node.annotation), node.target.id
-        choose(f"type of the parameter {name!r} in {where}:", kind, TYPES)
         try:
-            comment = lines[node.end_lineno - 1][node.end_col_offset :].decode().lstrip("# ")
-            found[name] = Parameter(kind, ast.literal_eval(node.value), comment)
-        except ValueError:
-            raise T1Error(form) from None
+            kind, name, default = ast.unparse(node.annotation), node.target.id, ast.literal_eval(node.value)
+        except (AttributeError, TypeError, ValueError):
+            line = shown(ast.get_source_segment(text, node) or "")
+            form = "the parameters cell allows only `name: type = literal  # help`"
+            raise T1Error(f"{where}: {form}, not {line}") from None
+        choose(f"type of the parameter {name!r} in {where}:", kind, TYPES)
+        comment = lines[node.end_lineno - 1][node.end_col_offset :].decode().lstrip("# ")
+        found[name] = Parameter(kind, default, comment)
     defaults = _check(found, {name: parameter.default for name, parameter in found.items()}, where)
     return {name: parameter._replace(default=defaults[name]) for name, parameter in found.items()}
 
 
-def _check(
-    known: Mapping[str, Parameter], values: Mapping[str, Any], where: str, profile: str | None = None
-) -> dict[str, Any]:
+def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: str | None = None) -> Values:
     """Return `values` as the declared types, for this profile if one is named; raise a `T1Error` that says `where` a
     wrong one comes from."""
     checked = {}
@@ -162,7 +159,7 @@ def read_yaml(path: Path) -> Any:
         raise T1Error(f"cannot read {paths.shown(path)}: {told or type(error).__name__}") from None
 
 
-def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
+def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter]) -> Values:
     path = paths.params_file(profile, experiment)
     where = paths.shown(path)
     require(path.is_file(), f"{experiment} has no parameters for the profile {profile!r}: {where} is missing")
@@ -171,7 +168,7 @@ def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter])
     return _check(known, values, where, profile)
 
 
-def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None = None) -> Values:
     """An experiment's parameters: defaults, then params/<profile>/<experiment>.yaml, then `overrides`.
 
     Texts in `overrides` are read as on a command line (`-p steps 3`), other values as they are.
@@ -200,11 +197,7 @@ class Live:
     """
 
     def __init__(
-        self,
-        experiment: str,
-        namespace: dict[str, Any],
-        note: Callable[[str, Any], None],
-        allow: Callable[[dict[str, Any]], None],
+        self, experiment: str, namespace: Values, note: Callable[[str, Any], None], allow: Callable[[Values], None]
     ) -> None:
         self._experiment, self._namespace, self._note, self._allow = experiment, namespace, note, allow
         self._values, self._seen = {}, None
@@ -226,7 +219,7 @@ class Live:
     def _injected(self) -> list[str]:
         return re.findall(r"^(\w+) = ", self._ran(rf"\A{INJECTED}") or "", re.M)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Values:
         """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is
         missing, and for a profile that has no file."""
         if self._now() != self._seen:
@@ -234,17 +227,17 @@ class Live:
             self._seen = copy.deepcopy(self._now())
         return self._values
 
-    def current(self) -> dict[str, Any]:
+    def current(self) -> Values:
         """All parameters, or the variables as they are if one is wrong: the next cell that reads one raises that."""
         try:
             return self.values()
         except T1Error:
             return self._now()[1]
 
-    def _now(self) -> tuple[int, dict[str, Any]]:
+    def _now(self) -> tuple[int, Values]:
         return len(self._namespace.get("In", [])), {name: self._namespace.get(name) for name in self._values}
 
-    def _load(self) -> dict[str, Any]:
+    def _load(self) -> Values:
         known, namespace = self._declared(), self._namespace
         missing = [name for name in known if name not in namespace]
         require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
