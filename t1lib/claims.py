@@ -123,44 +123,32 @@ def doubts(folder: Path, experiment: str) -> str | None:
     return f"{other[0]} does not follow from samples.csv" if other else None
 
 
-def _about(content: dict[str, Any]) -> str:
-    commit = str(content["commit"])[:7] + " with changes" * (content["dirty"] is True)
-    whole = f"{len(content['files'])} files as the manifest lists them, numbers as samples.csv gives them"
-    return f"commit {commit}, {manifest.device(content)}, {content['started']}; {whole}"
-
-
 def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
     """Print what one experiment's run says of its claims; returns their verdicts, and FAIL for a run in doubt."""
     folder = paths.outputs(PROFILE, experiment)
     if not (folder / manifest.NAME).is_file():
         print(f"{experiment}: {NOT_RUN}; python -m t1lib run {experiment} --profile {PROFILE}")
         return [NOT_RUN] * len(claims)
-    why = doubts(folder, experiment)
-    print(f"{experiment}: {why or _about(manifest.read(folder) or {})}")
-    numbers: dict[str, Any] = Numbers.load_json(folder / NUMBERS) if why is None else {}
+    why, content, numbers = doubts(folder, experiment), manifest.read(folder), {}
+    if why is None and content:
+        numbers = Numbers.load_json(folder / NUMBERS)
+        commit = content["commit"][:7] + " with changes" * (content["dirty"] is True)
+        whole = f"{len(content['files'])} files as the manifest lists them, numbers as samples.csv gives them"
+        why = f"commit {commit}, {manifest.device(content)}, {content['started']}; {whole}"
+    print(f"{experiment}: {why}")
     verdicts = []
     for claim in claims:
         found = numbers.get(claim.key, {"value": None, "text": "–", "unit": ""})
         verdicts.append(PASS if claim.holds(found["value"]) else FAIL)
         measured = f"{found['text']} {found['unit']}".strip()
         print(f"  {verdicts[-1]}  {claim.key}: {measured} (claimed: {claim.ours}, {claim.within})")
-    return verdicts if why is None else verdicts or [FAIL]
-
-
-def _check_others() -> list[str]:
-    """FAIL for each run of another profile that is not as it was left; says what is wrong with it."""
-    folders = sorted(path.parent for path in (paths.root() / "outputs").glob(f"*/*/{manifest.NAME}"))
-    damaged = {folder: why for folder in folders if folder.parent.name != PROFILE and (why := manifest.damage(folder))}
-    for folder, why in damaged.items():
-        print(f"{FAIL}  {paths.shown(folder)}: {why}")
-    return [FAIL] * len(damaged)
+    return verdicts if verdicts or numbers else [FAIL]
 
 
 def check_command(arguments: argparse.Namespace) -> int:
-    """Check the claims of experiments ("all", or nothing, for every one) and print what was found; returns the exit
-    code: 0, or 1 if a claim fails or a run is in doubt."""
-    claims, experiments = read_claims(), arguments.experiments
-    known = params.experiments()
+    """Check the claims of experiments ("all", or nothing, for every one, and that runs of other profiles are as they
+    were left) and print what was found; returns the exit code: 0, or 1 if a claim fails or a run is in doubt."""
+    claims, experiments, known = read_claims(), arguments.experiments, params.experiments()
     for name in [*experiments, *(claim.experiment for claim in claims)]:
         choose("experiment", name, [*known, "all"])
     every = not experiments or "all" in experiments
@@ -168,7 +156,11 @@ def check_command(arguments: argparse.Namespace) -> int:
     verdicts = []
     for name in (name for name in known if name in chosen):
         verdicts += _check_run(name, [claim for claim in claims if claim.experiment == name])
-    verdicts += _check_others() if every else []
+    for path in sorted((paths.root() / "outputs").glob(f"*/*/{manifest.NAME}")) if every else ():
+        folder = path.parent
+        if folder.parent.name != PROFILE and (why := manifest.damage(folder)):
+            print(f"{FAIL}  {paths.shown(folder)}: {why}")
+            verdicts.append(FAIL)
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (PASS, FAIL, NOT_RUN))
     print(f"{len(verdicts)} checks: {counts}")
     return int(FAIL in verdicts)
