@@ -71,10 +71,8 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130).
-
-    A notebook that fails keeps its executed copy in the staging folder, and the others still run.
-    Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile on a machine without a GPU.
+    """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130). If one fails, the
+    others still run. Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile without a GPU.
     """
     jobs = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
@@ -128,11 +126,8 @@ def _attempt(job: Job) -> bool:
 
 
 def _execute(job: Job, staging: Path) -> None:
-    """Execute an experiment's notebook into `staging`/executed.ipynb.
-
-    Raises `T1Error` for a cell that fails, a kernel that dies, and a notebook that ends without `run.finish()`;
-    `KeyboardInterrupt` after the kernel has been shut down.
-    """
+    """Execute an experiment's notebook into `staging`/executed.ipynb. Raises `T1Error` for a cell that fails, a kernel
+    that dies, and an end without `run.finish()`; `KeyboardInterrupt` after the kernel has been shut down."""
     executed = staging / "executed.ipynb"
     options = dict(kernel_name="python3", cwd=paths.root(), progress_bar=False, log_output=False)
     options |= dict(coalesce_streams=True)  # saves a notebook's progress bar as a single line of output

@@ -90,10 +90,8 @@ def holds_parameters(cell: Mapping[str, Any]) -> bool:
 
 
 def declared(experiment: str) -> dict[str, Parameter]:
-    """The parameters that an experiment's notebook declares, in order.
-
-    Raises `T1Error` for an unknown experiment, and for a line of the parameters cell that is
-    not `name: type = literal  # help` with a type in `TYPES` and a literal within the help's bound.
+    """The parameters that an experiment's notebook declares, in order. Raises `T1Error` for an unknown experiment, and
+    for a line that is not `name: type = literal  # help` with a type in `TYPES` and a literal within the help's bound.
     """
     path = paths.notebook(choose("experiment", experiment, experiments()))
     return _parse(source(next(filter(holds_parameters, code_cells(path)))), paths.shown(path))
@@ -169,11 +167,11 @@ def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter])
 
 
 def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None = None) -> Values:
-    """An experiment's parameters: defaults, then params/<profile>/<experiment>.yaml, then `overrides`.
+    """An experiment's parameters: defaults, then params/<profile>/<experiment>.yaml, then `overrides`, in which texts
+    are read as on a command line (`-p steps 3`).
 
-    Texts in `overrides` are read as on a command line (`-p steps 3`), other values as they are.
-    Raises `T1Error`, in one or two lines, for an unknown experiment, profile or parameter, a
-    missing or nested YAML file or one with a name twice, and a value of the wrong type or outside its bound.
+    Raises `T1Error`, in one or two lines, for an unknown experiment, profile or parameter, a missing or nested YAML
+    file or one with a name twice, and a value of the wrong type or outside its bound.
     """
     known, given = declared(experiment), dict(overrides or {})
     values = {name: parameter.default for name, parameter in known.items()}

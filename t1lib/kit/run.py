@@ -42,11 +42,10 @@ class Run:
     interrupted leaves no records. Records that no longer follow from the parameters and cells before them are left out
     of `frame`, and `finish` refuses to publish until all cells that are out of date have been run again.
 
-    With the parameter `measure` false the records are those of the finished run, and all that is made of them is made
-    again, without a GPU.
+    With the parameter `measure` false the records are those of the finished run, whatever GPU is here.
 
-    Attributes: `params` (the parameters as attributes, as their cells say at that moment), `records`, `outdir` (where
-    the notebook's own files belong), `device` (that of the records: CUDA if there is a GPU, else the CPU).
+    Attributes: `params` (as their cells say at that moment), `records`, `outdir` (where the notebook's own files
+    belong), `device` (that of the records: CUDA if there is a GPU, else the CPU).
     """
 
     saves_figures = True
@@ -91,12 +90,11 @@ class Run:
 
     @classmethod
     def start(cls, experiment: str, namespace: dict[str, Any]) -> Self:
-        """Begin a run in a notebook's second code cell: `run = Run.start("t1m1", globals())`. When that cell is run
-        again, the run goes on.
+        """Begin a run, in a notebook's second code cell, which may be run again: `run = Run.start("t1m1", globals())`.
 
-        Raises `T1Error` for an undeclared, missing or mistyped parameter, for a profile that params/ does not hold or
-        that needs a GPU that is not there, and if results that another GPU has measured would be replaced; where
-        nothing is measured, if there is no finished run with these parameters.
+        Raises `T1Error` for a wrong parameter, for a profile that params/ does not hold or that needs a GPU that is not
+        there, and if results that another GPU has measured would be replaced; where nothing is measured, if there is
+        no finished run with these parameters.
         """
         plt.rcParams.update(STYLE)
         run = namespace.get(_RUN)
@@ -168,10 +166,8 @@ class Run:
         self._inputs[name] = sha256
 
     def finish(self) -> None:
-        """Save records and numbers. Without the driver, also publish the folder.
-
-        A folder published this way lacks executed.ipynb, so the driver does not count it as done and would
-        redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
+        """Save records and numbers. Without the driver, also publish the folder, which lacks executed.ipynb: the driver
+        would redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
         Raises `T1Error` if a cell has to be run again first.
         """
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
