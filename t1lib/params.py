@@ -188,15 +188,14 @@ class Live:
     it, or by papermill: where it is not what the profile `BASE` says, which the committed parameters cells repeat.
 
     namespace  the notebook's global variables, with IPython's list `In` of what was run
-    note       called with the name and the value of each parameter that is read
     allow      called with all of them when one has changed; raises `T1Error` for what must not be run here
+
+    `read_into`: receives the name and the value of each parameter that is read.
     """
 
-    def __init__(
-        self, experiment: str, namespace: Values, note: Callable[[str, Any], None], allow: Callable[[Values], None]
-    ) -> None:
-        self._experiment, self._namespace, self._note, self._allow = experiment, namespace, note, allow
-        self._values, self._seen = {}, None
+    def __init__(self, experiment: str, namespace: Values, allow: Callable[[Values], None]) -> None:
+        self._experiment, self._namespace, self._allow = experiment, namespace, allow
+        self._values, self._seen, self.read_into = {}, None, {}
         known = self._declared()
         require("profile" in known, f"the notebook of {experiment} must declare the parameter `profile: str`")
         for name in self._injected():  # papermill only warns about one that is not declared
@@ -254,7 +253,5 @@ class Live:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as the methods that copy and pickle look for
             raise AttributeError(name)
-        values = self.values()
-        choose("parameter", name, values)
-        self._note(name, values[name])
-        return values[name]
+        value = self.read_into[name] = self.values()[choose("parameter", name, self.values())]
+        return value

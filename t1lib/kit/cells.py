@@ -105,6 +105,12 @@ class Cells:
         """What the cells have recorded that holds."""
         return [cell.rows for key, cell in self.known.items() if self._cause(key, {}) is None]
 
+    def draw(self, name: str) -> None:
+        """The running cell makes the figure, table or number of this name, and no other cell does."""
+        for cell in self.known.values():
+            cell.drawn.discard(name)
+        self.running.drawn.add(name)
+
     def drawn(self) -> set[str]:
         """The names of the figures, tables and numbers that cells made when they ran last."""
         return set().union(*(cell.drawn for cell in self.known.values()))

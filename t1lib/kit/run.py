@@ -55,7 +55,7 @@ class Run:
         self.experiment, self._cells = experiment, Cells(namespace, lambda: self.params.current())
         self.records = Records(self._cells.rows)
         self._driven, self._measures = folder is not None, None
-        self.params = Live(experiment, namespace, self._note, self._require_allowed)
+        self.params = Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.values()["profile"], experiment)
         git_state()  # raises its errors before anything is measured
         # Taken at the start: an edit made during the run must make the run stale.
@@ -78,6 +78,7 @@ class Run:
 
     def _begin(self, key: str) -> None:
         self._cells.begin(key)
+        self.params.read_into = self._cells.running.parameters
         if self._measures:
             self.records.own = self._cells.running.rows
 
@@ -121,9 +122,6 @@ class Run:
         if not self._driven:
             manifest.require_replaceable(final)
 
-    def _note(self, name: str, value: Any) -> None:
-        self._cells.running.parameters[name] = value
-
     def frame(self) -> pd.DataFrame:
         """The records that hold, one row each; says which are left out. Saved to disk as well, so that a cell that
         fails later loses nothing."""
@@ -138,7 +136,7 @@ class Run:
     def figure(self, name: str, figure: Figure) -> Figure:
         """Save a figure as PDF and PNG, and return it: as the last line of its cell it is shown there."""
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
-        self._cells.running.drawn.add(name)
+        self._cells.draw(name)
         if self.saves_figures:
             (self.outdir / "figures").mkdir(parents=True, exist_ok=True)
             path = self.outdir / "figures" / f"{name}.pdf"
@@ -150,7 +148,7 @@ class Run:
         """Save a table as LaTeX, and return it to be shown: rows of column → value, of which the first
         `text_columns` are text."""
         made = make_table(rows)
-        self._cells.running.drawn.add(name)
+        self._cells.draw(name)
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
         text = to_latex(made, text_columns)
         (self.outdir / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
@@ -159,7 +157,7 @@ class Run:
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
         """Enter a number that a text quotes by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as in `format`."""
         self._numbers.set(key, value, unit, fmt)
-        self._cells.running.drawn.add(key)
+        self._cells.draw(key)
 
     def used(self, name: str, sha256: str) -> None:
         """Note, for the manifest, the hash of something the run read beside its parameters, such as a corpus."""
