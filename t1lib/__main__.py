@@ -9,60 +9,37 @@ if __name__ == "__main__" and sys.argv[1:2] == ["train"]:
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
 
 from t1lib.errors import T1Error, UnavailableError
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
-
-
-def _later(name: str, module: str) -> Callable[[argparse.Namespace], int]:
-    """The command `name` of a module that is imported when the command is called, which takes seconds. What it needs
-    may be missing, as the plain installation is for `plan` and `train` alone: that is a `T1Error` of the command."""
-
-    def command(arguments: argparse.Namespace) -> int:
-        try:
-            return getattr(import_module(module), f"{name}_command")(arguments)
-        except ModuleNotFoundError as error:
-            needed = (error.name or "t1lib").split(".")[0]
-            if needed == "t1lib":
-                raise
-            raise T1Error(
-                f"`{name}` needs {needed}, which is not installed; the extra kit brings all that notebooks need:\n"
-                'pip install -c constraints.txt -e ".[kit]" in the checkout'
-            ) from error
-
-    return command
+MODULES = dict.fromkeys(("run", "list", "report"), "t1lib.driver")  # imported for their commands: that takes seconds
+MODULES |= {"check": "t1lib.claims", "plan": "t1lib.plan.predict", "train": "t1lib.text.run"}
 
 
 def _parser() -> argparse.ArgumentParser:
     what = "Run, report and check the experiments of the kit; plan and train models."
     parser = argparse.ArgumentParser(prog="python -m t1lib", description=what)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name")
 
     run = commands.add_parser("run", help="run the experiments whose outputs are not up to date")
     run.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="names, or all (default: all)")
     run.add_argument("--profile", default="auto", help="a folder of params/, or auto: by this machine's GPU (default)")
     run.add_argument("--force", action="store_true", help="run also what is up to date")
-    run.add_argument(
-        "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter"
-    )
-    run.set_defaults(command=_later("run", "t1lib.commands"))
+    pair = {"nargs": 2, "action": "append", "default": []}
+    run.add_argument("-p", dest="parameters", **pair, metavar=("NAME", "VALUE"), help="set a parameter")
 
     listing = commands.add_parser("list", help="show experiments and the state of their outputs, or all about one")
     listing.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose parameters to show, too")
-    listing.set_defaults(command=_later("list", "t1lib.commands"))
 
     report = commands.add_parser("report", help="redraw from the samples what has changed, and build the reports")
     report.add_argument("--profile", default="auto", help="whose outputs (default: this machine's profile)")
     report.add_argument("--no-pdf", action="store_true", help="leave the reports' PDF files out")
-    report.set_defaults(command=_later("report", "t1lib.commands"))
 
     check = commands.add_parser("check", help="hold claims.yaml against outputs/h200")
     check.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="whose claims (default: all)")
-    check.set_defaults(command=_later("check", "t1lib.claims"))
     _add_plan(commands.add_parser("plan", help="predict memory and time of a step for every mode and head"))
     _add_train(commands.add_parser("train", help="train a model on text: metrics, checkpoints, a plot"))
     return parser
@@ -90,7 +67,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="bfloat16", help="of weights: float32, or bfloat16 with float32 masters (default)")
     add("--workspace", default="256MiB", help="of head fused (default: 256MiB)")
     add("--calibrate", action="store_true", help="measure this machine's rates first and keep them")
-    parser.set_defaults(command=_later("plan", "t1lib.plan.predict"))
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -122,35 +98,31 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--eval-rows", type=int, default=64, help="held-out rows (default: 64)")
     add("--report-every", type=int, default=10, help="steps; 0: never (default: 10)")
     usual = vars(parser.parse_args([]))
-    command = _later("train", "t1lib.text.run")
-    parser.set_defaults(**dict.fromkeys(usual), command=command, defaults=usual)  # None: not given
+    parser.set_defaults(**dict.fromkeys(usual), defaults=usual)  # None: not given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0, 1 (an experiment or claim failed), 2 (bad input), 130 (interrupted)."""
     arguments = _parser().parse_args(argv)
     try:
-        code = arguments.command(arguments)
+        code = getattr(import_module(MODULES[arguments.name]), f"{arguments.name}_command")(arguments)
         sys.stdout.flush()
         return code
     except (T1Error, UnavailableError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        why = str(error)
+    except ModuleNotFoundError as error:  # in the plain installation, which is for `plan` and `train` alone
+        missing = (error.name or "t1lib").split(".")[0]
+        if missing == "t1lib":
+            raise
+        why = f"`{arguments.name}` needs {missing}, which is not installed; the extra kit brings what notebooks need:"
+        why += '\npip install -c constraints.txt -e ".[kit]" in the checkout'
     except KeyboardInterrupt:
         return signals.EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-
-
-def end(code: int) -> NoReturn:
-    """End the process. Ranks of torchrun end without shutting down the interpreter: while that goes on, a thread of
-    gloo's that lets go of its last tensor would abort the process."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    print(f"error: {why}", file=sys.stderr)
+    return EXIT_BAD_INPUT
 
 
 if __name__ == "__main__":
@@ -158,4 +130,10 @@ if __name__ == "__main__":
         code = main()
     except SystemExit as ended:
         code = int(ended.code or 0)
-    end(code)
+    # Ranks of torchrun end without shutting down the interpreter: while that goes on, a thread of gloo's that lets go
+    # of its last tensor would abort the process.
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

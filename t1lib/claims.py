@@ -6,10 +6,13 @@ claims.yaml is the one place that says what is claimed; the tables of docs/resul
 import argparse
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from t1lib import params, paths
 from t1lib.errors import T1Error, choose, require, shown
@@ -21,26 +24,24 @@ FILE, PAGE = "claims.yaml", "docs/results.md"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 NUMBERS = "numbers.json"
 _TABLE = re.compile(r"(<!-- claims of (\w+) -->\n).*?(<!-- end of claims -->)", re.DOTALL)
-_KEY = re.compile(r"\w+\.[\w.-]+")
-_NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-_OURS = re.compile(rf"({_NUMBER})(?: .*)?")
-_BOUND = re.compile(rf"(?P<percent>{_NUMBER}) %|≤ (?P<limit>{_NUMBER})|exact")
+_NUMBER = r"(\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?(e[+-]?\d+)?)"
 
 
-def _value(text: str) -> float:
-    return float(text.replace(",", ""))
+def _first_number(text: str) -> float:
+    found = re.search(_NUMBER, text)
+    return float(found[0].replace(",", "")) if found else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Claim:
     """What is claimed of one number: `ours` as it was measured, with its unit, and how far another run's may be from
     it, `within`: a percentage of ours (`15 %`), a limit (`≤ 0.02`), or `exact`."""
 
     claim: str
     published: str
-    ours: str
-    within: str
-    key: str
+    ours: Annotated[str, Field(pattern=rf"^{_NUMBER}( .*)?$")]
+    within: Annotated[str, Field(pattern=rf"^({_NUMBER} %|≤ {_NUMBER}|exact)$")]
+    key: Annotated[str, Field(pattern=r"^\w+\.[\w.-]+$")]
 
     @property
     def experiment(self) -> str:
@@ -49,17 +50,14 @@ class Claim:
     @property
     def number(self) -> str:
         """`ours` without its unit."""
-        return _OURS.fullmatch(self.ours)[1]
+        return self.ours.split(" ")[0]
 
     def holds(self, value: Any) -> bool:
         """Whether a run that measured this value bears the claim out (no number: it does not)."""
-        bound = _BOUND.fullmatch(self.within)
         if not isinstance(value, int | float):
             return False
-        if bound["limit"]:
-            return value <= _value(bound["limit"])
-        ours = _value(self.number)
-        return abs(value - ours) <= abs(ours) * _value(bound["percent"] or "0") / 100
+        ours, bound = _first_number(self.ours), _first_number(self.within)
+        return value <= bound if "≤" in self.within else abs(value - ours) <= abs(ours) * bound / 100
 
 
 def read_claims() -> list[Claim]:
@@ -72,29 +70,25 @@ def read_claims() -> list[Claim]:
 
 
 def _claim(experiment: str, row: Any) -> Claim:
-    texts = isinstance(row, dict) and all(isinstance(value, str) for value in row.values())
-    names = {field.name for field in fields(Claim)}
-    fits = texts and row.keys() == names and _KEY.fullmatch(row["key"]) and row["key"].split(".")[0] == experiment
-    fits = fits and _OURS.fullmatch(row["ours"]) and _BOUND.fullmatch(row["within"])
+    with suppress(TypeError, ValidationError):
+        claim = Claim(**row)
+        if claim.experiment == experiment:
+            return claim
     form = f"claim, published, ours (1.78 ×), within (15 %, ≤ 0.02 or exact), key ({experiment}.…)"
-    require(bool(fits), f"{FILE}: {shown(row)}; allowed: {form}")
-    return Claim(**row)
-
-
-def _table(claims: Iterable[Claim]) -> str:
-    lines = ["| claim | published | ours | within | key |", "| --- | --- | --- | --- | --- |"]
-    lines += [f"| {c.claim} | {c.published} | {c.ours} | {c.within} | `{c.key}` |" for c in claims]
-    return "\n".join(lines) + "\n"
+    raise T1Error(f"{FILE}: {shown(row)}; allowed: {form}")
 
 
 def write_page() -> None:
     """Write the claims of each experiment into its table in docs/results.md. Raises `T1Error` as `read_claims` does."""
-    claims, path = read_claims(), paths.root() / PAGE
+    path, tables = paths.root() / PAGE, {}
+    for c in read_claims():
+        head = "| claim | published | ours | within | key |\n| --- | --- | --- | --- | --- |\n"
+        row = f"| {c.claim} | {c.published} | {c.ours} | {c.within} | `{c.key}` |\n"
+        tables[c.experiment] = tables.get(c.experiment, head) + row
     text = path.read_text(encoding="utf-8")
-    of = {name: _table(c for c in claims if c.experiment == name) for name in {c.experiment for c in claims}}
-    missing = of.keys() - {name for _, name, _ in _TABLE.findall(text)}
+    missing = tables.keys() - {name for _, name, _ in _TABLE.findall(text)}
     require(not missing, f"{PAGE} has no place for claims of {', '.join(sorted(missing))}")
-    made = _TABLE.sub(lambda found: found[1] + of.get(found[2], "") + found[3], text)
+    made = _TABLE.sub(lambda found: found[1] + tables.get(found[2], "") + found[3], text)
     if made != text:
         path.write_text(made, encoding="utf-8", newline="\n")
 
@@ -112,10 +106,8 @@ def doubts(folder: Path, experiment: str) -> str | None:
     if of != (experiment, PROFILE) or not {"samples.csv", NUMBERS} <= content["files"].keys():
         return f"{manifest.NAME} is not that of a finished run of {experiment} with profile {PROFILE}"
     for name, value in content.get("parameters", {}).items():
-        now = wanted.get(name, value)
-        added = isinstance(now, list) and isinstance(value, list) and all(x in now for x in value)
-        if now != value and not added:  # no claim speaks of what was added to a list and is not measured yet
-            return f"run with {name}={value!r}, params/{PROFILE} has {now!r}"
+        if wanted.get(name, value) != value:
+            return f"run with {name}={value!r}, params/{PROFILE} has {wanted[name]!r}"
     if why := manifest.damage(folder):
         return why
     from t1lib.kit.redraw import run_cells  # draws, which the other commands need not load
@@ -131,44 +123,32 @@ def doubts(folder: Path, experiment: str) -> str | None:
     return f"{other[0]} does not follow from samples.csv" if other else None
 
 
-def _about(content: dict[str, Any]) -> str:
-    commit = str(content["commit"])[:7] + " with changes" * (content["dirty"] is True)
-    whole = f"{len(content['files'])} files as the manifest lists them, numbers as samples.csv gives them"
-    return f"commit {commit}, {manifest.device(content)}, {content['started']}; {whole}"
-
-
 def _check_run(experiment: str, claims: Sequence[Claim]) -> list[str]:
     """Print what one experiment's run says of its claims; returns their verdicts, and FAIL for a run in doubt."""
     folder = paths.outputs(PROFILE, experiment)
     if not (folder / manifest.NAME).is_file():
         print(f"{experiment}: {NOT_RUN}; python -m t1lib run {experiment} --profile {PROFILE}")
         return [NOT_RUN] * len(claims)
-    why = doubts(folder, experiment)
-    print(f"{experiment}: {why or _about(manifest.read(folder) or {})}")
-    numbers: dict[str, Any] = Numbers.load_json(folder / NUMBERS) if why is None else {}
+    why, content, numbers = doubts(folder, experiment), manifest.read(folder), {}
+    if why is None and content:
+        numbers = Numbers.load_json(folder / NUMBERS)
+        commit = content["commit"][:7] + " with changes" * (content["dirty"] is True)
+        whole = f"{len(content['files'])} files as the manifest lists them, numbers as samples.csv gives them"
+        why = f"commit {commit}, {manifest.device(content)}, {content['started']}; {whole}"
+    print(f"{experiment}: {why}")
     verdicts = []
     for claim in claims:
         found = numbers.get(claim.key, {"value": None, "text": "–", "unit": ""})
         verdicts.append(PASS if claim.holds(found["value"]) else FAIL)
         measured = f"{found['text']} {found['unit']}".strip()
         print(f"  {verdicts[-1]}  {claim.key}: {measured} (claimed: {claim.ours}, {claim.within})")
-    return verdicts if why is None else verdicts or [FAIL]
-
-
-def _check_others() -> list[str]:
-    """FAIL for each run of another profile that is not as it was left; says what is wrong with it."""
-    folders = sorted(path.parent for path in (paths.root() / "outputs").glob(f"*/*/{manifest.NAME}"))
-    damaged = {folder: why for folder in folders if folder.parent.name != PROFILE and (why := manifest.damage(folder))}
-    for folder, why in damaged.items():
-        print(f"{FAIL}  {paths.shown(folder)}: {why}")
-    return [FAIL] * len(damaged)
+    return verdicts if verdicts or numbers else [FAIL]
 
 
 def check_command(arguments: argparse.Namespace) -> int:
-    """Check the claims of experiments ("all", or nothing, for every one) and print what was found; returns the exit
-    code: 0, or 1 if a claim fails or a run is in doubt."""
-    claims, experiments = read_claims(), arguments.experiments
-    known = params.experiments()
+    """Check the claims of experiments ("all", or nothing, for every one, and that runs of other profiles are as they
+    were left) and print what was found; returns the exit code: 0, or 1 if a claim fails or a run is in doubt."""
+    claims, experiments, known = read_claims(), arguments.experiments, params.experiments()
     for name in [*experiments, *(claim.experiment for claim in claims)]:
         choose("experiment", name, [*known, "all"])
     every = not experiments or "all" in experiments
@@ -176,7 +156,11 @@ def check_command(arguments: argparse.Namespace) -> int:
     verdicts = []
     for name in (name for name in known if name in chosen):
         verdicts += _check_run(name, [claim for claim in claims if claim.experiment == name])
-    verdicts += _check_others() if every else []
+    for path in sorted((paths.root() / "outputs").glob(f"*/*/{manifest.NAME}")) if every else ():
+        folder = path.parent
+        if folder.parent.name != PROFILE and (why := manifest.damage(folder)):
+            print(f"{FAIL}  {paths.shown(folder)}: {why}")
+            verdicts.append(FAIL)
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (PASS, FAIL, NOT_RUN))
     print(f"{len(verdicts)} checks: {counts}")
     return int(FAIL in verdicts)

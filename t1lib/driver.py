@@ -1,31 +1,34 @@
-"""Runs experiments headless and resumably: validates everything first, skips what is done, publishes what finishes."""
+"""The commands `run`, `list` and `report`: notebooks are run headless by papermill, and published once finished."""
 
 import argparse
+import contextlib
+import json
+import logging
+import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import papermill
+import psutil
+from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
-from t1lib import params, paths
-from t1lib.errors import T1Error, choose, require
-from t1lib.execute import NotebookError, execute
+from t1lib import claims, params, paths
+from t1lib.errors import T1Error, UnavailableError, choose, require
 from t1lib.files import locked, writing
 from t1lib.measure import manifest
 from t1lib.measure.environment import default_profile, require_gpu
 from t1lib.signals import EXIT_INTERRUPTED
 
-EXIT_OK, EXIT_FAILED = 0, 1
 
-
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One experiment under one profile, with its resolved parameters."""
 
     experiment: str
@@ -40,15 +43,6 @@ class Job:
     def final(self) -> Path:
         return paths.outputs(self.profile, self.experiment)
 
-    @property
-    def staging(self) -> Path:
-        return paths.staging(self.profile, self.experiment)
-
-    def expected_seconds(self) -> float | None:
-        """Return how long the last run took, else the estimate in the notebook's metadata, else None."""
-        last = (manifest.read(self.final) or {}).get("seconds")
-        return last or params.about(self.experiment).get("expected_seconds", {}).get(self.profile)
-
 
 def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> list[Job]:
     """Return the jobs of `names` ("all", or nothing, for every experiment) after checking all of them.
@@ -57,17 +51,16 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     profile or parameter, a value of the wrong type, and an output folder that cannot be written.
     """
     known = params.experiments()
-    require(bool(known), f"no experiments: {paths.shown(paths.notebooks())}/ holds no notebook with parameters")
+    require(bool(known), "no experiments: notebooks/ holds no notebook with parameters")
     chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
     profile = overrides.get("profile", default_profile()) if profile == "auto" else profile
     choose("profile", profile, [*params.profiles(), "auto"])
-    declared = {name: params.declared(name) for name in dict.fromkeys(chosen)}
-    for name in overrides:
-        choose("parameter", name, dict.fromkeys(key for known_to in declared.values() for key in known_to))
     jobs = []
-    for name, known_to in declared.items():
-        own = {key: value for key, value in overrides.items() if key in known_to}
+    for name in dict.fromkeys(chosen):
+        own = {key: value for key, value in overrides.items() if key in params.declared(name)}
         jobs.append(Job(name, profile, params.resolve(name, profile, own)))
+    for name in overrides:
+        choose("parameter", name, dict.fromkeys(key for job in jobs for key in job.parameters))
     measured = all(job.parameters.get("measure", True) for job in jobs)
     require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
     folder = paths.root() / "outputs" / profile
@@ -77,24 +70,9 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     return jobs
 
 
-def _run_one(job: Job) -> None:
-    """Run one experiment and publish its folder. Raises `T1Error` if another process is running it."""
-    with locked(job.staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
-        shutil.rmtree(job.staging, ignore_errors=True)  # left by a run that failed or was killed
-        job.staging.mkdir(parents=True)
-        started, clock = manifest.utc_now(), time.perf_counter()
-        execute(job.experiment, job.parameters, job.staging)
-        seconds = time.perf_counter() - clock
-        given = dict(experiment=job.experiment, profile=job.profile, parameters=job.parameters)
-        manifest.write(job.staging, **given, started=started, seconds=seconds)
-        manifest.publish(job.staging, job.final)
-
-
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130).
-
-    A notebook that fails keeps its executed copy in the staging folder, and the others still run.
-    Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile on a machine without a GPU.
+    """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130). If one fails, the
+    others still run. Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile without a GPU.
     """
     jobs = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
@@ -106,40 +84,140 @@ def run_command(arguments: argparse.Namespace) -> int:
             due.append(job)
             print(f"{job.label} to run: {why or 'forced'}")
         else:
-            content = manifest.read(job.final) or {}
-            print(f"{job.label} up to date (measured {content['started']} on {manifest.device(content)})")
+            print(f"{job.label} up to date ({_measured(manifest.read(job.final))})")
     if not due:
         print(f"nothing to do: {len(jobs)} experiments up to date")
-        return EXIT_OK
+        return 0
     require_gpu(jobs[0].profile)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
-        failed = [job for job in due if not _attempt(job)]
+        failed = [job.experiment for job in due if not _attempt(job)]
     except KeyboardInterrupt:
         print("interrupted: the experiment that was running is not finished; run again to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    print(f"{len(due) - len(failed)} run, {len(jobs) - len(due)} up to date, {len(failed)} failed", end="")
-    where = f"; see {paths.shown(due[0].final.parent)}"
-    print(f": {', '.join(job.experiment for job in failed)}" if failed else where)
-    return EXIT_FAILED if failed else EXIT_OK
+    counts = f"{len(due) - len(failed)} run, {len(jobs) - len(due)} up to date, {len(failed)} failed"
+    print(f"{counts}: {', '.join(failed)}" if failed else f"{counts}; see {paths.shown(due[0].final.parent)}")
+    return int(bool(failed))
 
 
 def _attempt(job: Job) -> bool:
-    """Run one experiment, and say how long it takes; returns whether it finished."""
-    expected, outcome, began = job.expected_seconds(), "interrupted", time.monotonic()
+    """Run one experiment, publish its folder, and say how long it takes; returns whether it finished."""
+    estimates = params.about(job.experiment).get("expected_seconds", {})
+    expected = (manifest.read(job.final) or {}).get("seconds") or estimates.get(job.profile)
     about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
     print(f"{job.label}: started, {about}", file=sys.stderr, flush=True)
+    staging = paths.staging(job.profile, job.experiment)
+    outcome, started, clock = "interrupted", manifest.utc_now(), time.perf_counter()
     try:
-        _run_one(job)
+        with locked(staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
+            shutil.rmtree(staging, ignore_errors=True)  # left by a run that failed or was killed
+            staging.mkdir(parents=True)
+            _execute(job, staging)
+            manifest.write(staging, **job._asdict(), started=started, seconds=time.perf_counter() - clock)
+            manifest.publish(staging, job.final)
         outcome = "done"
-    except (NotebookError, T1Error) as error:
+    except T1Error as error:
         outcome = "failed"
         print(f"error: {job.label} {error}", file=sys.stderr)
-        if isinstance(error, NotebookError):
-            print(f"       its notebook as far as it came: {paths.shown(job.staging)}/executed.ipynb", file=sys.stderr)
     finally:
-        took = tqdm.format_interval(time.monotonic() - began)
+        took = tqdm.format_interval(time.perf_counter() - clock)
         print(f"{job.label}: {outcome} after {took}", file=sys.stderr, flush=True)
     return outcome == "done"
+
+
+def _execute(job: Job, staging: Path) -> None:
+    """Execute an experiment's notebook into `staging`/executed.ipynb. Raises `T1Error` for a cell that fails, a kernel
+    that dies, and an end without `run.finish()`; `KeyboardInterrupt` after the kernel has been shut down."""
+    executed = staging / "executed.ipynb"
+    options = dict(kernel_name="python3", cwd=paths.root(), progress_bar=False, log_output=False)
+    options |= dict(coalesce_streams=True)  # saves a notebook's progress bar as a single line of output
+    # Else ipykernel warns about TCP without encryption at every start, and of the interrupt that ends it.
+    options |= dict(extra_arguments=["--IPKernelApp.log_level=CRITICAL"])
+    # The kernel inherits its staging folder, and that this Python's kernels come before the user's own.
+    with patch.dict(os.environ, {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}):
+        try:
+            papermill.execute_notebook(paths.notebook(job.experiment), executed, job.parameters, **options)
+        except KeyboardInterrupt:
+            # Nobody awaits the task of the interrupted cell any more; it may notice that its kernel has ended.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+            for process in psutil.Process().children(recursive=True):  # a kernel hears no Ctrl-C at the terminal
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            raise
+        except Exception as error:
+            came = f"its notebook as far as it came: {paths.shown(executed)}"
+            raise T1Error(f"{_explain(error, executed)}\n       {came}") from None
+    require((staging / manifest.NOTES).is_file(), "the notebook ended without run.finish()")
+    # Paths into the checkout become relative: absolute ones name a user's folders.
+    text, root = executed.read_text(encoding="utf-8"), json.dumps(str(paths.root()) + os.sep)[1:-1]
+    executed.write_text(text.replace(root, ""), encoding="utf-8", newline="\n")
+
+
+def _explain(error: Exception, executed: Path) -> str:
+    """Return a line that names the cell and the exception."""
+    if isinstance(error, PapermillExecutionError):
+        where, name, told = f"In [{error.exec_count}] (`{_first_line(error.source)}`)", error.ename, error.evalue or ""
+    else:
+        # The kernel died: papermill marks every cell as completed, but only cells that it reached have a start time.
+        cells = params.code_cells(executed) if executed.is_file() else []
+        begun = [cell for cell in cells if cell["metadata"].get("papermill", {}).get("start_time")]
+        line = _first_line(params.source(begun[-1])) if begun else "before the first"
+        where, name, told = f"`{line}`", type(error).__name__, str(error)
+    return f"cell {where}: {name}: {''.join(told.strip().splitlines()[:1])[:300]}"
+
+
+def _first_line(source: str) -> str:
+    return source.strip().partition("\n")[0][:60]
+
+
+def _measured(content: Mapping[str, Any]) -> str:
+    return f"measured {content['started']} on {manifest.device(content)} in {content['seconds']:.0f} s"
+
+
+def _state(experiment: str, profile: str) -> str:
+    """Return "done", "stale" (and why) or "missing" for an experiment under a profile; when and where it was run."""
+    if not paths.params_file(profile, experiment).is_file():
+        return "no parameters"
+    folder = paths.outputs(profile, experiment)
+    content, why = manifest.read(folder), manifest.difference(folder, experiment, params.resolve(experiment, profile))
+    if content is None:
+        return "missing" if why == "missing" else f"stale    {why}"
+    return f"stale    {why}; {_measured(content)}" if why else f"done     {_measured(content)}"
+
+
+def list_command(arguments: argparse.Namespace) -> int:
+    """Print experiments and the state of their outputs; returns 0."""
+    named = [choose("experiment", name, params.experiments()) for name in arguments.experiments]
+    print(f"profiles: {', '.join(params.profiles())} (auto here: {default_profile()})")
+    for experiment in named or params.experiments():
+        print(f"\n{experiment}  {params.about(experiment).get('title', '')}".rstrip())
+        for profile in params.profiles():
+            print(f"  {profile:<8} {_state(experiment, profile)}")
+        for name, parameter in params.declared(experiment).items() if named else ():
+            print(f"    -p {name} {parameter.type} = {parameter.default!r}  {parameter.help}".rstrip())
+    if not named:
+        print("\nparameters of one: python -m t1lib list EXPERIMENT")
+    return 0
+
+
+def report_command(arguments: argparse.Namespace) -> int:
+    """Redraw what is finished, unless nothing has changed since its run; write the claims into docs/results.md, and
+    build the PDFs; returns 0."""
+    os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
+    from t1lib.kit import latex
+    from t1lib.kit.redraw import redraw
+
+    profile = default_profile() if arguments.profile == "auto" else arguments.profile
+    folder = paths.root() / "outputs" / choose("profile", profile, [*params.profiles(), "auto"])
+    finished = [name for name in params.experiments() if manifest.read(folder / name)]
+    require(bool(finished), f"no finished run in {paths.shown(folder)}; `python -m t1lib run` makes them")
+    for experiment in finished:
+        drawn = _state(experiment, profile).startswith("done")
+        print(f"{experiment} [{profile}]", "is drawn" if drawn else f"redrew {len(redraw(profile, experiment))} files")
+    claims.write_page()
+    try:
+        for path in latex.build(profile) if not arguments.no_pdf else ():
+            print(f"built {paths.shown(path)}")
+    except UnavailableError as error:
+        print(f"reports not built: {error}")
+    return 0

@@ -20,21 +20,14 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = _of_the_disk(error)
-        if reason is None:
+        # PyTorch's zip writer raises its own error on top of the disk's; Rust libraries raise ones that quote it.
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, OSError):
+            found = found.__context__
+        if found is None and "(os error " not in str(error):
             raise
-        raise T1Error(f"cannot write {path}: {reason}") from error
-
-
-def _of_the_disk(error: BaseException) -> str | None:
-    """Why the disk refused; None if something else went wrong. PyTorch's zip writer raises its own error on top of the
-    disk's; Rust libraries raise exceptions of their own that quote it."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError):
-            return found.strerror or str(found)
-        found = found.__context__
-    return str(error).splitlines()[0] if "(os error " in str(error) else None
+        why = (found.strerror or str(found)) if found else str(error).splitlines()[0]
+        raise T1Error(f"cannot write {path}: {why}") from error
 
 
 @contextmanager
@@ -56,11 +49,14 @@ def whole(path: Path, writers: str = "") -> Iterator[Path]:
         remove(partial_path)
 
 
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write `content` to `path`, completely or not at all. Raises `T1Error` if it cannot be written."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     with whole(path) as partial_path:
-        partial_path.write_text(text, encoding="utf-8", newline="\n")
+        partial_path.write_bytes(_json(content))
 
 
 def write_signed(path: Path, content: dict[str, Any], writers: str = "") -> None:
@@ -73,7 +69,7 @@ def signed(content: dict[str, Any]) -> bytes:
     """`content` as JSON, with its SHA-256 as one more field."""
     content = json.loads(json.dumps(content))  # as it will be read
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return (json.dumps(content | {"sha256": digest}, indent=1, ensure_ascii=False) + "\n").encode()
+    return _json(content | {"sha256": digest})
 
 
 def read_signed(path: Path) -> dict[str, Any]:

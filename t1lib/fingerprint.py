@@ -6,7 +6,7 @@ The meaning of code is what `ast` makes of it: comments, docstrings and layout d
 import ast
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -49,10 +49,11 @@ def notebook(experiment: str) -> str:
     return hashlib.sha256("".join(meaning(params.source(cell)) for cell in cells).encode()).hexdigest()
 
 
-def _file(module: str) -> Path | None:
+def _text(module: str) -> str | None:
     """The source of a module of the kit; None if there is no such module (any more)."""
     path = _ROOT.joinpath(*module.split(".")[1:])
-    return next((each for each in (path / "__init__.py", path.with_suffix(".py")) if each.is_file()), None)
+    files = (each for each in (path / "__init__.py", path.with_suffix(".py")) if each.is_file())
+    return next((each.read_text(encoding="utf-8") for each in files), None)
 
 
 def everything() -> dict[str, str]:
@@ -63,27 +64,21 @@ def everything() -> dict[str, str]:
 
 def of(modules: Iterable[str]) -> dict[str, str]:
     """The meaning of each of these modules as it stands on the disk."""
-    files = {module: _file(module) for module in modules}
-    return {name: meaning(path.read_text(encoding="utf-8")) if path else MISSING for name, path in files.items()}
+    return {name: MISSING if (text := _text(name)) is None else meaning(text) for name in modules}
 
 
 def loaded() -> list[str]:
-    """The modules of the kit that this process has loaded, and those that they import: processes that it started have
-    loaded them."""
+    """The modules of the kit that this process has loaded, and those that they import, anywhere in them: processes that
+    it started have loaded them."""
     waiting, found = list(sys.modules), set()
     while waiting:
         name = waiting.pop()
-        if name.split(".")[0] == _ROOT.name and name not in found and (path := _file(name)):
-            found.add(name)
-            waiting += _imports(path)
+        if name.split(".")[0] != _ROOT.name or name in found or (text := _text(name)) is None:
+            continue
+        found.add(name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:  # names that it imports may be modules too
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return sorted(found)
-
-
-def _imports(path: Path) -> Iterator[str]:
-    """The modules that a source file imports, anywhere in it; names that it imports from one may be modules too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -25,9 +25,8 @@ TYPES = (*SCALARS, *(f"list[{name}]" for name in SCALARS))
 BASE = "smoke"  # the profile whose values the committed notebooks' parameters cells repeat
 _BOUND = re.compile(r"(≥|>) (-?\d+(?:\.\d+)?)")
 _CHOICE = re.compile(r"one of (\w+(?:, \w+)*)")
+Values = dict[str, Any]
 INJECTED = "# Parameters"  # the first line of the cell in which papermill sets parameters
-# What PyYAML raises besides its own errors, for `2024-13-45`, `0x_`, `!!bool abc` or three thousand brackets.
-_BAD_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 
 
 class Parameter(NamedTuple):
@@ -51,57 +50,49 @@ class Parameter(NamedTuple):
 
 
 def profiles() -> list[str]:
-    """Return the names of the profiles: the folders of params/, sorted."""
-    folder = paths.root() / "params"
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    """The names of the profiles: the folders of params/, sorted."""
+    return sorted(path.name for path in (paths.root() / "params").glob("[!.]*") if path.is_dir())
 
 
 def experiments() -> list[str]:
-    """Return the names of the experiments: the notebooks that declare parameters, sorted."""
-    return sorted(path.stem for path in paths.notebooks().glob("*.ipynb") if _parameters_cell(path) is not None)
+    """The names of the experiments: the notebooks that declare parameters, sorted."""
+    found = (paths.root() / "notebooks").glob("*.ipynb")
+    return sorted(path.stem for path in found if any(map(holds_parameters, code_cells(path))))
 
 
-def read_notebook(path: Path) -> dict[str, Any]:
-    """Return a notebook file as a dictionary. Raises `T1Error` if it is not JSON."""
+def _read_notebook(path: Path) -> Values:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise T1Error(f"cannot read the notebook {paths.shown(path)}: {error}") from None
 
 
-def about(experiment: str) -> dict[str, Any]:
-    """Return what a notebook's metadata say for the kit: `title`, and `expected_seconds` by profile."""
-    return read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
+def about(experiment: str) -> Values:
+    """What a notebook's metadata say for the kit: `title`, and `expected_seconds` by profile."""
+    return _read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
 
 
 def source(cell: Mapping[str, Any]) -> str:
-    """Return a cell's source as one string (nbformat allows a list of lines)."""
+    """A cell's source as one string (nbformat allows a list of lines)."""
     return "".join(cell["source"])
 
 
-def code_cells(path: Path) -> list[dict[str, Any]]:
-    """Return the code cells of a notebook file."""
-    return [cell for cell in read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
+def code_cells(path: Path) -> list[Values]:
+    """The code cells of a notebook file. Raises `T1Error` if it is not JSON."""
+    return [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
 
 
 def holds_parameters(cell: Mapping[str, Any]) -> bool:
-    """Return whether a cell is the one tagged `parameters`."""
+    """Whether a cell is the one tagged `parameters`."""
     return "parameters" in cell["metadata"].get("tags", [])
 
 
-def _parameters_cell(path: Path) -> str | None:
-    return next((source(cell) for cell in code_cells(path) if holds_parameters(cell)), None)
-
-
 def declared(experiment: str) -> dict[str, Parameter]:
-    """Return the parameters that an experiment's notebook declares, in order.
-
-    Raises `T1Error` for an unknown experiment, and for a line of the parameters cell that is
-    not `name: type = literal  # help` with a type in `TYPES` and a literal within the help's bound.
+    """The parameters that an experiment's notebook declares, in order. Raises `T1Error` for an unknown experiment, and
+    for a line that is not `name: type = literal  # help` with a type in `TYPES` and a literal within the help's bound.
     """
-    choose("experiment", experiment, experiments())
-    path = paths.notebook(experiment)
-    return _parse(_parameters_cell(path) or "", paths.shown(path))
+    path = paths.notebook(choose("experiment", experiment, experiments()))
+    return _parse(source(next(filter(holds_parameters, code_cells(path)))), paths.shown(path))
 
 
 def _parse(text: str, where: str) -> dict[str, Parameter]:
@@ -111,23 +102,22 @@ def _parse(text: str, where: str) -> dict[str, Parameter]:
         raise T1Error(f"{where}: the parameters cell is not Python: {error.msg} in line {error.lineno}") from None
     lines, found = text.encode().splitlines(), {}
     for node in body:
-        line = shown(ast.get_source_segment(text, node) or "")
-        form = f"{where}: the parameters cell allows only `name: type = literal  # help`, not {line}"
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None):
-            raise T1Error(form)
-        kind, name = ast.unparse(node.annotation), node.target.id
-        choose(f"type of the parameter {name!r} in {where}:", kind, TYPES)
         try:
-            comment = lines[node.end_lineno - 1][node.end_col_offset :].decode().lstrip("# ")
-            found[name] = Parameter(kind, ast.literal_eval(node.value), comment)
-        except ValueError:
-            raise T1Error(form) from None
+            kind, name, default = ast.unparse(node.annotation), node.target.id, ast.literal_eval(node.value)
+        except (AttributeError, TypeError, ValueError):
+            line = shown(ast.get_source_segment(text, node) or "")
+            form = "the parameters cell allows only `name: type = literal  # help`"
+            raise T1Error(f"{where}: {form}, not {line}") from None
+        choose(f"type of the parameter {name!r} in {where}:", kind, TYPES)
+        comment = lines[node.end_lineno - 1][node.end_col_offset :].decode().lstrip("# ")
+        found[name] = Parameter(kind, default, comment)
     defaults = _check(found, {name: parameter.default for name, parameter in found.items()}, where)
     return {name: parameter._replace(default=defaults[name]) for name, parameter in found.items()}
 
 
-def _check(known: Mapping[str, Parameter], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `values` as the declared types; raise a `T1Error` that says `where` a wrong one comes from."""
+def _check(known: Mapping[str, Parameter], values: Values, where: str, profile: str | None = None) -> Values:
+    """Return `values` as the declared types, for this profile if one is named; raise a `T1Error` that says `where` a
+    wrong one comes from."""
     checked = {}
     for name, value in values.items():
         parameter = known[choose(f"parameter in {where}:", name, known)]
@@ -136,6 +126,8 @@ def _check(known: Mapping[str, Parameter], values: Mapping[str, Any], where: str
         except ValidationError as error:
             wrong = error.errors()[0]["msg"].replace("Input", "it", 1)
             raise T1Error(f"{where}: {name!r} is {shown(value)}; {wrong} ({parameter.type})") from None
+    named = checked.get("profile", profile)
+    require(profile in (named, None), f"{where}: 'profile' is {named!r}; it must be {profile!r} here")
     return checked
 
 
@@ -158,44 +150,35 @@ def read_yaml(path: Path) -> Any:
     """Return what a YAML file says. Raises `T1Error` for one that cannot be read."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, *_BAD_YAML) as error:
+    except Exception as error:  # PyYAML raises many kinds, for `2024-13-45`, `!!bool abc` or three thousand brackets
         told = " ".join(str(error).split())[:150]
         raise T1Error(f"cannot read {paths.shown(path)}: {told or type(error).__name__}") from None
 
 
-def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
+def _read_profile(experiment: str, profile: str, known: Mapping[str, Parameter]) -> Values:
     path = paths.params_file(profile, experiment)
     where = paths.shown(path)
     require(path.is_file(), f"{experiment} has no parameters for the profile {profile!r}: {where} is missing")
     values = read_yaml(path) or {}
     require(isinstance(values, dict), f"{where} is not flat; write one `name: value` per line")
-    values = _check(known, values, where)
-    # Plain papermill knows the profile from this parameter alone, and outputs are saved under it.
-    named = values.get("profile", profile)
-    require(named == profile, f"{where}: 'profile' is {named!r}; it must be {profile!r}, like the folder's name")
-    return values
+    return _check(known, values, where, profile)
 
 
-def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return an experiment's parameters: defaults, then params/<profile>/<experiment>.yaml, then `overrides`.
+def resolve(experiment: str, profile: str, overrides: Mapping[str, Any] | None = None) -> Values:
+    """An experiment's parameters: defaults, then params/<profile>/<experiment>.yaml, then `overrides`, in which texts
+    are read as on a command line (`-p steps 3`).
 
-    Texts in `overrides` are read as on a command line (`-p steps 3`), other values as they are.
-    Raises `T1Error`, in one or two lines, for an unknown experiment, profile or parameter, a
-    missing or nested YAML file or one with a name twice, and a value of the wrong type or outside its bound.
+    Raises `T1Error`, in one or two lines, for an unknown experiment, profile or parameter, a missing or nested YAML
+    file or one with a name twice, and a value of the wrong type or outside its bound.
     """
-    known = declared(experiment)
-    choose("profile", profile, profiles())
+    known, given = declared(experiment), dict(overrides or {})
     values = {name: parameter.default for name, parameter in known.items()}
-    values |= _read_profile(experiment, profile, known)
-    given = dict(overrides or {})
+    values |= _read_profile(experiment, choose("profile", profile, profiles()), known)
     for name, text in given.items():
         if isinstance(text, str) and name in known and known[name].type != "str":
-            with suppress(*_BAD_YAML):  # what is not YAML is refused below
+            with suppress(Exception):  # what is not YAML is refused below
                 given[name] = yaml.load(text, _Loader)
-    values |= _check(known, given, "-p")
-    named = values.get("profile", profile)
-    require(named == profile, f"-p: 'profile' is {named!r}, with --profile {profile}; name one profile")
-    return values
+    return values | _check(known, given, "-p", profile)
 
 
 class Live:
@@ -205,20 +188,14 @@ class Live:
     it, or by papermill: where it is not what the profile `BASE` says, which the committed parameters cells repeat.
 
     namespace  the notebook's global variables, with IPython's list `In` of what was run
-    note       called with the name and the value of each parameter that is read
     allow      called with all of them when one has changed; raises `T1Error` for what must not be run here
+
+    `read_into`: receives the name and the value of each parameter that is read.
     """
 
-    def __init__(
-        self,
-        experiment: str,
-        namespace: dict[str, Any],
-        note: Callable[[str, Any], None],
-        allow: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._experiment, self._namespace, self._note, self._allow = experiment, namespace, note, allow
-        self._seen: tuple[int, dict[str, Any]] = 0, {}
-        self._values: dict[str, Any] = {}
+    def __init__(self, experiment: str, namespace: Values, allow: Callable[[Values], None]) -> None:
+        self._experiment, self._namespace, self._allow = experiment, namespace, allow
+        self._values, self._seen, self.read_into = {}, None, {}
         known = self._declared()
         require("profile" in known, f"the notebook of {experiment} must declare the parameter `profile: str`")
         for name in self._injected():  # papermill only warns about one that is not declared
@@ -237,30 +214,35 @@ class Live:
     def _injected(self) -> list[str]:
         return re.findall(r"^(\w+) = ", self._ran(rf"\A{INJECTED}") or "", re.M)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Values:
         """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is
         missing, and for a profile that has no file."""
-        if not self._values or self._now() != self._seen:
+        if self._now() != self._seen:
             self._values = self._load()
             self._seen = copy.deepcopy(self._now())
         return self._values
 
-    def unchecked(self) -> dict[str, Any]:
-        """All parameters as the variables are, right or wrong."""
-        return self._now()[1]
+    def current(self) -> Values:
+        """All parameters, or the variables as they are if one is wrong: the next cell that reads one raises that."""
+        try:
+            return self.values()
+        except T1Error:
+            return self._now()[1]
 
-    def _now(self) -> tuple[int, dict[str, Any]]:
+    def _now(self) -> tuple[int, Values]:
         return len(self._namespace.get("In", [])), {name: self._namespace.get(name) for name in self._values}
 
-    def _load(self) -> dict[str, Any]:
+    def _load(self) -> Values:
         known, namespace = self._declared(), self._namespace
         missing = [name for name in known if name not in namespace]
         require(not missing, f"{', '.join(missing)} not set; run the cell tagged `parameters` first")
         values = _check(known, {name: namespace[name] for name in known}, "the notebook")
         profile = choose("profile", values["profile"], profiles())
-        given, base = _read_profile(self._experiment, profile, known), self._base(known)
-        untouched = {name for name in known if values[name] == base.get(name)} - set(self._injected())
-        loaded = {name: value for name, value in given.items() if name in untouched and value != values[name]}
+        given, injected = _read_profile(self._experiment, profile, known), self._injected()
+        base = {name: parameter.default for name, parameter in known.items()}
+        if paths.params_file(BASE, self._experiment).is_file():
+            base |= _read_profile(self._experiment, BASE, known)
+        loaded = {n: value for n, value in given.items() if n not in injected and base[n] == values[n] != value}
         self._allow(values | loaded)
         if loaded:
             told = ", ".join(f"{name}={value!r}" for name, value in loaded.items())
@@ -268,16 +250,8 @@ class Live:
         namespace |= loaded
         return values | loaded
 
-    def _base(self, known: Mapping[str, Parameter]) -> dict[str, Any]:
-        """The values that nobody has edited: as the profile `BASE` has them or, where it says nothing, the cell."""
-        values = {name: parameter.default for name, parameter in known.items()}
-        listed = paths.params_file(BASE, self._experiment).is_file()
-        return values | (_read_profile(self._experiment, BASE, known) if listed else {})
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as the methods that copy and pickle look for
             raise AttributeError(name)
-        values = self.values()
-        choose("parameter", name, values)
-        self._note(name, values[name])
-        return values[name]
+        value = self.read_into[name] = self.values()[choose("parameter", name, self.values())]
+        return value

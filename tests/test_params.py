@@ -118,7 +118,7 @@ def test_what_yaml_cannot_read_is_an_error(checkout, text):
 
 
 def live(namespace):
-    return params.Live("demo", namespace, lambda name, value: None, lambda values: None)
+    return params.Live("demo", namespace, lambda values: None)
 
 
 def test_the_parameters_of_a_notebook_are_what_its_variables_say(checkout):

@@ -22,9 +22,9 @@ from t1lib.measure.records import Numbers, escape_latex
 REPORTS = ("t1m1", "t1m3")
 BOTH = ("convergence", "frontier")  # experiments that both reports quote if their runs are finished
 
-_MISSING_TEX = """the PDF files need TeX, and {missing} was not found here; all else is in {folder} already.
-Debian/Ubuntu: apt-get install texlive-latex-recommended lmodern; macOS: brew install --cask mactex-no-gui; \
-Windows: winget install MiKTeX.MiKTeX"""
+_PACKAGES = "Debian/Ubuntu: apt-get install texlive-latex-recommended lmodern"
+_MISSING_TEX = f"""the PDF files need TeX, and {{missing}} was not found here; all else is in {{folder}} already.
+{_PACKAGES}; macOS: brew install --cask mactex-no-gui; Windows: winget install MiKTeX.MiKTeX"""
 # With -file-line-error, errors begin with "./t1m1.tex:12: "; errors outside any file begin with "! ".
 _ERROR = re.compile(r"^(?:(?:\./)?[^\s:]+\.\w+:\d+: |! ).+", re.M)
 _UNDEFINED = re.compile(r"^LaTeX Warning: (?:Citation|Reference) .+ undefined.*", re.M)  # would print "??"
@@ -39,12 +39,10 @@ def build(profile: str) -> list[Path]:
     (such as a number that the report quotes but the run did not produce).
     """
     folders = [paths.outputs(profile, report) for report in REPORTS]
-    finished = [folder for folder in folders if manifest.read(folder)]
+    finished, shown = [folder for folder in folders if manifest.read(folder)], paths.shown(folders[0].parent)
     command = f"python -m t1lib run {' '.join(REPORTS)} --profile {profile}"
-    require(bool(finished), f"no finished run to report on in {paths.shown(folders[0].parent)}; make one: {command}")
-    missing = [tool for tool in ("pdflatex", "bibtex") if shutil.which(tool) is None]
-    if missing:
-        shown = paths.shown(folders[0].parent)
+    require(bool(finished), f"no finished run to report on in {shown}; make one: {command}")
+    if missing := [tool for tool in ("pdflatex", "bibtex") if shutil.which(tool) is None]:
         raise UnavailableError(_MISSING_TEX.format(missing=" and ".join(missing), folder=shown))
     return [_build_one(folder) for folder in finished]
 
@@ -55,7 +53,14 @@ def _build_one(outputs: Path) -> Path:
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
         folder = Path(temporary)
-        _gather(outputs, folder)
+        sources = paths.root() / "report"
+        require((sources / f"{outputs.name}.tex").is_file(), f"{paths.shown(sources)}/{outputs.name}.tex is missing")
+        for path in (path for path in sources.iterdir() if path.suffix in (".tex", ".sty", ".bib")):
+            shutil.copyfile(path, folder / path.name)
+        _copy_run(outputs, folder, "")
+        for other in (outputs.with_name(name) for name in BOTH):
+            if manifest.read(other):
+                _copy_run(other, folder, f"{other.name}-")
         write_context(content, folder / "context.tex")
         _compile(folder, outputs.name, content["started"])
         with whole(final) as partial:
@@ -64,31 +69,14 @@ def _build_one(outputs: Path) -> Path:
     return final
 
 
-def _gather(outputs: Path, folder: Path) -> None:
-    """Copy the report's sources and the run's tables, figures and numbers into one fixed layout.
-
-    File names of experiments in `BOTH` are prefixed with the experiment's name.
-    """
-    sources = paths.root() / "report"
-    require((sources / f"{outputs.name}.tex").is_file(), f"{paths.shown(sources)}/{outputs.name}.tex is missing")
-    for path in sources.iterdir():
-        if path.suffix in (".tex", ".sty", ".bib"):
-            shutil.copyfile(path, folder / path.name)
-    for kind in ("tables", "figures"):
-        (folder / kind).mkdir()
-    _copy_run(outputs, folder, "")
-    for other in (outputs.with_name(name) for name in BOTH):
-        if manifest.read(other):
-            _copy_run(other, folder, f"{other.name}-")
-
-
 def _copy_run(outputs: Path, folder: Path, before: str) -> None:
+    """Copy a run's tables, figures and numbers into `folder`, their names behind `before`."""
     numbers = outputs / "numbers.tex"
     require(numbers.is_file(), f"{paths.shown(numbers)} is missing; `python -m t1lib report` makes it again")
-    shutil.copyfile(numbers, folder / f"{before}{numbers.name}")
-    for kind, suffix in (("tables", "tex"), ("figures", "pdf")):
-        for path in (outputs / kind).glob(f"*.{suffix}"):
-            shutil.copyfile(path, folder / kind / f"{before}{path.name}")
+    for path in (numbers, *outputs.glob("tables/*.tex"), *outputs.glob("figures/*.pdf")):
+        copy = folder / path.relative_to(outputs).with_name(f"{before}{path.name}")
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def write_context(content: Mapping[str, Any], path: Path) -> None:
@@ -97,20 +85,18 @@ def write_context(content: Mapping[str, Any], path: Path) -> None:
     Keys of `\result`: run.{experiment, profile, device, commit, dirty, date, started, seconds}, env.<entry of the
     environment>, param.<parameter>. `\ifgpu` is true where a GPU was measured; `\allparameters` lists all parameters.
     """
-    numbers = Numbers()
+    numbers, environment = Numbers(), content["environment"]
     run = {name: content[name] for name in ("experiment", "profile", "commit", "dirty", "started", "seconds")}
     run |= {"date": content["started"][:10], "device": manifest.device(content)}
-    for group, entries in (("run", run), ("env", content["environment"]), ("param", content["parameters"])):
+    for group, entries in (("run", run), ("env", environment), ("param", content["parameters"])):
         for name, value in entries.items():
             numbers.set(f"{group}.{name}", _shown(value))
-    listed = ", ".join(
-        rf"\mbox{{\texttt{{{escape_latex(name)}}}}}~=~{escape_latex(_shown(value))}"
-        for name, value in content["parameters"].items()
-    )
-    gpu = "true" if "gpu" in content["environment"] else "false"
     numbers.save_tex(path)
+    given = ((escape_latex(name), escape_latex(_shown(value))) for name, value in content["parameters"].items())
+    listed = ", ".join(rf"\mbox{{\texttt{{{name}}}}}~=~{value}" for name, value in given)
     with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write(rf"\newif\ifgpu\gpu{gpu}" + "\n" + rf"\newcommand{{\allparameters}}{{{listed}}}" + "\n")
+        file.write(rf"\newif\ifgpu\gpu{'true' if 'gpu' in environment else 'false'}" + "\n")
+        file.write(rf"\newcommand{{\allparameters}}{{{listed}}}" + "\n")
 
 
 def _shown(value: Any) -> str:
@@ -124,14 +110,11 @@ def _shown(value: Any) -> str:
 
 def _compile(folder: Path, report: str, started: str) -> None:
     """Run TeX in `folder`, with the run's date in place of today's so that the PDF depends only on its inputs."""
-    epoch = str(int(datetime.fromisoformat(started).timestamp()))
-    dates = {"SOURCE_DATE_EPOCH": epoch, "FORCE_SOURCE_DATE": "1"}
+    dates = {"SOURCE_DATE_EPOCH": f"{datetime.fromisoformat(started).timestamp():.0f}", "FORCE_SOURCE_DATE": "1"}
     environment = {**os.environ, **dates, "max_print_line": "1000"}  # else TeX breaks its messages at 79 characters
     latex = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-file-line-error", report]
     for command in (latex, ["bibtex", report], latex, latex):
-        done = subprocess.run(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
         said = done.stdout.decode(errors="replace")
         if done.returncode:
             _fail(said, report)
@@ -142,10 +125,8 @@ def _compile(folder: Path, report: str, started: str) -> None:
 def _fail(log: str, report: str) -> None:
     """Raise an error that names the first problem that TeX reported."""
     if package := _NO_PACKAGE.search(log):
-        raise UnavailableError(
-            f"this TeX lacks {package[1]}, which the reports need;\n"
-            "Debian/Ubuntu: apt-get install texlive-latex-recommended lmodern; else install it with tlmgr or MiKTeX"
-        )
+        how = f"{_PACKAGES}; else install it with tlmgr or MiKTeX"
+        raise UnavailableError(f"this TeX lacks {package[1]}, which the reports need;\n{how}")
     found = _ERROR.search(log) or _UNDEFINED.search(log)
     first = found[0] if found else (log.strip().splitlines() or ["no message"])[-1]
     raise T1Error(f"LaTeX could not build the report {report}; its PDF is as it was before:\n{first}")

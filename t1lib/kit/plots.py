@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from t1lib.kit.select import median, pick
-from t1lib.kit.style import BEHIND, PHASE_COLOURS, VARIANTS, bar_labels, subplots
+from t1lib.kit.style import BEHIND, PHASE_COLOURS, VARIANTS, subplots
 from t1lib.kit.tables import memory_unit
 from t1lib.measure.records import format_number
 
@@ -20,7 +20,9 @@ def draw_grouped(
         where = [i + (index - (len(kinds) - 1) / 2) * width for i in range(len(names))]
         values = [median(frame, metric, phase, m) * scale for m in names]
         bars = axes.bar(where, values, width * 0.95, label=label, color=colour)
-        bar_labels(axes, bars, 6.5 if len(names) < 4 else 5.5)
+        size = 6.5 if len(names) < 4 else 5.5
+        axes.bar_label(bars, fmt=lambda v: format_number(float(v)) if v else "", fontsize=size, padding=1.5)
+        axes.margins(y=0.12)
     axes.set_xticks(range(len(names)), [VARIANTS[m].tick() for m in names])
     axes.set_ylabel(f"{what} ({unit})")
     axes.grid(axis="x", visible=False)

@@ -55,6 +55,4 @@ def differences(report: str) -> list[dict[str, object]]:
 
 def digits(metric: str, value: float) -> str:
     """Format specification that prints a published value with the digits with which it was published."""
-    if metric.endswith("_gib"):
-        return ".2f"
-    return ".0f" if value == int(value) else ".1f"
+    return ".2f" if metric.endswith("_gib") else ".0f" if value == int(value) else ".1f"

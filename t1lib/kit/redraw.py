@@ -25,35 +25,26 @@ def redraw(profile: str, experiment: str) -> list[str]:
 
 def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
     """Run a notebook's cells in this process, without measuring, on the samples of a finished run; its files go to
-    `folder`. Raises as `redraw`."""
+    `folder`. What the cells print is not shown. Raises as `redraw`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = manifest.require_finished(paths.outputs(profile, experiment), {})
     known = params.declared(experiment)
-    require(
-        "measure" in known, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring"
-    )
-    given = {name: value for name, value in content["parameters"].items() if name in known} | {"measure": False}
-    cells = params.code_cells(paths.notebook(experiment))
-    after = next(i for i, cell in enumerate(cells) if params.holds_parameters(cell)) + 1
-    sources = [params.source(cell) for cell in cells]
-    values = "\n".join(f"{name} = {value!r}" for name, value in given.items())
-    namespace: dict[str, Any] = {"__name__": f"{experiment}.ipynb", "In": [""]}
-    _execute([*sources[:after], f"{params.INJECTED}\n{values}"], namespace)
+    able = "measure" in known
+    require(able, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring")
+    given = {name: parameter.default for name, parameter in known.items()}
+    given |= {name: value for name, value in content["parameters"].items() if name in known} | {"measure": False}
+    set_by_papermill = "\n".join([params.INJECTED, *(f"{name} = {value!r}" for name, value in given.items())])
+    namespace: dict[str, Any] = {"__name__": f"{experiment}.ipynb", "In": [set_by_papermill], **given}
     run = namespace[_RUN] = Run(experiment, namespace, folder)
     run.saves_figures = figures
-    _execute(sources[after:], namespace)
-
-
-def _execute(sources: list[str], namespace: dict[str, Any]) -> None:
-    """Run cells one by one; what they print is not shown."""
-    for source in sources:
-        namespace["In"].append(source)
+    for cell in params.code_cells(paths.notebook(experiment)):
+        source = "" if params.holds_parameters(cell) else params.source(cell)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(source, namespace["__name__"], "exec"), namespace)
         except T1Error:
             raise
         except Exception as error:
-            first = next(filter(str.strip, source.splitlines()), "").strip()[:60]
+            first = source.strip().partition("\n")[0][:60]
             told = f"{namespace['__name__']}, cell `{first}`: {type(error).__name__}: {error}"[:280]
             raise T1Error(told) from error

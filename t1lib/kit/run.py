@@ -19,9 +19,9 @@ from IPython import get_ipython
 from matplotlib.figure import Figure
 
 from t1lib import fingerprint, paths
-from t1lib.errors import T1Error, require
+from t1lib.errors import require
 from t1lib.files import write_json
-from t1lib.kit.cells import Cell, Cells
+from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
@@ -30,7 +30,8 @@ from t1lib.measure.records import Numbers, Records
 from t1lib.params import Live
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
-_TIMED = re.compile(r"^(\s*)%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*", re.M)  # magics that run Python code
+# Cell magics, and line magics that run Python code.
+_MAGIC = re.compile(r"^(\s*)(?:%%.*\n?|%(?:time|timeit|prun)\s+(?:-\w+(?:\s*\d+)?\s+)*)", re.M)
 _NAMED = 240  # characters of an error about cells that are out of date
 
 
@@ -41,22 +42,21 @@ class Run:
     interrupted leaves no records. Records that no longer follow from the parameters and cells before them are left out
     of `frame`, and `finish` refuses to publish until all cells that are out of date have been run again.
 
-    With the parameter `measure` false the records are those of the finished run, and all that is made of them is made
-    again, without a GPU.
+    With the parameter `measure` false the records are those of the finished run, whatever GPU is here.
 
-    Attributes: `params` (the parameters as attributes, as their cells say at that moment), `records`, `outdir` (where
-    the notebook's own files belong), `device` (that of the records: CUDA if there is a GPU, else the CPU).
+    Attributes: `params` (as their cells say at that moment), `records`, `outdir` (where the notebook's own files
+    belong), `device` (that of the records: CUDA if there is a GPU, else the CPU).
     """
 
     saves_figures = True
 
     def __init__(self, experiment: str, namespace: dict[str, Any], folder: Path | None = None) -> None:
         """folder: receives the files if somebody else publishes them"""
-        self.experiment, self._cells = experiment, Cells(namespace, self._parameters)
+        self.experiment, self._cells = experiment, Cells(namespace, lambda: self.params.current())
         self.records = Records(self._cells.rows)
         self._driven, self._measures = folder is not None, None
-        self.params = Live(experiment, namespace, self._note, self._require_allowed)
-        given = self.params.values()
+        self.params = Live(experiment, namespace, self._require_allowed)
+        final = paths.outputs(self.params.values()["profile"], experiment)
         git_state()  # raises its errors before anything is measured
         # Taken at the start: an edit made during the run must make the run stale.
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
@@ -65,24 +65,37 @@ class Run:
         self._started, self._clock = manifest.utc_now(), time.perf_counter()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
         self.outdir = folder or Path(self._temporary.name) / experiment
-        self._final = paths.outputs(given["profile"], experiment)
         cuda = torch.cuda.is_available()
         if not self._measures:
-            self.records = Records.load(self._final / "samples.csv")
+            self.records = Records.load(final / "samples.csv")
             self.records.closed = True
-            cuda = "gpu" in (manifest.read(self._final) or {})["environment"]
+            cuda = "gpu" in (manifest.read(final) or {})["environment"]
         self.device = torch.device("cuda" if cuda else "cpu")
-        self._record_into_cell()
-        self._watch()
+        self._begin("")
+        if shell := get_ipython():
+            shell.events.register("pre_run_cell", lambda info: self._begin(str(info.cell_id or info.raw_cell)))
+            shell.events.register("post_run_cell", self._end)
+
+    def _begin(self, key: str) -> None:
+        self._cells.begin(key)
+        self.params.read_into = self._cells.running.parameters
+        if self._measures:
+            self.records.own = self._cells.running.rows
+
+    def _end(self, result: Any) -> None:
+        info = result.info
+        source = _MAGIC.sub(r"\1", info.raw_cell)
+        with suppress(SyntaxError):  # the cell fails
+            source = get_ipython().transform_cell(source)
+        self._cells.end(str(info.cell_id or info.raw_cell), source, result.success, result.execution_count)
 
     @classmethod
     def start(cls, experiment: str, namespace: dict[str, Any]) -> Self:
-        """Begin a run in a notebook's second code cell: `run = Run.start("t1m1", globals())`. When that cell is run
-        again, the run goes on.
+        """Begin a run, in a notebook's second code cell, which may be run again: `run = Run.start("t1m1", globals())`.
 
-        Raises `T1Error` for an undeclared, missing or mistyped parameter, for a profile that params/ does not hold or
-        that needs a GPU that is not there, and if results that another GPU has measured would be replaced; where
-        nothing is measured, if there is no finished run with these parameters.
+        Raises `T1Error` for a wrong parameter, for a profile that params/ does not hold or that needs a GPU that is not
+        there, and if results that another GPU has measured would be replaced; where nothing is measured, if there is
+        no finished run with these parameters.
         """
         plt.rcParams.update(STYLE)
         run = namespace.get(_RUN)
@@ -98,55 +111,16 @@ class Run:
         return run
 
     def _require_allowed(self, given: dict[str, Any]) -> None:
-        measures = given.get("measure", True)
+        measures, final = given.get("measure", True), paths.outputs(given["profile"], self.experiment)
         changed = "`measure` was changed within a run; restart the kernel, and run all cells"
         require(self._measures in (None, measures), changed)
         self._measures = measures
-        final = paths.outputs(given["profile"], self.experiment)
         if not measures:
             manifest.require_finished(final, given)
             return
         require_gpu(given["profile"])
         if not self._driven:
             manifest.require_replaceable(final)
-
-    def _watch(self) -> None:
-        """Be told by IPython, where there is one, when a cell begins and ends."""
-        shell = get_ipython()
-        if shell is None:
-            return
-
-        def source(info: Any) -> str:
-            first, _, rest = info.raw_cell.partition("\n")
-            text = _TIMED.sub(r"\1", rest if first.startswith("%%") else info.raw_cell)  # without magics
-            with suppress(SyntaxError):  # the cell fails
-                return shell.transform_cell(text)
-            return ""
-
-        def begin(info: Any) -> None:
-            key = str(info.cell_id or info.raw_cell)
-            self._forget_drawn(self._cells.begin(key))
-            self._record_into_cell()
-
-        def end(result: Any) -> None:
-            key = str(result.info.cell_id or result.info.raw_cell)
-            self._forget_drawn(self._cells.end(key, source(result.info), result.success, result.execution_count))
-
-        shell.events.register("pre_run_cell", begin)
-        shell.events.register("post_run_cell", end)
-
-    def _record_into_cell(self) -> None:
-        if self._measures:
-            self.records.own = self._cells.running.rows
-
-    def _parameters(self) -> dict[str, Any]:
-        try:
-            return self.params.values()
-        except T1Error:  # raised again by the next cell that reads one
-            return self.params.unchecked()
-
-    def _note(self, name: str, value: Any) -> None:
-        self._cells.running.parameters[name] = value
 
     def frame(self) -> pd.DataFrame:
         """The records that hold, one row each; says which are left out. Saved to disk as well, so that a cell that
@@ -162,7 +136,7 @@ class Run:
     def figure(self, name: str, figure: Figure) -> Figure:
         """Save a figure as PDF and PNG, and return it: as the last line of its cell it is shown there."""
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
-        self._note_drawn(name)
+        self._cells.draw(name)
         if self.saves_figures:
             (self.outdir / "figures").mkdir(parents=True, exist_ok=True)
             path = self.outdir / "figures" / f"{name}.pdf"
@@ -174,7 +148,7 @@ class Run:
         """Save a table as LaTeX, and return it to be shown: rows of column → value, of which the first
         `text_columns` are text."""
         made = make_table(rows)
-        self._note_drawn(name)
+        self._cells.draw(name)
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
         text = to_latex(made, text_columns)
         (self.outdir / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
@@ -183,53 +157,45 @@ class Run:
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
         """Enter a number that a text quotes by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as in `format`."""
         self._numbers.set(key, value, unit, fmt)
-        self._note_drawn(key)
+        self._cells.draw(key)
 
     def used(self, name: str, sha256: str) -> None:
         """Note, for the manifest, the hash of something the run read beside its parameters, such as a corpus."""
         self._inputs[name] = sha256
 
-    def _note_drawn(self, name: str) -> None:
-        for cell in self._cells.known.values():
-            cell.drawn.discard(name)
-        self._cells.running.drawn.add(name)
-        self._cells.running.drew = True
-
-    def _forget_drawn(self, replaced: list[Cell]) -> None:
-        """A cell that runs again makes its figures, tables and numbers again, or makes them no longer."""
-        for name in {name for cell in replaced for name in cell.drawn}:
-            self._numbers.pop(name, None)
-            for path in self.outdir.glob(f"*/{name}.*"):
-                path.unlink()
-
     def finish(self) -> None:
-        """Save records and numbers. Without the driver, also publish the folder.
-
-        A folder published this way lacks executed.ipynb, so the driver does not count it as done and would
-        redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
+        """Save records and numbers. Without the driver, also publish the folder, which lacks executed.ipynb: the driver
+        would redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
         Raises `T1Error` if a cell has to be run again first.
         """
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
+        # A cell that has run again has made its figures, tables and numbers again, or makes them no longer.
+        drawn = self._cells.drawn()
+        for path in self.outdir.glob("[ft]*s/*.*"):  # figures/ and tables/
+            if path.stem not in drawn:
+                path.unlink()
+        for key in self._numbers.keys() - drawn:
+            del self._numbers[key]
         self._numbers.save_json(self.outdir / "numbers.json")
         self._numbers.save_tex(self.outdir / "numbers.tex")
-        if self._measures:
-            self.records.save(self.outdir / "samples.csv")
-            modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
-            notes = {"made_of": self._made_of | {"modules": modules}, "inputs": self._inputs}
-            write_json(self.outdir / manifest.NOTES, notes)
-        if not self._driven:
-            self._publish() if self._measures else manifest.replace_drawn(self.outdir, self._final)
-
-    def _publish(self) -> None:
-        """Publish a copy: cells that are run again afterwards work on in `outdir`, and change nothing published."""
         given = self.params.values()
         final = paths.outputs(given["profile"], self.experiment)
+        if not self._measures:
+            if not self._driven:
+                manifest.replace_drawn(self.outdir, final)
+            return
+        self.records.save(self.outdir / "samples.csv")
+        modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
+        made_of = {"notebook": self._made_of["notebook"], "modules": modules}
+        write_json(self.outdir / manifest.NOTES, {"made_of": made_of, "inputs": self._inputs})
+        if self._driven:
+            return
         final.parent.mkdir(parents=True, exist_ok=True)
+        # A copy is published: cells that are run again afterwards work on in `outdir`, and change nothing published.
         with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
-            whole = Path(beside) / self.experiment
-            shutil.copytree(self.outdir, whole)
+            whole = shutil.copytree(self.outdir, Path(beside) / self.experiment)
             about = dict(experiment=self.experiment, profile=given["profile"], parameters=given, started=self._started)
             manifest.write(whole, **about, seconds=time.perf_counter() - self._clock)
             manifest.publish(whole, final)

@@ -8,8 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from t1lib.measure.records import format_number
-
 WIDTH = 6.3  # inches: the text width of the reports; figures are included at their own size
 
 _COLOURS = sns.color_palette("colorblind")
@@ -96,9 +94,3 @@ def plain_numbers(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def bar_labels(axes: Axes, bars: object, size: float = 6.5) -> None:
-    """Write each bar's value next to it, so that it can be read without the table."""
-    axes.bar_label(bars, fmt=lambda v: format_number(float(v)) if v else "", fontsize=size, padding=1.5)
-    axes.margins(y=0.12)

@@ -54,21 +54,16 @@ def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
 
 def mean_std(values: pd.Series) -> str:
     """`mean ± std`, as in the reports; a dash without values."""
-    if not len(values):
-        return MISSING
-    return f"{cell(float(values.mean()))} ± {cell(float(values.std(ddof=1)) if len(values) > 1 else 0.0)}"
+    std = values.std(ddof=1) if len(values) > 1 else 0.0
+    return f"{cell(values.mean())} ± {cell(std)}" if len(values) else MISSING
 
 
 def median_iqr(values: pd.Series) -> str:
     """`median [quartile, quartile]`; a dash without values."""
-    if not len(values):
-        return MISSING
-    low, mid, high = (cell(float(values.quantile(q))) for q in (0.25, 0.5, 0.75))
-    return f"{mid} [{low}, {high}]"
+    low, mid, high = (cell(values.quantile(q)) for q in (0.25, 0.5, 0.75))
+    return f"{mid} [{low}, {high}]" if len(values) else MISSING
 
 
 def _tex(text: str) -> str:
-    escaped = escape_latex(text)
-    for character, command in (("±", r"\ensuremath{\pm}"), ("×", r"\ensuremath{\times}"), (MISSING, "--")):
-        escaped = escaped.replace(character, command)
-    return escaped
+    commands = {"±": r"\ensuremath{\pm}", "×": r"\ensuremath{\times}", MISSING: "--"}
+    return escape_latex(text).translate(str.maketrans(commands))
