@@ -59,7 +59,7 @@ def test_options_of_a_trainer(options, parts):
     refused(lambda: make_trainer(model(), **options), *parts)
 
 
-@pytest.mark.parametrize("call, parts", SETTINGS, ids=str)
+@pytest.mark.parametrize("call, parts", SETTINGS, ids=lambda part: part[0] if isinstance(part, list) else "")
 def test_optimizers_schedules_and_models(call, parts):
     refused(call, *parts)
 
