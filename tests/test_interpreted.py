@@ -1,4 +1,4 @@
-"""The kernels without a GPU: the tests of two other files, by Triton's interpreter.
+"""The kernels without a GPU: the tests of three other files, by Triton's interpreter.
 
 They run in a process of their own, because Triton decides on import whether kernels are interpreted.
 """
@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = [HERE / "heads" / "fused_interpreted.py", HERE / "train" / "adamw_interpreted.py"]
+FILES = [
+    HERE / "heads" / "fused_interpreted.py",
+    HERE / "train" / "adamw_interpreted.py",
+    HERE / "test_default_dtype.py",
+]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -45,7 +45,7 @@ class Tokens:
         local = torch.where(opts.valid, opts.local_target, -1)  # a target out of range is reported elsewhere
         self.target = torch.where((local >= 0) & (local < opts.vocab), local, -1).int()[self.order]
         self.number = opts.valid.sum(dtype=torch.int32)
-        self.row = torch.zeros(len(FIELDS.split()), len(key), device=key.device)
+        self.row = torch.zeros(len(FIELDS.split()), len(key), dtype=torch.float32, device=key.device)
         self.fields = dict(zip(FIELDS.split(), self.row.unbind(), strict=True))
 
     def results(self) -> tuple[Tensor, ...]:
@@ -76,7 +76,7 @@ class Chunk:
         self.o, self.plan, self.opts = o, o.plan(kind), o.opts
         self.tokens = Tokens(o.opts, by_target=kind == "early" and (dw or db))
         self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=o.e.device) if dw else None
-        self.db = torch.zeros(o.opts.vocab, device=o.e.device) if db else None
+        self.db = torch.zeros(o.opts.vocab, dtype=torch.float32, device=o.e.device) if db else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
         self.memory = memory = allocate(o.e.device, layout(o.shape, self.plan, kind == "early"))
         self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens
@@ -121,8 +121,8 @@ class Chunk:
         if even_sum is None:
             sums.zero_()
         else:
-            per_class = -torch.ones(len(at), device=device) if weight is None else -weight[frequent.clamp(min=0)]
-            torch.outer(per_class, even_sum, out=sums)
+            per_class = even_sum.new_ones(len(at)) if weight is None else weight[frequent.clamp(min=0)]
+            torch.outer(-per_class, even_sum, out=sums)
         self.known |= {"frequent": frequent, "frequent_number": repeated.sum(dtype=torch.int32), "slot": slot}
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:

@@ -83,7 +83,7 @@ class InputGradient:
 
 def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
     """(columns) float32: Σ factor_i x[i]. A narrow x is summed in parts, so that many programs share the work."""
-    out = torch.zeros(max(1, min(64, 128 * 1024 // x.shape[1])), x.shape[1], device=x.device)
+    out = torch.zeros(max(1, min(64, 128 * 1024 // x.shape[1])), x.shape[1], dtype=torch.float32, device=x.device)
     sum_rows(out, x, torch.full((), len(x), dtype=torch.int32, device=x.device), 0, len(x), factor)
     return out.sum(0)
 

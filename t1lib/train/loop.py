@@ -193,7 +193,7 @@ class Trainer:
 
     def _backward(self, pieces: list[Piece], timer: PhaseTimer) -> Tensor:
         """Compute the gradients of the batch's loss, and return the loss."""
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for piece in pieces:
             loss = self._piece_loss(piece, timer)
             loss.backward()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from t1lib.errors import require, shown
 from t1lib.optimizers import OptimizerSpec, Precision, Rule
-from t1lib.train.update import State, check_state, follow, new_state, shown_state, take_state, update
+from t1lib.train.update import State, check_state, follow, new_state, shown_state, step_tensor, take_state, update
 
 
 def make_optimizer(
@@ -102,7 +102,7 @@ def _plain_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> State
         state.update(new_state(param.data, rule, plain))
     if "betas" in rule:
         there = param.device if rule["fused"] or rule["capturable"] else "cpu"
-        state.setdefault("step", torch.zeros((), device=there))
+        state.setdefault("step", step_tensor(0, there))
     return {key: value for key, value in state.items() if value is not None}
 
 

@@ -38,7 +38,7 @@ class GraphTrainer(Trainer):
         super()._place()
         self._graphs: dict[torch.Size, _Graph] = {}
         self._seen: dict[torch.Size, int] = {}  # eager steps by shape
-        self._lr = torch.zeros((), device=self.device)
+        self._lr = torch.zeros((), dtype=torch.float32, device=self.device)
         options = {"capturable": True} if self.spec.name == "adamw" else {}
         self.optimizer = self._resident_optimizer(**options)
         self._side = torch.cuda.Stream(self.device)

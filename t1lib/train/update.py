@@ -29,6 +29,11 @@ def new_state(param: Tensor, rule: Rule, precision: Precision) -> State:
     }
 
 
+def step_tensor(count: int, device: torch.device | str = "cpu") -> Tensor:
+    """() as `torch.optim` counts updates, also where the default dtype has 16 bits, and could not."""
+    return torch.tensor(count, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32), device=device)
+
+
 def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
     """float32 whose upper half are the bits of the bfloat16 `high`, plus the int16 `low`."""
     bits = torch.empty(high.shape, dtype=torch.int32, device=high.device) if out is None else out.view(torch.int32)
@@ -59,7 +64,7 @@ class Scratch:
     def buffer(self, key: str, like: Tensor) -> Tensor:
         held = self._buffers.get(key)
         if held is None or held.numel() < like.numel() or held.device != like.device:
-            held = self._buffers[key] = torch.empty(like.numel(), device=like.device)
+            held = self._buffers[key] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
         return held[: like.numel()]
 
     def widen(self, key: str, value: Tensor) -> Tensor:
@@ -101,7 +106,7 @@ def _torchs(
     bits; elsewhere the fused one is taken, which moves the least memory."""
     common = {k: rule[k] for k in ("lr", "weight_decay", "maximize", "foreach", "fused")}
     if "betas" in rule:
-        steps = [torch.full((), count - 1.0, device=w.device if rule["fused"] else "cpu") for w in weights]
+        steps = [step_tensor(count - 1, w.device if rule["fused"] else "cpu") for w in weights]
         adamw(
             weights, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [], steps,
             amsgrad=False, beta1=rule["betas"][0], beta2=rule["betas"][1], eps=rule["eps"], **common,
@@ -167,7 +172,7 @@ def shown_state(weight: Tensor, state: State, count: int) -> State:
     found = {k: v for k, v in state.items() if k != "low"}
     if "low" in state:
         found["master"] = join(weight.detach().to(state["low"].device), state["low"])
-    return {"step": torch.tensor(float(count)), **found} if "exp_avg" in state else found
+    return {"step": step_tensor(count), **found} if "exp_avg" in state else found
 
 
 def check_state(weight: Tensor, keys: Collection[str], saved: State, name: str) -> None:
