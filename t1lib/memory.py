@@ -37,9 +37,9 @@ def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     """
     cuda = device.type == "cuda"
     if not cuda or 0 < numel * dtype.itemsize < SMALL:
-        return torch.zeros(numel, dtype=dtype, pin_memory=cuda)
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=cuda)
     # `zero_` touches the pages on all cores; `torch.zeros` would leave that to the registration, which uses only one.
-    return pin(torch.empty(numel, dtype=dtype).zero_(), device)
+    return pin(torch.empty(numel, dtype=dtype, device="cpu").zero_(), device)
 
 
 def pin(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:

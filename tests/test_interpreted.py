@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 FILES = [
     HERE / "heads" / "fused_interpreted.py",
     HERE / "train" / "adamw_interpreted.py",
-    HERE / "test_default_dtype.py",
+    HERE / "test_defaults.py",
 ]
 
 

@@ -76,7 +76,9 @@ class Scratch:
         if self._noise is None or self._noise.numel() < 2 * wide.numel():
             generator = torch.Generator().manual_seed(0)
             size = 2 * max(wide.numel(), 1 << 16)
-            self._noise = torch.randint(1 << 16, (size,), dtype=torch.int32, generator=generator).to(wide.device)
+            self._noise = torch.randint(1 << 16, (size,), dtype=torch.int32, device="cpu", generator=generator).to(
+                wide.device
+            )
         start = step * 7919 % wide.numel()
         bits = wide.view(torch.int32)
         bits.add_(self._noise[start : start + wide.numel()]).bitwise_right_shift_(16)
@@ -197,7 +199,7 @@ def take_state(weight: Tensor, state: State, saved: State) -> int:
     saved = {k: v for k, v in saved.items() if v is not None}
     if "master" in saved and state.keys() & {"master", "low"}:
         master = saved["master"].to(torch.float32, copy=True)
-        high, low = torch.empty(weight.shape, dtype=weight.dtype), torch.empty(weight.shape, dtype=torch.int16)
+        high, low = (torch.empty(weight.shape, dtype=kind, device="cpu") for kind in (weight.dtype, torch.int16))
         if "low" in state:
             split(master.cpu(), high, low)
             state["low"].copy_(low)

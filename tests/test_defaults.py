@@ -1,4 +1,4 @@
-"""Results do not depend on PyTorch's default dtype, which those who build models in 16 bits often change."""
+"""Results do not depend on PyTorch's default dtype and device, which those who build models often change."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,3 +62,18 @@ def test_training_with_masters(mode):
 def test_updates_are_counted_beyond_256():
     with default(torch.bfloat16):
         assert step_tensor(257) == 257
+
+
+def test_host_memory_is_the_hosts_whatever_the_default_device():
+    found = []
+    for device in ("cpu", "meta"):
+        model = build_model("tiny", dtype=torch.bfloat16, num_hidden_layers=2)
+        ids = torch.arange(16).view(2, 8)
+        spec = OptimizerSpec("adamw", lr=1e-3, master_weights=True, split_master=True, moments="bfloat16")
+        with torch.device(device):
+            trainer = make_trainer(model, "slide", device="cpu", head="full", optimizer=spec)
+            losses = [trainer.step({"input_ids": ids}).loss for _ in range(2)]
+            trainer.load_state_dict(trainer.state_dict())
+            found.append([*losses, trainer.step({"input_ids": ids}).loss])
+            trainer.close()
+    assert found[0] == found[1]
