@@ -175,7 +175,7 @@ class TrainRun:
 
     def train(self) -> bool:
         """Train up to the option `steps`; returns whether that was reached. Interrupting one process (Ctrl-C) stops all
-        of them after the current step, with a checkpoint; so does a `T1Error`, if metrics cannot be written."""
+        of them after the current step, with a checkpoint. So do metrics that cannot be written: `T1Error`."""
         last, rows = self.options["steps"], self.options["eval_rows"]
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)
