@@ -53,15 +53,13 @@ def choice_of(mode: str, work: Work) -> Choice:
 
 
 def updated_by_host(place: Any, share: float) -> Any:
-    """Whether the CPU updates a streamed layer, the `place`-th of them: every n-th for a share of 1/n, the last of each
-    group."""
+    """Whether the CPU updates the `place`-th streamed layer: every n-th for a share of 1/n, the last of each group."""
     return np.floor((place + 1) * share + 1e-9) > np.floor(place * share + 1e-9)
 
 
 def which_stay(trained: Sequence[bool], resident: int) -> np.ndarray:
-    """Which layers stay on the device (a boolean per layer), if `resident` of them do: frozen ones first, which have no
-    state; of alike layers every n-th for a share of 1/n, the first of each group, so that the link is not idle while
-    resident layers compute."""
+    """Whether each layer stays on the device, if `resident` of them do: frozen ones first, which have no state; of
+    alike ones every n-th for a share of 1/n, the first of each group, so that the link is not idle beside them."""
     trained, stay = np.asarray(trained, bool), np.zeros(len(trained), bool)
     for among in np.flatnonzero(~trained), np.flatnonzero(trained):
         count = min(resident, len(among))
@@ -95,13 +93,11 @@ def waiting_layers(work: Work, choice: Choice) -> Any:
 
 def graphed_layers(work: Work, choice: Choice) -> Any:
     """How many layers run as CUDA graphs: those that are streamed and recomputed, if launches bind."""
-    again = work.layers - choice.keep
-    return (again * (work.layers - choice.resident) // work.layers) * work.graphed
+    return (work.layers - choice.keep) * (work.layers - choice.resident) // work.layers * work.graphed
 
 
 def outer_bytes(work: Work) -> int:
-    """Bytes per parameter of embedding and head on the host, if their state is there: the state, and the weight, unless
-    a whole master can restore it."""
+    """Bytes per parameter of an embedding and a head on the host: state, and the weight unless a master restores it."""
     return work.state + work.itemsize * (not work.masters)
 
 
@@ -112,7 +108,8 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     hidden, outer = live * work.hidden * work.itemsize, work.outer * work.itemsize
     first = min(work.head * work.itemsize, outer)  # gradients that the output layer makes
     others = work.layers - choice.keep
-    grads = trained_layers(work, choice)[0] * work.layer * work.itemsize  # of resident layers
+    weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
+    grads = resident * weights  # of resident layers
     # The others' are freed after each step, and these are the last that a streamed backward makes.
     always = grads * (work.accumulates if work.streams else work.pieces > 1)
     on_host, leaves = choice.inputs == "host", choice.outer == "host" and work.streams
@@ -124,32 +121,27 @@ def device_bytes(work: Work, choice: Choice) -> Any:
     again = (beside + work.micro_tokens * work.saved * (others > 0)) * (graphs == 0)
     # Inputs of a layer, of the next one and of the first one; without micro-batches, the layer holds its own anyway.
     inputs = np.minimum(3, others) * hidden * (work.pieces > 1) if on_host else waiting
-    stay = waiting_layers(work, choice) * work.layer * work.itemsize  # gradients, until the next forward
+    stay = waiting_layers(work, choice) * weights  # gradients, until the next forward
     beside_head = np.maximum(work.workspace + (NORM[0] - 2) * hidden, (NORM[1] - 2) * hidden)
     head = always + first + kept + waiting + beside_head
     backward = always + first - outer * leaves + np.maximum(kept + waiting + beside, inputs + again)
     added = 2 * work.tied * work.itemsize  # the embedding's gradient, and its sum with the output layer's
     end = grads + stay + np.maximum(first - outer * leaves + np.maximum(again, added), outer)
     forward = always + outer + FORWARD * work.micro_tokens * work.inner * work.itemsize * leaves
-    if choice.grads == "device":  # beside the inputs of the resident layers that come first
-        few = np.minimum(first_streamed(work, choice), others) * hidden * (not on_host)
-        backward = np.maximum(backward, always + first - outer * leaves + stay + few + again)
-        forward = np.maximum(forward, always + outer + stay + few)
+    # Gradients that stay are beside the inputs of the resident layers that come first.
+    few = np.minimum(first_streamed(work, choice), others) * hidden * (not on_host and choice.grads == "device")
+    backward = np.maximum(backward, always + first - outer * leaves + stay + few + again)
+    forward = np.maximum(forward, always + outer + stay + few)
     most = np.maximum(np.maximum(head, backward), np.maximum(end, forward))
-    return _held(work, choice) + 2 * hidden + graphs + most
-
-
-def _held(work: Work, choice: Choice) -> Any:
-    """Bytes that no phase frees: weights and state on the device, slots."""
-    weights, (resident, streamed) = work.layer * work.itemsize, trained_layers(work, choice)
+    # What no phase frees: weights and state on the device, slots.
     slots = (choice.slots * (choice.resident < work.layers) + choice.grad_slots * (streamed > 0)) * weights
     if work.cuda and work.streams and (work.state > 0 or work.together):
         each = work.state + (1 + work.together) * work.itemsize  # pieces of state travel, with weights and gradients
         room = min(PIECE, work.layer) * slots_for(each) * each
         slots = slots + room * ((streamed > 0) & (choice.host_share < 1) | (choice.outer == "host"))
     layers = choice.resident * weights + resident * work.layer * work.state + work.aside
-    outer = (work.outer + work.still) * work.itemsize + work.outer * work.state * (choice.outer == "device")
-    return slots + layers + outer + SLACK * work.cuda
+    outside = (work.outer + work.still) * work.itemsize + work.outer * work.state * (choice.outer == "device")
+    return slots + layers + outside + SLACK * work.cuda + 2 * hidden + graphs + most
 
 
 def reserved_bytes(work: Work, allocated: Any, choice: Choice, most: bool = False) -> Any:
@@ -170,6 +162,5 @@ def host_bytes(work: Work, choice: Choice) -> Any:
     if work.together:
         waiting = trained - waiting_layers(work, choice)
     held = work.layer * (streamed * work.itemsize + trained * work.state + waiting * work.itemsize)
-    if choice.outer == "host":
-        held = held + (work.outer + GATHERED * min(ROWS * work.hidden, work.outer)) * outer_bytes(work)
-    return held + work.layers * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")
+    outer = (work.outer + GATHERED * min(ROWS * work.hidden, work.outer)) * outer_bytes(work) * (choice.outer == "host")
+    return held + outer + work.layers * work.tokens * work.hidden * work.itemsize * (choice.inputs == "host")

@@ -14,8 +14,7 @@ MOVED = 1.95, 4.1  # bytes moved outside matrix products per saved byte, in a la
 AGAIN = 0.88  # share of a layer's forward that is recomputed (measured)
 # Launch times relative to `Machine.launch_ms`: forward and backward of a layer, without and with recomputation; of a
 # CUDA graph; and of a layer's update on the device (measured).
-LAUNCHES = (1.2, 2.0), (2.05, 4.45)
-GRAPH_LAUNCH = 0.23
+LAUNCHES = (1.2, 2.0), (2.05, 4.45), (0.23, 0.23)
 UPDATE_LAUNCHES = 0.85
 ATTENTION = 0.814  # rate of causal attention over long rows, relative to `Machine.flops` (measured)
 UPDATE = 2.0  # rate of a fused update on the device, relative to `Machine.memory` (measured)
@@ -75,11 +74,10 @@ def _longer(one: Any, other: Any) -> Any:
 
 def _layer_ms(work: Work, machine: Machine) -> tuple[float, float]:
     """Times to compute one layer over all tokens of a step, forward and backward."""
-    times = []
-    for weights, attention, moved in zip((2, 4), (1, 2.5), MOVED, strict=True):
-        products = (weights * work.layer + attention / ATTENTION * work.attention) / machine.flops
-        times.append(work.tokens * (products + moved * work.saved / machine.memory) * 1e3)
-    return times[0], times[1]
+    moved = [each * work.saved / machine.memory for each in MOVED]
+    one = (2 * work.layer + 1 / ATTENTION * work.attention) / machine.flops + moved[0]
+    back = (4 * work.layer + 2.5 / ATTENTION * work.attention) / machine.flops + moved[1]
+    return work.tokens * one * 1e3, work.tokens * back * 1e3
 
 
 def _head_ms(work: Work, machine: Machine) -> float:
@@ -94,25 +92,21 @@ def _host_update_ms(work: Work, machine: Machine) -> float:
 
 
 def _computing_ms(work: Work, choice: Choice, machine: Machine, beside: Any = 1.0) -> tuple[Any, Any]:
-    """Times of all layers' forward and backward, each as long as it takes to compute or to launch; computing the
-    backward slows down by the factor `beside`."""
+    """Times of all layers' forward and backward: to compute, the latter slower by `beside`, or to launch if longer."""
     graphed, (one, back) = graphed_layers(work, choice), _layer_ms(work, machine)
     launch, forward, backward = machine.launch_ms * work.pieces, 0, 0
-    for count, again, launches in (
-        (choice.keep, 0, LAUNCHES[0]),
-        (work.layers - choice.keep - graphed, AGAIN, LAUNCHES[1]),
-        (graphed, AGAIN, (GRAPH_LAUNCH, GRAPH_LAUNCH)),
-    ):
+    counts = choice.keep, work.layers - choice.keep - graphed, graphed
+    for count, again, launches in zip(counts, (0, AGAIN, AGAIN), LAUNCHES, strict=True):
         forward = forward + count * np.maximum(one, launches[0] * launch)
         backward = backward + count * np.maximum(beside * (back + again * one), launches[1] * launch)
     return forward, backward
 
 
 def _updating_forward_ms(work: Work, choice: Choice, machine: Machine, computing: Any, others: Any) -> Any:
-    """Time of a forward beside which the streamed layers are updated, each before it runs, all in the order of layers:
-    state, gradients and, without whole masters, weights come in, state and weights go out; or the CPU updates a layer,
-    and its weights come in. Either begins when the layer has a slot, which the layers before it may hold (without this,
-    636 ms were predicted where 702 were measured). others: the link's time for all else"""
+    """Time of a forward beside which streamed layers are updated, in their order, each before it runs: state, gradients
+    and, without whole masters, weights come in, state and weights go out; or the CPU updates a layer, and its weights
+    come in. Either waits for a slot, which earlier layers may hold (or 636 ms were predicted, where 702 were measured).
+    others: the link's time for all else"""
     plain, one = work.layer * work.itemsize / machine.link * 1e3, computing / work.layers
     come = (not work.masters) + (choice.grads == "host")  # weights and gradients, beside the state
     crowd = CROWDED[choice.host_share > 0] if choice.host_share < 1 and work.state else 1.0

@@ -3,7 +3,7 @@
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -95,18 +95,16 @@ def _predicted(work: Work, mode: str, head: str, machine: Machine, slide: Callab
 
 def work_for(setting: Setting) -> Work:
     """What a step needs in mode slide. Raises `T1Error` as `predict` does."""
-    for name, least in (("rows", 1), ("seq", 2), ("micro_batch", 1)):
-        value = getattr(setting, name)
+    rows, seq = setting.rows, setting.seq
+    for name, value, least in (("rows", rows, 1), ("seq", seq, 2), ("micro_batch", setting.micro_batch, 1)):
         require(value is None or value >= least, f"{name}={value}; allowed: {least} or more")
-    tokens = setting.rows * setting.seq
-    many = f"{tokens} tokens per step of rows={setting.rows}, seq={setting.seq}; allowed: {AT_A_TIME}"
-    require(tokens <= AT_A_TIME, many)
+    require(rows * seq <= AT_A_TIME, f"{rows * seq} tokens per step of rows={rows}, seq={seq}; allowed: {AT_A_TIME}")
     model = shape_only(setting.model, getattr(torch, setting.dtype), **setting.changes)
     positions = model.config.max_position_embeddings
-    require(setting.seq <= positions, f"seq {setting.seq}; {setting.model} has {positions} positions{MORE}")
+    require(seq <= positions, f"seq {seq}; {setting.model} has {positions} positions{MORE}")
     return work_of(
-        model, setting.optimizer.kinds, rows=setting.rows, seq=setting.seq,
-        micro_batch=setting.micro_batch, workspace=setting.workspace, together=setting.together, cuda=setting.cuda,
+        model, setting.optimizer.kinds, rows=rows, seq=seq, micro_batch=setting.micro_batch,
+        workspace=setting.workspace, together=setting.together, cuda=setting.cuda,
     )  # fmt: skip
 
 
@@ -125,53 +123,48 @@ def recommended(predictions: Collection[Prediction]) -> Prediction:
 
 def would_fit(setting: Setting, vram: int, host: int | None, machine: Machine) -> dict[str, Prediction]:
     """Similar settings that fit, by their one change (as options of the command `plan`): of each kind the smallest."""
+    rows, seq, spec, masters = setting.rows, setting.seq, setting.optimizer, setting.dtype != "float32"
+    adamw = spec.name == "adamw"
+    family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
+    smaller = family[: family.index(setting.model)] if setting.model in family else []
+    near = {
+        "--micro-batch {}": ("micro_batch", [1] if (setting.micro_batch or rows) > 1 else []),
+        "--batch {}": ("rows", [rows >> n for n in range(1, rows.bit_length())]),
+        "--seq {}": ("seq", [seq >> n for n in range(1, 8) if seq >> n >= 128]),
+        "--moments bfloat16 --split-master":
+            ("optimizer", [replace(spec, moments="bfloat16", split_master=True)] if adamw and masters else []),
+        "--optimizer sgd": ("optimizer", [OptimizerSpec("sgd", master_weights=masters)] if adamw else []),
+        "--model {}": ("model", smaller[::-1]),
+    }  # fmt: skip
     found: dict[str, Prediction] = {}
-    for kind in _near(setting):
-        for change, other in kind.items():
+    for option, (name, values) in near.items():
+        for new in values:  # the smallest change first
             with suppress(T1Error):
-                found[change] = recommended(predict(other, vram, host, machine))
+                found[option.format(new)] = recommended(predict(replace(setting, **{name: new}), vram, host, machine))
                 break
     return found
 
 
-def _near(setting: Setting) -> Iterator[dict[str, Setting]]:
-    """Settings with one change, by that change; kind by kind, the smallest change first."""
-    rows, seq, spec, masters = setting.rows, setting.seq, setting.optimizer, setting.dtype != "float32"
-    if (setting.micro_batch or rows) > 1:
-        yield {"--micro-batch 1": replace(setting, micro_batch=1)}
-    yield {f"--batch {rows >> n}": replace(setting, rows=rows >> n) for n in range(1, rows.bit_length())}
-    yield {f"--seq {seq >> n}": replace(setting, seq=seq >> n) for n in range(1, 8) if seq >> n >= 128}
-    if spec.name == "adamw" and masters:
-        narrow = replace(spec, moments="bfloat16", split_master=True)
-        yield {"--moments bfloat16 --split-master": replace(setting, optimizer=narrow)}
-    if spec.name == "adamw":
-        yield {"--optimizer sgd": replace(setting, optimizer=OptimizerSpec("sgd", master_weights=masters))}
-    family = [name for name in PRESETS if name.split("-")[0] == setting.model.split("-")[0]]  # the smallest first
-    smaller = family[: family.index(setting.model)] if setting.model in family else []
-    yield {f"--model {name}": replace(setting, model=name) for name in reversed(smaller)}
-
-
-def plan_command(arguments: argparse.Namespace) -> int:
+def plan_command(given: argparse.Namespace) -> int:
     """Run the command; returns 0, or raises `T1Error` after printing the table if nothing fits."""
     gpu = torch.cuda.is_available()
-    if arguments.calibrate:
+    if given.calibrate:
         found = measure_machine(torch.device("cuda" if gpu else "cpu"))
         write_json(machine_file(), asdict(found))
         print(f"{found.name}: link {found.link / 1e9:.1f} GB/s each way; updates on the host {found.update / 1e9:.0f} "
               f"GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in {machine_file()} (without it, plans take an "
               "H200's rates)")  # fmt: skip
-        if arguments.model is None:
+        if given.model is None:
             return 0
-    require(arguments.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
-    known = gpu or arguments.vram is not None
-    require(known, "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
-    vram = torch.cuda.mem_get_info()[0] if arguments.vram is None else parse_bytes(arguments.vram)
-    host = None if arguments.host is None else parse_bytes(arguments.host)
-    machine, setting = this_machine(), _setting(arguments)
+    require(given.model is not None, "--model is missing: a preset, a checkpoint folder, or a hub name")
+    require(gpu or given.vram is not None, "--vram is missing, and there is no GPU here to ask; such as --vram 16GiB")
+    vram = torch.cuda.mem_get_info()[0] if given.vram is None else parse_bytes(given.vram)
+    host = None if given.host is None else parse_bytes(given.host)
+    machine, setting = this_machine(), _setting(given)
     predictions = predict(setting, vram, host, machine)
     own = device_name() in (machine.name, f"NVIDIA {machine.name}")
     whose = "this machine's rates" if own else "an H200's rates, not this machine's (--calibrate)"
-    print(f"{arguments.model}, {arguments.batch} × {arguments.seq} tokens per step, {arguments.optimizer}; "
+    print(f"{given.model}, {given.batch} × {given.seq} tokens per step, {given.optimizer}; "
           f"{in_words(vram)} of GPU memory; times by {whose}\n")  # fmt: skip
     step = "step" if own else "H200 step"
     print(_ROW.format("mode", "head", "allocated", "reserved", "host", step, "tokens/s", "").rstrip())
@@ -188,7 +181,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         raise T1Error(f"{error}\nwould fit: {', '.join(told) or 'nothing near it, either'}") from None
     choice = ", ".join(f"{name} {value}" for name, value in asdict(best.choice).items()) if best.choice else ""
     print(f"\nrecommended: mode {best.mode}, head {best.head}{f' ({choice})' if choice else ''}")
-    print(f"  {_command(arguments, best, vram)}")
+    print(f"  {_command(given, best, vram)}")
     return 0
 
 
@@ -212,10 +205,10 @@ def _command(arguments: argparse.Namespace, best: Prediction, vram: int) -> str:
     if arguments.model not in PRESETS and not os.path.isdir(arguments.model):
         return "(train takes presets and checkpoint folders only, no names of the hub)"
     given = {"model": arguments.model, "mode": best.mode, "head": best.head}
-    given |= {name: getattr(arguments, name) for name in ("seq", "batch", "micro_batch", "optimizer", "dtype")}
-    given |= {"moments": arguments.moments, "max_grad_norm": f"{arguments.max_grad_norm:g}"}
-    given |= {"workspace": arguments.workspace} if best.head == "fused" else {}
-    given |= {"gpu_memory": arguments.vram or f"{vram // 2**20}MiB"} if best.mode == "slide" else {}
+    given |= {name: vars(arguments)[name] for name in ("seq", "batch", "micro_batch", "optimizer", "dtype", "moments")}
+    given["max_grad_norm"] = f"{arguments.max_grad_norm:g}"
+    given["workspace"] = arguments.workspace if best.head == "fused" else None
+    given["gpu_memory"] = (arguments.vram or f"{vram // 2**20}MiB") if best.mode == "slide" else None
     parts = [part for name, value in given.items() if value for part in (f"--{name.replace('_', '-')}", str(value))]
     parts += ["--split-master"] * arguments.split_master
     parts += [part for change in arguments.change for part in ("--change", *change)]

@@ -4,7 +4,6 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -34,8 +33,6 @@ H200 = Machine()
 PRACTICE = {"link": 1.0, "update": 0.33, "flops": 0.9, "memory": 0.36}
 ROUNDS = 7
 PAUSE = 0.3  # seconds between rounds: what slows a shared host down lasts for tenths of a second
-PARAMETERS = 2**24  # of the update that is measured
-ADAMW = 28  # bytes that a fused AdamW in float32 moves per parameter: reads four tensors, writes three
 
 
 def device_name() -> str:
@@ -59,7 +56,31 @@ def this_machine() -> Machine:
 def measure_machine(device: torch.device) -> Machine:
     """This machine's rates, measured in a few seconds; on a CPU, "the device" is the CPU as well. Each is by the median
     over `ROUNDS` rounds, because a burst of other work on the host can double the time of a launch."""
-    measures, seconds = _measures(device), defaultdict(list)
+    cuda = device.type == "cuda"
+    dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    one, two = (torch.zeros(numel, device=device) for _ in range(2))
+    source, target = (pinned_zeros(numel, torch.float32, device) for _ in range(2))
+    lane = torch.cuda.Stream(device) if cuda else None
+
+    def copy_both_ways() -> None:
+        one.copy_(source, non_blocking=True)
+        with torch.cuda.stream(lane):  # None: does nothing
+            target.copy_(two, non_blocking=True)
+
+    weight = torch.zeros(2**24, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
+    hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
+    hidden, arguments = layer_arguments(parts, hidden)
+    measures = {  # for each rate the bytes or operations of a call, and the call
+        "link": (one.nbytes, copy_both_ways),
+        "update": (7 * weight.nbytes, torch.optim.AdamW([weight], fused=True).step),  # reads four tensors, writes three
+        "flops": (2 * size**3, lambda: torch.mm(matrix, matrix)),
+        "memory": (2 * one.nbytes, lambda: one.add_(1)),
+        "launch_ms": (1, lambda: parts.layers[0](hidden, **arguments)),
+    }
+    seconds = defaultdict(list)
     for _ in range(ROUNDS):
         for name, (_amount, call) in measures.items():
             for repeat in range(31 if name == "launch_ms" else 4):
@@ -74,31 +95,3 @@ def measure_machine(device: torch.device) -> Machine:
     took = {name: median(times) for name, times in seconds.items()}
     rates = {name: share * measures[name][0] / took[name] for name, share in PRACTICE.items()}
     return Machine(device_name(), launch_ms=took["launch_ms"] * 1e3, **rates)
-
-
-def _measures(device: torch.device) -> dict[str, tuple[float, Callable[[], object]]]:
-    """For each rate the bytes or operations of a call, and the call."""
-    cuda = device.type == "cuda"
-    dtype, size, numel = (torch.bfloat16, 8192, 2**26) if cuda else (torch.float32, 512, 2**20)
-    matrix = torch.randn(size, size, device=device, dtype=dtype)
-    one, two = (torch.zeros(numel, device=device) for _ in range(2))
-    source, target = (pinned_zeros(numel, torch.float32, device) for _ in range(2))
-    lane = torch.cuda.Stream(device) if cuda else None
-
-    def copy_both_ways() -> None:
-        one.copy_(source, non_blocking=True)
-        with torch.cuda.stream(lane):  # None: does nothing
-            target.copy_(two, non_blocking=True)
-
-    weight = torch.zeros(PARAMETERS, requires_grad=True)
-    weight.grad = torch.zeros_like(weight)
-    parts = split(build_model("tiny", dtype=dtype, device=device, num_hidden_layers=1))
-    hidden = torch.zeros(1, 16, parts.norm.weight.numel(), dtype=dtype, device=device, requires_grad=True)
-    hidden, arguments = layer_arguments(parts, hidden)
-    return {
-        "link": (one.nbytes, copy_both_ways),
-        "update": (ADAMW * PARAMETERS, torch.optim.AdamW([weight], fused=True).step),
-        "flops": (2 * size**3, lambda: torch.mm(matrix, matrix)),
-        "memory": (2 * one.nbytes, lambda: one.add_(1)),
-        "launch_ms": (1, lambda: parts.layers[0](hidden, **arguments)),
-    }

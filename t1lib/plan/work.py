@@ -18,7 +18,7 @@ MODES = ("gpu", "ckpt", "slide", "fsdp")  # the plainest first; fsdp in one proc
 SLACK = 64 * 2**20  # bytes that any step on a GPU holds in addition: cuBLAS's workspaces, small tensors
 SHORT = 2048  # tokens per row at which attention reaches half its rate over long rows, on an H200 (measured)
 Kinds = Callable[[torch.Tensor], dict[str, torch.dtype]]
-LEAST, MOST, LAUNCHED = 1024, 4096, 2**36  # tokens, tokens, tokens × parameters; see `launch_bound`
+_SAVED: dict[tuple, int] = {}  # what `saved_bytes` has found
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Work:
 def launch_bound(params: int) -> int:
     """Tokens up to which launching a layer of so many parameters eagerly takes the host longer than running it, or
     moving its state, takes an H200; measured for layers of 15.7 and 50 million parameters (docs/log.md)."""
-    return min(max(LAUNCHED // max(params, 1), LEAST), MOST)
+    return min(max(2**36 // max(params, 1), 1024), 4096)  # 2**36 tokens × parameters
 
 
 def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int:
@@ -79,9 +79,6 @@ def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):
         call()
     return sum(storage.nbytes() for start, storage in found.items() if start not in known)
-
-
-_SAVED: dict[tuple, int] = {}
 
 
 def saved_bytes(config: PreTrainedConfig, dtype: torch.dtype, seq: int) -> int:
@@ -117,17 +114,15 @@ def saved_by_layer(model: PreTrainedModel, dtype: torch.dtype, seq: int) -> int:
 def work_of(
     model: nn.Module, kinds: Kinds, *, rows: int, seq: int, micro_batch: int | None = None,
     workspace: int = 2**29, together: bool = True, layers: Sequence[nn.Module] | None = None,
-    trained: Collection[nn.Parameter] | None = None, loss_head: bool = True, hidden: int | None = None,
-    saved: int | None = None, cuda: bool = True, accumulates: bool = False,
+    trained: Collection[nn.Parameter] | None = None, hidden: int | None = None, saved: int | None = None,
+    cuda: bool = True, accumulates: bool = False,
 ) -> Work:  # fmt: skip
     """The counts for a step of `rows` × `seq` tokens in mode slide, `micro_batch` rows at a time.
 
     kinds       gives dtypes of a parameter's optimizer state, such as `OptimizerSpec.kinds`
     layers      the stack of alike layers (None: a Hugging Face decoder's own)
     trained     the parameters that are trained (None: those that require a gradient)
-    loss_head   whether the loss is computed from the logits of the model's output layer
-    hidden      width of a layer's input (None: by the model's configuration)
-    saved       bytes per token that a layer saves for its backward (None: by running one of the configuration)
+    hidden      with `saved`, as in `Work` (None: by the model's configuration, and by running a layer of it)
     """
     config = getattr(model, "config", None)
     layers = split(model).layers if layers is None else layers
@@ -136,10 +131,12 @@ def work_of(
     streams, aside, frozen = _streaming(layers, trained, kinds)
     numel, dtype, state = _count(streams), streams[0].dtype, kinds(streams[0])
     outside = {*model.parameters()} - {p for layer in layers for p in layer.parameters()}
-    output = getattr(model, "get_output_embeddings", lambda: None)() if loss_head else None
+    output = getattr(model, "get_output_embeddings", lambda: None)()
     vocabulary, width = (0, 0) if output is None else output.weight.shape
     tied = output is not None and output.weight is model.get_input_embeddings().weight and output.weight in trained
     micro_tokens = min(micro_batch or rows, rows) * seq
+    heads = getattr(config, "num_attention_heads", 0)  # none in a model without such a configuration
+    attention = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return Work(
         layers=len(layers), layer=numel, outer=_count(outside & trained), hidden=hidden or config.hidden_size,
         itemsize=dtype.itemsize, saved=saved_bytes(config, dtype, seq) if saved is None else saved,
@@ -149,14 +146,13 @@ def work_of(
         inner=max((max(p.shape) for p in layers[0].parameters() if p.dim() == 2), default=0),
         still=_count(outside - trained), head=vocabulary * width, tied=vocabulary * width * tied,
         largest=max(p.numel() for p in model.parameters()), vocabulary=vocabulary,
-        attention=_attention(config, seq), graphed=cuda and micro_tokens <= launch_bound(numel),
+        # Two products, half of whose entries count, and more for the lower rate of short rows; windows are ignored.
+        attention=2 * (seq + SHORT) * attention, graphed=cuda and micro_tokens <= launch_bound(numel),
         masters="master" in state, cuda=cuda,
     )  # fmt: skip
 
 
-def _streaming(
-    layers: Sequence[nn.Module], trained: set[nn.Parameter], kinds: Kinds
-) -> tuple[list[nn.Parameter], int, int]:
+def _streaming(layers: Sequence[nn.Module], trained: set[nn.Parameter], kinds: Kinds) -> tuple[list, int, int]:
     """A layer's streaming parameters: trained ones or frozen ones, whichever have more bytes; the bytes of all others,
     with gradients and state; how many layers are frozen."""
     aside, frozen, many = 0, 0, []
@@ -170,24 +166,14 @@ def _streaming(
     return many, aside, frozen
 
 
-def _attention(config: PreTrainedConfig | None, seq: int) -> int:
-    """Operations per token of causal attention's two products, half of whose entries count, plus `SHORT` for the lower
-    rate of short rows; sliding windows are ignored. 0 for a model without such a configuration."""
-    heads = getattr(config, "num_attention_heads", 0)
-    width = heads and heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return 2 * (seq + SHORT) * width
-
-
 def _count(params: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in params)
 
 
 def in_mode(work: Work, mode: str, head: str) -> Work:
-    """The same work in a mode, with an output layer, which takes a micro-batch at a time; in mode slide, the batch.
-    Raises `T1Error` as `with_head` does."""
-    slide = mode == "slide"
-    tokens = work.tokens if slide else work.micro_tokens
-    work = replace(work, head_tokens=tokens, streams=slide, together=work.together or mode == "fsdp")
+    """The same in a mode, by `with_head`: the output layer takes a micro-batch at a time; in mode slide, the batch."""
+    tokens = work.tokens if mode == "slide" else work.micro_tokens
+    work = replace(work, head_tokens=tokens, streams=mode == "slide", together=work.together or mode == "fsdp")
     return with_head(work, head)
 
 
@@ -213,16 +199,11 @@ def with_head(work: Work, head: str) -> Work:
         rows = max(2 ** (share - 1).bit_length() // 2, 1)  # of its chunks, a power of two
         held = max(8 * rows * vocabulary, (work.head + tokens * work.hidden) * size)
         moved = 2 * size * work.hidden / rows
-    elif size <= 4:
-        held = min(_fused_bytes(work), 12 * count)
+    elif size <= 4:  # as planned for this GPU, or for an H200 if there is none
+        device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
+        dtype = torch.bfloat16 if size == 2 else torch.float32
+        shape = Shape(tokens, vocabulary, work.hidden, dtype, de=True, dw=True)
+        early = held >= early_from(tokens, vocabulary, work.hidden, size, cuda=True)
+        chosen = plan("early" if early else "late", shape, held, device)
+        held = min(held, bytes_needed(shape, chosen, early), 12 * count)
     return replace(work, workspace=held, logits=4 * count * (head == "full"), head_moves=moved)
-
-
-def _fused_bytes(work: Work) -> int:
-    """For this GPU, or for an H200 if there is none."""
-    tokens, vocabulary, hidden = work.head_tokens, work.vocabulary, work.hidden
-    device = device_of(torch.device("cuda")) if torch.cuda.is_available() else Device("hopper", 132)
-    shape = Shape(tokens, vocabulary, hidden, torch.bfloat16 if work.itemsize == 2 else torch.float32, de=True, dw=True)
-    early = work.workspace >= early_from(tokens, vocabulary, hidden, work.itemsize, cuda=True)
-    chosen = plan("early" if early else "late", shape, work.workspace, device)
-    return min(work.workspace, bytes_needed(shape, chosen, early))

@@ -35,10 +35,7 @@ class Corpus:
     files: int
     bytes: int
     tokenizer: Tokenizer
-
-    @property
-    def vocabulary(self) -> int:
-        return self.tokenizer.get_vocab_size()
+    vocabulary: int
 
     def batch(self, step: int, size: int, seed: int) -> dict[str, Tensor]:
         """The batch of step `step`, counted from 0: `size` rows, in an order drawn from `seed` anew for each epoch.
@@ -78,8 +75,7 @@ def _train(texts: dict[str, str], vocabulary: int) -> Tokenizer:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     options = {"min_frequency": 2, "special_tokens": [END], "show_progress": False}
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, **options)
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=to_bytes.alphabet(), **options)
     tokenizer.train_from_iterator((texts[name] for name in sorted(texts)), trainer)
     return tokenizer
 
@@ -93,31 +89,29 @@ def load_corpus(
     texts. Raises `T1Error` for less than two rows, and for a vocabulary that the texts do not support."""
     require(seq >= 2, f"seq {seq}; allowed: 2 or more")
     texts = read_texts(source, limit)
-    trained = byte_pairs(texts, vocabulary) if tokenizer is None else _read_tokenizer(tokenizer)
-    order, end = sorted(texts, key=lambda name: sha256(str(seed), name)), [_end_of(trained)]
+    if tokenizer is None:
+        trained = byte_pairs(texts, vocabulary)
+    else:
+        try:
+            trained = Tokenizer.from_file(str(tokenizer))
+        except Exception as error:  # the library raises a bare Exception
+            raise T1Error(f"cannot read tokenizer {tokenizer}: {str(error)[:100]}") from None
+    order, end = sorted(texts, key=lambda name: sha256(str(seed), name)), [trained.token_to_id(_end_of(trained))]
     encoded = trained.encode_batch([texts[name] for name in order], add_special_tokens=False)
     ids = torch.cat([torch.tensor(text.ids + end) for text in encoded])
     require(len(ids) >= 2 * seq, f"the corpus has {len(ids)} tokens, less than two rows of {seq}; take more bytes")
     rows = ids[: len(ids) // seq * seq].reshape(-1, seq)
     first = min(round((1 - HELD_OUT) * len(rows)), len(rows) - 1) or 1
     size = sum(len(text.encode()) for text in texts.values())
-    return Corpus(rows[:first], rows[first:], corpus_hash(texts), len(texts), size, trained)
-
-
-def _read_tokenizer(path: str | Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception
-        raise T1Error(f"cannot read tokenizer {path}: {str(error)[:100]}") from None
+    return Corpus(rows[:first], rows[first:], corpus_hash(texts), len(texts), size, trained, trained.get_vocab_size())
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer, with its end token, in the format that Hugging Face's `AutoTokenizer` reads."""
-    end = tokenizer.id_to_token(_end_of(tokenizer))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_end_of(tokenizer)).save_pretrained(folder)
 
 
-def _end_of(tokenizer: Tokenizer) -> int:
-    found = [tokenizer.token_to_id(end) for end in ENDS if tokenizer.token_to_id(end) is not None]
+def _end_of(tokenizer: Tokenizer) -> str:
+    found = [end for end in ENDS if tokenizer.token_to_id(end) is not None]
     require(bool(found), f"the tokenizer has no end token; known: {', '.join(ENDS)}")
     return found[0]

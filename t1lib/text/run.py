@@ -30,10 +30,8 @@ LEAST = dict.fromkeys(("steps", "batch", "seq", "micro_batch", "vocabulary"), 1)
 LEAST |= dict.fromkeys(("warmup", "checkpoint_every", "eval_every", "eval_rows", "report_every"), 0)
 # Options that are given anew each time a run is resumed.
 SITTING = {"out", "resume", "export", "checkpoint_every", "eval_every", "eval_rows", "report_every"}
-COLUMNS = (
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "wall_ms", "device_gib", "host_gib", "held_out_loss",
-)  # fmt: skip
-_ROW = re.compile(rf"^[1-9][0-9]*(?:,[-+.0-9einfa]*){{{len(COLUMNS) - 1}}}\n", re.MULTILINE)
+HEADER = "step,loss,grad_norm,lr,tokens,tokens_per_s,wall_ms,device_gib,host_gib,held_out_loss"  # of metrics.csv
+_ROW = re.compile(rf"^[1-9][0-9]*(?:,[-+.0-9einfa]*){{{HEADER.count(',')}}}\n", re.MULTILINE)
 
 
 def train_command(arguments: argparse.Namespace) -> int:
@@ -154,9 +152,8 @@ class TrainRun:
         folder, ranks, text = self.folder, self.ranks, self.session.corpus.sha256
         ranks.agree({"the text (its sha256)": text})
         require(before in (None, text), f"the text is not the one that the run in {folder} was begun with")
-        self._saved = -1  # step of the last checkpoint
-        if ranks.first(lambda: has_checkpoint(self._checkpoints)):  # else the run is new, or ended before its first
-            self._saved = load_checkpoint(self.session.trainer, self._checkpoints)
+        saved = ranks.first(lambda: has_checkpoint(self._checkpoints))  # not if the run is new, or ended before that
+        self._saved = load_checkpoint(self.session.trainer, self._checkpoints) if saved else None  # its step
         most = f"the run in {folder} is at step {self.steps}; allowed: --steps {self.steps} or more, or none"
         require(self.steps <= self.options["steps"], most)
         own = {name: value for name, value in self.options.items() if name not in SITTING}
@@ -178,8 +175,7 @@ class TrainRun:
 
     def train(self) -> bool:
         """Train up to the option `steps`; returns whether that was reached. Interrupting one process (Ctrl-C) stops all
-        of them after the current step, with a checkpoint. Raises `T1Error` if metrics cannot be written, after saving a
-        checkpoint of that step."""
+        of them after the current step, with a checkpoint. So do metrics that cannot be written: `T1Error`."""
         last, rows = self.options["steps"], self.options["eval_rows"]
         with noted() as interrupted:
             self.ranks.first(self._begin_metrics)
@@ -202,8 +198,7 @@ class TrainRun:
 
     def _due(self, interval: str, anyway: bool) -> bool:
         """Whether it is time for what is done at this interval; never if it is 0."""
-        every = self.options[interval]
-        return every > 0 and (anyway or self.steps % every == 0)
+        return self.options[interval] > 0 and (anyway or self.steps % self.options[interval] == 0)
 
     def _save(self) -> None:
         began = time.monotonic()
@@ -216,13 +211,13 @@ class TrainRun:
         rate, host = record.tokens / record.wall_ms * 1e3, psutil.Process().memory_info().rss / GIB
         peak = None if self.options["device"] == "cpu" else torch.cuda.max_memory_reserved() / GIB
         training = record.step, record.loss, record.grad_norm, lr, record.tokens, rate, record.wall_ms
-        return dict(zip(COLUMNS, (*training, peak, host, held_out), strict=True))
+        return dict(zip(HEADER.split(","), (*training, peak, host, held_out), strict=True))
 
     def _begin_metrics(self) -> None:
         """Drop the rows of steps that will be repeated, and damaged ones."""
         rows = [row for row in _read_metrics(self.folder / METRICS) if int(row.split(",")[0]) <= self.steps]
         with whole(self.folder / METRICS) as path:
-            path.write_text("".join([",".join(COLUMNS), "\n", *rows]), encoding="utf-8", newline="\n")
+            path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
 
     def _add_metrics(self, row: dict[str, float | None]) -> None:
         with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:

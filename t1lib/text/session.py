@@ -16,7 +16,6 @@ from t1lib.train import MODES, PRESETS, OptimizerSpec, Schedule, StepRecord, bui
 
 STEPS = 1000
 VOCABULARY = 16384  # most for a preset by default: what a few megabytes of text support
-OF_A_MODE = {"gpu_memory": "slide", "no_offload": "fsdp", "compute_dtype": "fsdp"}
 
 
 class LanguageSession:
@@ -51,8 +50,7 @@ class LanguageSession:
         where = "cpu" if mode in ("slide", "fsdp") else device
         built = build_model(model, dtype=getattr(torch, dtype), device=where, seed=seed, **changes)
         self.trainer = make_trainer(built, mode, **options)
-        if device != "cpu":
-            torch.cuda.empty_cache()  # what building the model left
+        torch.cuda.empty_cache()  # what building the model left; without CUDA it does nothing
         known, held = self.corpus.vocabulary, self.trainer.parts.embed.num_embeddings
         require(known <= held, f"the tokenizer has {known} tokens, the model's vocabulary {held}")
 
@@ -94,8 +92,7 @@ class LanguageSession:
 
 
 def decided(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with what follows where they are not given: by default, a GPU computes, if there is one. Raises
-    `T1Error` for a device that is not here."""
+    """The options with what follows where they are not given. Raises `T1Error` for a device that is not here."""
     cards = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     allowed = ["cuda", *cards, "cpu"] if cards else ["cpu"]
     device, steps = options["device"] or allowed[0], options["steps"] or STEPS
@@ -108,10 +105,9 @@ def decided(options: dict[str, Any]) -> dict[str, Any]:
 def session_of(options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a session for options that are `decided`. Raises `T1Error` before a tokenizer is trained."""
     mode, dtype, preset = options["mode"], options["dtype"], options["model"] in PRESETS
-    choose("mode", mode, MODES)
-    choose("head", options["head"], HEADS)
-    choose("dtype", dtype, ("float32", "bfloat16"))
-    for own, of in OF_A_MODE.items():
+    for name, known in (("mode", MODES), ("head", HEADS), ("dtype", ("float32", "bfloat16"))):
+        choose(name, options[name], known)
+    for own, of in (("gpu_memory", "slide"), ("no_offload", "fsdp"), ("compute_dtype", "fsdp")):
         require(not options[own] or mode == of, f"--{own.replace('_', '-')} is of mode {of}, the mode is {mode}")
     for size in filter(None, (options["workspace"], options["gpu_memory"], options["limit"])):
         parse_bytes(size)

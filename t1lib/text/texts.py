@@ -6,6 +6,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,8 @@ _READ = "UTF-8 text, or a dataset's .jsonl or .parquet shards"
 
 
 def sha256(*texts: str) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode(errors="surrogateescape") + b"\0")  # file names need not be UTF-8
-    return digest.hexdigest()
+    encoded = [text.encode(errors="surrogateescape") + b"\0" for text in texts]  # file names need not be UTF-8
+    return hashlib.sha256(b"".join(encoded)).hexdigest()
 
 
 def corpus_hash(texts: dict[str, str]) -> str:
@@ -37,14 +36,12 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
     """Name → text of `source`: "stdlib", a file of UTF-8 text or a shard (`.jsonl`, or `.parquet` if pyarrow is there)
     with one text per record, in the field "text" or "content"; or a folder with everything below it, except for files
     that are not text, hidden files, and folders with a training run. `limit` (bytes, or "2MB") keeps whole texts up to
-    that size, in the order of their names' hashes.
-
-    Raises `T1Error` for a source that does not exist, a file that is not text, a shard that is broken, compressed or of
-    another kind (even as one file of a folder), a folder that itself holds a run, and if nothing is left.
-    """
+    that size, in the order of their names' hashes. Raises `T1Error` for a source that does not exist, a file that is
+    not text, a shard that is broken, compressed or of another kind (even as one file of a folder), a folder that itself
+    holds a run, and if nothing is left."""
     if source == LIBRARY:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return _within(_below(root, library=True), limit, "the standard library's sources")
+        found = _below(Path(sysconfig.get_paths()["stdlib"]), library=True)
+        return _within(found, limit, "the standard library's sources")
     path, there = Path(source), str(source) != "" and os.path.exists(source)
     require(there, f"no corpus at {shown(str(source))}; allowed: a file, a folder, or {LIBRARY!r}")
     if path.is_file():
@@ -102,11 +99,10 @@ def _records(path: Path, name: str) -> list[tuple[str, str]] | None:
 
 
 def _text(path: Path) -> str | None:
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if "\0" in text else text
+        return None if "\0" in text else text
+    return None
 
 
 def _json_lines(path: Path) -> Iterator[Any]:

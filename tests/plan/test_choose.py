@@ -89,7 +89,7 @@ def test_what_is_trained_and_what_streams_follow_from_the_parameters():
     assert (full.outer, full.still, full.head, full.frozen, full.aside) == (64 + 512 * 64, 0, 512 * 64, 0, 0)
     for p in model.model.embed_tokens.parameters():
         p.requires_grad_(False)
-    own = work_of(model, MASTERS.kinds, rows=1, seq=8, loss_head=False)
+    own = work_of(model.model, MASTERS.kinds, rows=1, seq=8, layers=model.model.layers)  # whose loss needs no logits
     assert (own.outer, own.still, own.head, own.workspace) == (64, 512 * 64, 0, 0)
     assert device_bytes(own, Choice()) < device_bytes(full, Choice())
     for p in model.model.layers[:3].parameters():
