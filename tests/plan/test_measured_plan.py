@@ -23,7 +23,6 @@ T1M1 = Setting("qwen3-1.7b", rows=16, seq=1024, micro_batch=16, together=False)
 CLIPPED = replace(T1M1, rows=32, together=True)
 
 
-
 def adamw(**other):
     return OptimizerSpec("adamw", master_weights=True, **other)
 
