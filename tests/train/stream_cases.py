@@ -11,14 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from stream_loops import adamw, evaluated, own_clip, train
-from stream_models import Blocks, blocks, data
+from stream_loops import adamw, evaluated, loop, own_clip, train
+from stream_models import Blocks, blocks, data, layers_of
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from t1lib.errors import T1Error
 from t1lib.train import stream
+
+OPTIONS = {
+    "choice",
+    "gpu_memory",
+    "master_weights",
+    "micro_batch",
+    "overlap",
+    "update_in_backward",
+    "reference",
+    "usual",
+}
 
 
 @contextmanager
@@ -63,6 +74,17 @@ def compare(
             assert_same_state(own, other)
         assert_same_weights(streamed, plain, 100 * rel)
     assert_same_weights(model, plain, 100 * rel)
+
+
+def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw, **given: Any) -> dict[str, Any]:
+    """Arguments of `compare`: what neither it nor `stream` takes is for the loop."""
+    own = {name: given.pop(name) for name in OPTIONS & given.keys()}
+    return {"build": build, "optimizer": optimizer, "loop": loop(**given), **own}
+
+
+def pieces(rows: int | None, layers: Callable[..., Any] = layers_of) -> dict[str, Any]:
+    """What the reference does, and the streamed model, to run `rows` rows at a time (None: all, and draw again)."""
+    return {"reference": lambda model: in_pieces(layers(model), rows), "micro_batch": rows}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
