@@ -5,6 +5,8 @@ the other, then every case, in the same order on all.
 """
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,6 +58,16 @@ def test_one_process_ends_the_other(outcomes, name):
     else:
         assert found["codes"] == [EXIT_LOST, -9]
         assert first.count("error: a process of the run was lost: ") == 1 and last == ""
+
+
+@pytest.mark.parametrize("command, code, processes", [("list chunks", 0, 2), ("list chunks", 0, 1), ("-x", 2, 2)])
+def test_ranks_end_without_shutting_the_interpreter_down(command, code, processes):
+    """A thread of gloo's may still use it, and would abort the process: two runs of twenty ended so."""
+    script = f"import atexit, runpy, sys; atexit.register(print, 'shut down'); sys.argv[1:] = {command.split()}"
+    script = f"{script}; runpy.run_module('t1lib', run_name='__main__')"
+    environment = os.environ | {"WORLD_SIZE": str(processes)}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (run.returncode, "shut down" in run.stdout) == (code, processes == 1)
 
 
 if __name__ == "__main__":
