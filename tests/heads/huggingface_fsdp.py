@@ -26,8 +26,7 @@ def wrapped() -> Cases:
 
 
 def halves(model, whole) -> tuple[dict, list]:
-    """The arguments of this rank, and the gradients of one process. FSDP2 and DDP take the mean over the ranks, and
-    here it is the sum over the two halves."""
+    """The arguments of this rank, whose mean with the other's, as FSDP2 takes it, is the whole's; its gradients."""
     expected = gradients(model, model(**whole).loss)
     mine = {name: values[2 * dist.get_rank() :][:2] for name, values in whole.items()}
     return {**mine, "num_items_in_batch": (whole["labels"][:, 1:] != -100).sum() / 2}, expected

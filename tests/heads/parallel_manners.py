@@ -9,7 +9,7 @@ from unittest.mock import patch
 import parallel_cases
 import torch
 import torch.distributed as dist
-from head_cases import Problem, assert_no_worse, least_of, problem
+from head_cases import Problem, assert_close, assert_no_worse, least_of, problem, run
 from parallel_cases import CHUNKED, FEW, ROWS, Cases, agrees, expected, on_shards, own_rows, results
 from processes import next_port
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +28,6 @@ def manners(size: int) -> Cases:
         "calls are compared once": partial(compared_once, size),
         "chunked, DTensor": sharded,
         "chunked, the least workspace": partial(counted, size),
-        "a device mesh": partial(by_mesh, size),
     }
     if size == 2:
         found["fused, targets elsewhere write nothing"] = within_bounds
@@ -88,24 +87,16 @@ def counted(size: int) -> None:
 
 
 def sharded() -> None:
-    """257 rows sharded as DTensor does it: the gradient is a DTensor, too."""
+    """257 rows sharded as DTensor does it, on its mesh, the group: the gradient is a DTensor, too."""
     p = problem(36, 257, 16)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     e = p.e.clone().requires_grad_()
     w, b = (distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (p.w, p.b))
     loss = linear_cross_entropy(e, w, p.target, linear_bias=b, vocabulary=257, **CHUNKED)
-    got = torch.autograd.grad(loss, (e, w, b))
-    leaves = [t.clone().requires_grad_() for t in (p.e, p.w, p.b)]
-    one = in_one(leaves[0], leaves[1], p.target, linear_bias=leaves[2], head="full")
-    want = torch.autograd.grad(one, leaves)
-    torch.testing.assert_close(loss, one)
-    assert isinstance(got[1], DTensor) and isinstance(got[2], DTensor) and got[1].placements == w.placements
-    for g, x in zip(got, want, strict=True):
-        torch.testing.assert_close(g.full_tensor() if isinstance(g, DTensor) else g, x)
-
-
-def by_mesh(size: int) -> None:
-    agrees(problem(36, 257, 16), ROWS[size], 1e-11, group=init_device_mesh("cpu", (size,)), **CHUNKED)
+    de, dw, db = torch.autograd.grad(loss, (e, w, b))
+    assert isinstance(dw, DTensor) and isinstance(db, DTensor) and dw.placements == w.placements
+    want = run("full", p, torch.ones(()))
+    assert_close([loss.detach(), de, dw.full_tensor(), db.full_tensor()], want, 1e-11)
 
 
 def within_bounds() -> None:
