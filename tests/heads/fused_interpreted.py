@@ -42,8 +42,7 @@ def agrees(p: Problem, tolerance: float = 3e-6, own: dict | None = None, **kwarg
 
 @pytest.mark.parametrize("reduction, name", [*FAST, *slowly([case for case in SLOW if case not in FAST])])
 def test_agrees_with_full(reduction, name):
-    """20 tokens make two chunks, and many of them have one target; vocabulary and hidden size are no multiples of
-    tiles. Under a softcap with label smoothing, and under "none", the backward makes the gradients."""
+    """Many tokens have one target, and no size is a multiple of tiles; "none" makes gradients in the backward."""
     p = single(20, 70, 24)
     p.target[5:16] = p.target[5:16].where(p.target[5:16] < 0, 17)
     agrees(p, own={"chunks": 2}, reduction=reduction, **options(name, p))

@@ -108,8 +108,7 @@ def test_offsets_beyond_32_bits():
 
 
 def workspace_of(p, call, upstream=1.0):
-    """Peak bytes beyond operands and gradients of losses `call(e, w)` and their backward, without a bias (whose GEMM
-    needs its own)."""
+    """Peak bytes beyond operands and gradients of losses `call(e, w)` and their backward, without a bias."""
     operands = [t.detach().requires_grad_() for t in (p.e, p.w)]
     for _ in range(3):  # in the first pass, libraries allocate their own buffers
         for t in operands:

@@ -1,7 +1,4 @@
-"""The vocabulary-parallel heads, and `patch_head`, on two and three processes against one.
-
-Each set of processes runs all cases of its size; they run this file as a script.
-"""
+"""The vocabulary-parallel heads, and `patch_head`, on two and three processes, which run this script, against one."""
 
 import importlib
 import sys

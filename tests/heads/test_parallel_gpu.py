@@ -1,5 +1,4 @@
-"""The vocabulary-parallel heads on two CUDA devices, or on one that two ranks share, through NCCL; and the same task
-on two CPU processes."""
+"""The vocabulary-parallel heads on two CUDA devices through NCCL, or on two CPU processes."""
 
 from typing import Any
 from unittest.mock import patch
@@ -22,8 +21,7 @@ SMALL = {"tokens": 64, "rows": [160, 97], "hidden": 32}
 
 
 def compare_all(records: Records, device: torch.device, phase: str, tokens: int, rows: list[int], hidden: int) -> None:
-    """The task of each rank: both heads, each reduction, tokens replicated or (with a softcap and token weights)
-    sharded; called twice, because the ranks compare only the first of two calls. Then one call that differs."""
+    """The task of each rank. Calls are made twice, because the ranks compare only the first. Then one that differs."""
     sizes, rows = {"n": tokens, "v": sum(rows), "d": hidden, "device": device}, tuple(rows)
     single, half = (problem(**sizes, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     with patch.object(parallel_cases, "upstream_for", torch.ones_like):  # other values round again in 16 bits

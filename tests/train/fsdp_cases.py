@@ -1,7 +1,4 @@
-"""Cases of mode `fsdp` on several processes against mode `gpu` in one: what each process does (test_several.py).
-
-Sums over ranks and sums over a batch differ in order, so weights agree within rounding. Losses are float32.
-"""
+"""Cases of mode `fsdp` on several processes against mode `gpu` in one, within rounding (test_several.py)."""
 
 import json
 import math

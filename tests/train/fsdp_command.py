@@ -118,8 +118,7 @@ ENDS = {"fails": trouble, "is killed": lambda: os.kill(os.getpid(), signal.SIGKI
 
 
 def ended(name: str, folder: Path) -> None:
-    """Run two processes, of which the second ends in its second step as `name` says, and that ends the first. Write
-    their exit codes, outputs and seconds."""
+    """Run two processes, of which the second ends in its second step as `name` says; write down how both ended."""
     folder.mkdir()
     start, ports = time.monotonic(), free_ports(2)
     codes = forked(2, partial(_ends, ENDS[name], folder, ports))

@@ -51,11 +51,7 @@ def compare(
     device: str = "cpu", **options: Any,
 ) -> None:  # fmt: skip
     """Assert that a streamed model trains as a plain one: the same bits of losses, weights, state and random numbers;
-    or, with `rel`, losses and weights within rounding.
-
-    `reference` may change the plain model, and `usual` make another optimizer for it, as far as `options` (of `stream`)
-    change what is computed.
-    """
+    with `rel`, within rounding. `reference` may change the plain model, and `usual` make another optimizer for it."""
     plain = build().to(device)
     other = (usual or optimizer)(plain)
     if reference is not None:
@@ -163,8 +159,7 @@ class Masters:
 
 
 def in_pieces(layers: nn.ModuleList, rows: int | None = None) -> None:
-    """Make each layer run `rows` rows of the batch at a time (None: all), under PyTorch's own recomputation, which
-    replays the random numbers; gradients are summed in the order of the rows."""
+    """Make each layer run `rows` rows at a time (None: all), under PyTorch's recomputation, which draws again."""
     for layer in layers:
         layer.forward = partial(_in_pieces, layer.forward, rows)
 

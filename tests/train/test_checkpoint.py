@@ -64,8 +64,7 @@ def killed_at(call: int) -> Iterator[Callable[[], bool]]:
     "before, last", [([1], 1), pytest.param([1], 2, marks=SLOW), pytest.param([2, 1], 1, marks=SLOW)]
 )
 def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, before, last):
-    """Steps are saved in this order, and then step `last` with other content: what loads is the last save, or what was
-    there before."""
+    """After steps `before`, step `last` is saved with other content: what loads is that, or what was there before."""
     point, killed, weight = 0, lambda: True, trained.parts.norm.weight.data
     while killed():
         folder = tmp_path / str(point)

@@ -57,8 +57,7 @@ def test_layers_that_compute_otherwise_share_no_graph_and_unknown_objects_are_no
 
 @pytest.mark.parametrize("planned_for", [None, (2, 6)])
 def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
-    """In bfloat16, adapters save their inputs once more, in float32. Under a patched head, a plan is made within a call
-    in which a stand-in takes the output layer's place."""
+    """In bfloat16, adapters save their inputs once more, in float32. A patched head's plan is made within a call."""
     seen = []
     monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
     patched = lambda dtype: patch_head(adapted(dtype, base=llama), workspace="16MiB")  # noqa: E731

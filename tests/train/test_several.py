@@ -1,8 +1,4 @@
-"""Mode `fsdp` on two and three processes against mode `gpu` in one.
-
-All cases of a size run in one set of processes, which run this file as a script: first how one of two processes ends
-the other, then every case, in the same order on all.
-"""
+"""Mode `fsdp` on two and three processes, which run this file as a script, against mode `gpu` in one."""
 
 import json
 import os

@@ -47,8 +47,7 @@ def broken(loss: torch.Tensor) -> None:
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 @pytest.mark.parametrize("options", PLACES[:3])
 def test_aborted_steps(options, error):
-    """In a forward, a recomputation, a backward and her own loss: weights and state are those before the step, the next
-    steps are as if it had not been tried, and no buffer is lost, of which there are fewer than aborted steps."""
+    """Wherever it is, the next steps are as if it had not been tried; and there are fewer buffers than such steps."""
     with going_on(**options) as (streamed, own):
         before = weights(streamed)
         for layer, call in product((0, 2, 1, 3), (1, 2, 0)):
@@ -69,10 +68,7 @@ def test_aborted_steps(options, error):
 
 @contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
-    """Ctrl-C as function call number `at` in the package `t1lib.train` begins: there, Python looks for signals.
-
-    Gives a list that holds the number of calls.
-    """
+    """Ctrl-C as call number `at` in `t1lib.train` begins, where Python looks for signals; gives the number of calls."""
     calls, before = [0], sys.gettrace()
 
     def call(frame: FrameType, event: str, argument: object) -> None:

@@ -141,8 +141,7 @@ AWAY: dict[str, Callable[[str], bool]] = {
 @pytest.mark.parametrize("clip", [None, own_clip], ids=["", "clipped"])
 @pytest.mark.parametrize("away", AWAY)
 def test_a_gradient_that_the_loop_changes_or_takes_away(away, clip):
-    """The update and the norm take what the loop left in `grad`. It scales gradients in place, replaces one, adds to
-    one, and takes away those of a layer, at which it has not looked, or some of them, or sets the only one left."""
+    """The update and the norm take what the loop left in `grad`."""
 
     def changed(model: nn.Module, optimizer: Any) -> Tensor | None:
         for layer in model.blocks[2:]:
@@ -163,8 +162,7 @@ def test_a_gradient_that_the_loop_changes_or_takes_away(away, clip):
     "layout, clip", [({"master_weights": "split"}, None), ({"moments": "bfloat16"}, None), ({}, "optimizer")], ids=str
 )
 def test_smaller_state_and_clipped_masters_are_close(layout, clip):
-    """Split masters are rounded with ties away from zero, 16-bit moments with noise. The norm is that of the gradients
-    in float32; PyTorch's function would round it to 16 bits."""
+    """Split masters are rounded with ties away from zero, 16-bit moments with noise; the norm is a float32."""
     model, plain = (llama(torch.bfloat16) for _ in range(2))
     reference = Masters(grouped(plain))
     expected = train(plain, reference, data(10), clip=CLIPS[clip])

@@ -139,8 +139,7 @@ def test_state_that_the_optimizer_has_is_taken_over(optimizer, options):
 
 @pytest.mark.parametrize("options", [*PLACES, AT_ONCE])
 def test_weights_and_state_are_current_after_every_step(options):
-    """Whichever is asked for first: the model, the optimizer, or, when updates have ended, the parameters themselves,
-    as by an average of the weights that her own loop keeps."""
+    """Whichever is asked for first: the model, the optimizer, or, when updates have ended, the parameters."""
     plain, model = llama(), llama()
     usual = adamw(plain)
     with streaming(model, **options) as (streamed, own):
