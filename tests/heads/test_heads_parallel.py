@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("triton")
 from huggingface_fsdp import wrapped
 from parallel_cases import Cases, values
-from parallel_manners import groups_made_anew, manners
-from parallel_refusals import refusals
+from parallel_manners import groups_made_anew, manners, refusals
 from processes import SIZES, Outcomes, work
 
 from t1lib.errors import T1Error
