@@ -40,10 +40,6 @@ class Broken(Exception):
     """What the user's code raises here."""
 
 
-def broken(loss: torch.Tensor) -> None:
-    raise Broken(loss)
-
-
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 @pytest.mark.parametrize("options", PLACES[:3])
 def test_aborted_steps(options, error):
@@ -62,8 +58,7 @@ def test_aborted_steps(options, error):
                 assert call == 2 and fault.calls == 1
                 fault.arm(None)
             own.zero_grad()
-            with pytest.raises(Broken):
-                broken(model_loss(streamed, BATCHES[3]))
+            model_loss(streamed, BATCHES[3])  # of which an error in her own loss leaves no backward
 
 
 @contextmanager
@@ -116,10 +111,7 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
         own.zero_grad()
 
 
-MANY = pytest.param(100, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("times", [3, MANY])
+@pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", PLACES[:3])
 def test_an_interrupt_at_any_call(options, times):
     """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
