@@ -1,6 +1,5 @@
 """Cases of mode `fsdp` on several processes against mode `gpu` in one, within rounding (test_several.py)."""
 
-import json
 import math
 import time
 from functools import partial
@@ -44,7 +43,7 @@ def cases(size: int, folder: Path) -> Cases:
         "refused: batches": bad_batches,
     }
     if size > 2:
-        return found | {"on from two processes": partial(on_from, folder / "from2")}
+        return found
     single = {"dtype": torch.float32, "vocab_size": 97}
     return found | {
         "everything, tied": partial(agrees, ragged(3), DOUBLE, {}, **every),
@@ -186,16 +185,12 @@ def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
 
 
 def saved_and_on(folder: Path) -> None:
-    """Resumed with as many processes, from the same bits, a run is bitwise the same; in one process, within rounding.
-    The losses of the unbroken run are stored beside the checkpoint, for `on_from`."""
+    """Resumed with as many processes, a run is bitwise the same; in one process, from the same bits, within rounding."""
     data, whole, one = even(TOTAL), trainer(), trainer("gpu")
     losses = [whole.step(batch).loss for batch in data[:SAVED]]
     save_checkpoint(whole, folder)
     state = whole.state_dict()
     losses += [whole.step(batch).loss for batch in data[SAVED:]]
-    if dist.get_rank() == 0:
-        (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
-
     again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
     again.step(data[3])  # state that the checkpoint must overwrite
     assert load_checkpoint(again, folder) == load_checkpoint(one, folder) == SAVED
@@ -209,15 +204,6 @@ def saved_and_on(folder: Path) -> None:
     assert_same(one.state_dict(), again.state_dict())
     for many in (whole, again):
         many.close()
-
-
-def on_from(folder: Path) -> None:
-    one, other = trainer("gpu"), trainer()
-    losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
-    assert load_checkpoint(one, folder) == load_checkpoint(other, folder) == SAVED
-    assert_same(one.state_dict(), other.state_dict())
-    assert [other.step(batch).loss for batch in even(TOTAL)[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
-    other.close()
 
 
 def full_disk(folder: Path) -> None:
