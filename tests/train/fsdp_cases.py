@@ -185,7 +185,7 @@ def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
 
 
 def saved_and_on(folder: Path) -> None:
-    """Resumed with as many processes, a run is bitwise the same; in one process, from the same bits, within rounding."""
+    """Resumed with as many processes, a run is bitwise the same; in one, from the same bits, within rounding."""
     data, whole, one = even(TOTAL), trainer(), trainer("gpu")
     losses = [whole.step(batch).loss for batch in data[:SAVED]]
     save_checkpoint(whole, folder)
