@@ -55,11 +55,7 @@ def metrics(folder):
 
 
 def losses(folder):
-    return [float(row["loss"]) for row in metrics(folder)]
-
-
-def steps(folder):
-    return [int(row["step"]) for row in metrics(folder)]
+    return {int(row["step"]): float(row["loss"]) for row in metrics(folder)}
 
 
 def names(folder):
@@ -101,7 +97,7 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, capsys, monkeypatch
     more = ["--steps", "12", "--eval-every", "5", "--report-every", "4", "--lr", "1e-2", "--dtype", "bfloat16"]
     assert train(tmp_path / "a", *more) == 0
     rows = metrics(tmp_path / "a")
-    assert steps(tmp_path / "a") == list(range(1, 13))
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
     held_out = {int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]}
     assert list(held_out) == [5, 10, 12] and held_out[12] < held_out[5]
     assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
@@ -149,7 +145,8 @@ def test_a_run_keeps_its_length_and_warmup_unless_told(tmp_path, capsys, refused
 
 
 def test_a_run_is_not_overwritten_and_begins_again_only_without_a_checkpoint(a_run, refused):
-    before, earlier = content(a_run), losses(a_run)
+    earlier = losses(a_run)
+    before = content(a_run)
     refused("holds a run; --resume goes on with it", a_run, "--steps", "2")
     assert content(a_run) == before
     shutil.rmtree(a_run / "checkpoints")
@@ -236,7 +233,7 @@ def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monk
 
 
 @pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
-def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(
+def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_twice(
     tmp_path, monkeypatch, times, passed_on, code
 ):
     monkeypatch.setattr(signals, "PASSED_ON", passed_on)
@@ -256,10 +253,10 @@ def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_asked_twice(
 
 def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path, monkeypatch, refused):
     """Metrics cost no step: its checkpoint is written, and the run goes on from it."""
-    step, file, often = (
-        LanguageSession.step,
+    file, often, step = (
         tmp_path / "a" / "metrics.csv",
         ["--steps", "6", "--checkpoint-every", "2"],
+        LanguageSession.step,
     )
     with largest_file(4000):
         refused("step-00000002: File too large", tmp_path / "a", *often)
@@ -278,7 +275,7 @@ def test_a_checkpoint_or_metrics_that_cannot_be_written_are_no_dead_end(tmp_path
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000003"]
     file.rmdir()
     assert train(tmp_path / "a", *often, "--resume") == 0
-    assert steps(tmp_path / "a") == [4, 5, 6]
+    assert list(losses(tmp_path / "a")) == [4, 5, 6]
 
 
 def test_a_plot_a_model_or_settings_that_cannot_be_written_leave_what_was(a_run, monkeypatch, refused):
