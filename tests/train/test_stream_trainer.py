@@ -118,20 +118,13 @@ def test_same_bits_as_trainer(name, tmp_path):
     assert_same(*train_both(tmp_path, **CASES[name]), norms=name != "weights in 16 bits")
 
 
-class Interrupt(TrainerCallback):
-    """Raises when a step ends, or at another event."""
-
-    def __init__(self, step: int, event: str = "on_step_end") -> None:
-        self.step = step
-        setattr(self, event, self.check)
-
-    def check(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
+def interrupted(found: Trainer, step: int, event: str, **given: Any) -> Trainer:
+    def check(args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == step:
             raise InterruptedError
 
-
-def interrupted(found: Trainer, *where: Any, **given: Any) -> Trainer:
-    callback = Interrupt(*where)
+    callback = TrainerCallback()
+    setattr(callback, event, check)
     found.add_callback(callback)
     with pytest.raises(InterruptedError):
         found.train(**given)
@@ -148,10 +141,11 @@ RESUMED: dict[str, dict[str, Any]] = {
     "split masters": {"build": in_16_bits, "stream": {"master_weights": "split", "moments": "bfloat16"}},
     "begun by Trainer": {"kinds": (Trainer, StreamTrainer)},
     "by Trainer": {"kinds": (StreamTrainer, Trainer)},
-    **{f"by the same one, {event}": {"kinds": (StreamTrainer, None), "event": event, **SUMMED} for event in (
-        "on_substep_end", "on_step_end", "on_pre_optimizer_step",
-    )},
-}  # fmt: skip
+    **{
+        f"by the same one, {event}": {"kinds": (StreamTrainer, None), "event": event, **SUMMED}
+        for event in ("on_substep_end", "on_step_end", "on_pre_optimizer_step")
+    },
+}
 
 
 @pytest.mark.parametrize("name", slow_unless(RESUMED, ["split masters"]))
@@ -248,15 +242,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "torch_compile": {"torch_compile": True},
     "max_grad_norm": {"stream": {"update_in_backward": True}},
-    "gradient_accumulation_steps": {
-        "stream": {"update_in_backward": True}, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2
-    },
-    "accumulate": {"stream": {"accumulate": False}, "gradient_accumulation_steps": 2},
+    "gradient_accumulation_steps": {"stream": {"update_in_backward": True}, "max_grad_norm": 0.0, **SUMMED},
+    "accumulate": {"stream": {"accumulate": False}, **SUMMED},
     "micro_batches": {"stream": {"micro_batches": 1}},
     "device": {"stream": {"device": "cpu"}},
     "15GiB": {"stream": "15GiB"},
     "Adafactor": {"optim": "adafactor"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
