@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -170,25 +169,17 @@ def test_smaller_state_and_clipped_masters_are_close(layout, clip):
         found = train(streamed, own, data(10), clip=CLIPS[clip])
         assert found[:2] == pytest.approx(expected[:2], rel=1e-6 if clip else 1e-2)
         assert found == pytest.approx(expected, rel=2e-2 if clip else 1e-2)
-        assert_close_masters(own, reference, 0.05)
-
-
-def assert_close_masters(optimizer: Any, reference: Masters, most: float) -> None:
-    """Distances are measured against how far the masters have moved since they were 16-bit weights."""
-    found, expected = (each.state_dict()["state"] for each in (optimizer, reference))
-    for index, slots in expected.items():
-        master, first = slots["master"], slots["exp_avg"]
-        assert found[index]["master"].dtype == torch.float32
-        moved = 10 * 0.003 * math.sqrt(master.numel())
-        assert (found[index]["master"] - master).norm() < most * moved, index
-        assert (found[index]["exp_avg"].float() - first).norm() < 5 * most * first.norm(), index
+        state = own.state_dict()["state"]
+    for index, slots in reference.state_dict()["state"].items():
+        master, first, moved = slots["master"], slots["exp_avg"], 10 * 0.003 * math.sqrt(slots["master"].numel())
+        assert state[index]["master"].dtype == torch.float32
+        assert (state[index]["master"] - master).norm() < 0.05 * moved, index
+        assert (state[index]["exp_avg"].float() - first).norm() < 0.25 * first.norm(), index
 
 
 def test_placement_changes_no_bits_of_clipped_masters():
-    losses = []
-    for choice in (
-        Choice(), Choice(resident=2, keep=1), Choice(outer="host"), Choice(host_share=0.5), Choice(grads="device")
-    ):  # fmt: skip
+    losses, resident, host = [], Choice(resident=2, keep=1, grads="device"), Choice(outer="host", host_share=0.5)
+    for choice in (Choice(), resident, host):
         with streaming(llama(torch.bfloat16), choice=choice) as (streamed, own):
             losses.append(train(streamed, own, clip=own_clip))
     assert all(each == losses[0] for each in losses)
@@ -202,10 +193,9 @@ def test_an_update_starts_from_weights_written_before_the_step():
             for param in model.parameters():
                 param.zero_()
 
-    found = []
-    for stream in (True, False):
-        model = blocks(torch.bfloat16)
-        with streaming(model, adamw(model, lr=1e-3)) if stream else nullcontext((model, adamw(model, lr=1e-3))) as both:
-            train(*both, data(2), clip=zeroed)
-            found.append({name: value.abs().max().item() for name, value in model.state_dict().items()})
-    assert found[0] == pytest.approx(found[1], rel=1e-2)
+    plain, model = blocks(torch.bfloat16), blocks(torch.bfloat16)
+    train(plain, adamw(plain, lr=1e-3), data(2), clip=zeroed)
+    with streaming(model, adamw(model, lr=1e-3)) as both:
+        train(*both, data(2), clip=zeroed)
+    found, expected = ({n: v.abs().max().item() for n, v in m.state_dict().items()} for m in (model, plain))
+    assert found == pytest.approx(expected, rel=1e-2)
