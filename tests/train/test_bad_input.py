@@ -142,8 +142,6 @@ def test_masters_that_a_checkpoint_lacks_are_made_of_its_weights(mode):
     wide.step(batch)
     plain.load_state_dict(wide.state_dict())
     assert plain.evaluate(batch) == wide.evaluate(batch) and plain.steps == 2
-    plain.close()
-    wide.close()
 
 
 def test_state_of_another_optimizer(trainer):
