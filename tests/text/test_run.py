@@ -36,13 +36,10 @@ DRAW = plot.draw_metrics
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly():
-    """Plots take longer than these runs; one test draws one. Models as small as these run best on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Plots take longer than these runs; one test draws one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plot, "draw_metrics", lambda frame, path: path.write_text("a plot"))
         yield
-    torch.set_num_threads(threads)
 
 
 def train(folder, *more):

@@ -181,7 +181,6 @@ KILLED = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
 
 def train_on(folder: Path, done: Path) -> None:
     """In a process of its own: begin, or go on from the last checkpoint, to the end."""
-    torch.set_num_threads(1)
     found = trainer(StreamTrainer, folder, dropping(), save_strategy="steps", **KILLED)
     try:
         found.train(resume_from_checkpoint=True)
