@@ -1,12 +1,15 @@
 """Cases of the vocabulary-parallel heads, by name: what each process of the group does (test_heads_parallel.py)."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import head_cases
 import torch
 import torch.distributed as dist
-from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_close, options, problem, upstream_for
+from head_cases import OPTION_SETS, REDUCTIONS, Problem, options, problem, upstream_for
 from torch import Tensor
 
 from t1lib.heads import linear_cross_entropy as in_one
@@ -78,7 +81,18 @@ def agrees(p: Problem, rows: tuple[int, ...], tolerance: float, **kwargs: Any) -
     want, got = expected(p, rows, **kwargs), on_shards(p, rows, **kwargs)
     assert got.keys() == want.keys(), (got.keys(), want.keys())
     names = [name for name in want if want[name].numel()]
-    assert_close([got[name] for name in names], [want[name] for name in names], tolerance)
+    head_cases.assert_close([got[name] for name in names], [want[name] for name in names], tolerance)
+
+
+def sixteen_bits(p: Problem, rows: tuple[int, ...], own: dict[str, Any], **kwargs: Any) -> None:
+    """Errors, but of a sum, are about those of head `full` in one process: dE is not rounded per shard."""
+    with patch.object(sys.modules[__name__], "upstream_for", torch.ones_like):  # other values round again
+        exact, usual = (expected(p, rows, dtype=d, **kwargs) for d in (torch.float64, p.e.dtype))
+        got = on_shards(p, rows, **kwargs, **own)
+    bounds = head_cases.error_bounds("softcap" if "softcap" in kwargs and own["head"] == "chunked" else "plain", own)
+    bounds["loss"] = bounds["loss"] if got["loss"].dim() else 1e6
+    names = ("loss", "input", "linear_weight", "linear_bias")
+    head_cases.assert_no_worse(*([found[name] for name in names] for found in (got, usual, exact)), bounds)
 
 
 def own_rows(rows: tuple[int, ...]) -> slice:

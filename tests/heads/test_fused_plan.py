@@ -55,6 +55,9 @@ def test_every_budget_from_the_least_on_is_kept(kind):
                 smallest = least(kind, shape, device)
                 for budget in (smallest, smallest + 9 * MIB, smallest + 2**33):
                     keeps(kind, shape, budget, device)
+        for compute in (torch.bfloat16, torch.float32):  # from this limit on, the forward makes the gradients
+            shape = shape_of(name, compute)
+            keeps("early", shape, early_from(*shape[:3], compute.itemsize, cuda=True), HOPPER)
     for _ in range(50):
         n, v, d = (int(2 ** draw.uniform(*logs)) for logs in ((9, 13), (6, 12), (5, 8)))
         compute, ranks = draw.choice([torch.bfloat16, torch.float32]), draw.choice([0, 2])
@@ -63,14 +66,6 @@ def test_every_budget_from_the_least_on_is_kept(kind):
         smallest = least(kind, shape, device)
         for budget in (smallest, *(int(smallest * 2 ** draw.uniform(0, 3)) for _ in range(6))):
             keeps(kind, shape, budget, device)
-
-
-def test_what_is_enough_for_early_gradients_is():
-    """The limit from which the forward makes them counts what every token needs."""
-    for name in SHAPES:
-        for compute in (torch.bfloat16, torch.float32):
-            shape = shape_of(name, compute)
-            plan("early", shape, early_from(*shape[:3], compute.itemsize, cuda=True), HOPPER)
 
 
 @pytest.mark.parametrize("kind", ["early", "late"])
@@ -96,7 +91,7 @@ def test_chunks_are_as_many_as_asked_for_fewer_with_more_memory_and_the_same_for
         return
     counts = [plan(kind, shape_of("Gemma 2"), size * MIB, HOPPER).chunks for size in (256, 512, 1024, 4096)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
-    for chunks in (1, 3, 8, 10**6):
+    for chunks in (3, 10**6):
         found = plan(kind, shape_of("small"), None, HOPPER, chunks)
         assert found.chunks == min(chunks, 16) and len(list(found.bounds(2048, 128))) == found.chunks
 

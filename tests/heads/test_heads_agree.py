@@ -1,28 +1,12 @@
-"""Head `full`, the specification, against PyTorch's cross_entropy and, for what PyTorch lacks, plain formulas; every
-head against `full` in float64: all options, reductions, chunkings, dtypes, strides, and extreme values."""
+"""Head `full` against PyTorch's cross_entropy and plain formulas; every head against `full` in float64."""
 
 import math
 
+import head_cases
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import (
-    CHUNKED,
-    HEADS,
-    ODD,
-    OPTION_SETS,
-    REDUCTIONS,
-    SHAPES,
-    Recorder,
-    assert_close,
-    assert_no_worse,
-    error_bounds,
-    odd_problem,
-    options,
-    problem,
-    run,
-    upstream_for,
-)
+from head_cases import CHUNKED, HEADS, OPTION_SETS, REDUCTIONS, assert_close, options, problem, run, upstream_for
 
 from t1lib.heads import linear_cross_entropy
 
@@ -51,7 +35,7 @@ def gradients(loss, operands):
 @pytest.mark.parametrize("name", ["plain", "weight", "smoothing", "weighted smoothing"])
 @by_reduction
 def test_full_is_cross_entropy_of_linear(name, reduction):
-    for shape, bias in zip(SHAPES, (True, False, True), strict=True):
+    for shape, bias in zip(head_cases.SHAPES, (True, False, True), strict=True):
         p = problem(*shape, bias=bias)
         kwargs = options(name, p) | {"reduction": reduction}
         operands = leaves(p)
@@ -109,7 +93,7 @@ def test_agrees(name, head, own):
     if lacks(head, own, name):
         pytest.skip("not in PyTorch's op")
     for reduction in REDUCTIONS:
-        for shape, bias in zip(SHAPES, (False, True, False), strict=True):
+        for shape, bias in zip(head_cases.SHAPES, (False, True, False), strict=True):
             p = problem(*shape, bias=bias)
             kwargs = options(name, p) | {"reduction": reduction}
             assert_close(run(head, p, **kwargs, **own), run("full", p, **kwargs), 1e-11)
@@ -130,7 +114,7 @@ def test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction):
     exact = run("full", p.to(torch.float64), one, **kwargs)
     plain, got = (run(head, p, one, **kwargs, **extra) for head, extra in (("full", {}), ("chunked", own)))
     assert plain[0].dtype == torch.float32
-    assert_no_worse(got, plain, exact, error_bounds(name, own))
+    head_cases.assert_no_worse(got, plain, exact, head_cases.error_bounds(name, own))
 
 
 def test_a_finished_gradient_is_not_scaled_in_16_bits():
@@ -152,12 +136,12 @@ def test_the_upstream_scalar_is_not_rounded_to_16_bits(device="cpu"):
     assert abs(3 * (third * one).sum() / (one * one).sum() - 1) < 3e-4
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", head_cases.ODD)
 @by_head
 def test_odd_operands_and_options(head, own, name):
     if name == "a filter" and head == "chunked":
         pytest.skip("not in head chunked")
-    p, kwargs, tolerance = odd_problem(name)
+    p, kwargs, tolerance = head_cases.odd_problem(name)
     for reduction in REDUCTIONS:
         kwargs["reduction"] = reduction
         got, want = run(head, p, **kwargs, **own), run("full", p.to(torch.float64), **kwargs)
@@ -170,7 +154,7 @@ def test_odd_operands_and_options(head, own, name):
 def test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head="chunked", device="cpu"):
     """Else cuBLAS takes five times as long. And what is beyond the last class reaches no result."""
     p = problem(16, 257, 16, dtype=dtype, bias=False, device=device)
-    with Recorder() as seen:
+    with head_cases.Recorder() as seen:
         got = run(head, p, **own)
     matrices = [m if m.stride(1) == 1 else m.T for product in seen.products for m in product if m.dtype == dtype]
     assert len(matrices) >= 6 and all(m.stride(0) % 8 == 0 for m in matrices)
@@ -197,17 +181,9 @@ def test_leading_dimensions_and_strides(head, own, reduction):
     torch.testing.assert_close(one, F.cross_entropy(flat.w @ flat.e[0], flat.target[0], reduction=reduction))
 
 
-@by_chunking
-def test_no_tokens_at_all(own):
-    p = problem(5, 7, 3)
-    p.e, p.target = p.e[:0], p.target[:0]
-    loss, de, dw, db = run("chunked", p, reduction="sum", **own)
-    assert loss == 0 and de.shape == (0, 3) and (dw == 0).all() and (db == 0).all()
-
-
 @pytest.mark.parametrize("head, own", [*HEADS, *TORCH])
 @by_reduction
-def test_all_tokens_ignored(head, own, reduction, dtype=torch.float64):
+def test_all_tokens_ignored_or_none_at_all(head, own, reduction, dtype=torch.float64):
     p = problem(5, 257, 16, dtype=dtype)
     p.target[:] = -100
     loss, *grads = run(head, p, reduction=reduction, **own)
@@ -215,6 +191,10 @@ def test_all_tokens_ignored(head, own, reduction, dtype=torch.float64):
     torch.testing.assert_close(loss, want, equal_nan=True)
     assert math.isnan(loss) if reduction == "mean" else (loss == 0).all()
     assert all((g == 0).all() for g in grads)
+    if reduction == "sum" and head != "torch":
+        p.e, p.target = p.e[:0], p.target[:0]
+        loss, de, dw, db = run(head, p, reduction=reduction, **own)
+        assert loss == 0 and de.shape == (0, 16) and (dw == 0).all() and (db == 0).all()
 
 
 @pytest.mark.parametrize("name", ["plain", "weight", "all"])

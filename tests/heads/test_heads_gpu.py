@@ -17,9 +17,6 @@ plain_or_all = pytest.mark.parametrize("name", ["plain", "all"])
 by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTION_SETS)
 @pytest.mark.parametrize(
@@ -104,12 +101,8 @@ def test_offsets_beyond_32_bits():
         assert torch.equal(got, x)
 
 
-# -- memory, waits, threads, devices -----------------------------------------------------------------------------------
-
-
 def workspace_of(p, call, upstream=1.0):
-    """Peak bytes beyond operands and gradients of losses `call(e, w)` and their backward, without a bias (whose GEMM
-    needs its own)."""
+    """Peak bytes beyond operands and gradients of losses `call(e, w)` and their backward, without a bias."""
     operands = [t.detach().requires_grad_() for t in (p.e, p.w)]
     for _ in range(3):  # in the first pass, libraries allocate their own buffers
         for t in operands:
@@ -185,9 +178,6 @@ def test_four_threads_at_once():
     for p, found in zip(problems, every, strict=True):
         alone = run("fused", p)
         assert all(torch.equal(a, b) for one in found for a, b in zip(one, alone, strict=True))
-
-
-# -- graphs ------------------------------------------------------------------------------------------------------------
 
 
 def test_is_captured_in_a_graph():

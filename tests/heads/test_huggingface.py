@@ -33,28 +33,14 @@ def test_a_family_keeps_its_loss_and_gradients(family):
     torch.testing.assert_close(ours(**inputs).logits, own(**inputs).logits, rtol=0.0, atol=0.0)
 
 
-def test_labels_that_are_shifted_or_ignored_by_another_number():
+def test_labels_and_other_arguments():
+    """Labels alone that are shifted already, another number that is ignored, and what reaches the model."""
     own, ours = pair("Qwen3")
     inputs = batch()
     loss = ours(input_ids=inputs["input_ids"], shift_labels=shifted(inputs["labels"])).loss
     torch.testing.assert_close(loss, own(**inputs).loss, rtol=1e-6, atol=0.0)
-    inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] == -100, 5)
-    compare(own, ours, **inputs, ignore_index=5)
-
-
-def test_accumulation_is_the_gradient_of_the_whole_batch():
-    own, ours = pair("Granite", CHUNKED)
-    whole = batch(rows=4)
-    count = (whole["labels"][:, 1:] != -100).sum()
-    expected = gradients(own, own(**whole).loss)
-    for rows in (slice(0, 1), slice(1, 4)):
-        ours(**{name: values[rows] for name, values in whole.items()}, num_items_in_batch=count).loss.backward()
-    assert_close(expected, [parameter.grad for parameter in ours.parameters()])
-
-
-def test_other_arguments_reach_the_model():
-    own, ours = pair("Qwen3")
-    inputs = batch()
+    other = inputs | {"labels": inputs["labels"].masked_fill(inputs["labels"] == -100, 5)}
+    compare(own, ours, **other, ignore_index=5)
     extra = {"attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12]), "logits_to_keep": 12}
     compare(own, ours, **inputs, **extra, position_ids=torch.arange(12).repeat(2, 1) % 6)
     extra = {"use_cache": True, "output_hidden_states": True}
@@ -80,25 +66,17 @@ def test_embeddings_caches_positions_and_tuples():
     torch.testing.assert_close(ours(ids, None, None, None, None, labels).loss, loss, rtol=1e-6, atol=0.0)
 
 
-def test_logits_if_asked_for():
+def test_logits_are_made_only_if_asked_for():
+    """GPT2's vocabulary is so large that nothing else is of the logits' size."""
     own, ours = pair("Gemma2", {"return_logits": True})
     expected, got = own(**batch()), ours(**batch())
     torch.testing.assert_close(got.logits, expected.logits)
     objective = [output.loss + output.logits.square().mean() for output in (expected, got)]
     assert_close(gradients(own, objective[0]), gradients(ours, objective[1]))
-
-
-def test_no_logits_are_made():
-    """GPT2's vocabulary is so large that nothing else is of the logits' size."""
-    own, ours = pair("GPT2", CHUNKED)
-    inputs = batch(rows=4)
-    logits = inputs["input_ids"].numel() * own.config.vocab_size
-    largest = []
-    for model in (own, ours):
-        with Recorder() as seen:
-            gradients(model, model(**inputs).loss)
-        largest.append(max(elements for elements, _ in seen.made))
-    assert largest[0] >= logits and largest[1] <= logits / 2
+    model, inputs = patch_head(build("GPT2"), **CHUNKED), batch(rows=4)
+    with Recorder() as seen:
+        gradients(model, model(**inputs).loss)
+    assert max(elements for elements, _ in seen.made) <= inputs["input_ids"].numel() * model.config.vocab_size / 2
 
 
 def test_bfloat16_and_autocast():
@@ -133,6 +111,7 @@ def test_generation_and_a_loss_of_ones_own_are_left_alone():
 
 
 def test_the_patch_leaves_no_trace():
+    """Nor does a call that fails."""
     own = build("Llama")
     ours = copy.deepcopy(own)
     before = set(ours.__dict__)
@@ -142,7 +121,12 @@ def test_the_patch_leaves_no_trace():
     assert inspect.signature(ours.forward) == inspect.signature(own.forward)
     assert list(ours.state_dict()) == list(own.state_dict())
     assert [name for name, _ in ours.named_modules()] == [name for name, _ in own.named_modules()]
-    ours(**batch())
+    inputs = batch()
+    with pytest.raises(T1Error):
+        ours(input_ids=inputs["input_ids"], labels=inputs["labels"] + VOCAB)
+    with pytest.raises(Exception):  # noqa: B017 - whatever the model raises
+        ours(input_ids=inputs["input_ids"].float(), labels=inputs["labels"])
+    compare(own, ours, **inputs)
     assert not {"lm_head", "_loss_function"} & set(ours.__dict__) and "forward" not in ours.lm_head.__dict__
     assert unpatch_head(ours) is ours
     assert set(ours.__dict__) == before and ours.forward.__func__ is type(own).forward
@@ -167,35 +151,18 @@ def test_copies_and_files(tmp_path):
     torch.testing.assert_close(again(**batch()).loss, own(**batch()).loss)
 
 
-def test_an_error_within_a_call_leaves_the_model_usable():
-    own, ours = pair("Llama")
-    inputs = batch()
-    with pytest.raises(T1Error):
-        ours(input_ids=inputs["input_ids"], labels=inputs["labels"] + VOCAB)
-    with pytest.raises(Exception):  # noqa: B017 - whatever the model raises
-        ours(input_ids=inputs["input_ids"].float(), labels=inputs["labels"])
-    compare(own, ours, **inputs)
-
-
 def test_threads():
     """Calls take turns, so that those without labels get their logits."""
     model, given = patch_head(build("Llama")), batch()
-    inputs = {name: value for name, value in given.items() if name != "labels"}
-    with torch.no_grad():
-        loss, logits = model(**given).loss, model(**inputs).logits
-
-    def work(number: int) -> bool:
-        with torch.no_grad():
-            outputs = model(**(given if number % 2 else inputs))
-        return torch.equal(outputs.loss, loss) if number % 2 else torch.equal(outputs.logits, logits)
-
+    calls = [lambda: model(**given).loss, lambda: model(input_ids=given["input_ids"]).logits]
+    expected = [call() for call in calls]
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(60)))
+        assert all(pool.map(lambda number: torch.equal(calls[number % 2](), expected[number % 2]), range(60)))
 
 
 def trainer(model, folder, **settings):
-    rows = {name: values.tolist() for name, values in batch(rows=64, seed=7).items()}
-    rows = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    given = batch(rows=64, seed=7)
+    rows = [{name: values[row].tolist() for name, values in given.items()} for row in range(64)]
     quiet = {"save_strategy": "no", "disable_tqdm": True, "report_to": [], "use_cpu": True, "logging_steps": 1}
     given = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, **quiet, **settings}
     arguments, collate = transformers.TrainingArguments(str(folder), **given), transformers.default_data_collator
@@ -241,8 +208,15 @@ def test_lora(order):
     assert unpatch_head(found[1])(**batch()).logits is not None
 
 
-def test_an_output_layer_that_peft_trains():
+def test_an_output_layer_that_peft_trains_is_followed_and_an_adapter_on_it_refused():
     peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(target_modules=["lm_head"])
+    with pytest.raises(T1Error, match=r"lora.*Linear"):
+        patch_head(peft.get_peft_model(build("Llama"), adapter))
+    late = peft.get_peft_model(patch_head(build("Llama")), adapter)
+    with pytest.raises(T1Error, match=r"lora.*Linear"):
+        late(**batch())
+    assert late(input_ids=batch()["input_ids"]).logits is not None
     saved = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
     found = []
     for model in pair("Llama", CHUNKED):
@@ -256,24 +230,13 @@ def test_an_output_layer_that_peft_trains():
         torch.testing.assert_close(ours(**batch()).loss, own(**batch()).loss, rtol=1e-6, atol=0.0)
 
 
-def test_an_adapter_on_the_output_layer_is_refused_by_name():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["lm_head"])
-    with pytest.raises(T1Error, match=r"lora.*Linear"):
-        patch_head(peft.get_peft_model(build("Llama"), config))
-    ours = peft.get_peft_model(patch_head(build("Llama")), config)
-    with pytest.raises(T1Error, match=r"lora.*Linear"):
-        ours(**batch())
-    assert ours(input_ids=batch()["input_ids"]).logits is not None
-
-
-T5 = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
+T5 = transformers.T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=VOCAB)
 REFUSED = {
     "Linear": lambda: patch_head(nn.Linear(2, 2)),
     "NoneType": lambda: patch_head(None),
     "output layer": lambda: patch_head(build("Qwen3").model),
     "ForMaskedLMLoss": lambda: patch_head(transformers.BertForMaskedLM(build("Bert").config)),
-    "encoder": lambda: patch_head(transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))),
+    "encoder": lambda: patch_head(transformers.T5ForConditionalGeneration(T5)),
     "not patched": lambda: unpatch_head(build("Qwen3")),
     "already patched": lambda: patch_head(patch_head(build("Qwen3"))),
     "unknown head 'fast'": lambda: patch_head(build("Llama"), head="fast"),
@@ -288,24 +251,20 @@ def test_models_and_options_that_are_refused(message):
     assert message in refusal(REFUSED[message])
 
 
-def test_output_layers_that_are_refused():
-    class Own(nn.Linear):
-        def forward(self, hidden):
-            return 2 * super().forward(hidden)
+class Own(nn.Linear):
+    def forward(self, hidden):
+        return 2 * super().forward(hidden)
 
-    model = patch_head(build("Llama"))
-    plain = model.lm_head
-    model.lm_head = Own(16, VOCAB, bias=False)
-    assert "Own" in refusal(partial(model, **batch()))
-    model.lm_head = plain
-    handle = plain.register_forward_hook(lambda module, inputs, output: 2 * output)
-    assert "hook" in refusal(partial(model, **batch()))
-    handle.remove()
-    plain.forward = lambda hidden: hidden
-    assert "Linear" in refusal(partial(model, **batch()))
-    del plain.forward
-    plain.to("meta")
-    assert "meta" in refusal(partial(model, **batch()))
+
+def test_output_layers_that_are_refused():
+    for message, change in {
+        "Own": lambda lm: setattr(lm, "lm_head", Own(16, VOCAB, bias=False)),
+        "hook": lambda lm: lm.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output),
+        "Linear": lambda lm: setattr(lm.lm_head, "forward", lambda hidden: hidden),
+        "meta": lambda lm: lm.lm_head.to("meta"),
+    }.items():
+        change(model := patch_head(build("Llama")))
+        assert message in refusal(partial(model, **batch()))
 
 
 def odd(change) -> nn.Module:
@@ -324,20 +283,15 @@ def odd(change) -> nn.Module:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda z: 0.3 * z,
+def test_a_bias_of_the_output_layer_is_scaled_with_the_logits(trained):
+    for change in (
         lambda z: z / 4.0,
-        lambda z: torch.tanh(z * 0.5 / 3.0) * 3.0,
-        lambda z: 2.0 * torch.tanh(3.0 * z) * 0.2,
+        lambda z: 2.0 * torch.tanh(z * 0.5 / 3.0) * 3.0,
         lambda z: (-0.5 * z).float()[..., :VOCAB],
-    ],
-)
-def test_a_bias_of_the_output_layer_is_scaled_with_the_logits(change, trained):
-    own = odd(change)
-    own.lm_head.bias.requires_grad_(trained)
-    compare(own, patch_head(copy.deepcopy(own), **CHUNKED), **batch())
+    ):
+        own = odd(change)
+        own.lm_head.bias.requires_grad_(trained)
+        compare(own, patch_head(copy.deepcopy(own), **CHUNKED), **batch())
 
 
 @pytest.mark.parametrize(
@@ -353,13 +307,12 @@ def test_a_bias_of_the_output_layer_is_scaled_with_the_logits(change, trained):
         (lambda z: z.tanh().tanh(), "tanh"),
         (lambda z: z[..., 3:], "indexing"),
         (lambda z: z.__setitem__((..., 3), 0.0), "assignment"),
-        (lambda z: z.masked_fill(z.new_ones(1) > 0, 0.0), "new_ones|masked_fill"),
         (None, "output layer"),
     ],
 )
 def test_what_a_model_does_to_its_logits_is_refused_by_name(change, words):
     message = refusal(partial(patch_head(odd(change)), **batch()))
-    assert "Odd" in message and any(word in message for word in words.split("|"))
+    assert "Odd" in message and words in message
 
 
 @pytest.mark.parametrize(

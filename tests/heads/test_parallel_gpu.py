@@ -1,54 +1,37 @@
-"""The vocabulary-parallel heads on two CUDA devices, or on one that two ranks share, through NCCL; and the same task
-on two CPU processes."""
+"""The vocabulary-parallel heads on two CUDA devices through NCCL, or on two CPU processes."""
 
-from typing import Any
-from unittest.mock import patch
-
-import parallel_cases
 import pytest
 import torch
 import torch.distributed as dist
-from head_cases import REDUCTIONS, assert_no_worse, error_bounds, options, problem, refusal
-from parallel_cases import CHUNKED, agrees, expected, on_shards, own_rows
+from head_cases import REDUCTIONS, options, problem, refusal
+from parallel_cases import CHUNKED, agrees, own_rows, sixteen_bits
 
 from t1lib.heads.parallel import linear_cross_entropy
 from t1lib.measure.ranks import measure_ranks
 from t1lib.measure.records import Records
 
 HEADS = {"chunked": CHUNKED, "fused": {"head": "fused", "chunks": 2}}
-NAMES = ("loss", "input", "linear_weight", "linear_bias")
 LARGE = {"tokens": 512, "rows": [5001, 4000], "hidden": 256}
 SMALL = {"tokens": 64, "rows": [160, 97], "hidden": 32}
 
 
 def compare_all(records: Records, device: torch.device, phase: str, tokens: int, rows: list[int], hidden: int) -> None:
-    """The task of each rank: both heads, each reduction, tokens replicated or (with a softcap and token weights)
-    sharded; called twice, because the ranks compare only the first of two calls. Then one call that differs."""
+    """The task of each rank. Calls are made twice, because the ranks compare only the first. Then one that differs."""
     sizes, rows = {"n": tokens, "v": sum(rows), "d": hidden, "device": device}, tuple(rows)
     single, half = (problem(**sizes, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    with patch.object(parallel_cases, "upstream_for", torch.ones_like):  # other values round again in 16 bits
-        for own in HEADS.values():
-            for reduction in REDUCTIONS:
-                for dealt in (False, True):
-                    more = options("softcap", single) | options("token_weight", single) if dealt else {}
-                    kwargs = {"reduction": reduction, "sequence_parallel": dealt, **more}
-                    for _ in range(2):
-                        agrees(single, rows, 3e-5, **own, **kwargs)
-                        sixteen_bits(half, rows, own, kwargs)
+    for own in HEADS.values():
+        for reduction in REDUCTIONS:
+            for dealt in (False, True):
+                more = options("softcap", single) | options("token_weight", single) if dealt else {}
+                kwargs = {"reduction": reduction, "sequence_parallel": dealt, **more}
+                for _ in range(2):
+                    agrees(single, rows, 3e-5, **own, **kwargs)
+                    sixteen_bits(half, rows, own, **kwargs)
     last = dist.get_rank() == len(rows) - 1
     call = dict(group=dist.group.WORLD, softcap=3.0 if last else 2.0)
     message = refusal(lambda: linear_cross_entropy(single.e, single.w[own_rows(rows)], single.target, **call))
     assert "ranks disagree about softcap: " in message
     records.add("all", "done", 1.0, phase=phase)
-
-
-def sixteen_bits(p: Any, rows: tuple[int, ...], own: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Errors are about those of head `full` in one process, but for a sum, in which they may happen to cancel."""
-    exact, usual = (expected(p, rows, dtype=d, **kwargs) for d in (torch.float64, p.e.dtype))
-    got = on_shards(p, rows, **kwargs, **own)
-    bounds = error_bounds("softcap" if "softcap" in kwargs and own["head"] == "chunked" else "plain", own)
-    bounds["loss"] = bounds["loss"] if got["loss"].dim() else 1e6
-    assert_no_worse(*([found[name] for name in NAMES] for found in (got, usual, exact)), bounds)
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,7 @@ def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reser
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_points_of_frontier(every):
-    """Memory, and times by the rates of an H200 that the kit comes with, against the committed run; at most a process
-    that ran other lengths and heads before reserves 15 % more."""
+    """Against the committed run. At most a process that ran other lengths and heads before reserves 15 % more."""
     frame = Records.load(FRONTIER / "samples.csv").frame()
     asked = json.loads((FRONTIER / "manifest.json").read_text(encoding="utf-8"))["parameters"]
     facts = frame[frame["phase"] == "facts"].set_index("metric")["value"]

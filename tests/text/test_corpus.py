@@ -78,7 +78,9 @@ def test_bad_arguments_are_named_and_a_cache_that_cannot_be_written_is_done_with
     for wrong, message in (({"seq": 1}, "seq 1"), ({"seq": 10**7}, "two rows"), ({"limit": "12 parsecs"}, "bad size")):
         with pytest.raises(T1Error, match=message):
             corpus.load_corpus(**{"vocabulary": 600, "seq": 32, "source": SOURCE} | wrong)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("{")
+    with pytest.raises(T1Error, match="cannot read tokenizer"):
+        corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "file")
     monkeypatch.setenv("T1_CACHE", str(tmp_path / "file" / "cache"))
     assert len(load().train)
 
@@ -100,14 +102,3 @@ def test_rows_and_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_
     assert not torch.equal(batch(0, seed=6), epoch[0])
     with pytest.raises(T1Error, match=rf"batch {rows + 1}; the corpus has {rows} rows"):
         found.batch(0, rows + 1, 0)
-
-
-def test_a_tokenizer_of_the_users_own(tmp_path):
-    texts = read_texts(SOURCE)
-    corpus.byte_pairs(texts, 700).save(str(tmp_path / "tokenizer.json"))
-    own = corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "tokenizer.json")
-    assert own.vocabulary == 700
-    assert torch.equal(own.train, corpus.load_corpus(700, 32, source=SOURCE).train)
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(T1Error, match="cannot read tokenizer"):
-        corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "broken.json")

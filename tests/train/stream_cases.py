@@ -11,14 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from stream_loops import adamw, evaluated, own_clip, train
-from stream_models import Blocks, blocks, data
+from stream_loops import adamw, evaluated, loop, own_clip, train
+from stream_models import Blocks, blocks, data, layers_of
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from t1lib.errors import T1Error
 from t1lib.train import stream
+
+OPTIONS = {
+    "choice",
+    "gpu_memory",
+    "master_weights",
+    "micro_batch",
+    "overlap",
+    "update_in_backward",
+    "reference",
+    "usual",
+}
 
 
 @contextmanager
@@ -40,11 +51,7 @@ def compare(
     device: str = "cpu", **options: Any,
 ) -> None:  # fmt: skip
     """Assert that a streamed model trains as a plain one: the same bits of losses, weights, state and random numbers;
-    or, with `rel`, losses and weights within rounding.
-
-    `reference` may change the plain model, and `usual` make another optimizer for it, as far as `options` (of `stream`)
-    change what is computed.
-    """
+    with `rel`, within rounding. `reference` may change the plain model, and `usual` make another optimizer for it."""
     plain = build().to(device)
     other = (usual or optimizer)(plain)
     if reference is not None:
@@ -63,6 +70,17 @@ def compare(
             assert_same_state(own, other)
         assert_same_weights(streamed, plain, 100 * rel)
     assert_same_weights(model, plain, 100 * rel)
+
+
+def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw, **given: Any) -> dict[str, Any]:
+    """Arguments of `compare`: what neither it nor `stream` takes is for the loop."""
+    own = {name: given.pop(name) for name in OPTIONS & given.keys()}
+    return {"build": build, "optimizer": optimizer, "loop": loop(**given), **own}
+
+
+def pieces(rows: int | None, layers: Callable[..., Any] = layers_of) -> dict[str, Any]:
+    """What the reference does, and the streamed model, to run `rows` rows at a time (None: all, and draw again)."""
+    return {"reference": lambda model: in_pieces(layers(model), rows), "micro_batch": rows}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -141,8 +159,7 @@ class Masters:
 
 
 def in_pieces(layers: nn.ModuleList, rows: int | None = None) -> None:
-    """Make each layer run `rows` rows of the batch at a time (None: all), under PyTorch's own recomputation, which
-    replays the random numbers; gradients are summed in the order of the rows."""
+    """Make each layer run `rows` rows at a time (None: all), under PyTorch's recomputation, which draws again."""
     for layer in layers:
         layer.forward = partial(_in_pieces, layer.forward, rows)
 

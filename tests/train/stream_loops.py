@@ -62,8 +62,7 @@ def train(
     clip: Callable[..., Tensor | None] | None = None, schedule: Callable[..., Any] | None = None, accumulate: int = 1,
     zero: bool | Callable[[nn.Module], object] = True, after: Callable[[nn.Module], float] | None = None,
 ) -> list[float]:  # fmt: skip
-    """The loop of a user of plain PyTorch, with what she does before a forward, before a step (`clip`) and after it.
-    Returns losses, norms and what `after` gives, as they come."""
+    """The loop of a user of plain PyTorch; returns losses, norms and what `after` gives, as they come."""
     events: list[float] = []
     batches = data() if batches is None else batches
     rates = schedule(optimizer) if schedule else None

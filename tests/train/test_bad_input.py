@@ -44,7 +44,6 @@ SETTINGS = [
     (partial(adamw, betas=(0.9,)), ["betas (0.9,)", "allowed: two"]),
     (partial(sgd, lr=float("inf")), ["lr inf", "a finite number"]),
     (partial(sgd, lr=-0.1), ["-0.1", "allowed: a finite number, 0 or more"]),
-    (partial(cosine, total="a"), ["schedule of total=", "allowed:"]),
     (partial(cosine, total=4, warmup=None), ["schedule of warmup=", "allowed:"]),
     (partial(Schedule, "linear", warmup=-3, total=5), ["warmup=-3", "0 or more"]),
     (partial(Schedule, "step"), ["schedule 'step'", "constant, linear, cosine"]),
@@ -54,22 +53,19 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("options, parts", OPTIONS, ids=str)
-def test_options_of_a_trainer(options, parts):
-    refused(lambda: make_trainer(model(), **options), *parts)
+CALLS = [(lambda given=given: make_trainer(model(), **given), parts) for given, parts in OPTIONS]
 
 
-@pytest.mark.parametrize("call, parts", SETTINGS, ids=lambda part: part[0] if isinstance(part, list) else "")
-def test_optimizers_schedules_and_models(call, parts):
+@pytest.mark.parametrize("call, parts", CALLS + SETTINGS, ids=lambda part: part[0] if isinstance(part, list) else "")
+def test_options_settings_and_models(call, parts):
     refused(call, *parts)
 
 
 def test_folders(tmp_path):
-    missing, empty, saved = (tmp_path / name for name in ("missing", "empty", "saved"))
-    empty.mkdir()
+    missing, saved = tmp_path / "missing", tmp_path / "saved"
     model().save_pretrained(saved)
     refused(lambda: build_model(str(missing)), str(missing), "checkpoint directory")
-    refused(lambda: build_model(str(empty)), str(empty), "presets that need no files: tiny")
+    refused(lambda: build_model(str(tmp_path)), str(tmp_path), "presets that need no files: tiny")
     refused(lambda: build_model(str(saved), num_hidden_layers=1), str(saved), "num_hidden_layers", "no preset")
 
 
@@ -90,7 +86,6 @@ BATCHES = {
     "labels shifted": ({"input_ids": ids(), "labels": ids()[:, 1:]}, ["labels (2, 10)", "input_ids (2, 11)"]),
     "no label that counts": ({"input_ids": ids(), "labels": torch.full((2, 11), -100)}, ["no label counts"]),
     "ids of floats": ({"input_ids": ids().float()}, ["input_ids of torch.float32", "allowed: a tensor of integers"]),
-    "labels that are no numbers": ({"input_ids": ids(), "labels": ids() * float("nan")}, ["labels of torch.float"]),
 }
 
 
@@ -137,11 +132,8 @@ def test_a_refused_checkpoint_changes_nothing(trainer, name):
 @pytest.mark.parametrize("mode", ["gpu", "slide"])
 def test_masters_that_a_checkpoint_lacks_are_made_of_its_weights(mode):
     """And those that a trainer has no use for are left out."""
-    adamw, batch = {"name": "adamw", "lr": 0.1}, {"input_ids": ids()}
-    plain, wide = (
-        make_trainer(model(dtype=torch.bfloat16), mode, optimizer=OptimizerSpec(**adamw, master_weights=masters))
-        for masters in (False, True)
-    )
+    batch, specs = {"input_ids": ids()}, (adamw(lr=0.1, master_weights=masters) for masters in (False, True))
+    plain, wide = (make_trainer(model(dtype=torch.bfloat16), mode, optimizer=spec) for spec in specs)
     plain.step(batch)
     wide.load_state_dict(plain.state_dict())
     for name, weight in plain.state_dict()["model"].items():
@@ -149,22 +141,16 @@ def test_masters_that_a_checkpoint_lacks_are_made_of_its_weights(mode):
     wide.step(batch)
     plain.load_state_dict(wide.state_dict())
     assert plain.evaluate(batch) == wide.evaluate(batch) and plain.steps == 2
-    plain.close()
-    wide.close()
 
 
-def test_state_of_another_optimizer():
+def test_state_of_another_optimizer(trainer):
     plain = make_trainer(model(), "slide", optimizer="sgd")
-    for spec, slot in ((OptimizerSpec("adamw"), "exp_avg"), (OptimizerSpec("sgd", momentum=0.9), "momentum_buffer")):
-        other = make_trainer(model(), "gpu", optimizer=spec)
-        other.step({"input_ids": ids()})
-        refused(lambda other=other: plain.load_state_dict(other.state_dict()), slot, "another optimizer's")
+    refused(lambda: plain.load_state_dict(trainer.state_dict()), "exp_avg", "another optimizer's")
 
 
 def test_models_that_cannot_be_trained():
     for mode in ("gpu", "slide"):
-        given = ["model of type Linear", "allowed: a decoder"]
-        refused(lambda mode=mode: make_trainer(torch.nn.Linear(2, 2), mode), *given)
+        refused(partial(make_trainer, torch.nn.Linear(2, 2), mode), "model of type Linear", "allowed: a decoder")
     frozen, own = model().requires_grad_(False), model(tie_word_embeddings=False)
     refused(lambda: make_trainer(frozen, "gpu"), "no parameter of the model requires a gradient")
     for name, param in own.named_parameters():

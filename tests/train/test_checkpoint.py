@@ -12,33 +12,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_cases import assert_same
+from loop_cases import OPTIMIZERS, assert_same, even, model
 
 from t1lib.errors import T1Error
 from t1lib.files import read_signed, write_signed
-from t1lib.train import OptimizerSpec, build_model, checkpoint, make_trainer
+from t1lib.train import checkpoint, make_trainer
 from t1lib.train.checkpoint import META, has_checkpoint, load_checkpoint, save_checkpoint
 
 SLOW = pytest.mark.slow
-SHAPE = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=32, vocab_size=97, num_attention_heads=2)
 
 
 def a_trainer(mode="gpu", layers=2):
-    model = build_model("tiny", dtype=torch.float32, **SHAPE | {"num_hidden_layers": layers})
-    spec = OptimizerSpec("adamw", lr=1e-2)
-    return make_trainer(model, mode, optimizer=spec, max_grad_norm=1.0, device="cpu", head="full")
-
-
-def batches(count):
-    generator = torch.Generator().manual_seed(1)
-    return [{"input_ids": torch.randint(97, (2, 11), generator=generator)} for _ in range(count)]
+    small = model(num_hidden_layers=layers, hidden_size=16, intermediate_size=32)
+    return make_trainer(small, mode, optimizer=OPTIMIZERS["adamw"], max_grad_norm=1.0, head="full")
 
 
 @pytest.fixture(scope="module")
 def trained():
     """A trainer after one step. Tests may train it further and load into it."""
     trainer = a_trainer()
-    trainer.step(batches(1)[0])
+    trainer.step(even(1)[0])
     return trainer
 
 
@@ -71,8 +64,7 @@ def killed_at(call: int) -> Iterator[Callable[[], bool]]:
     "before, last", [([1], 1), pytest.param([1], 2, marks=SLOW), pytest.param([2, 1], 1, marks=SLOW)]
 )
 def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, before, last):
-    """Steps are saved in this order, and then step `last` with other content: what loads is the last save, or what was
-    there before."""
+    """After steps `before`, step `last` is saved with other content: what loads is that, or what was there before."""
     point, killed, weight = 0, lambda: True, trained.parts.norm.weight.data
     while killed():
         folder = tmp_path / str(point)
@@ -91,19 +83,17 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, b
     assert point > 10
 
 
-def _run(folder: Path, steps: int, threads: int) -> None:
-    """The body of a process: continue from the last checkpoint, up to `steps` steps."""
-    torch.set_num_threads(threads)  # their number decides the order of summation
+def goes_on(folder: Path, data: list[dict]) -> None:
+    """The body of a process: continue from the last checkpoint."""
     trainer = a_trainer("ckpt")
     if has_checkpoint(folder):
         load_checkpoint(trainer, folder)
-    for batch in batches(steps)[trainer.steps :]:
+    for batch in data[trainer.steps :]:
         trainer.step(batch)
         save_checkpoint(trainer, folder)
-    trainer.close()
 
 
-def _saved(folder: Path) -> int:
+def saved(folder: Path) -> int:
     return read_signed(folder / META)["step"] if has_checkpoint(folder) else 0
 
 
@@ -111,16 +101,14 @@ def _saved(folder: Path) -> int:
 def test_killed_at_any_time_and_resumed(tmp_path):
     """A run that is killed at random times, again and again, ends as one in another mode that is not."""
     kills, whole, last = int(os.environ.get("T1_KILLS", "20")), a_trainer("gpu"), a_trainer("ckpt")
-    steps = 10 * kills  # a process makes a few before it is killed
-    for batch in batches(steps):
+    data = even(10 * kills)  # a process makes a few steps before it is killed
+    for batch in data:
         whole.step(batch)
     chance, killed, deadline = random.Random(0), 0, time.monotonic() + 40 * kills
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["t1lib.train", "transformers.models.qwen3.modeling_qwen3"])  # imported once
-    while (begun := _saved(tmp_path)) < steps and time.monotonic() < deadline:
-        process = processes.Process(target=_run, args=(tmp_path, steps, torch.get_num_threads()))
+    while (begun := saved(tmp_path)) < len(data) and time.monotonic() < deadline:
+        process = multiprocessing.get_context("fork").Process(target=goes_on, args=(tmp_path, data))
         process.start()
-        while process.is_alive() and _saved(tmp_path) == begun:
+        while process.is_alive() and saved(tmp_path) == begun:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.1))
         if killed < kills and process.is_alive():
@@ -128,16 +116,8 @@ def test_killed_at_any_time_and_resumed(tmp_path):
             process.kill()
         process.join()
     assert killed == kills
-    assert load_checkpoint(last, tmp_path) == steps
+    assert load_checkpoint(last, tmp_path) == len(data)
     assert_same(whole.state_dict(), last.state_dict())
-
-
-def test_what_killed_processes_left_is_removed(tmp_path, trained):
-    (tmp_path / "step-00000099").mkdir()
-    for name in ("step-00000099/rest.pt", f".{META}.partial", "step-by-step.txt"):
-        (tmp_path / name).write_text("half")
-    path = save_checkpoint(trained, tmp_path)
-    assert names(tmp_path) == [META, path.name, "step-by-step.txt"]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_replaced_but_not_removed(tmp_path, trained):
@@ -167,7 +147,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatch, t
         plain(content, file)
 
     monkeypatch.setattr(torch, "save", fails)
-    trained.step(batches(2)[1])
+    trained.step(even(1)[0])
     message = f"step-{trained.steps:08d}: No space left on device" if isinstance(error, OSError) else None
     with pytest.raises(T1Error if message else KeyboardInterrupt, match=message):
         save_checkpoint(trained, tmp_path)
@@ -178,11 +158,14 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatch, t
 
 
 def test_the_last_is_the_one_that_was_saved_last(tmp_path, trained):
-    """Not that of the highest step: a run may go on from an earlier one."""
+    """Not that of the highest step: a run may go on from an earlier one. What killed processes left is removed."""
+    (tmp_path / "step-00000099").mkdir()
+    for name in ("step-00000099/rest.pt", f".{META}.partial", "step-by-step.txt"):
+        (tmp_path / name).write_text("half")
     for trained.steps in (1, 4, 2, 2, 2):
         path = save_checkpoint(trained, tmp_path)
         assert load_checkpoint(trained, tmp_path) == trained.steps
-        assert names(tmp_path) == [META, path.name]
+        assert names(tmp_path) == [META, path.name, "step-by-step.txt"]
 
 
 def test_a_broken_file_is_named_and_changes_nothing(tmp_path, trained):
@@ -206,16 +189,6 @@ def test_a_broken_file_is_named_and_changes_nothing(tmp_path, trained):
     assert_same(before, trained.state_dict())
 
 
-def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, trained):
-    save_checkpoint(trained, tmp_path)
-    other = a_trainer(layers=3)
-    before = other.state_dict()
-    for folder, message in ((tmp_path, "of another model"), (tmp_path / "empty", "no checkpoint in")):
-        with pytest.raises(T1Error, match=message):
-            load_checkpoint(other, folder)
-    assert_same(before, other.state_dict())
-
-
 PARTS = [
     lambda part: [part["model"], part["optimizer"]],
     lambda part: part | {"optimizer": list(part["optimizer"])},
@@ -225,7 +198,7 @@ PARTS = [
 ]
 
 
-def test_a_part_of_another_kind_is_refused(tmp_path):
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
     """Damage by a program, which signs what it writes. Of a model with integer weights, such as a quantised one."""
     trainer = a_trainer()
     scales = torch.nn.Parameter(torch.arange(3), requires_grad=False)
@@ -241,6 +214,9 @@ def test_a_part_of_another_kind_is_refused(tmp_path):
         write_signed(tmp_path / META, facts)
         with pytest.raises(T1Error):
             load_checkpoint(trainer, tmp_path)
+    save_checkpoint(a_trainer(layers=3), tmp_path)
+    with pytest.raises(T1Error, match="of another model"):
+        load_checkpoint(trainer, tmp_path)
     assert_same(before, trainer.state_dict())
 
 

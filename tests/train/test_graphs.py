@@ -15,17 +15,16 @@ from t1lib.train import placing
 from t1lib.train.graphs import LayerGraphs
 
 
-@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
-def test_layers_with_hooks_inside_run_without_graphs(kind):
+def test_layers_with_hooks_inside_run_without_graphs():
     """A replay would not call them. Hooks of the layer itself are called outside of it."""
     layer = nn.Sequential(nn.Linear(4, 4))
     graphs = LayerGraphs([layer], {0})
-    getattr(layer, f"register_{kind}")(lambda *_: None)
-    assert graphs.allow(0)
-    hook = getattr(layer[0], f"register_{kind}")(lambda *_: None)
-    assert not graphs.allow(0)
-    hook.remove()
-    assert graphs.allow(0)
+    for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
+        getattr(layer, f"register_{kind}")(lambda *_: None)
+        assert graphs.allow(0)
+        hook = getattr(layer[0], f"register_{kind}")(lambda *_: None)
+        assert not graphs.allow(0)
+        hook.remove()
 
 
 @pytest.mark.parametrize("rows", [None, 3])
@@ -42,7 +41,7 @@ def test_what_graphs_would_capture_computes_the_same(rows):
     assert len(calls) == 3 * 4 * 2 * (1 if rows is None else 2)
 
 
-def test_layers_that_compute_otherwise_share_no_graph():
+def test_layers_that_compute_otherwise_share_no_graph_and_unknown_objects_are_not_captured():
     different, alike = ([nn.Linear(4, 4) for _ in range(2)] for _ in range(2))
     config = object()
     for layer, window in zip(different, ("64", "32"), strict=True):
@@ -50,9 +49,6 @@ def test_layers_that_compute_otherwise_share_no_graph():
     for layer in alike:
         layer.config = config
     assert [len(set(LayerGraphs(layers, set()).kinds)) for layers in (different, alike)] == [2, 1]
-
-
-def test_calls_with_unknown_objects_are_not_captured():
     graphs, calls = LayerGraphs([nn.Linear(4, 4)], {0}), []
     for _ in range(3):
         graphs.run(0, "place", lambda x, cache: calls.append(cache) or x, torch.ones(2, 4), object())
@@ -61,8 +57,7 @@ def test_calls_with_unknown_objects_are_not_captured():
 
 @pytest.mark.parametrize("planned_for", [None, (2, 6)])
 def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
-    """In bfloat16, adapters save their inputs once more, in float32. Under a patched head, a plan is made within a call
-    in which a stand-in takes the output layer's place."""
+    """In bfloat16, adapters save their inputs once more, in float32. A patched head's plan is made within a call."""
     seen = []
     monkeypatch.setattr(placing, "choose_plan", lambda work, *rest: seen.append(work) or Choice())
     patched = lambda dtype: patch_head(adapted(dtype, base=llama), workspace="16MiB")  # noqa: E731

@@ -1,6 +1,8 @@
 """One loop for all modes: the same bits on a CPU in float32, whatever lies where; and what a step promises."""
 
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -14,6 +16,7 @@ from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
+from t1lib.train.schedule import Schedule
 
 ADAMW, SGD, MOMENTUM = (OPTIMIZERS[name] for name in ("adamw", "sgd", "momentum"))
 MASTERS = OptimizerSpec("adamw", lr=1e-2, master_weights=True)
@@ -40,9 +43,11 @@ CASES = {
     "fsdp, trained layers": ("fsdp", partial(frozen_but, "layers"), {"optimizer": ADAMW}),
     "slide, some trained layers": ("slide", partial(frozen_but, "layers.2.", "layers.4."), {"optimizer": ADAMW}),
     "slide, the reports' setting": (
-        "slide", partial(of_layers, "qwen3-untied"), {"loss": "mean_square", "optimizer": SGD}
+        "slide",
+        partial(of_layers, "qwen3-untied"),
+        {"loss": "mean_square", "optimizer": SGD},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -89,18 +94,18 @@ def test_micro_batches_add_up_to_the_batch(mode):
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
         assert parts.evaluate(batch) == pytest.approx(whole.evaluate(batch), rel=1e-5)
-    weights, others = whole.state_dict()["model"], parts.state_dict()["model"]
-    for name, weight in weights.items():
-        torch.testing.assert_close(others[name], weight, rtol=1e-4, atol=1e-5, msg=name)
-    whole.close()
-    parts.close()
+    assert_same(parts.state_dict()["model"], whole.state_dict()["model"], rel=1e-4, abs=1e-5)
 
 
 def test_a_budget_chooses_what_is_kept_where():
+    """And in the reports' own setting embedding and head stay on the host."""
     options = {"optimizer": ADAMW, "head_options": {"chunks": 2}}
     trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), **options)
     assert trainer.engine.choice != Choice()
     assert run(trainer)[0] == run(make_trainer(model(), "gpu", **options))[0]
+    reports = make_trainer(of_layers("qwen3-untied"), "slide", loss="mean_square", optimizer="sgd")
+    unused = {reports.parts.embed.weight.data_ptr(), reports.parts.head.weight.data_ptr()}
+    assert not unused & {tensor.data_ptr() for tensor in reports.device_tensors()}
 
 
 WAYS = [("gpu", "slide", ADAMW), ("slide", "gpu", MOMENTUM), ("ckpt", "fsdp", ADAMW)]
@@ -142,7 +147,6 @@ def test_a_gradient_that_is_no_number(mode, options):
         weight.copy_(kept)
         assert_same(before, trainer.state_dict())
         assert math.isfinite(trainer.step(batch).loss)
-    trainer.close()
 
 
 @pytest.mark.parametrize("mode", ON_CPU)
@@ -154,14 +158,6 @@ def test_evaluation_changes_nothing_and_drops_nothing_out(mode):
     before = trainer.state_dict()
     trainer.evaluate(batch)
     assert_same(before, trainer.state_dict())
-    trainer.close()
-
-
-def test_the_reports_own_setting_leaves_embedding_and_head_on_the_host():
-    trainer = make_trainer(of_layers("qwen3-untied"), "slide", loss="mean_square", optimizer="sgd")
-    unused = {trainer.parts.embed.weight.data_ptr(), trainer.parts.head.weight.data_ptr()}
-    assert not unused & {tensor.data_ptr() for tensor in trainer.device_tensors()}
-    trainer.close()
 
 
 @pytest.mark.parametrize("mode", ON_CPU)
@@ -185,8 +181,6 @@ def test_a_traced_step_shows_every_layer(mode):
     plain.step(batch)
     assert plain.step(batch).loss == record.loss
     assert_same(plain.state_dict(), trainer.state_dict())
-    trainer.close()
-    plain.close()
 
 
 @pytest.mark.parametrize("mode", ["gpu", "ckpt", "slide"])
@@ -201,3 +195,29 @@ def test_a_closed_trainer_gives_the_model_back(mode):
     with pytest.raises(T1Error, match="the trainer was closed"):
         trainer.step(batch)
     assert make_trainer(one, "slide").evaluate(batch) == loss
+
+
+SCRIPT = """
+import torch
+from t1lib.train import OptimizerSpec, build_model, make_trainer
+model = build_model("tiny", hidden_size=256, intermediate_size=1024, num_hidden_layers=2)
+trainer = make_trainer(model, "slide", optimizer=OptimizerSpec("adamw", master_weights=True))
+trainer.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
+"""
+
+
+def test_a_script_that_ends_after_a_step_ends_well():
+    """The interpreter waits for updates that still run."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):
+    monkeypatch.setattr(Schedule, "_update_on_host", lambda *_: 1 / 0)
+    trainer, batch = make_trainer(model(), "slide", choice=Choice(host_share=1.0)), ragged(1)[0]
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(2):
+            trainer.step(batch)
+    for again in (trainer.step, trainer.evaluate):  # neither hangs
+        with pytest.raises(ZeroDivisionError):
+            again(batch)

@@ -1,12 +1,11 @@
 """A streamed model under any loop computes what plain PyTorch does: bit for bit, in float32 on a CPU."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from stream_cases import compare, in_pieces, streaming
+from stream_cases import case, compare, pieces, streaming
 from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import MODELS, SHAPE, VOCABULARY, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
 from torch import Tensor, nn
@@ -20,11 +19,6 @@ RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 GROUPED_SGD = partial(grouped, make=torch.optim.SGD)
 
 
-def pieces(rows: int) -> dict[str, Any]:
-    """What the reference does, and the streamed model, to run `rows` rows at a time."""
-    return {"reference": lambda model: in_pieces(layers_of(model), rows), "micro_batch": rows}
-
-
 def shapes() -> list[dict[str, Tensor]]:
     sizes = [(4, 7), (1, 7), (4, 2), (2, 5), (1, 2), (4, 7)]
     cut = zip(data(6), sizes, strict=True)
@@ -34,6 +28,9 @@ def shapes() -> list[dict[str, Tensor]]:
 def made(config: Any) -> nn.Module:
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(config).train()
+
+
+GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
 
 
 def projected() -> nn.Module:
@@ -81,6 +78,10 @@ def inferred(model: nn.Module, *_: Any) -> Tensor:
         return model_loss(model, data(1)[0])
 
 
+def forward_alone(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
+    model_loss(model, batch)
+
+
 def thrown_away(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
     model_loss(model, batch).backward()
     optimizer.zero_grad()
@@ -113,65 +114,51 @@ def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, opt
     kept += [(grad, grad.clone()) for grad in grads]
 
 
-LOOPS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Any], Callable[..., list[float]], dict[str, Any]]] = {
-    **{kind: (build, adamw, train, {}) for kind, build in MODELS.items()},
-    **{f"{k}, padded, clipped": (build, sgd, loop(batches=PADDED, clip=own_clip), {}) for k, build in MODELS.items()},
-    "clipped by PyTorch": (llama, adamw, loop(clip=torch_clip), {}),
-    "groups under a schedule": (llama, grouped, loop(schedule=RATES), {}),
-    "groups under a schedule, clipped": (llama, GROUPED_SGD, loop(schedule=RATES, clip=own_clip), {}),
-    "groups under a schedule, clipped by PyTorch": (llama, grouped, loop(schedule=RATES, clip=torch_clip), {}),
-    "a schedule that changes betas, too": (
-        qwen3, adamw, loop(schedule=partial(OneCycleLR, max_lr=0.02, total_steps=11)), {},
-    ),
-    "maximize": (qwen3, partial(adamw, lr=1e-3, maximize=True), train, {}),
-    "nesterov": (qwen3, partial(sgd, nesterov=True), train, {}),
-    "dampening": (qwen3, partial(sgd, dampening=0.3), train, {}),
-    "no momentum": (qwen3, partial(sgd, momentum=0.0), train, {}),
-    "accumulated": (qwen3, sgd, loop(batches=EIGHT, accumulate=2), {}),
-    "accumulated, clipped": (blocks, sgd, loop(batches=EIGHT, accumulate=2, clip=own_clip), {}),
-    "accumulated, clipped by PyTorch": (qwen3, sgd, loop(batches=EIGHT, accumulate=2, clip=torch_clip), {}),
-    "many accumulated": (llama, adamw, loop(batches=data(15), accumulate=5), {}),
-    "row by row": (gemma3, adamw, train, pieces(1)),
-    "micro-batches of padded rows": (qwen3, adamw, loop(batches=PADDED), pieces(2)),
-    "micro-batches of padded rows, other masks": (gemma3, adamw, loop(batches=PADDED), pieces(2)),
-    "a smaller last micro-batch": (blocks, adamw, train, pieces(3)),
-    "one micro-batch": (blocks, adamw, train, pieces(9)),
-    "batches of other shapes": (gemma3, adamw, loop(batches=shapes()), {}),
-    "a loss of hidden states": (qwen3, adamw, loop(loss=hidden_loss, clip=own_clip), {}),
-    "a loss of logits and embeddings": (qwen3, adamw, loop(loss=logits_loss, clip=own_clip), {}),
-    "two forwards": (qwen3, adamw, loop(loss=two_forwards, clip=own_clip), {}),
+HOST, ON_DEVICE = Choice(outer="host"), Choice(grads="device")
+CASES: dict[str, dict[str, Any]] = {
+    **{kind: case(build) for kind, build in MODELS.items()},
+    **{f"{kind}, padded, clipped": case(MODELS[kind], sgd, batches=PADDED, clip=own_clip) for kind in MODELS},
+    "groups under a schedule, clipped": case(llama, GROUPED_SGD, schedule=RATES, clip=own_clip),
+    "groups under a schedule, clipped by PyTorch": case(llama, grouped, schedule=RATES, clip=torch_clip),
+    "a schedule that changes betas, too": case(qwen3, schedule=partial(OneCycleLR, max_lr=0.02, total_steps=11)),
+    "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),
+    "nesterov": case(qwen3, partial(sgd, nesterov=True)),
+    "dampening": case(qwen3, partial(sgd, dampening=0.3)),
+    "no momentum": case(qwen3, partial(sgd, momentum=0.0)),
+    "accumulated, clipped": case(blocks, sgd, batches=EIGHT, accumulate=2, clip=own_clip),
+    "accumulated, clipped by PyTorch": case(qwen3, sgd, batches=EIGHT, accumulate=2, clip=torch_clip),
+    "many accumulated": case(llama, batches=data(15), accumulate=5),
+    "row by row": case(gemma3, **pieces(1)),
+    "micro-batches of padded rows": case(gemma3, batches=PADDED, **pieces(2)),
+    "a smaller last micro-batch": case(blocks, **pieces(3)),
+    "one micro-batch": case(blocks, **pieces(9)),
+    "batches of other shapes": case(gemma3, batches=shapes()),
+    "a loss of hidden states": case(qwen3, loss=hidden_loss, clip=own_clip),
+    "a loss of logits and embeddings": case(qwen3, loss=logits_loss, clip=own_clip),
+    "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),
     # the first forward's output layer reads its weight when layers of the second have run their backward
-    "two forwards, all on the host": (
-        qwen3, adamw, loop(loss=two_forwards), {"choice": Choice(outer="host", inputs="host")},
-    ),
-    "a forward without gradients before": (llama, adamw, loop(loss=twice_weighted, clip=own_clip), {}),
-    "evaluation in between": (qwen3, adamw, loop(after=evaluated), {}),
-    "evaluation without dropout": (partial(blocks, dropout=0.2), sgd, loop(after=evaluated, clip=own_clip), {}),
+    "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=Choice(outer="host", inputs="host")),
+    "a forward without gradients before": case(llama, loss=twice_weighted),
+    "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     # though this model fills a cache of keys and values by default, piece by piece
-    "evaluation in micro-batches": (gemma3, adamw, loop(batches=FOUR, after=evaluated), pieces(1)),
-    "evaluation while gradients wait on the device": (
-        qwen3, adamw, loop(clip=inferred), {"choice": Choice(grads="device")},
-    ),
-    "generation": (qwen3, adamw, loop(batches=FOUR, after=generated), {}),
-    "generation, kept": (qwen3, adamw, loop(batches=FOUR, after=generated), {"choice": Choice(resident=1, keep=4)}),
-    "inference mode": (llama, adamw, loop(after=lambda model: inferred(model).item()), {}),
+    "evaluation in micro-batches": case(gemma3, batches=FOUR, after=evaluated, **pieces(1)),
+    "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=ON_DEVICE),
+    "generation": case(qwen3, batches=FOUR, after=generated),
+    "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
+    "inference mode": case(llama, after=lambda model: inferred(model).item()),
     # then what has no gradient has one of zeros, and still decays
-    "gradients set to zero": (qwen3, adamw, loop(zero=False), {}),
-    "gradients set to zero, accumulated": (
-        qwen3, sgd, loop(zero=False, clip=torch_clip, batches=EIGHT, accumulate=2), {},
-    ),
-    "gradients set to None by the model": (qwen3, adamw, loop(zero=nn.Module.zero_grad), {}),
-    "gradients set to None by hand": (blocks, adamw, loop(zero=drop_gradients), {}),
-    "gradients that somebody keeps": (qwen3, sgd, loop(clip=partial(clip_between_writes, [])), {}),
-    "gradients from before": (begun, adamw, loop(batches=FOUR), {}),
-    "gradients from before, on the device": (begun, adamw, loop(batches=FOUR), {"choice": Choice(resident=2)}),
-    "a backward thrown away": (qwen3, adamw, loop(before=thrown_away), {}),
-    "forwards without a backward": (blocks, adamw, loop(before=lambda model, _, batch: model_loss(model, batch)), {}),
-    "forwards without a backward, inputs on the host": (
-        llama, adamw, loop(before=lambda model, _, batch: model_loss(model, batch)), {"choice": Choice(inputs="host")},
-    ),
+    "gradients set to zero": case(qwen3, zero=False),
+    "gradients set to zero, accumulated": case(qwen3, sgd, zero=False, clip=torch_clip, batches=EIGHT, accumulate=2),
+    "gradients set to None by the model": case(qwen3, zero=nn.Module.zero_grad),
+    "gradients set to None by hand": case(blocks, zero=drop_gradients),
+    "gradients that somebody keeps": case(qwen3, sgd, clip=partial(clip_between_writes, [])),
+    "gradients from before": case(begun, batches=FOUR),
+    "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
+    "a backward thrown away": case(qwen3, before=thrown_away),
+    "forwards without a backward": case(blocks, before=forward_alone),
+    "forwards without a backward, inputs on the host": case(llama, before=forward_alone, choice=Choice(inputs="host")),
     **{
-        f"{name}, {outer}": (qwen3, adamw, loop(batches=FOUR[:3], **own), {"choice": Choice(outer=outer)})
+        f"{name}, {outer}": case(qwen3, batches=FOUR[:3], choice=Choice(outer=outer), **own)
         for outer in ("device", "host")
         for name, own in {
             "weights written before a step": {"clip": halve_weights},
@@ -180,26 +167,19 @@ LOOPS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Any], Callable[..
             "evaluated before it": {"clip": inferred},
         }.items()
     },
-    "moved to where it is": (qwen3, adamw, loop(after=lambda m: float(m.to("cpu").float().train().training)), {}),
-    "matrices before the layers": (projected, adamw, loop(batches=FOUR), {"choice": Choice(outer="host")}),
-    "matrices before the layers, accumulated": (
-        projected, sgd, loop(batches=FOUR, accumulate=2), {"choice": Choice(outer="host")},
-    ),
-    "matrices before the layers, updated in the backward": (
-        projected, adamw, loop(batches=FOUR), {"choice": Choice(outer="host"), "update_in_backward": True},
-    ),
+    "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
+    "matrices before the layers": case(projected, batches=FOUR, choice=HOST),
+    "matrices before the layers, accumulated": case(projected, sgd, batches=FOUR, accumulate=2, choice=HOST),
+    "matrices before the layers, at once": case(projected, batches=FOUR, choice=HOST, update_in_backward=True),
     # which `make_trainer` refuses; here the loss is the model's own
-    "a model that scales its logits, with a budget": (
-        partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5)), adamw, train, {"gpu_memory": "1GiB"},
-    ),
-}  # fmt: skip
+    "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", CASES)
 def test_same_bits_as_plain_pytorch(name):
-    build, optimizer, each, options = LOOPS[name]
-    compare(build, optimizer, each, **options)
+    compare(**CASES[name])
 
 
 def test_a_schedule_made_before_streaming():
@@ -214,14 +194,11 @@ def test_a_schedule_made_before_streaming():
     compare(qwen3, with_schedule, loop(after=lambda model: rates[-1].step() or 0.0))
 
 
-def test_generation_with_micro_batches():
-    """In a run that trains with them, they are set aside for it."""
+def test_what_comes_before_the_first_step():
+    """Generation in a model that trains with micro-batches, which are set aside for it; a forward in inference mode."""
     plain, model = qwen3(), qwen3()
     with streaming(model, micro_batch=1) as (streamed, _):
         assert generated(streamed) == generated(plain)
-
-
-def test_a_first_forward_in_inference_mode():
     with streaming(llama(), gpu_memory="1GiB") as (streamed, own):
         first = inferred(streamed)
         with torch.no_grad():

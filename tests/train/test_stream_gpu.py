@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import Masters, assert_same_weights, compare, held_bytes, in_pieces, streaming, wait_for, weights
+from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, wait_for, weights
 from stream_loops import CLIPS, adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
@@ -44,38 +44,33 @@ def test_placements(place, clip):
     compare(llama, OPTIMIZERS["grouped"], each, rel=1e-5, device=DEVICE, choice=PLACES[place])
 
 
-def pieces(rows: int | None, layers: Callable[..., Any] = layers_of) -> Callable[[nn.Module], object]:
-    return lambda model: in_pieces(layers(model), rows)
+def here(build: Callable[..., nn.Module] = qwen3, optimizer: Callable[..., Any] = sgd, **given: Any) -> dict[str, Any]:
+    return case(build, optimizer, **{"batches": BATCHES, **given})
 
 
 CASES: dict[str, dict[str, Any]] = {
-    **{f"{kind}, {o}": {"build": MODELS[kind], "optimizer": OPTIMIZERS[o]} for kind in MODELS for o in OPTIMIZERS},
+    **{f"{kind}, {o}": here(MODELS[kind], OPTIMIZERS[o]) for kind in MODELS for o in OPTIMIZERS},
     **{
-        f"{kind}, {rows} rows at a time": {
-            "build": MODELS[kind], "loop": loop(batches=PADDED), "reference": pieces(rows), "micro_batch": rows,
-        }
-        for kind in MODELS for rows in (1, 3)
+        f"{kind}, {n} rows at a time": here(MODELS[kind], batches=PADDED, **pieces(n))
+        for kind in MODELS
+        for n in (1, 3)
     },
-    **{f"accumulated, clip {c}": {"loop": loop(batches=LONG, accumulate=4, clip=CLIPS[c])} for c in CLIPS},
-    **{f"updated in the backward, {p}": {"choice": PLACES[p], "update_in_backward": True} for p in PLACES},
-    "parameters without a gradient": {
-        "build": partly_used, "optimizer": partial(adamw, lr=1e-3, weight_decay=0.5), "choice": PLACES["two places"],
-    },
-    "nothing overlaps": {"loop": loop(batches=BATCHES, clip=own_clip), "overlap": False},
+    **{f"accumulated, clip {clip}": here(batches=LONG, accumulate=4, clip=CLIPS[clip]) for clip in CLIPS},
+    **{f"updated in the backward, {p}": here(choice=PLACES[p], update_in_backward=True) for p in PLACES},
+    "parameters without a gradient": here(
+        partly_used, partial(adamw, lr=1e-3, weight_decay=0.5), choice=PLACES["two places"]
+    ),
+    "nothing overlaps": here(clip=own_clip, overlap=False),
     # the GPU's own random numbers are replayed
-    "adapters, little dropout": {"build": partial(adapted, dropout=0.05), "reference": pieces(None, adapters_of)},
-    "adapters, much dropout": {"build": partial(adapted, dropout=0.5), "reference": pieces(None, adapters_of)},
-    "dropout": {
-        "build": partial(blocks, dropout=0.3), "reference": pieces(None),
-        "loop": loop(batches=BATCHES, loss=two_forwards),
-    },
-}  # fmt: skip
+    "adapters, little dropout": here(partial(adapted, dropout=0.05), **pieces(None, adapters_of)),
+    "adapters, much dropout": here(partial(adapted, dropout=0.5), **pieces(None, adapters_of)),
+    "dropout": here(partial(blocks, dropout=0.3), loss=two_forwards, **pieces(None)),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_plain_pytorch(name):
-    usual = {"build": qwen3, "optimizer": sgd, "loop": loop(batches=BATCHES)}
-    compare(**{**usual, **CASES[name]}, rel=1e-5, device=DEVICE)
+    compare(**CASES[name], rel=1e-5, device=DEVICE)
 
 
 @pytest.mark.parametrize("place", PLACES)

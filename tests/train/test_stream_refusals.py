@@ -1,6 +1,7 @@
 """Bad input of `stream`: one clear error, and the model is as it was."""
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ ARGUMENTS += [({"choice": partial(Choice, **{n: v})}, str(v)) for n, values in C
 
 
 def untouched(model: nn.Module, call: Callable[[], object], *parts: str) -> None:
-    """Assert that `call` is refused, and that model, threads and the next steps are what they would have been."""
+    """Assert that `call` is refused, and that model and threads are what they would have been."""
     before, start, running = looks(model), weights(model), threads()
     refused(call, *parts)
     assert looks(model) == before
@@ -95,21 +96,18 @@ def test_models_that_are_refused():
     untouched(model, lambda: streamed_with(model))
 
 
-OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "Adam": (lambda model: torch.optim.Adam(model.parameters()), "Adam"),
-    "a name": (lambda model: "adamw", ""),
-    "amsgrad": (lambda model: adamw(model, amsgrad=True), "amsgrad"),
-    "another model's": (lambda model: adamw(blocks()), ""),
-    "one parameter too many": (lambda model: adamw(nn.ModuleList([model, nn.Linear(2, 2)])), "(2, 2)"),
-    "a copy of a parameter": (lambda model: torch.optim.SGD([nn.Parameter(model.head.weight.data)]), ""),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    make, shown = OPTIMIZERS[name]
-    model = blocks()
-    untouched(model, lambda: streamed_with(model, make(model)), *[shown][: bool(shown)])
+def test_optimizers():
+    for make, shown in (
+        (lambda model: torch.optim.Adam(model.parameters()), "Adam"),
+        (lambda model: "adamw", ""),
+        (lambda model: adamw(model, amsgrad=True), "amsgrad"),
+        (lambda model: adamw(blocks()), ""),
+        (lambda model: adamw(nn.ModuleList([model, nn.Linear(2, 2)])), "(2, 2)"),
+        (lambda model: torch.optim.SGD([nn.Parameter(model.head.weight.data)]), ""),
+    ):
+        model = blocks()
+        optimizer = make(model)
+        untouched(model, partial(streamed_with, model, optimizer), shown)
 
 
 @pytest.mark.parametrize("build", [blocks, qwen3], ids=["blocks", "qwen3"])
@@ -176,60 +174,59 @@ def every(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-no_momentum, AT_ONCE = partial(sgd, momentum=0.0), {"update_in_backward": True}
-ONGOING: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any], Callable[..., object], str]] = {
+def change_later(model: nn.Module, optimizer: Any, **changes: Any) -> None:
+    optimizer.param_groups[0].update(changes)
+    train(model, optimizer, BATCHES)
+
+
+def during(call: Callable[..., object], shown: str = "", build=qwen3, make=adamw, **options: Any) -> tuple:
+    return call, shown, build, make, options
+
+
+at_once = partial(during, make=sgd, update_in_backward=True)
+ONGOING: dict[str, tuple] = {
     # the norm comes too late for updates in the backward
-    "clipped, at once": (qwen3, sgd, AT_ONCE, lambda m, o: train(m, o, BATCHES, clip=own_clip), ""),
-    "clipped by PyTorch, at once": (qwen3, sgd, AT_ONCE, lambda m, o: train(m, o, BATCHES, clip=torch_clip), ""),
-    "accumulated, at once": (qwen3, sgd, AT_ONCE, lambda m, o: train(m, o, BATCHES, accumulate=2), ""),
-    "a gradient set, at once": (
-        qwen3, sgd, AT_ONCE, lambda m, o: setattr(m.model.layers[0].mlp.up_proj.weight, "grad", torch.zeros(48, 32)),
-        "update_in_backward",
+    "clipped, at once": at_once(lambda m, o: train(m, o, BATCHES, clip=own_clip)),
+    "clipped by PyTorch, at once": at_once(lambda m, o: train(m, o, BATCHES, clip=torch_clip)),
+    "accumulated, at once": at_once(lambda m, o: train(m, o, BATCHES, accumulate=2)),
+    "a gradient set, at once": at_once(
+        lambda m, o: setattr(m.model.layers[0].mlp.up_proj.weight, "grad", torch.zeros(48, 32)), "update_in_backward"
     ),
-    "converted": (llama, adamw, {}, lambda m, o: first_backward(m.half()), ""),  # at once or in the next forward
-    "unfrozen": (
-        frozen_layer, every, {}, lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen",
+    "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
+    "unfrozen": during(
+        lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen", frozen_layer, every
     ),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
-    "gradients of some": (
-        qwen3, adamw, {}, lambda m, o: torch.autograd.grad(model_loss(m, BATCHES[0]), m.lm_head.weight), "backward()",
+    "gradients of some": during(
+        lambda m, o: torch.autograd.grad(model_loss(m, BATCHES[0]), m.lm_head.weight), "backward()"
     ),
-    "backward to some": (
-        qwen3, adamw, {}, lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()",
-    ),
-    "copied": (qwen3, adamw, {}, lambda m, o: copy.deepcopy(m), "copy"),
-    "amsgrad later": (
-        qwen3, adamw, {}, lambda m, o: (o.param_groups[0].update(amsgrad=True), train(m, o, BATCHES)), "amsgrad",
-    ),
-    "momentum later": (
-        qwen3, no_momentum, {}, lambda m, o: (o.param_groups[0].update(momentum=0.9), train(m, o, BATCHES)), "momentum",
-    ),
-    "closed": (qwen3, adamw, {}, lambda m, o: (o.close(), o.step()), ""),
-    **{
-        f"norm {most}": (qwen3, adamw, {}, lambda m, o, most=most: o.clip_grad_norm_(most), repr(most))
-        for most in (-1.0, "1", True, None, float("nan"))
-    },
-}  # fmt: skip
+    "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
+    "copied": during(lambda m, o: copy.deepcopy(m), "copy"),
+    "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
+    "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
+    "closed": during(lambda m, o: (o.close(), o.step())),
+    **{f"norm {n}": during(lambda m, o, n=n: o.clip_grad_norm_(n), repr(n)) for n in (-1.0, "1", True, None, math.nan)},
+}
 
 
 @pytest.mark.parametrize("name", ONGOING)
 def test_refused_while_it_streams(name):
-    build, make, options, call, shown = ONGOING[name]
+    call, shown, build, make, options = ONGOING[name]
     model = build()
     with streaming(model, make(model), **options) as (streamed, own):
         train(streamed, own, BATCHES[:1])
         refused(lambda: call(streamed, own), shown)
 
 
-@pytest.mark.parametrize("asked", ["in the configuration", "in the call"])
-def test_a_router_loss_is_refused(asked):
-    config = MixtralConfig(**SHAPE, num_local_experts=2)
-    config.output_router_logits = asked == "in the configuration"
-    more = {} if config.output_router_logits else {"output_router_logits": True}
-    with streaming(AutoModelForCausalLM.from_config(config)) as (streamed, _):
-        refused(lambda: streamed(**BATCHES[0], **more), "output_router_logits")
+def test_a_router_loss_is_refused():
+    """Asked for in the call or in the configuration."""
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=2))
+    with streaming(model) as (streamed, _):
+        refused(lambda: streamed(**BATCHES[0], output_router_logits=True), "output_router_logits")
+        model.config.output_router_logits = True
+        refused(lambda: streamed(**BATCHES[0]), "output_router_logits")
         with torch.no_grad():
-            streamed(**BATCHES[0], **more)
+            streamed(**BATCHES[0])
 
 
 def test_hooks_that_would_not_see_whole_gradients():
@@ -268,21 +265,19 @@ def test_one_backward_per_step():
         assert_same_weights(weights(streamed), before)
 
 
-SPOILT: dict[str, Callable[[dict], object]] = {
-    "without groups": lambda state: state.pop("param_groups"),
-    "with a group more": lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [99]}),
-    "of another shape": lambda state: state["state"][5].update(exp_avg=torch.zeros(3, 3)),
-    "of another optimizer": lambda state: state["state"].update({0: {"momentum_buffer": torch.zeros(61, 32)}}),
-    "with an unknown parameter": lambda state: state["state"].update({1000: dict(state["state"][0])}),
-}
+SPOILT: list[Callable[[dict], object]] = [
+    lambda state: state.pop("param_groups"),
+    lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [99]}),
+    lambda state: state["state"][5].update(exp_avg=torch.zeros(3, 3)),
+    lambda state: state["state"].update({0: {"momentum_buffer": torch.zeros(61, 32)}}),  # another optimizer's
+    lambda state: state["state"].update({1000: dict(state["state"][0])}),
+]
 
 
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_state_that_does_not_fit_changes_nothing(name):
+def test_a_state_that_does_not_fit_changes_nothing():
     late = blocks()
-    with going_on() as (_, own):
-        state = copy.deepcopy(own.state_dict())
-        SPOILT[name](state)
-        refused(lambda: own.load_state_dict(state))
-    with streaming(late, adamw(late), gpu_memory="1GiB") as (_, own):  # planned for at the first batch only
-        refused(lambda: own.load_state_dict(state))
+    with going_on() as (_, own), streaming(late, gpu_memory="1GiB") as (_, unplanned):  # before its first batch
+        for spoil in SPOILT:
+            spoil(state := copy.deepcopy(own.state_dict()))
+            refused(partial(own.load_state_dict, state))
+            refused(partial(unplanned.load_state_dict, state))

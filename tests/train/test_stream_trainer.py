@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import random
+import re
 import signal
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import assert_same_weights
+from stream_cases import assert_same_weights, refused
 from stream_models import adapted, data, llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -117,20 +118,13 @@ def test_same_bits_as_trainer(name, tmp_path):
     assert_same(*train_both(tmp_path, **CASES[name]), norms=name != "weights in 16 bits")
 
 
-class Interrupt(TrainerCallback):
-    """Raises when a step ends, or at another event."""
-
-    def __init__(self, step: int, event: str = "on_step_end") -> None:
-        self.step = step
-        setattr(self, event, self.check)
-
-    def check(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
+def interrupted(found: Trainer, step: int, event: str, **given: Any) -> Trainer:
+    def check(args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == step:
             raise InterruptedError
 
-
-def interrupted(found: Trainer, *where: Any, **given: Any) -> Trainer:
-    callback = Interrupt(*where)
+    callback = TrainerCallback()
+    setattr(callback, event, check)
     found.add_callback(callback)
     with pytest.raises(InterruptedError):
         found.train(**given)
@@ -147,10 +141,11 @@ RESUMED: dict[str, dict[str, Any]] = {
     "split masters": {"build": in_16_bits, "stream": {"master_weights": "split", "moments": "bfloat16"}},
     "begun by Trainer": {"kinds": (Trainer, StreamTrainer)},
     "by Trainer": {"kinds": (StreamTrainer, Trainer)},
-    **{f"by the same one, {event}": {"kinds": (StreamTrainer, None), "event": event, **SUMMED} for event in (
-        "on_substep_end", "on_step_end", "on_pre_optimizer_step",
-    )},
-}  # fmt: skip
+    **{
+        f"by the same one, {event}": {"kinds": (StreamTrainer, None), "event": event, **SUMMED}
+        for event in ("on_substep_end", "on_step_end", "on_pre_optimizer_step")
+    },
+}
 
 
 @pytest.mark.parametrize("name", slow_unless(RESUMED, ["split masters"]))
@@ -186,7 +181,6 @@ KILLED = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
 
 def train_on(folder: Path, done: Path) -> None:
     """In a process of its own: begin, or go on from the last checkpoint, to the end."""
-    torch.set_num_threads(1)
     found = trainer(StreamTrainer, folder, dropping(), save_strategy="steps", **KILLED)
     try:
         found.train(resume_from_checkpoint=True)
@@ -247,23 +241,20 @@ REFUSED: dict[str, dict[str, Any]] = {
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "torch_compile": {"torch_compile": True},
     "max_grad_norm": {"stream": {"update_in_backward": True}},
-    "gradient_accumulation_steps": {
-        "stream": {"update_in_backward": True}, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2
-    },
-    "accumulate": {"stream": {"accumulate": False}, "gradient_accumulation_steps": 2},
+    "gradient_accumulation_steps": {"stream": {"update_in_backward": True}, "max_grad_norm": 0.0, **SUMMED},
+    "accumulate": {"stream": {"accumulate": False}, **SUMMED},
     "micro_batches": {"stream": {"micro_batches": 1}},
     "device": {"stream": {"device": "cpu"}},
     "15GiB": {"stream": "15GiB"},
     "Adafactor": {"optim": "adafactor"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, tmp_path):
     model = dropping()
-    with pytest.raises(T1Error, match=name) as raised:
-        trainer(StreamTrainer, tmp_path, model, **REFUSED[name]).train()
-    assert len(str(raised.value)) < 300
+    message = refused(lambda: trainer(StreamTrainer, tmp_path, model, **REFUSED[name]).train())
+    assert re.search(name, message)
     assert all(type(p) is nn.Parameter for p in model.parameters())  # nothing was changed
     assert model(input_ids=rows()[0]["input_ids"][None]).logits.isfinite().all()
 
@@ -273,10 +264,8 @@ def test_refused_models_and_arguments(tmp_path):
     recomputing = dropping()
     recomputing.gradient_checkpointing_enable()
     for model, message in ((streamed, "streamed already"), (recomputing, "checkpointing")):
-        with pytest.raises(T1Error, match=message):
-            trainer(StreamTrainer, tmp_path, model)
+        refused(partial(trainer, StreamTrainer, tmp_path, model), message)
     for name, value in (("deepspeed", {"zero_optimization": {}}), ("fsdp", "full_shard"), ("fp16", True)):
         given = arguments(tmp_path)
         setattr(given, name, value)  # not earlier, as TrainingArguments asks for what is not here
-        with pytest.raises(T1Error, match=name):
-            StreamTrainer(dropping(), given)
+        refused(partial(StreamTrainer, dropping(), given), name)
