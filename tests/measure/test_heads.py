@@ -30,28 +30,25 @@ def bench():
     return HeadBench(**SIZES, dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        *((Case("chunked", options=options), ["loss", "dE", "dW"]) for options in OPTIONS),
-        (ALONE, ["loss"]),
-        (Case("full", ignored=0.5), ["loss", "dE", "dW"]),
-        (Case("full", frozen=True), ["loss", "dE"]),
-    ],
-    ids=str,
-)
-def test_every_kind_of_case_has_its_errors_and_times(bench, case, names):
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_an_option_has_its_own_reference_errors_and_times(bench, options):
+    case = Case("chunked", options=options)
     errors = bench.errors(case)
-    assert list(errors) == [f"error_{name}" for name in names] and max(errors.values()) < 1e-5
-    assert set(bench.times(case)) == ({"forward", "backward", "both", "host"} if case.gradients else {"loss"})
-
-
-def test_a_reference_is_that_of_the_case(bench):
-    """Each option, and ignoring tokens, changes what is exact; the reference that was kept is not taken for another."""
+    assert list(errors) == ["error_loss", "error_dE", "error_dW"] and max(errors.values()) < 1e-5
+    assert set(bench.times(case)) == {"forward", "backward", "both", "host"}
     plain = bench.reference(FULL)["dE"]
-    assert bench.reference(Case("chunked", {"chunks": 2}))["dE"] is plain and plain.dtype == torch.float64
-    for case in (Case("full", ignored=0.5), *(Case("full", options=o) for o in OPTIONS if "return_stats" not in o)):
-        assert float((bench.reference(case)["dE"] - plain).norm() / plain.norm()) > 1e-6, case
+    apart = float((bench.reference(case)["dE"] - plain).norm() / plain.norm())
+    assert (apart > 1e-6) is ("return_stats" not in options)
+
+
+def test_cases_without_gradients_of_ignored_tokens_and_of_a_frozen_weight(bench):
+    kept = bench.reference(FULL)["dE"]
+    assert bench.reference(Case("chunked", {"chunks": 2}))["dE"] is kept and kept.dtype == torch.float64
+    assert list(bench.errors(ALONE)) == ["error_loss"] and list(bench.times(ALONE)) == ["loss"]
+    assert list(bench.errors(Case("full", frozen=True))) == ["error_loss", "error_dE"]
+    ignored = Case("full", ignored=0.5)
+    assert max(bench.errors(ignored).values()) < 1e-5
+    assert float((bench.reference(ignored)["dE"] - kept).norm() / kept.norm()) > 1e-6
     with pytest.raises(T1Error, match=r"unknown reference 'float16'.*float64"):
         HeadBench(**SIZES, dtype="float32", device="cpu", reference="float16")
 
@@ -122,23 +119,18 @@ def test_variants_take_turns_and_one_without_memory_leaves_the_others(bench):
 
     runners = {("a", "x"): partial(run, "a"), ("b", "x"): partial(run, "b", fails_at=3)}
     bench.take_turns(records, runners, repeats=3, warmup=1)
-    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["a", "b"]] * 3
-    assert order[6:] == ["a"]
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["a", "b"]] * 3 and order[6:] == ["a"]
     steps = [(row["variant"], row["step"]) for row in records.rows if row["metric"] == "both_ms"]
     assert sorted(steps) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert statuses(records.frame()) == {"b": "oom"}
 
-
-def test_what_is_timed_more_often_has_more_samples_and_two_cases_of_a_variant_are_kept_apart(bench):
-    records = Records()
-    runners = {("floor", "x"): bench.products, ("full", "x"): partial(bench.times, FULL)}
+    # What is timed more often has more samples, and two cases of a variant are kept apart.
+    records, runners = Records(), {("floor", "x"): bench.products, ("full", "x"): partial(bench.times, FULL)}
     runners["full", "x", "loss"] = partial(bench.times, ALONE)
     bench.take_turns(records, runners, repeats=2, warmup=0, often=[("floor", "x")] * 2)
-    counts = {}
-    for row in records.rows:
-        counts.setdefault((row["variant"], row["metric"]), []).append(row["step"])
-    assert counts["floor", "dW_ms"] == list(range(6))
-    assert counts["full", "both_ms"] == counts["full", "loss_ms"] == [0, 1]
+    steps = {metric: [r["step"] for r in records.rows if r["metric"] == metric] for metric in ("both_ms", "loss_ms")}
+    assert steps == {"both_ms": [0, 1], "loss_ms": [0, 1]}
+    assert [r["step"] for r in records.rows if r["variant"] == "floor" and r["metric"] == "dW_ms"] == list(range(6))
 
 
 def test_sparsity_counts_what_it_says():
