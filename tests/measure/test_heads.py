@@ -2,15 +2,14 @@
 
 import math
 from functools import partial
+from multiprocessing import active_children
 
 import pytest
 import torch
 
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.heads import linear_cross_entropy
-from t1lib.measure import workspaces
 from t1lib.measure.heads import Case, HeadBench, attempt
-from t1lib.measure.isolate import VariantOutOfMemory
 from t1lib.measure.peers import PEERS, loss_function, whether_available
 from t1lib.measure.records import Records, statuses
 from t1lib.measure.softmax import sparsity
@@ -99,13 +98,10 @@ def test_only_what_is_right_is_timed(bench, measure, status, capsys):
     bench.admit(records, "full", "mean", ALONE, 0.1)  # another case of it, which is right
     assert statuses(records.frame()) == {"full": status}
     assert "loss_error_loss" in {row["metric"] for row in records.rows}
-
-
-def test_any_error_of_a_foreign_method_is_a_status():
-    error = RuntimeError("its own way")
-    assert attempt(lambda: refuse(error), foreign=True) == (None, "unavailable", "RuntimeError: its own way")
+    own_way = partial(refuse, RuntimeError("its own way"))
+    assert attempt(own_way, foreign=True) == (None, "unavailable", "RuntimeError: its own way")
     with pytest.raises(RuntimeError):
-        attempt(lambda: refuse(error))
+        attempt(own_way)
 
 
 def test_variants_take_turns_and_one_without_memory_leaves_the_others(bench):
@@ -145,43 +141,23 @@ def test_sparsity_counts_what_it_says():
     assert facts["tiles"] == 0.5 and facts["tiles_sorted"] == 0.5  # only the tile with column 400 has an entry
 
 
-def test_each_methods_workspaces_come_from_a_process():
-    records = Records()
-    cases = {"A": {("full", "loss_"): ALONE, ("full", ""): FULL, ("cce", ""): Case("cce")}}
-    measure_workspaces(records, dict(dtype="float32", device="cpu", seed=0), {"A": SIZES}, cases)
-    found = {(row["variant"], row["metric"]): row["value"] for row in records.rows}
-    assert found["full", "workspace_mib"] > found["full", "loss_workspace_mib"] > TOKENS * VOCABULARY * 4 / 2**20
-    assert torch.cuda.is_available() or found["cce", "status"] == "unavailable"
-
-
-def test_after_a_shape_that_does_not_fit_the_next_one_is_measured(monkeypatch):
-    """Each method's process that ran out of memory is replaced, and every one is closed."""
-    closed = []
-
-    class Small:
-        def __init__(self, factory, settings):
-            self.dead = False
-
-        def call(self, name, cases, tokens):
-            assert not self.dead
-            self.dead = tokens == 64
-            if self.dead:
-                raise VariantOutOfMemory("no memory")
-            return [2**20] * len(cases)
-
-        def close(self):
-            closed.append(self)
-
-    monkeypatch.setattr(workspaces, "Isolated", Small)
-    records, cases = Records(), {("full", ""): FULL, ("chunked", ""): Case("chunked")}
-    measure_workspaces(records, {}, {"A": {"tokens": 64}, "B": {"tokens": 32}}, {"A": cases, "B": cases})
-    frame = records.frame()
-    assert statuses(frame[frame["phase"] == "workspace/A"]) == {"full": "oom", "chunked": "oom"}
-    assert set(frame[frame["phase"] == "workspace/B"]["value"]) == {1.0} and len(closed) == 4
+def test_workspaces_come_from_a_process_of_each_method_and_after_a_shape_that_does_not_fit_from_another():
+    records, methods = Records(), {("full", "loss_"): ALONE, ("full", ""): FULL, ("cce", ""): Case("cce")}
+    shapes = {"large": SIZES | {"tokens": 2**55}, "A": SIZES}
+    setting = dict(dtype="float32", device="cpu", seed=0)
+    measure_workspaces(records, setting, shapes, {"large": {("full", ""): FULL}, "A": methods})
+    found = {(row["variant"], row["phase"], row["metric"]): row["value"] for row in records.rows}
+    assert found["full", "workspace/large", "status"] == "oom"
+    whole, loss = (found["full", "workspace/A", f"{prefix}workspace_mib"] for prefix in ("", "loss_"))
+    assert whole > loss > TOKENS * VOCABULARY * 4 / 2**20
+    assert torch.cuda.is_available() or found["cce", "workspace/A", "status"] == "unavailable"
+    assert not active_children()
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_computes_the_mean_loss_and_its_gradients_or_says_why_not(name):
+    with pytest.raises(T1Error, match=r"unknown method 'ligre'.*liger"):
+        loss_function("ligre")
     why_not = whether_available(name)
     if why_not:
         assert "\n" not in why_not
@@ -193,8 +169,3 @@ def test_a_peer_computes_the_mean_loss_and_its_gradients_or_says_why_not(name):
         found, wanted = loss_function(name)(e, w, y), linear_cross_entropy(e, w, y, head="full")
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(torch.autograd.grad(found, (e, w)), torch.autograd.grad(wanted, (e, w)))
-
-
-def test_an_unknown_method_is_named_with_what_there_is():
-    with pytest.raises(T1Error, match=r"unknown method 'ligre'.*liger"):
-        loss_function("ligre")
