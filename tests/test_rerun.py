@@ -1,17 +1,17 @@
 """Cells that are run again: what they made is replaced, and what no longer holds is not shown or published."""
 
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
+from threading import Timer
 
-import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
-from t1lib import paths
+from t1lib import params, paths
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
 
@@ -178,38 +178,29 @@ def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel, monkeypa
 
 
 @pytest.mark.slow
-def test_t1m3_with_another_length_and_an_interrupt(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore")  # of figures that nobody shows
+def test_t1m3_with_another_length_and_an_interrupt(checkout, kernel):
     """As issue 29 has it: other `seq` and `iters`, then the measuring cell and the table."""
-    root = Path(__file__).resolve().parent.parent
     for folder in ("docs", "notebooks", "params"):
-        shutil.copytree(root / folder, tmp_path / folder)
-    monkeypatch.setenv("T1_ROOT", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(root))
-    notebook = nbformat.read(paths.notebook("t1m3"), 4)
-    cells = {cell["id"]: (cell, index) for index, cell in enumerate(notebook.cells)}
-    client = NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, interrupt_on_timeout=True)
+        shutil.copytree(Path(__file__).resolve().parent.parent / folder, checkout.root / folder, dirs_exist_ok=True)
+    kernel.cells = {cell["id"]: params.source(cell) for cell in params.code_cells(paths.notebook("t1m3"))}
 
     def run(*names: str, **values: int) -> str:
-        """The outputs of the last of these cells, or the error that ended it; with other values of parameters."""
-        cell, _ = cells["parameters"]
         for name, value in values.items():
-            cell.source = re.sub(rf"(?m)^{name}: int = \d+", f"{name}: int = {value}", cell.source)
-        try:
-            return json.dumps([client.execute_cell(*cells[name]).get("outputs") for name in names][-1])
-        except CellExecutionError as error:
-            return str(error)
+            found = re.search(rf"(?m)^{name}: int = \d+", kernel.cells["parameters"])
+            kernel.edit("parameters", found[0], f"{name}: int = {value}")
+        return kernel.run(*names)
 
-    with client.setup_kernel():
-        assert "Error" not in run(*cells, iters=4)
-        table = run("parameters", "step", "table1", seq=64, iters=2)
-        assert "<td>2</td>" in table and "<td>4</td>" not in table
-        assert "seq was 128, is 64" in run("table2") and "seq was 128, is 64" in run("finish")
-        client.timeout = 6  # interrupts the cell
-        assert "Interrupt" in run("parameters", "step", iters=100000)
-        client.timeout = None
-        assert "<td>ok<" not in run("table1") and "did not finish" in run("finish")
-        assert "Error" not in run(*cells, iters=3)
-    folder = tmp_path / "outputs" / "smoke" / "t1m3"
+    assert "Error" not in run(*kernel.cells, iters=4)
+    run("parameters", "step", "table1", seq=64, iters=2)
+    assert set(kernel.shell.user_ns["_"]["n"]) == {"2"}
+    assert "seq was 128, is 64" in run("table2") and "seq was 128, is 64" in run("finish")
+    Timer(6, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert "Interrupt" in run("parameters", "step", iters=100000)
+    run("table1")
+    assert set(kernel.shell.user_ns["_"]["status"]) == {"–"} and "did not finish" in run("finish")
+    assert "Error" not in run(*kernel.cells, iters=3)
+    folder = checkout.outputs("t1m3")
     rows = [tuple(row.values()) for row in Records.load(folder / "samples.csv").rows]
     walls = [row[2] for row in rows if (row[0], row[1], row[3]) == ("full", "step", "wall_ms")]
     assert walls == [0, 1, 2] and manifest.read(folder)["parameters"]["seq"] == 64
