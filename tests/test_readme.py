@@ -57,25 +57,21 @@ def test_readme_is_a_page_whose_commands_are_there(capsys):
     assert "recommended: mode slide" in capsys.readouterr().out
 
 
+def python(folder: Path, *arguments: str) -> str:
+    """What Python prints with these arguments in a folder, by one thread."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "T1_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    options = dict(check=True, timeout=600, stdout=subprocess.PIPE, text=True)
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, **options).stdout
+
+
 @pytest.mark.slow
-def test_the_command_train_runs_as_printed(tmp_path):
-    command = next(command for command in COMMANDS if " train " in command)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "T1_CACHE": str(tmp_path / "cache")}
-    arguments = [sys.executable, *shlex.split(command)[1:]]
-    subprocess.run(arguments, cwd=tmp_path, env=environment, check=True, timeout=600)
+def test_the_command_train_and_the_vocabulary_parallel_example_run_as_printed(tmp_path):
+    python(tmp_path, *shlex.split(next(command for command in COMMANDS if " train " in command))[1:])
     assert (tmp_path / "runs/first/metrics.csv").read_text().splitlines()[-1].startswith("200,")
-
-
-@pytest.mark.slow
-def test_the_vocabulary_parallel_example_runs_as_printed(tmp_path):
     code = re.search(r"```python\n(# shards\.py.*?)```", TEXT["docs/several-gpus.md"], re.DOTALL)[1]
     (tmp_path / "shards.py").write_text(code, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "shards.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        torchrun, cwd=tmp_path, env=environment, check=True, timeout=300, capture_output=True, text=True
-    )
-    found = re.findall(r"rank (\d): loss (\S+), norm of dE (\S+), dW \((\d+), 256\)", done.stdout)
+    told = python(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "shards.py")
+    found = re.findall(r"rank (\d): loss (\S+), norm of dE (\S+), dW \((\d+), 256\)", told)
     assert sorted(line[0] for line in found) == ["0", "1"] and sum(int(line[3]) for line in found) == 1001
     assert found[0][1:3] == found[1][1:3]
 
