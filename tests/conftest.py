@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nbformat import v4
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: products as small as these are slower on two
 
@@ -26,32 +27,26 @@ class Checkout:
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "notebooks").mkdir()
-        (root / "params" / "smoke").mkdir(parents=True)
 
     def add(self, name: str, *cells: str, parameters: str = PARAMETERS, yaml: str = "steps: 2\n") -> Path:
         """Write a notebook: parameters, start, `cells` (by default one that measures), finish."""
-        sources = [parameters, START.format(name=name), *(cells or (MEASURE,)), "run.finish()"]
+        sources = [START.format(name=name), *(cells or (MEASURE,)), "run.finish()"]
+        first = v4.new_code_cell(parameters, id="parameters", metadata={"tags": ["parameters"]})
+        notebook = v4.new_notebook(cells=[first, *map(v4.new_code_cell, sources)])
+        notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+        notebook.metadata |= {"language_info": {"name": "python"}, "t1": {"title": f"About {name}"}}
         path = self.root / "notebooks" / f"{name}.ipynb"
-        kernel = {"name": "python3", "language": "python", "display_name": "Python 3"}
-        metadata = {"kernelspec": kernel, "language_info": {"name": "python"}, "t1": {"title": f"About {name}"}}
-        content = {"cells": [_cell(i, text) for i, text in enumerate(sources)], "metadata": metadata}
-        path.write_text(json.dumps({**content, "nbformat": 4, "nbformat_minor": 5}))
+        path.write_text(json.dumps(notebook))
         self.params(name, yaml)
         return path
 
     def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
         path = self.root / "params" / profile / f"{name}.yaml"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml)
 
     def outputs(self, name: str) -> Path:
         return self.root / "outputs" / "smoke" / name
-
-
-def _cell(index: int, text: str) -> dict:
-    metadata = {"tags": ["parameters"]} if index == 0 else {}
-    cell = {"cell_type": "code", "id": f"cell-{index}", "metadata": metadata}
-    return {**cell, "source": text, "outputs": [], "execution_count": None}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -92,14 +92,13 @@ def _run(rank: int, size: int, folder: Path, cases: Callable, alone: Callable | 
 
 def free_ports(count: int) -> list[int]:
     """Unused ports, below the system's ephemeral range: it could hand out ports of that range before they are used."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(range(20000, 32000), 100 * count):
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(20000, 32000)
         with suppress(OSError):
             socket.create_server(("127.0.0.1", port)).close()
-            found.append(port)
-        if len(found) == count:
-            break
-    return found
+            found.add(port)
+    return list(found)
 
 
 def as_torchrun_does(rank: int, size: int, ports: list[int]) -> None:
