@@ -3,12 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from copies import CHECKOUT, copy_kit, python
 from nbformat import v4
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: products as small as these are slower on two
@@ -16,7 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: product
 PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
 START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"
 MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step * rate, "ms", step=step)\n'
-CHECKOUT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
 FAST = "t1m3"  # the experiment whose run the fast tests read; it has a report
 
@@ -72,9 +71,7 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     Runs in the real checkout that are up to date are copied; the others are made here.
     """
-    root, made = tmp_path_factory.mktemp("smoke"), set()
-    for name in ("docs", "notebooks", "params", "report"):
-        shutil.copytree(CHECKOUT / name, root / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    root, made = copy_kit(tmp_path_factory.mktemp("smoke"), "report"), set()
 
     def run(*experiments: str) -> Path:
         missing = sorted(set(experiments) - made)
@@ -83,10 +80,7 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             if (CHECKOUT / folder / "manifest.json").is_file():
                 shutil.copytree(CHECKOUT / folder, root / folder)
         if missing:
-            command = [sys.executable, "-m", "t1lib", "run", *missing, "--profile", "smoke"]
-            environment = {**os.environ, "T1_ROOT": str(root)}
-            done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
+            python("-m", "t1lib", "run", *missing, "--profile", "smoke", cwd=root, T1_ROOT=str(root))
             made.update(missing)
         return root
 

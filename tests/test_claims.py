@@ -4,12 +4,11 @@ import json
 import random
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import yaml
+from copies import CHECKOUT, copy_kit
 
-from t1lib import paths
 from t1lib.__main__ import main
 from t1lib.claims import FILE, PAGE, Claim, doubts, read_claims, write_page
 from t1lib.errors import T1Error
@@ -17,6 +16,8 @@ from t1lib.files import signed
 from t1lib.measure import manifest
 
 KEY = "t1m3.head.full.over_floor"
+REFERENCE = CHECKOUT / "outputs" / "h200"
+EXPERIMENTS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
 
 
 def row(key=KEY, ours="1.78 ×", within="5 %"):
@@ -58,11 +59,9 @@ def test_claims_that_cannot_be_read_are_an_error(kit, content, message):
 @pytest.fixture
 def kit(tmp_path, monkeypatch):
     """A checkout with the reference run of t1m3, two claims about it and one about another run."""
-    root = paths.root()
-    for folder in ("docs", "notebooks", "params", "outputs/h200/t1m3"):
-        shutil.copytree(root / folder, tmp_path / folder)
-    shutil.copyfile(root / "outputs/h200/t1m3.pdf", tmp_path / "outputs/h200/t1m3.pdf")
-    numbers = json.loads((root / "outputs/h200/t1m3/numbers.json").read_text(encoding="utf-8"))
+    copy_kit(tmp_path, "outputs/h200/t1m3")
+    shutil.copyfile(REFERENCE / "t1m3.pdf", tmp_path / "outputs/h200/t1m3.pdf")
+    numbers = json.loads((REFERENCE / "t1m3/numbers.json").read_text(encoding="utf-8"))
     of_t1m3 = [row(ours=numbers[KEY]["text"]), row(KEY.replace("full", "fused"), "9.5 ×")]
     claims = {"t1m3": of_t1m3, "cce": [row(KEY.replace("t1m3", "cce"))]}
     (tmp_path / FILE).write_text(yaml.safe_dump(claims, allow_unicode=True), encoding="utf-8")
@@ -139,11 +138,6 @@ def test_a_run_that_is_not_what_it_says_fails(kit, capsys):
     assert fails("not that of a finished run")  # also without a claim about the run
 
 
-ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ROOT / "outputs" / "h200"
-EXPERIMENTS = sorted(path.parent.name for path in REFERENCE.glob("*/manifest.json"))
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_committed_run_is_whole_and_of_one_commit_and_its_numbers_are_those_claimed(experiment):
     folder = REFERENCE / experiment
@@ -158,7 +152,7 @@ def test_a_committed_run_is_whole_and_of_one_commit_and_its_numbers_are_those_cl
 
 
 def test_the_page_is_made_of_the_claims_and_they_are_of_committed_runs():
-    before = (ROOT / PAGE).read_text(encoding="utf-8")
+    before = (CHECKOUT / PAGE).read_text(encoding="utf-8")
     write_page()
-    assert (ROOT / PAGE).read_text(encoding="utf-8") == before
+    assert (CHECKOUT / PAGE).read_text(encoding="utf-8") == before
     assert {claim.experiment for claim in read_claims()} == set(EXPERIMENTS)

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from copies import CHECKOUT, copy_kit
 
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.files import read_signed, write_signed
@@ -11,7 +12,6 @@ from t1lib.kit import latex
 from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure.records import Numbers
 
-REPORT = Path(__file__).resolve().parent.parent / "report"
 needs_tex = pytest.mark.skipif(not (shutil.which("pdflatex") and shutil.which("bibtex")), reason="needs TeX")
 
 
@@ -20,10 +20,8 @@ def outputs(smoke_run, tmp_path, monkeypatch):
     """`outputs(*experiments)`: outputs/smoke of a checkout that the test may change, with the runs of these."""
 
     def copied(*experiments: str) -> Path:
-        made, root = smoke_run(*experiments), tmp_path / "kit with a space"
         runs = (f"outputs/smoke/{experiment}" for experiment in experiments)
-        for name in ("docs", "notebooks", "params", "report", *runs):
-            shutil.copytree(made / name, root / name)
+        root = copy_kit(tmp_path / "kit with a space", "report", *runs, source=smoke_run(*experiments))
         monkeypatch.setenv("T1_ROOT", str(root))
         return root / "outputs" / "smoke"
 
@@ -103,13 +101,13 @@ def typed_numbers(source: str) -> list[str]:
 
 @pytest.mark.parametrize("report", [*latex.REPORTS, "training"])
 def test_no_number_is_typed_by_hand_and_figures_and_tables_are_those_of_the_notebook_in_order(report):
-    source = (REPORT / f"{report}.tex").read_text(encoding="utf-8")
+    source = (CHECKOUT / "report" / f"{report}.tex").read_text(encoding="utf-8")
     assert typed_numbers(source + r"takes \result{t1m1.own.slide_over_gpu} times (D3)") == []
     assert typed_numbers(source + r"or 4.2 times \cite{t1m1}") != []
     for kind in ("figure", "table"):
         made = {}  # the figures or tables that a notebook makes, in its order
         for name in (*latex.REPORTS, *latex.BOTH):
-            notebook = (REPORT.parent / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
+            notebook = (CHECKOUT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
             made[name] = re.findall(rf'run\.(?:{kind}|draw)\(\\"(\w+)\\"', notebook)
         found = re.findall(rf"\\output{kind}(?:\[.*?\])?\{{([\w-]+)\}}", source)
         if report == "training":  # of several experiments, and some of what they make

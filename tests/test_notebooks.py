@@ -2,16 +2,13 @@
 
 import csv
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
 import pytest
+from copies import CHECKOUT, copy_kit, python
 from nbclient import NotebookClient
 
 from t1lib import params, paths
@@ -23,7 +20,6 @@ from t1lib.measure import manifest
 from t1lib.measure.language import from_params
 from t1lib.measure.records import Records
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(path.stem for path in (CHECKOUT / "notebooks").glob("*.ipynb"))
 EXPERIMENTS = [name for name in NOTEBOOKS if name != "start"]  # that one is a tour, and records nothing
 PROFILES = sorted(path.name for path in (CHECKOUT / "params").iterdir() if path.is_dir())
@@ -186,14 +182,20 @@ def test_two_ranks_find_what_one_finds_and_hold_half_of_the_weight(samples):
 
 
 @pytest.mark.slow
-def test_plain_papermill_runs_a_notebook(tmp_path):
-    for folder in ("docs", "notebooks", "params"):
-        shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    command = [sys.executable, "-m", "papermill", "notebooks/t1m3.ipynb", "out.ipynb", "-f", "params/smoke/t1m3.yaml"]
-    environment = {k: v for k, v in os.environ.items() if k != "T1_STAGING"} | {"T1_ROOT": str(tmp_path)}
-    command += ["-p", "iters", "2", "-p", "head_iters", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_plain_papermill_runs_a_notebook(tmp_path, monkeypatch):
+    monkeypatch.delenv("T1_STAGING", raising=False)
+    given = [
+        "notebooks/t1m3.ipynb",
+        "out.ipynb",
+        "-f",
+        "params/smoke/t1m3.yaml",
+        "-p",
+        "iters",
+        "2",
+        "-p",
+        "head_iters",
+    ]
+    python("-m", "papermill", *given, "2", cwd=copy_kit(tmp_path), T1_ROOT=str(tmp_path))
     content = manifest.read(tmp_path / "outputs" / "smoke" / "t1m3")
     assert set(content["files"]) >= FILES - {"executed.ipynb"} and content["parameters"]["iters"] == 2
 
@@ -228,9 +230,7 @@ def test_a_variant_out_of_memory_is_a_row_and_no_traceback(
     root, make = tmp_path / "kit", Run.table
     monkeypatch.setenv("T1_ROOT", str(root))
     for gone in (variants[:1], variants):
-        made = smoke_run(experiment)
-        for name in ("docs", "notebooks", "params", f"outputs/smoke/{experiment}"):
-            shutil.copytree(made / name, root / name, dirs_exist_ok=True)
+        copy_kit(root, f"outputs/smoke/{experiment}", source=smoke_run(experiment))
         out_of_memory(paths.outputs("smoke", experiment), gone)
         tables = {}
 

@@ -9,9 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from copies import CHECKOUT, python
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parent.parent
 OPTIONAL = {  # imported where a user has them: peers that are measured, a shard of a dataset, a cell of a notebook
     "IPython", "cut_cross_entropy", "liger_kernel", "pyarrow", "quack", "trl",
 }  # fmt: skip
@@ -27,7 +27,7 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     (folder / "tree").mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "t1lib"):
-        (folder / "tree" / name).symlink_to(ROOT / name)
+        (folder / "tree" / name).symlink_to(CHECKOUT / name)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
     subprocess.run([*build, "--wheel-dir", folder, folder / "tree"], check=True, timeout=120)
     with zipfile.ZipFile(*folder.glob("*.whl")) as archive:
@@ -43,13 +43,10 @@ def required(wheel: Path, extra: str = "") -> set[str]:
     return {one.name.lower() for one in asked if one.marker is None or one.marker.evaluate(linux)}
 
 
-def python(wheel: Path, *arguments: str, cwd: Path) -> str:
-    """What Python prints with the wheel's files on its path, as if what only the extras bring were not installed."""
+def installed(wheel: Path, *arguments: str, cwd: Path, **more: int) -> str:
+    """`python` with the wheel's files on its path, as if what only the extras bring were not installed."""
     (cwd / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({sorted(EXTRA)}))\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (wheel, cwd))), "T1_CACHE": str(cwd / "cache")}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    return done.stdout if done.returncode == 0 else f"{done.returncode}: {done.stderr}"
+    return python(*arguments, cwd=cwd, PYTHONPATH=f"{wheel}{os.pathsep}{cwd}", T1_CACHE=str(cwd / "cache"), **more)
 
 
 def imported(folder: Path) -> set[str]:
@@ -70,7 +67,7 @@ def test_the_wheel_holds_the_package_alone_and_declares_what_it_imports(wheel):
         assert {home.lower() for home in homes.get(name, [name])} & declared, name
     assert not {"jupyterlab", "papermill", "matplotlib", "seaborn", "pandas"} & required(wheel)
     assert {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")} == {"t1lib"}
-    ours = {path.relative_to(ROOT) for path in (ROOT / "t1lib").rglob("*") if "__pycache__" not in path.parts}
+    ours = {path.relative_to(CHECKOUT) for path in (CHECKOUT / "t1lib").rglob("*") if "__pycache__" not in path.parts}
     assert all((wheel / path).exists() for path in ours)
 
 
@@ -91,11 +88,11 @@ print(t1lib.__file__)
 
 
 def test_heads_and_streaming_work_without_the_rest(wheel, tmp_path):
-    assert python(wheel, "-c", IMPORTED, cwd=tmp_path) == f"{wheel}/t1lib/__init__.py\n"
+    assert installed(wheel, "-c", IMPORTED, cwd=tmp_path) == f"{wheel}/t1lib/__init__.py\n"
     for command in ((), ("train",)):  # help needs nothing but the package
-        assert "usage: python -m t1lib" in python(wheel, "-S", "-m", "t1lib", *command, "--help", cwd=tmp_path)
-    told = python(wheel, "-m", "t1lib", "run", cwd=tmp_path)
-    assert told.startswith("2: error: `run` needs ") and ".[kit]" in told and len(told) < 300
+        assert "usage: python -m t1lib" in installed(wheel, "-S", "-m", "t1lib", *command, "--help", cwd=tmp_path)
+    told = installed(wheel, "-m", "t1lib", "run", cwd=tmp_path, code=2)
+    assert told.startswith("error: `run` needs ") and ".[kit]" in told and len(told) < 300
 
 
 @pytest.mark.slow
@@ -103,5 +100,5 @@ def test_train_works_without_the_rest(wheel, tmp_path):
     (tmp_path / "text.txt").write_text("A short text about nothing. " * 200)
     small = ["--vocabulary", "270", "--seq", "16", "--batch", "2", "--steps", "2", "--eval-rows", "2"]
     given = ["--model", "tiny", "--mode", "slide", "--head", "chunked", "--data", "text.txt", "--out", "run", *small]
-    assert "no plot: " in python(wheel, "-m", "t1lib", "train", *given, cwd=tmp_path)
+    assert "no plot: " in installed(wheel, "-m", "t1lib", "train", *given, cwd=tmp_path)
     assert len((tmp_path / "run/metrics.csv").read_text().splitlines()) == 3

@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import shutil
 import signal
-from pathlib import Path
 from threading import Timer
 
 import pytest
+from copies import copy_kit
 from IPython.core.interactiveshell import InteractiveShell
 
 from t1lib import params, paths
@@ -176,8 +175,7 @@ def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel, monkeypa
 @pytest.mark.filterwarnings("ignore")  # of figures that nobody shows
 def test_t1m3_with_another_length_and_an_interrupt(checkout, kernel):
     """As issue 29 has it: other `seq` and `iters`, then the measuring cell and the table."""
-    for folder in ("docs", "notebooks", "params"):
-        shutil.copytree(Path(__file__).resolve().parent.parent / folder, checkout.root / folder, dirs_exist_ok=True)
+    copy_kit(checkout.root)
     kernel.cells = {cell["id"]: params.source(cell) for cell in params.code_cells(paths.notebook("t1m3"))}
 
     def run(*names: str, **values: int) -> str:
