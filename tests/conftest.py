@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from copies import CHECKOUT, copy_kit, python
-from nbformat import v4
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: products as small as these are slower on two
 
@@ -26,9 +25,12 @@ class Checkout:
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "notebooks").mkdir()
+        (root / "params" / "smoke").mkdir(parents=True)
 
     def add(self, name: str, *cells: str, parameters: str = PARAMETERS, yaml: str = "steps: 2\n") -> Path:
         """Write a notebook: parameters, start, `cells` (by default one that measures), finish."""
+        from nbformat import v4  # here: the tests of heads and training need no notebooks
+
         sources = [START.format(name=name), *(cells or (MEASURE,)), "run.finish()"]
         first = v4.new_code_cell(parameters, id="parameters", metadata={"tags": ["parameters"]})
         notebook = v4.new_notebook(cells=[first, *map(v4.new_code_cell, sources)])
@@ -41,7 +43,7 @@ class Checkout:
 
     def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
         path = self.root / "params" / profile / f"{name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         path.write_text(yaml)
 
     def outputs(self, name: str) -> Path:
