@@ -3,19 +3,18 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from copies import CHECKOUT, copy_kit, python
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: products as small as these are slower on two
 
 PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
 START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"
 MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step * rate, "ms", step=step)\n'
-CHECKOUT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
 FAST = "t1m3"  # the experiment whose run the fast tests read; it has a report
 
@@ -30,12 +29,15 @@ class Checkout:
 
     def add(self, name: str, *cells: str, parameters: str = PARAMETERS, yaml: str = "steps: 2\n") -> Path:
         """Write a notebook: parameters, start, `cells` (by default one that measures), finish."""
-        sources = [parameters, START.format(name=name), *(cells or (MEASURE,)), "run.finish()"]
+        from nbformat import v4  # here: the tests of heads and training need no notebooks
+
+        sources = [START.format(name=name), *(cells or (MEASURE,)), "run.finish()"]
+        first = v4.new_code_cell(parameters, id="parameters", metadata={"tags": ["parameters"]})
+        notebook = v4.new_notebook(cells=[first, *map(v4.new_code_cell, sources)])
+        notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+        notebook.metadata |= {"language_info": {"name": "python"}, "t1": {"title": f"About {name}"}}
         path = self.root / "notebooks" / f"{name}.ipynb"
-        kernel = {"name": "python3", "language": "python", "display_name": "Python 3"}
-        metadata = {"kernelspec": kernel, "language_info": {"name": "python"}, "t1": {"title": f"About {name}"}}
-        content = {"cells": [_cell(i, text) for i, text in enumerate(sources)], "metadata": metadata}
-        path.write_text(json.dumps({**content, "nbformat": 4, "nbformat_minor": 5}))
+        path.write_text(json.dumps(notebook))
         self.params(name, yaml)
         return path
 
@@ -46,12 +48,6 @@ class Checkout:
 
     def outputs(self, name: str) -> Path:
         return self.root / "outputs" / "smoke" / name
-
-
-def _cell(index: int, text: str) -> dict:
-    metadata = {"tags": ["parameters"]} if index == 0 else {}
-    cell = {"cell_type": "code", "id": f"cell-{index}", "metadata": metadata}
-    return {**cell, "source": text, "outputs": [], "execution_count": None}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,9 +73,7 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     Runs in the real checkout that are up to date are copied; the others are made here.
     """
-    root, made = tmp_path_factory.mktemp("smoke"), set()
-    for name in ("docs", "notebooks", "params", "report"):
-        shutil.copytree(CHECKOUT / name, root / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    root, made = copy_kit(tmp_path_factory.mktemp("smoke"), "report"), set()
 
     def run(*experiments: str) -> Path:
         missing = sorted(set(experiments) - made)
@@ -88,10 +82,7 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             if (CHECKOUT / folder / "manifest.json").is_file():
                 shutil.copytree(CHECKOUT / folder, root / folder)
         if missing:
-            command = [sys.executable, "-m", "t1lib", "run", *missing, "--profile", "smoke"]
-            environment = {**os.environ, "T1_ROOT": str(root)}
-            done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
+            python("-m", "t1lib", "run", *missing, "--profile", "smoke", cwd=root, T1_ROOT=str(root))
             made.update(missing)
         return root
 

@@ -4,9 +4,9 @@ A worker is a script that calls `work`. Its test module uses `Outcomes` and make
 """
 
 import json
+import multiprocessing
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class Outcomes:
         self._worker, self.folder, self._failed = worker, folder, ""
 
     def of(self, size: int) -> list[dict[str, str]]:
-        results = [_results(self.folder, rank, size) for rank in range(size)]
+        results = [self.folder / f"{size}.{rank}.json" for rank in range(size)]
         if not (self._failed or results[0].is_file()):
             self._run()
         assert not self._failed, self._failed
@@ -65,41 +66,17 @@ def work(folder: Path, cases: Callable[[int, Path], Cases], alone: Callable[[int
 
 def forked(size: int, call: Callable[[int], None]) -> list[int]:
     """Exit codes of `size` processes that run `call(rank)`. After a failure the others have `SECONDS_TO_END` to end."""
-    children = {}
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            _and_end(partial(call, rank))
-        children[child] = rank
-    codes = [-1] * size
-    while children:
-        child, status = os.wait()
-        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
-        if status != 0:
-            signal.signal(signal.SIGALRM, partial(_kill, children))
-            signal.alarm(SECONDS_TO_END)
-    signal.alarm(0)
-    return codes
-
-
-def _kill(children: dict[int, int], *_: object) -> None:
+    children = [multiprocessing.get_context("fork").Process(target=call, args=(rank,)) for rank in range(size)]
     for child in children:
-        os.kill(child, signal.SIGKILL)
-
-
-def _and_end(call: Callable[[], None]) -> None:
-    code = 1
-    try:
-        call()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        child.start()
+    patience = None
+    while running := [child for child in children if child.is_alive()]:
+        if not wait([child.sentinel for child in running], patience):
+            for child in running:
+                child.kill()
+        if any(child.exitcode for child in children):
+            patience = SECONDS_TO_END
+    return [child.exitcode for child in children]
 
 
 def _run(rank: int, size: int, folder: Path, cases: Callable, alone: Callable | None, ports: list[int]) -> None:
@@ -110,19 +87,18 @@ def _run(rank: int, size: int, folder: Path, cases: Callable, alone: Callable | 
     if alone is not None:
         as_torchrun_does(rank, size, ports)
         found |= {name: _outcome(case) for name, case in alone(size, folder).items()}
-    _results(folder, rank, size).write_text(json.dumps(found), encoding="utf-8")
+    (folder / f"{size}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def free_ports(count: int) -> list[int]:
     """Unused ports, below the system's ephemeral range: it could hand out ports of that range before they are used."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(range(20000, 32000), 100 * count):
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(20000, 32000)
         with suppress(OSError):
             socket.create_server(("127.0.0.1", port)).close()
-            found.append(port)
-        if len(found) == count:
-            break
-    return found
+            found.add(port)
+    return list(found)
 
 
 def as_torchrun_does(rank: int, size: int, ports: list[int]) -> None:
@@ -136,10 +112,6 @@ def next_port() -> None:
     """Give the next process group a port that no earlier group has used."""
     port, *rest = json.loads(os.environ["T1_TEST_PORTS"])
     os.environ.update(MASTER_PORT=str(port), T1_TEST_PORTS=json.dumps(rest))
-
-
-def _results(folder: Path, rank: int, size: int) -> Path:
-    return folder / f"{size}.{rank}.json"
 
 
 def _outcome(case: Callable[[], None]) -> str:

@@ -1,7 +1,6 @@
 import gc
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,49 +28,39 @@ def run():
 
 
 def test_run_then_skip_then_redo_only_what_changed_or_is_forced(checkout, run, capsys):
+    def told(code: int) -> str:
+        assert code == 0
+        return "".join(capsys.readouterr())
+
     checkout.add("first")
     checkout.add("second", "import sys\nprint(sys.executable)", yaml="")
-    assert run() == 0
-    told = capsys.readouterr()
-    assert "2 run, 0 up to date, 0 failed" in told.out
-    assert "first [smoke]: started, expected time unknown" in told.err
-    _finished_run_is_whole(checkout)
-
-    assert run("all") == 0
-    told = capsys.readouterr()
-    assert "first [smoke] up to date (measured 20" in told.out
-    assert "nothing to do: 2 experiments up to date" in told.out
-
-    samples = checkout.outputs("first") / "samples.csv"
-    samples.write_text("made up")
-    assert main(["list"]) == 0
-    told = capsys.readouterr().out
-    assert "smoke    stale    samples.csv is not as the run left it; measured 20" in told
-    assert "smoke    done     measured 20" in told
-    checkout.params("first", "steps: 1\n")
-    assert run() == 0
-    told = capsys.readouterr()
-    assert "first [smoke] to run: parameters changed" in told.out
-    assert "second [smoke] up to date" in told.out
-    assert "1 run, 1 up to date, 0 failed" in told.out
-    assert "first [smoke]: started, expected 00:" in told.err
-    assert len(samples.read_text().splitlines()) == 2
-    assert run("second", "--force") == 0
-    assert "1 run, 0 up to date" in capsys.readouterr().out
-
-
-def _finished_run_is_whole(checkout):
+    found = told(run())
+    assert "2 run, 0 up to date, 0 failed" in found and "first [smoke]: started, expected time unknown" in found
     folder = checkout.outputs("first")
     content = manifest.read(folder)
     assert set(content["files"]) == {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex"}
     assert content["parameters"] == {"profile": "smoke", "steps": 2, "rate": 0.5}
     assert sorted(path.name for path in folder.parent.glob("[!.]*")) == ["first", "second"]
-    for name in content["files"]:
-        assert str(checkout.root) not in (folder / name).read_text()
+    assert not [name for name in content["files"] if str(checkout.root) in (folder / name).read_text()]
     # The kernel is this very Python, whatever kernels a user has registered elsewhere.
     executed = json.loads((checkout.outputs("second") / "executed.ipynb").read_text())
     printed = [output["text"] for cell in executed["cells"] for output in cell["outputs"]]
     assert printed == [[sys.executable + "\n"]]
+
+    found = told(run("all"))
+    assert "first [smoke] up to date (measured 20" in found and "nothing to do: 2 experiments up to date" in found
+
+    samples = folder / "samples.csv"
+    samples.write_text("made up")
+    found = told(main(["list"]))
+    assert "smoke    stale    samples.csv is not as the run left it; measured 20" in found
+    assert "smoke    done     measured 20" in found
+    checkout.params("first", "steps: 1\n")
+    found = told(run())
+    assert "first [smoke] to run: parameters changed" in found and "second [smoke] up to date" in found
+    assert "1 run, 1 up to date, 0 failed" in found and "first [smoke]: started, expected 00:" in found
+    assert len(samples.read_text().splitlines()) == 2
+    assert "1 run, 0 up to date" in told(run("second", "--force"))
 
 
 def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(checkout, run, capsys):
@@ -87,72 +76,56 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     assert "outputs/smoke/.bad.partial/executed.ipynb" in told.err
     assert "error: dead [smoke] cell `import os`: DeadKernelError" in told.err
     assert "error: unfinished [smoke] the notebook ended without run.finish()" in told.err
-    assert not checkout.outputs("bad").exists()
     left = checkout.root / "outputs/smoke/.bad.partial"
-    assert (left / "executed.ipynb").is_file()
+    assert (left / "executed.ipynb").is_file() and not checkout.outputs("bad").exists()
     rows = (left / "samples.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
 
 
 def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
     checkout.add("demo")
-    staging = paths.staging("smoke", "demo")
-    staging.mkdir(parents=True)
-    (staging / "executed.ipynb").write_text("{}")
-    with locked(staging.with_suffix(".lock"), "the other's"):
+    left = paths.staging("smoke", "demo") / "executed.ipynb"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    with locked(left.parent.with_suffix(".lock"), "the other's"):
         assert run("demo") == 1
     told = capsys.readouterr().err
-    assert "demo [smoke] is being run by another process" in told and ".partial" not in told
-    assert (staging / "executed.ipynb").is_file()
+    assert "demo [smoke] is being run by another process" in told and ".partial" not in told and left.is_file()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["run", "deno", "--profile", "smoke"], "unknown experiment 'deno'; allowed: demo, other. Did you mean"),
-        (["run", "--profile", "laptop"], "unknown profile 'laptop'; allowed: smoke, auto."),
+        (["run", "--profile", "laptop"], "unknown profile 'laptop'; allowed: h200, smoke, auto."),
         (["run", "--profile", "smoke", "-p", "stpes", "1"], "unknown parameter 'stpes'"),
         (["run", "other", "--profile", "smoke", "-p", "steps", "1"], "unknown parameter 'steps'; allowed: profile."),
         (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many'; it should be a valid integer"),
+        (["run", "demo", "--profile", "h200"], "profile 'h200' is for a GPU, and there is no CUDA device here"),
         (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
+        (["list", "dmo"], "unknown experiment 'dmo'; allowed: demo, other. Did you mean 'demo'?"),
     ],
 )
-def test_bad_input_is_one_error_before_anything_runs(checkout, capsys, arguments, message):
+def test_bad_input_is_one_error_before_anything_runs(checkout, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("t1lib.measure.environment._gpu", lambda: None)
     checkout.add("demo")
     checkout.add("other", parameters='profile: str = "smoke"', yaml="")
-    assert main(arguments) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("error: ")
-    assert message in told.err
-    assert len(told.err.splitlines()) <= 2
-    assert not (checkout.root / "outputs").exists()
-
-
-def test_what_cannot_be_run_here_is_an_error_before_work(checkout, run, capsys, monkeypatch):
-    checkout.add("demo")
-    monkeypatch.setattr("t1lib.measure.environment._gpu", lambda: None)
     checkout.params("demo", "profile: h200\n", "h200")
-    assert main(["run", "--profile", "h200"]) == 2
-    assert "profile 'h200' is for a GPU, and there is no CUDA device here; allowed: smoke" in capsys.readouterr().err
-    assert not (checkout.root / "outputs" / "h200" / "demo").exists()
-    shutil.rmtree(checkout.root / "outputs", ignore_errors=True)
-    (checkout.root / "outputs").write_text("a file in the way")
-    assert run() == 2
-    assert f"cannot write {checkout.root}/outputs/smoke: " in capsys.readouterr().err
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and message in told and len(told.splitlines()) <= 2
+    assert not list(checkout.root.glob("outputs/*/*"))
 
 
-def test_list_shows_parameters_and_states(checkout, capsys):
+def test_list_shows_parameters_and_states_and_a_file_in_the_way_is_told(checkout, run, capsys):
     checkout.add("demo")
     (checkout.root / "params" / "h200").mkdir()
-    for arguments, shown in (
-        (["list"], ("demo  About demo", "smoke    missing", "h200     no parameters", "t1lib list EXPERIMENT")),
-        (["list", "demo"], ("-p steps int = 3  measured steps",)),
-    ):
-        assert main(arguments) == 0
-        told = capsys.readouterr().out
-        assert all(words in told for words in shown)
-    assert main(["list", "dmo"]) == 2
-    assert "unknown experiment 'dmo'; allowed: demo. Did you mean 'demo'?" in capsys.readouterr().err
+    assert main(["list"]) == 0
+    told = capsys.readouterr().out
+    assert "demo  About demo" in told and "smoke    missing" in told and "h200     no parameters" in told
+    assert main(["list", "demo"]) == 0 and "-p steps int = 3  measured steps" in capsys.readouterr().out
+    (checkout.root / "outputs").touch()
+    assert run() == 2 and f"cannot write {checkout.root}/outputs/smoke: " in capsys.readouterr().err
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(checkout):
@@ -167,43 +140,35 @@ def test_a_reader_that_has_enough_ends_it_quietly(checkout):
 SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"
 
 
-def _start_and_wait(checkout) -> subprocess.Popen:
-    command = [sys.executable, "-m", "t1lib", "run", "--profile", "smoke"]
-    # Where the tests run in the background of a shell, which ignores SIGINT, the driver must not.
-    heard = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)} if os.name == "posix" else {}
-    process = subprocess.Popen(command, cwd=checkout.root, stderr=subprocess.PIPE, text=True, **heard)
-    for _ in range(1800):
-        if (checkout.root / "started").exists():
-            return process
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError("the notebook did not start")
-
-
-def test_killed_half_way_then_run_again(checkout, run):
-    path = checkout.add("demo", SLEEP)
-    process = _start_and_wait(checkout)
-    process.kill()
-    process.wait()
-    assert not checkout.outputs("demo").exists()
-    assert manifest.read(checkout.root / "outputs/smoke/.demo.partial") is None
-    path.write_text(path.read_text().replace("sleep(60)", "sleep(0)"))
-    assert run() == 0
-    assert "executed.ipynb" in manifest.read(checkout.outputs("demo"))["files"]
-    assert sorted(os.listdir(checkout.root / "outputs/smoke")) == [".demo.lock", "demo"]
+SIGNALS = ["SIGKILL", "SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_interrupted_ends_the_kernel_and_publishes_nothing(checkout, number):
-    checkout.add("demo", SLEEP)
-    process = _start_and_wait(checkout)
+@pytest.mark.parametrize("name", SIGNALS)
+def test_ended_half_way_publishes_nothing_and_can_be_run_again(checkout, run, name):
+    path = checkout.add("demo", SLEEP)
+    command = [sys.executable, "-m", "t1lib", "run", "--profile", "smoke"]
+    # Where the tests run in the background of a shell, which ignores SIGINT, the driver must not.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=checkout.root, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    began = time.monotonic()
+    while not (checkout.root / "started").exists():
+        assert process.poll() is None and time.monotonic() < began + 180, "the notebook did not start"
+        time.sleep(0.1)
     kernels = psutil.Process(process.pid).children(recursive=True)
     assert kernels
-    process.send_signal(number)
-    _, told = process.communicate(timeout=30)
-    assert process.returncode == 130 and "interrupted" in told and "Traceback" not in told
+    process.send_signal(getattr(signal, name))
+    if name != "SIGKILL":
+        _, told = process.communicate(timeout=30)
+        assert process.returncode == 130 and "interrupted" in told and "Traceback" not in told
+        # Where nobody reaps orphans, as in a container, an ended kernel stays a zombie.
+        _, alive = psutil.wait_procs(kernels, timeout=2)
+        assert all(kernel.status() == psutil.STATUS_ZOMBIE for kernel in alive)
+    process.wait()
     assert not checkout.outputs("demo").exists()
-    # Where nobody reaps orphans, as in a container, an ended kernel stays a zombie.
-    _, alive = psutil.wait_procs(kernels, timeout=2)
-    assert all(kernel.status() == psutil.STATUS_ZOMBIE for kernel in alive)
+    assert manifest.read(checkout.root / "outputs/smoke/.demo.partial") is None
+    if name == "SIGKILL":
+        path.write_text(path.read_text().replace("sleep(60)", "sleep(0)"))
+        assert run() == 0
+        assert "executed.ipynb" in manifest.read(checkout.outputs("demo"))["files"]
+        assert sorted(os.listdir(checkout.root / "outputs/smoke")) == [".demo.lock", "demo"]

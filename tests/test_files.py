@@ -10,25 +10,20 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_that_fails_half_way_is_as_it_was(tmp_path):
-    path = tmp_path / "a.json"
+def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
+    path, model = tmp_path / "a.json", tmp_path / "model"
     write_json(path, {"ü": 1})
     with pytest.raises(T1Error, match=r"^cannot write .*a\.json: No space left$"), whole(path) as partial:
         partial.write_text("half", encoding="utf-8")
         raise OSError(28, "No space left")
-    assert path.read_text(encoding="utf-8") == '{\n "ü": 1\n}\n'
-    assert names(tmp_path) == ["a.json"]
-
-
-def test_a_folder_takes_the_place_of_the_old_one_and_of_what_was_left_half(tmp_path):
-    path = tmp_path / "model"
+    assert path.read_text(encoding="utf-8") == '{\n "ü": 1\n}\n' and names(tmp_path) == ["a.json"]
     for content in ("old", "new"):
-        (tmp_path / ".model.partial").mkdir()
+        (tmp_path / ".model.partial").mkdir()  # left half
         (tmp_path / ".model.partial" / "left").touch()
-        with whole(path) as partial:
+        with whole(model) as partial:
             partial.mkdir()
             (partial / content).touch()
-        assert names(path) == [content] and names(tmp_path) == ["model"]
+        assert names(model) == [content] and names(tmp_path) == ["a.json", "model"]
 
 
 def test_a_folder_that_was_held_for_nothing_is_gone_again(tmp_path):

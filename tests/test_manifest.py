@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -12,13 +13,14 @@ from t1lib.kit.redraw import redraw
 from t1lib.kit.run import Run
 from t1lib.measure import manifest
 
+SAMPLES = "variant,phase,step,metric,unit,value\nslide,,0,wall,ms,1.5\n"
 PARAMETERS = {"profile": "smoke", "steps": 2, "rate": 0.5}
 
 
 def finished(folder):
     """Fill a folder as a run does and give it a manifest."""
     folder.mkdir(parents=True)
-    (folder / "samples.csv").write_text("variant,phase,step,metric,unit,value\nslide,,0,wall,ms,1.5\n")
+    (folder / "samples.csv").write_text(SAMPLES)
     (folder / "executed.ipynb").write_text("{}")
     made_of = {"notebook": fingerprint.notebook("demo"), "modules": fingerprint.of(["t1lib.errors"])}
     (folder / manifest.NOTES).write_text(json.dumps({"made_of": made_of, "inputs": {}}))
@@ -49,26 +51,23 @@ def test_a_run_is_stale_once_its_code_or_parameters_mean_something_else(checkout
     assert why(folder, steps=3) == "notebook, parameters changed"
 
 
-@pytest.mark.parametrize(
-    ("text", "stale"),
-    [
-        ('"""Another docstring."""\n\ndef f(x):  # words\n    """More."""\n    return (x\n            + 1)\n', False),
-        ('"""Doc."""\n\n\ndef f(x):\n    return x + 2\n', True),
-        ('"""Doc."""\n\n\ndef f(y):\n    return y + 1\n', True),
-        ('"""Doc."""\nimport os\n\n\ndef f(x):\n    return x + 1\n', True),
-        (None, True),
-    ],
-)
-def test_a_module_is_changed_once_it_means_something_else(tmp_path, monkeypatch, text, stale):
+def test_a_module_is_changed_once_it_means_something_else(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "_ROOT", tmp_path)
-    path = tmp_path / "deep" / "a.py"
-    path.parent.mkdir()
-    path.write_text('"""Doc."""\n\n\ndef f(x):\n    return x + 1\n')
+    path, text = tmp_path / "deep" / "a.py", '"""Doc."""\n\n\ndef f(x):\n    return x + 1\n'
     name = f"{tmp_path.name}.deep.a"
-    before = fingerprint.of([name])
+    path.parent.mkdir()
+
+    def found(content: str) -> dict[str, str]:
+        path.write_text(content)
+        return fingerprint.of([name])
+
+    before = found(text)
     assert fingerprint.everything() == before
-    path.unlink() if text is None else path.write_text(text)
-    assert (fingerprint.of([name]) != before) is stale
+    assert found('"""Other."""\n\ndef f(x):  # words\n    """More."""\n    return (x\n            + 1)\n') == before
+    for other in (text.replace("+ 1", "+ 2"), text.replace("x", "y"), text.replace("\n", "\nimport os\n", 1)):
+        assert found(other) != before
+    path.unlink()
+    assert fingerprint.of([name]) != before
 
 
 def test_meaning_is_the_same_in_every_version_of_python():
@@ -109,17 +108,10 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
     finished(final)
     finished(staging)
-    real, done = os.replace, []
-
-    def dying(*names):
-        if len(done) == calls:
-            raise SystemExit
-        done.append(real(*names))
-
-    with monkeypatch.context() as patch:
+    dying = Mock(wraps=os.replace, side_effect=[DEFAULT] * calls + [SystemExit])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(os, "replace", dying)
-        with pytest.raises(SystemExit):
-            manifest.publish(staging, final)
+        manifest.publish(staging, final)
     manifest.recover(final)
     assert why(final) is None
     (final / "stale.txt").write_text("of the run before")
@@ -153,26 +145,23 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout):
     from matplotlib import pyplot
 
     add(checkout)
-    run = begin()
-    assert run.params.steps == 2
-    assert not run.outdir.is_relative_to(checkout.root)  # nothing is published before the end
+    run, final = begin(), checkout.outputs("demo")
     run.records.add("slide", "wall", 41.25, "ms")
     assert run.figure("wall", pyplot.figure()) and pyplot.get_fignums() == []  # else JupyterLab shows it twice
     assert list(run.table("main", [{"a": 1}])["a"]) == ["1"]
     run.number("demo.last", run.frame()["value"].iloc[-1], "ms")
-    run.finish()
-    final = checkout.outputs("demo")
-    names = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
-    assert names == {"samples.csv", "manifest.json", *MADE}
-    assert "{demo.last}{41.2}{ms}" in (final / "numbers.tex").read_text()
+    assert not run.outdir.is_relative_to(checkout.root) and not final.exists()  # nothing is published before the end
+    for value in (1, 2):  # cells that are run again after the end keep the folder whole
+        run.table("main", [{"a": value}])
+        run.finish()
+        names = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
+        assert names == {"manifest.json", *manifest.read(final)["files"]} == {"manifest.json", "samples.csv", *MADE}
+        assert manifest.damage(final) is None and "{demo.last}{41.2}{ms}" in (final / "numbers.tex").read_text()
     assert manifest.read(final)["parameters"] == PARAMETERS
     assert why(final) == "not run by `python -m t1lib run`"  # the driver would redo it
-    run.table("main", [{"a": 2}])  # cells that are run again after the end keep the folder whole
-    run.finish()
-    assert set(manifest.read(final)["files"]) == {"samples.csv", *MADE} and manifest.damage(final) is None
 
 
-def test_redraw_needs_only_the_samples(checkout, monkeypatch, capsys):
+def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(checkout, monkeypatch, capsys):
     add(checkout)
     with pytest.raises(T1Error, match="holds no finished run"):
         redraw("smoke", "demo")
@@ -181,18 +170,21 @@ def test_redraw_needs_only_the_samples(checkout, monkeypatch, capsys):
     before = manifest.read(folder)
     assert redraw("smoke", "demo") == MADE
     assert why(folder) is None and "{demo.last}{1.50}{ms}" in (folder / "numbers.tex").read_text()
-    after = manifest.read(folder)
-    assert {**after, "files": None} == {**before, "files": None}
-    pdf = (folder / "figures" / "wall.pdf").read_bytes()
-    redraw("smoke", "demo")
-    assert (folder / "figures" / "wall.pdf").read_bytes() == pdf
+    assert {**manifest.read(folder), "files": None} == {**before, "files": None}
     monkeypatch.setattr("t1lib.claims.write_page", lambda: None)
     for told in ("demo [smoke] is drawn", "demo [smoke] redrew"):
         assert main(["report", "--profile", "smoke", "--no-pdf"]) == 0 and told in capsys.readouterr().out
         assert why(folder) is None
         (folder / "figures" / "wall.pdf").unlink()
         assert why(folder)
-    (folder / "samples.csv").write_text("variant,phase,step,metric,unit,value\nslide,,0,wall,ms,0.1\n")
+    redraw("smoke", "demo")
+    add(checkout, "1 / 0")
+    before = manifest.read(folder)
+    with pytest.raises(T1Error, match="ZeroDivisionError"):
+        redraw("smoke", "demo")
+    assert manifest.read(folder) == before and manifest.damage(folder) is None
+    assert [path.name for path in folder.parent.iterdir()] == ["demo"]
+    (folder / "samples.csv").write_text(SAMPLES.replace("1.5", "0.1"))
     with pytest.raises(T1Error, match=r"samples\.csv is not the one"):
         redraw("smoke", "demo")
 
@@ -215,16 +207,3 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     names["measure"] = True
     with pytest.raises(T1Error, match="restart the kernel"):
         run.params.values()
-
-
-@pytest.mark.parametrize("cell", ["1 / 0", "run.records.add('slide', 'wall', 1.0)"])
-def test_a_cell_that_fails_leaves_the_old_files(checkout, cell):
-    add(checkout)
-    folder = checkout.outputs("demo")
-    finished(folder)
-    add(checkout, cell)
-    before = manifest.read(folder)
-    with pytest.raises(T1Error):
-        redraw("smoke", "demo")
-    assert manifest.read(folder) == before and manifest.damage(folder) is None
-    assert [path.name for path in folder.parent.iterdir()] == ["demo"]

@@ -10,23 +10,17 @@ from t1lib.errors import T1Error
 from t1lib.models import build_model, require_plain_loss, shape_only, sizes, split
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16}
-FAMILIES = {
-    "qwen3": ("tiny", SMALL),
-    "llama": ("llama-3.2-1b", {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}),
-    "gemma2": ("gemma-2-2b", {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}),
-}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES = {"qwen3": "tiny", "llama": "llama-3.2-1b", "gemma2": "gemma-2-2b"}
 
 
 def built(family: str, **options):
-    preset, changes = FAMILIES[family]
-    return build_model(preset, **{"dtype": torch.float32, **changes, **options})
+    return build_model(FAMILIES[family], **{"dtype": torch.float32, **SMALL, **options})
 
 
-def assert_same_weights(model, other):
+def same_weights(model, other) -> bool:
     state, expected = model.state_dict(), other.state_dict()
-    assert state.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert torch.equal(state[name], weight), name
+    return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
 
 
 def test_a_checkpoint_directory_round_trip(tmp_path):
@@ -35,8 +29,8 @@ def test_a_checkpoint_directory_round_trip(tmp_path):
     again = build_model(str(tmp_path))
     assert again.training and again.dtype == torch.bfloat16 and split(again).tied
     assert sizes(str(tmp_path)) == sizes("tiny", **SMALL)
-    assert_same_weights(again, model)
-    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model)
+    assert same_weights(again, model)
+    assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model)
 
 
 def test_random_weights_depend_on_the_seed_alone():
@@ -44,34 +38,30 @@ def test_random_weights_depend_on_the_seed_alone():
     model = built("qwen3", seed=3)
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    assert_same_weights(built("qwen3", seed=3), model)
+    assert same_weights(built("qwen3", seed=3), model) and not same_weights(built("qwen3", seed=4), model)
     assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(built("qwen3", seed=4).model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_drawn_as_the_architecture_draws_them(family):
     model = built(family)
     own = AutoModelForCausalLM.from_config(model.config)
-    expected = own.state_dict()
-    assert list(model.state_dict()) == list(expected)
-    for name, param in model.state_dict().items():
-        if param.dim() == 1:  # norms: ones, or zeros where the norm adds one (Gemma)
-            assert torch.equal(param, expected[name]), name
+    expected = {**own.state_dict(), **dict(own.named_buffers())}
+    found = {**model.state_dict(), **dict(model.named_buffers())}
+    assert list(found) == list(expected) and "model.rotary_emb.inv_freq" in found
+    for name, tensor in found.items():
+        if tensor.dim() < 2:  # norms: ones, or zeros where the norm adds one (Gemma); rotations
+            assert torch.equal(tensor, expected[name]), name
         else:
-            assert float(param.std()) == pytest.approx(float(expected[name].std()), rel=0.1), name
-            assert abs(float(param.mean())) < 0.1 * float(param.std()), name
-    expected, found = dict(own.named_buffers()), dict(model.named_buffers())
-    assert found.keys() == expected.keys() and "model.rotary_emb.inv_freq" in found
-    assert all(torch.equal(buffer, expected[name]) for name, buffer in found.items())
+            assert float(tensor.std()) == pytest.approx(float(expected[name].std()), rel=0.1), name
+            assert abs(float(tensor.mean())) < 0.1 * float(tensor.std()), name
 
 
 def test_sizes_are_those_of_the_model_and_of_presets_the_published_ones():
-    preset, changes = FAMILIES["gemma2"]
     model = built("gemma2")
     layer, params = (sum(p.numel() for p in each.parameters()) for each in (model.model.layers[1], model))
     expected = {"layers": 2, "layer_params": layer, "params": params, "vocabulary": 512, "hidden": 64}
-    assert sizes(preset, **changes) == expected
+    assert sizes("gemma-2-2b", **SMALL) == expected
     published = {"qwen3-0.6b": 0.5960, "qwen3-8b": 8.1907, "llama-3.2-1b": 1.2358, "gemma-2-2b": 2.6143}
     assert {preset: round(sizes(preset)["params"] / 1e9, 4) for preset in published} == published
 
@@ -84,7 +74,7 @@ def test_sizes_are_those_of_the_model_and_of_presets_the_published_ones():
         ("tiny", {"hidden_act": "foo"}, "unknown hidden_act 'foo'; allowed: gelu, .*silu"),
         ("tiny", {"model_type": "nope"}, "unknown model_type 'nope'; allowed: gpt.* more"),
         ("tiny", {"attention_dropout": 2.0}, "attention_dropout=2.0; allowed: 0 to 1"),
-        *((name, {}, "unknown model") for name in ("a" * 300 + "/b", "a" * 5000, "a\0b", "")),
+        *((name, {}, "unknown model") for name in ("a" * 300 + "/b", "a\0b", "")),
         ("tiny", {"num_hidden_layers": 100_000}, "num_hidden_layers=100000; allowed: 1 or more, at most 1024"),
     ],
 )
@@ -104,58 +94,46 @@ def configured(folder, **fields) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_a_configuration_that_disagrees_with_the_weights_is_refused(tmp_path):
+    for fields, message in (
         ({"num_hidden_layers": 3, "layer_types": None}, "lacks 11 of the weights .*layers.2"),
         ({"num_hidden_layers": 1, "layer_types": None}, "has 11 weights of layers beyond those of config.json"),
         ({"intermediate_size": 48}, r"mlp.* is \(64, 96\); config.json means \(64, 48\)"),
         ({"quantization_config": {"quant_method": "nope"}}, "quantised"),
         ({"hidden_size": "wide"}, "cannot load"),
-    ],
-    ids=str,
-)
-def test_a_configuration_that_disagrees_with_the_weights_is_refused(tmp_path, fields, message):
-    folder = configured(tmp_path, **fields)
-    with pytest.raises(T1Error, match=message):
-        build_model(folder)
+    ):
+        with pytest.raises(T1Error, match=message):
+            build_model(configured(tmp_path, **fields))
 
 
-@pytest.mark.parametrize(
-    ("asked", "found"), [("owner/kernel", "sdpa"), ("flash_attention_2", "sdpa"), ("eager", "eager")]
-)
-def test_no_other_implementation_of_attention_is_loaded(tmp_path, asked, found):
-    folder = configured(tmp_path, _attn_implementation=asked, attn_implementation=asked)
-    assert {build(folder).config._attn_implementation for build in (build_model, shape_only)} == {found}
+def test_no_other_implementation_of_attention_is_loaded(tmp_path):
+    for asked, found in (("owner/kernel", "sdpa"), ("flash_attention_2", "sdpa"), ("eager", "eager")):
+        folder = configured(tmp_path, _attn_implementation=asked, attn_implementation=asked)
+        assert {build(folder).config._attn_implementation for build in (build_model, shape_only)} == {found}
 
 
 def test_split_names_the_parts_and_refuses_what_is_no_stack_of_that_kind():
     assert [split(built("qwen3", tie_word_embeddings=tied)).tied for tied in (True, False)] == [True, False]
     parts = split(built("gemma2"))
-    assert len(parts.layers) == 2 and parts.softcap == 30.0
+    assert (len(parts.layers), parts.softcap, split(built("qwen3")).softcap) == (2, 30.0, None)
     assert parts.head.weight.shape == (512, 64) and parts.norm.weight.shape == (64,)
-    assert split(built("qwen3")).softcap is None
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
     with pytest.raises(T1Error, match="'gpt2' is not embedding, layers, norm, linear head"):
         split(AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        ("granite", {"logits_scaling": 8.0}),
-        ("cohere", {"logit_scale": 0.25}),
-        ("inkling_text", {"logits_mup_width_multiplier": 24.0}),
-        ("inkling_text", {"logits_mup_width_multiplier": 1.0, "unpadded_vocab_size": 500}),
-        ("mixtral", {"output_router_logits": True}),
-    ],
-)
-def test_a_loss_that_is_more_than_a_cross_entropy_is_refused_by_name(family, fields):
+def test_a_loss_that_is_more_than_a_cross_entropy_is_refused_by_name():
     """Such a model has parts, but a trainer would compute another loss from them than the model does."""
-    config = AutoConfig.for_model(family, **{**FAMILIES["llama"][1], **fields})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert split(model).head.weight.shape == (512, 64)
-    field, value = list(fields.items())[-1]
-    with pytest.raises(T1Error, match=f"'{family}' has {field}={value}, which its loss depends on; allowed"):
-        require_plain_loss(model)
+    for family, field, value, others in (
+        ("granite", "logits_scaling", 8.0, {}),
+        ("cohere", "logit_scale", 0.25, {}),
+        ("inkling_text", "logits_mup_width_multiplier", 24.0, {}),
+        ("inkling_text", "unpadded_vocab_size", 500, {"logits_mup_width_multiplier": 1.0}),
+        ("mixtral", "output_router_logits", True, {}),
+    ):
+        with torch.device("meta"):
+            config = AutoConfig.for_model(family, **SMALL, **others, **{field: value})
+            model = AutoModelForCausalLM.from_config(config)
+        assert split(model).head.weight.shape == (512, 64)
+        with pytest.raises(T1Error, match=f"'{family}' has {field}={value}, which its loss depends on; allowed"):
+            require_plain_loss(model)

@@ -3,15 +3,13 @@
 import ast
 import importlib.metadata as metadata
 import os
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from copies import CHECKOUT, python
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parent.parent
 OPTIONAL = {  # imported where a user has them: peers that are measured, a shard of a dataset, a cell of a notebook
     "IPython", "cut_cross_entropy", "liger_kernel", "pyarrow", "quack", "trl",
 }  # fmt: skip
@@ -19,7 +17,6 @@ EXTRA = {  # what only the extras bring: modules
     "IPython", "accelerate", "ipykernel", "ipywidgets", "jupyter_client", "jupyter_core", "jupyterlab", "matplotlib",
     "nbclient", "nbformat", "pandas", "papermill", "peft", "pydantic", "seaborn", "traitlets",
 }  # fmt: skip
-HOMES = metadata.packages_distributions()
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +25,9 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     (folder / "tree").mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "t1lib"):
-        (folder / "tree" / name).symlink_to(ROOT / name)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
-    subprocess.run([*build, "--wheel-dir", folder, folder / "tree"], check=True, timeout=120)
-    with zipfile.ZipFile(*folder.glob("*.whl")) as archive:
-        archive.extractall(folder / "files")
+        (folder / "tree" / name).symlink_to(CHECKOUT / name)
+    options = ["--quiet", "--no-index", "--no-build-isolation", "--no-deps", "--no-compile"]
+    python("-m", "pip", "install", *options, "--target", folder / "files", folder / "tree", cwd=folder)
     return folder / "files"
 
 
@@ -44,33 +39,25 @@ def required(wheel: Path, extra: str = "") -> set[str]:
     return {one.name.lower() for one in asked if one.marker is None or one.marker.evaluate(linux)}
 
 
-def python(wheel: Path, *arguments: str, cwd: Path) -> str:
-    """What Python prints with the wheel's files on its path, as if what only the extras bring were not installed."""
+def installed(wheel: Path, *arguments: str, cwd: Path, **more: int) -> str:
+    """`python` with the wheel's files on its path, as if what only the extras bring were not installed."""
     (cwd / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({sorted(EXTRA)}))\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (wheel, cwd))), "T1_CACHE": str(cwd / "cache")}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    return done.stdout if done.returncode == 0 else f"{done.returncode}: {done.stderr}"
-
-
-def imported(folder: Path) -> set[str]:
-    """The packages from elsewhere that the code below `folder` imports, at any place."""
-    found = set()
-    for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                found.add(node.module.split(".")[0])
-    return found - set(sys.stdlib_module_names) - {"t1lib"}
+    return python(*arguments, cwd=cwd, PYTHONPATH=f"{wheel}{os.pathsep}{cwd}", T1_CACHE=str(cwd / "cache"), **more)
 
 
 def test_the_wheel_holds_the_package_alone_and_declares_what_it_imports(wheel):
-    needed = {name: {home.lower() for home in HOMES.get(name, [name])} for name in imported(wheel) - OPTIONAL}
-    assert [name for name, homes in needed.items() if not homes & required(wheel, "kit")] == []
+    imported, declared, homes = set(), required(wheel, "kit"), metadata.packages_distributions()
+    for path in wheel.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.split(".")[0])
+    for name in imported - set(sys.stdlib_module_names) - {"t1lib"} - OPTIONAL:
+        assert {home.lower() for home in homes.get(name, [name])} & declared, name
     assert not {"jupyterlab", "papermill", "matplotlib", "seaborn", "pandas"} & required(wheel)
     assert {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")} == {"t1lib"}
-    ours = {path.relative_to(ROOT) for path in (ROOT / "t1lib").rglob("*") if "__pycache__" not in path.parts}
+    ours = {path.relative_to(CHECKOUT) for path in (CHECKOUT / "t1lib").rglob("*") if "__pycache__" not in path.parts}
     assert all((wheel / path).exists() for path in ours)
 
 
@@ -91,9 +78,11 @@ print(t1lib.__file__)
 
 
 def test_heads_and_streaming_work_without_the_rest(wheel, tmp_path):
-    assert python(wheel, "-c", IMPORTED, cwd=tmp_path) == f"{wheel}/t1lib/__init__.py\n"
-    told = python(wheel, "-m", "t1lib", "run", cwd=tmp_path)
-    assert told.startswith("2: error: `run` needs ") and ".[kit]" in told and len(told) < 300
+    assert installed(wheel, "-c", IMPORTED, cwd=tmp_path) == f"{wheel}/t1lib/__init__.py\n"
+    for command in ((), ("train",)):  # help needs nothing but the package
+        assert "usage: python -m t1lib" in installed(wheel, "-S", "-m", "t1lib", *command, "--help", cwd=tmp_path)
+    told = installed(wheel, "-m", "t1lib", "run", cwd=tmp_path, code=2)
+    assert told.startswith("error: `run` needs ") and ".[kit]" in told and len(told) < 300
 
 
 @pytest.mark.slow
@@ -101,10 +90,5 @@ def test_train_works_without_the_rest(wheel, tmp_path):
     (tmp_path / "text.txt").write_text("A short text about nothing. " * 200)
     small = ["--vocabulary", "270", "--seq", "16", "--batch", "2", "--steps", "2", "--eval-rows", "2"]
     given = ["--model", "tiny", "--mode", "slide", "--head", "chunked", "--data", "text.txt", "--out", "run", *small]
-    assert "no plot: " in python(wheel, "-m", "t1lib", "train", *given, cwd=tmp_path)
+    assert "no plot: " in installed(wheel, "-m", "t1lib", "train", *given, cwd=tmp_path)
     assert len((tmp_path / "run/metrics.csv").read_text().splitlines()) == 3
-
-
-@pytest.mark.parametrize("command", [(), ("train",)])
-def test_help_needs_nothing_but_the_package(wheel, tmp_path, command):
-    assert "usage: python -m t1lib" in python(wheel, "-S", "-m", "t1lib", *command, "--help", cwd=tmp_path)

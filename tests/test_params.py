@@ -4,25 +4,15 @@ import yaml
 from t1lib import params, paths
 from t1lib.errors import T1Error
 
+UNREADABLE = ("2024-13-45", "!!timestamp abc", "1" * 5000, "[" * 500, "? [a]\n: b")  # by PyYAML
+
 
 def refused(call, *parts):
     """Assert that `call` raises a T1Error of one or two lines that holds all `parts`."""
     with pytest.raises(T1Error) as raised:
         call()
     message = str(raised.value)
-    assert len(message.splitlines()) <= 2
-    for part in parts:
-        assert part in message
-
-
-def test_declared_gives_types_defaults_and_help(checkout):
-    checkout.add("demo", parameters='profile: str = "smoke"  # machine\nsizes: list[float] = [1, 2.5]  # in GiB\n')
-    assert params.experiments() == ["demo"]
-    assert params.profiles() == ["smoke"]
-    assert params.declared("demo") == {
-        "profile": ("str", "smoke", "machine"),
-        "sizes": ("list[float]", [1.0, 2.5], "in GiB"),
-    }
+    assert len(message.splitlines()) <= 2 and all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(
@@ -41,11 +31,26 @@ def test_the_parameters_cell_holds_annotated_literals_only(checkout, line, part)
     refused(lambda: params.declared("demo"), "notebooks/demo.ipynb", part)
 
 
-def test_defaults_then_profile_then_overrides(checkout):
+def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
     checkout.add("demo", yaml="steps: 5\nrate: 1e-4\n")
+    assert params.experiments() == ["demo"] and params.profiles() == ["smoke"]
+    assert params.declared("demo")["steps"] == ("int", 3, "measured steps")
     assert params.resolve("demo", "smoke") == {"profile": "smoke", "steps": 5, "rate": 1e-4}
-    found = params.resolve("demo", "smoke", {"steps": "7", "rate": 2})
-    assert found["steps"] == 7 and type(found["rate"]) is float
+    for kind, default, text, value in (
+        ("int", "3  # steps, ≥ 0", "0", 0),
+        ("float", "1.0", "1e-4", 1e-4),
+        ("float", "1", "2", 2.0),
+        ("bool", "False", "true", True),
+        ("str", '"a"', "3", "3"),
+        ("list[float]", "[]", "[1e-4, 2]", [1e-4, 2.0]),
+    ):
+        checkout.add("demo", parameters=f"x: {kind} = {default}", yaml="")
+        found = params.resolve("demo", "smoke", {"x": text})
+        assert found == {"x": value} and type(found["x"]) is type(value)
+    checkout.add("demo", parameters="sizes: list[float] = [1, 2.5]", yaml="")
+    assert str(params.declared("demo")["sizes"].default) == "[1.0, 2.5]"
+    for text in UNREADABLE:
+        refused(lambda text=text: params.resolve("demo", "smoke", {"sizes": text}), "-p: 'sizes' is ")
 
 
 @pytest.mark.parametrize(
@@ -54,13 +59,13 @@ def test_defaults_then_profile_then_overrides(checkout):
         ("stpes: 5", ["params/smoke/demo.yaml", "'stpes'", "allowed: profile, steps, rate", "mean 'steps'"]),
         ("steps: ten", ["'steps' is 'ten'; it should be a valid integer"]),
         ("steps: 1.0", ["'steps' is 1.0", "integer"]),
-        ("rate: fast", ["'rate' is 'fast'", "number"]),
         ("profile: 2024-01-01", ["2024, 1, 1", "string"]),
         ("- steps", ["not flat"]),
-        ("steps: [", ["cannot read params/smoke/demo.yaml"]),
+        *((f"steps: {text}", ["cannot read params/smoke/demo.yaml"]) for text in ("[", *UNREADABLE)),
         ("steps: 1\nrate: 0.1\nsteps: 2", ["has steps twice"]),
         ("profile: h200", ["must be 'smoke'"]),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_a_wrong_parameter_file_is_refused(checkout, yaml, parts):
     checkout.add("demo", yaml=yaml)
@@ -78,7 +83,6 @@ def test_a_wrong_parameter_file_is_refused(checkout, yaml, parts):
         ("x: float = 1.0  # rate, > 0", ".nan", "greater than 0"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[2, 0]", "[2, 0]; it should be greater than or equal to 1"),
         ("x: list[int] = [1]  # sizes, each ≥ 1", "[]", "'x' is []"),
-        ("x: list[int] = [1]  # sizes, each ≥ 1", "[[1]]", "'x' is [[1]]"),
         ('x: list[str] = ["a"]  # kinds, one of a, bb', "[a, c]", "'a' or 'bb'"),
     ],
 )
@@ -89,32 +93,6 @@ def test_what_the_comment_allows_holds_on_every_way_in(checkout, line, text, par
     refused(lambda: live(names).x, "the notebook", part)
     checkout.params("demo", f"x: {text}\n")
     refused(lambda: params.resolve("demo", "smoke"), "params/smoke/demo.yaml", part)
-
-
-@pytest.mark.parametrize(
-    ("declared", "text", "value"),
-    [
-        ("x: int = 3  # steps, ≥ 0", "0", 0),
-        ("x: float = 1.0", "1e-4", 1e-4),
-        ("x: bool = False", "true", True),
-        ('x: str = "a"', "3", "3"),
-        ("x: list[int] = []", "[1, 2]", [1, 2]),
-        ("x: list[float] = []", "[1e-4, 2]", [1e-4, 2.0]),
-    ],
-)
-def test_command_line_texts_take_the_declared_type(checkout, declared, text, value):
-    checkout.add("demo", parameters=declared, yaml="")
-    assert params.resolve("demo", "smoke", {"x": text}) == {"x": value}
-
-
-@pytest.mark.parametrize(
-    "text", ["2024-13-45", "0x_", "!!int abc", "!!timestamp abc", "1" * 5000, "[" * 500, "? [a]\n: b"], ids=range(7)
-)
-def test_what_yaml_cannot_read_is_an_error(checkout, text):
-    checkout.add("demo", yaml="steps: " + text)
-    refused(lambda: params.resolve("demo", "smoke"), "params/smoke/demo.yaml")
-    checkout.params("demo", "profile: smoke\n")
-    refused(lambda: params.resolve("demo", "smoke", {"steps": text}), "-p: 'steps' is ")
 
 
 def live(namespace):
@@ -135,12 +113,12 @@ def test_the_parameters_of_a_notebook_are_what_its_variables_say(checkout):
     refused(lambda: live(names | injected), "'stpes'", "mean 'steps'")
 
 
-def test_root_is_found_upwards_or_named(checkout, monkeypatch, tmp_path):
+def test_root_is_found_upwards_or_named(checkout, monkeypatch):
+    below = checkout.root / "params" / "deep"
+    below.mkdir(parents=True)
     monkeypatch.delenv("T1_ROOT")
-    below = tmp_path / "notebooks" / "deep"
-    below.mkdir()
     monkeypatch.chdir(below)
-    assert paths.root() == tmp_path
+    assert paths.root() == checkout.root
     monkeypatch.setenv("T1_ROOT", str(below))
     refused(paths.root, "T1_ROOT", "notebooks/")
 

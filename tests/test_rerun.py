@@ -1,17 +1,16 @@
 """Cells that are run again: what they made is replaced, and what no longer holds is not shown or published."""
 
 import json
+import os
 import re
-import shutil
-from pathlib import Path
+import signal
+from threading import Timer
 
-import nbformat
 import pytest
+from copies import copy_kit
 from IPython.core.interactiveshell import InteractiveShell
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
-from t1lib import paths
+from t1lib import params, paths
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
 
@@ -23,22 +22,18 @@ CELLS = {
     "sizes": "factor = 10 * p.scale",
     "head": 'for step in range(2):\n    records.add("head", "wall", factor, "ms", step=step)',
     "step": 'for step in range(p.steps):\n    records.add("slide", "wall", step, "ms", "step", step)\n',
-    "show": (
-        'values = run.frame()\nprint(values[values["variant"] == "slide"]["value"].tolist(),'
-        ' values[values["variant"] == "head"]["value"].tolist())'
-    ),
+    "show": 'print(*(run.frame().query(f"variant == {name!r}")["value"].tolist() for name in ("slide", "head")))',
     "finish": "run.finish()",
 }
 
 
 class Notebook:
-    """A notebook whose cells an IPython shell in this process runs: named by their ids, as JupyterLab does, or not, as
-    nbclient does."""
+    """Cells that an IPython shell in this process runs: named by their ids, as JupyterLab does, or not, as nbclient
+    does."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         InteractiveShell.clear_instance()
-        self.shell, self._capsys = InteractiveShell.instance(), capsys
-        self.cells = dict(CELLS)
+        self.shell, self._capsys, self.cells = InteractiveShell.instance(), capsys, dict(CELLS)
 
     def run(self, *names: str, ids: bool = True) -> str:
         """What the last of these cells printed, or the error that ended it."""
@@ -140,12 +135,12 @@ def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, i
 
 
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
-    kernel.cells = {**{name: kernel.cells[name] for name in ("parameters", "setup", "sizes", "head")},
-                    "later": "factor = 1000", "finish": "run.finish()"}  # fmt: skip
-    assert kernel.everything() == ""
+    finish, kernel.cells["later"] = kernel.cells.pop("finish"), "factor = 1000"
+    kernel.cells["finish"] = finish
+    kernel.everything()
     assert "factor is that of another cell now" in kernel.run("head", "finish")
     assert kernel.run("sizes", "head", "finish") == ""
-    assert published(checkout) == [("head", 5.0)] * 2
+    assert published(checkout)[:2] == [("head", 5.0)] * 2
 
 
 def test_a_corrected_parameter_is_accepted_though_the_file_holds_the_wrong_one(checkout, kernel):
@@ -166,50 +161,39 @@ def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel, monkeypa
     checkout.params("demo", "profile: h200\n", "h200")
     checkout.params("demo", "profile: mine\nsteps: 1\nscale: 3\n", "mine")
     kernel.edit("parameters", '"smoke"', '"mine"')
-    kernel.cells["measure"] = 'records.add("all", "scale", p.scale)\nrecords.add("all", "steps", p.steps)'
     assert "params/mine/demo.yaml sets steps=1, scale=3.0" in kernel.run("parameters", "setup")
-    assert kernel.run("measure", "finish") == ""
-    content = manifest.read(checkout.root / "outputs" / "mine" / "demo")
-    assert content["parameters"] == {"profile": "mine", "steps": 1, "scale": 3.0}
+    kernel.run("sizes", "head", "step", "finish")
+    rows = Records.load(checkout.root / "outputs/mine/demo/samples.csv").rows
+    assert [row["value"] for row in rows] == [30.0, 30.0, 0.0]
     for name, message in (("nobody", "unknown profile 'nobody'"), ("h200", "profile 'h200' is for a GPU")):
         kernel.cells["parameters"] = PARAMETERS.replace("smoke", name)
-        assert message in kernel.run("parameters", "measure")
+        assert message in kernel.run("parameters", "step")
     assert not (checkout.root / "outputs" / "h200").exists()
 
 
 @pytest.mark.slow
-def test_t1m3_with_another_length_and_an_interrupt(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore")  # of figures that nobody shows
+def test_t1m3_with_another_length_and_an_interrupt(checkout, kernel):
     """As issue 29 has it: other `seq` and `iters`, then the measuring cell and the table."""
-    root = Path(__file__).resolve().parent.parent
-    for folder in ("docs", "notebooks", "params"):
-        shutil.copytree(root / folder, tmp_path / folder)
-    monkeypatch.setenv("T1_ROOT", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(root))
-    notebook = nbformat.read(paths.notebook("t1m3"), 4)
-    cells = {cell["id"]: (cell, index) for index, cell in enumerate(notebook.cells)}
-    client = NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, interrupt_on_timeout=True)
+    copy_kit(checkout.root)
+    kernel.cells = {cell["id"]: params.source(cell) for cell in params.code_cells(paths.notebook("t1m3"))}
 
     def run(*names: str, **values: int) -> str:
-        """The outputs of the last of these cells, or the error that ended it; with other values of parameters."""
-        cell, _ = cells["parameters"]
         for name, value in values.items():
-            cell.source = re.sub(rf"(?m)^{name}: int = \d+", f"{name}: int = {value}", cell.source)
-        try:
-            return json.dumps([client.execute_cell(*cells[name]).get("outputs") for name in names][-1])
-        except CellExecutionError as error:
-            return str(error)
+            found = re.search(rf"(?m)^{name}: int = \d+", kernel.cells["parameters"])
+            kernel.edit("parameters", found[0], f"{name}: int = {value}")
+        return kernel.run(*names)
 
-    with client.setup_kernel():
-        assert "Error" not in run(*cells, iters=4)
-        table = run("parameters", "step", "table1", seq=64, iters=2)
-        assert "<td>2</td>" in table and "<td>4</td>" not in table
-        assert "seq was 128, is 64" in run("table2") and "seq was 128, is 64" in run("finish")
-        client.timeout = 6  # interrupts the cell
-        assert "Interrupt" in run("parameters", "step", iters=100000)
-        client.timeout = None
-        assert "<td>ok<" not in run("table1") and "did not finish" in run("finish")
-        assert "Error" not in run(*cells, iters=3)
-    folder = tmp_path / "outputs" / "smoke" / "t1m3"
+    assert "Error" not in run(*kernel.cells, iters=4)
+    run("parameters", "step", "table1", seq=64, iters=2)
+    assert set(kernel.shell.user_ns["_"]["n"]) == {"2"}
+    assert "seq was 128, is 64" in run("table2") and "seq was 128, is 64" in run("finish")
+    Timer(6, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert "Interrupt" in run("parameters", "step", iters=100000)
+    run("table1")
+    assert set(kernel.shell.user_ns["_"]["status"]) == {"–"} and "did not finish" in run("finish")
+    assert "Error" not in run(*kernel.cells, iters=3)
+    folder = checkout.outputs("t1m3")
     rows = [tuple(row.values()) for row in Records.load(folder / "samples.csv").rows]
     walls = [row[2] for row in rows if (row[0], row[1], row[3]) == ("full", "step", "wall_ms")]
     assert walls == [0, 1, 2] and manifest.read(folder)["parameters"]["seq"] == 64
@@ -217,15 +201,10 @@ def test_t1m3_with_another_length_and_an_interrupt(tmp_path, monkeypatch):
 
 def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout, kernel):
     """The cells that a user runs who runs what `finish` asks for, first what it says comes first."""
-    same = "runs = p.steps"
-    kernel.cells = {
-        "parameters": PARAMETERS,
-        "setup": SETUP,
-        "factors": "low, high = 10 * p.scale, 20 * p.scale",
-        "a": f"{same}\nrecords.add('a', 'wall', low, step=runs)",
-        "b": f"{same}\nrecords.add('b', 'wall', high, step=runs)",
-        "finish": CELLS["finish"],
-    }
+    kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "factors": "low, high = 10 * p.scale, 20 * p.scale"}
+    for name, value in (("a", "low"), ("b", "high")):
+        kernel.cells[name] = f"runs = p.steps\nrecords.add('{name}', 'wall', {value}, step=runs)"
+    kernel.cells["finish"] = CELLS["finish"]
     numbers, ran = {str(number): name for number, name in enumerate(kernel.cells, start=1)}, []
     assert kernel.everything() == ""
     kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")

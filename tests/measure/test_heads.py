@@ -2,15 +2,14 @@
 
 import math
 from functools import partial
+from multiprocessing import active_children
 
 import pytest
 import torch
 
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.heads import linear_cross_entropy
-from t1lib.measure import workspaces
 from t1lib.measure.heads import Case, HeadBench, attempt
-from t1lib.measure.isolate import VariantOutOfMemory
 from t1lib.measure.peers import PEERS, loss_function, whether_available
 from t1lib.measure.records import Records, statuses
 from t1lib.measure.softmax import sparsity
@@ -30,28 +29,25 @@ def bench():
     return HeadBench(**SIZES, dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        *((Case("chunked", options=options), ["loss", "dE", "dW"]) for options in OPTIONS),
-        (ALONE, ["loss"]),
-        (Case("full", ignored=0.5), ["loss", "dE", "dW"]),
-        (Case("full", frozen=True), ["loss", "dE"]),
-    ],
-    ids=str,
-)
-def test_every_kind_of_case_has_its_errors_and_times(bench, case, names):
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_an_option_has_its_own_reference_errors_and_times(bench, options):
+    case = Case("chunked", options=options)
     errors = bench.errors(case)
-    assert list(errors) == [f"error_{name}" for name in names] and max(errors.values()) < 1e-5
-    assert set(bench.times(case)) == ({"forward", "backward", "both", "host"} if case.gradients else {"loss"})
-
-
-def test_a_reference_is_that_of_the_case(bench):
-    """Each option, and ignoring tokens, changes what is exact; the reference that was kept is not taken for another."""
+    assert list(errors) == ["error_loss", "error_dE", "error_dW"] and max(errors.values()) < 1e-5
+    assert set(bench.times(case)) == {"forward", "backward", "both", "host"}
     plain = bench.reference(FULL)["dE"]
-    assert bench.reference(Case("chunked", {"chunks": 2}))["dE"] is plain and plain.dtype == torch.float64
-    for case in (Case("full", ignored=0.5), *(Case("full", options=o) for o in OPTIONS if "return_stats" not in o)):
-        assert float((bench.reference(case)["dE"] - plain).norm() / plain.norm()) > 1e-6, case
+    apart = float((bench.reference(case)["dE"] - plain).norm() / plain.norm())
+    assert (apart > 1e-6) is ("return_stats" not in options)
+
+
+def test_cases_without_gradients_of_ignored_tokens_and_of_a_frozen_weight(bench):
+    kept = bench.reference(FULL)["dE"]
+    assert bench.reference(Case("chunked", {"chunks": 2}))["dE"] is kept and kept.dtype == torch.float64
+    assert list(bench.errors(ALONE)) == ["error_loss"] and list(bench.times(ALONE)) == ["loss"]
+    assert list(bench.errors(Case("full", frozen=True))) == ["error_loss", "error_dE"]
+    ignored = Case("full", ignored=0.5)
+    assert max(bench.errors(ignored).values()) < 1e-5
+    assert float((bench.reference(ignored)["dE"] - kept).norm() / kept.norm()) > 1e-6
     with pytest.raises(T1Error, match=r"unknown reference 'float16'.*float64"):
         HeadBench(**SIZES, dtype="float32", device="cpu", reference="float16")
 
@@ -102,13 +98,10 @@ def test_only_what_is_right_is_timed(bench, measure, status, capsys):
     bench.admit(records, "full", "mean", ALONE, 0.1)  # another case of it, which is right
     assert statuses(records.frame()) == {"full": status}
     assert "loss_error_loss" in {row["metric"] for row in records.rows}
-
-
-def test_any_error_of_a_foreign_method_is_a_status():
-    error = RuntimeError("its own way")
-    assert attempt(lambda: refuse(error), foreign=True) == (None, "unavailable", "RuntimeError: its own way")
+    own_way = partial(refuse, RuntimeError("its own way"))
+    assert attempt(own_way, foreign=True) == (None, "unavailable", "RuntimeError: its own way")
     with pytest.raises(RuntimeError):
-        attempt(lambda: refuse(error))
+        attempt(own_way)
 
 
 def test_variants_take_turns_and_one_without_memory_leaves_the_others(bench):
@@ -122,23 +115,18 @@ def test_variants_take_turns_and_one_without_memory_leaves_the_others(bench):
 
     runners = {("a", "x"): partial(run, "a"), ("b", "x"): partial(run, "b", fails_at=3)}
     bench.take_turns(records, runners, repeats=3, warmup=1)
-    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["a", "b"]] * 3
-    assert order[6:] == ["a"]
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["a", "b"]] * 3 and order[6:] == ["a"]
     steps = [(row["variant"], row["step"]) for row in records.rows if row["metric"] == "both_ms"]
     assert sorted(steps) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert statuses(records.frame()) == {"b": "oom"}
 
-
-def test_what_is_timed_more_often_has_more_samples_and_two_cases_of_a_variant_are_kept_apart(bench):
-    records = Records()
-    runners = {("floor", "x"): bench.products, ("full", "x"): partial(bench.times, FULL)}
+    # What is timed more often has more samples, and two cases of a variant are kept apart.
+    records, runners = Records(), {("floor", "x"): bench.products, ("full", "x"): partial(bench.times, FULL)}
     runners["full", "x", "loss"] = partial(bench.times, ALONE)
     bench.take_turns(records, runners, repeats=2, warmup=0, often=[("floor", "x")] * 2)
-    counts = {}
-    for row in records.rows:
-        counts.setdefault((row["variant"], row["metric"]), []).append(row["step"])
-    assert counts["floor", "dW_ms"] == list(range(6))
-    assert counts["full", "both_ms"] == counts["full", "loss_ms"] == [0, 1]
+    steps = {metric: [r["step"] for r in records.rows if r["metric"] == metric] for metric in ("both_ms", "loss_ms")}
+    assert steps == {"both_ms": [0, 1], "loss_ms": [0, 1]}
+    assert [r["step"] for r in records.rows if r["variant"] == "floor" and r["metric"] == "dW_ms"] == list(range(6))
 
 
 def test_sparsity_counts_what_it_says():
@@ -153,43 +141,23 @@ def test_sparsity_counts_what_it_says():
     assert facts["tiles"] == 0.5 and facts["tiles_sorted"] == 0.5  # only the tile with column 400 has an entry
 
 
-def test_each_methods_workspaces_come_from_a_process():
-    records = Records()
-    cases = {"A": {("full", "loss_"): ALONE, ("full", ""): FULL, ("cce", ""): Case("cce")}}
-    measure_workspaces(records, dict(dtype="float32", device="cpu", seed=0), {"A": SIZES}, cases)
-    found = {(row["variant"], row["metric"]): row["value"] for row in records.rows}
-    assert found["full", "workspace_mib"] > found["full", "loss_workspace_mib"] > TOKENS * VOCABULARY * 4 / 2**20
-    assert torch.cuda.is_available() or found["cce", "status"] == "unavailable"
-
-
-def test_after_a_shape_that_does_not_fit_the_next_one_is_measured(monkeypatch):
-    """Each method's process that ran out of memory is replaced, and every one is closed."""
-    closed = []
-
-    class Small:
-        def __init__(self, factory, settings):
-            self.dead = False
-
-        def call(self, name, cases, tokens):
-            assert not self.dead
-            self.dead = tokens == 64
-            if self.dead:
-                raise VariantOutOfMemory("no memory")
-            return [2**20] * len(cases)
-
-        def close(self):
-            closed.append(self)
-
-    monkeypatch.setattr(workspaces, "Isolated", Small)
-    records, cases = Records(), {("full", ""): FULL, ("chunked", ""): Case("chunked")}
-    measure_workspaces(records, {}, {"A": {"tokens": 64}, "B": {"tokens": 32}}, {"A": cases, "B": cases})
-    frame = records.frame()
-    assert statuses(frame[frame["phase"] == "workspace/A"]) == {"full": "oom", "chunked": "oom"}
-    assert set(frame[frame["phase"] == "workspace/B"]["value"]) == {1.0} and len(closed) == 4
+def test_workspaces_come_from_a_process_of_each_method_and_after_a_shape_that_does_not_fit_from_another():
+    records, methods = Records(), {("full", "loss_"): ALONE, ("full", ""): FULL, ("cce", ""): Case("cce")}
+    shapes = {"large": SIZES | {"tokens": 2**55}, "A": SIZES}
+    setting = dict(dtype="float32", device="cpu", seed=0)
+    measure_workspaces(records, setting, shapes, {"large": {("full", ""): FULL}, "A": methods})
+    found = {(row["variant"], row["phase"], row["metric"]): row["value"] for row in records.rows}
+    assert found["full", "workspace/large", "status"] == "oom"
+    whole, loss = (found["full", "workspace/A", f"{prefix}workspace_mib"] for prefix in ("", "loss_"))
+    assert whole > loss > TOKENS * VOCABULARY * 4 / 2**20
+    assert torch.cuda.is_available() or found["cce", "workspace/A", "status"] == "unavailable"
+    assert not active_children()
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_computes_the_mean_loss_and_its_gradients_or_says_why_not(name):
+    with pytest.raises(T1Error, match=r"unknown method 'ligre'.*liger"):
+        loss_function("ligre")
     why_not = whether_available(name)
     if why_not:
         assert "\n" not in why_not
@@ -201,8 +169,3 @@ def test_a_peer_computes_the_mean_loss_and_its_gradients_or_says_why_not(name):
         found, wanted = loss_function(name)(e, w, y), linear_cross_entropy(e, w, y, head="full")
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(torch.autograd.grad(found, (e, w)), torch.autograd.grad(wanted, (e, w)))
-
-
-def test_an_unknown_method_is_named_with_what_there_is():
-    with pytest.raises(T1Error, match=r"unknown method 'ligre'.*liger"):
-        loss_function("ligre")

@@ -41,21 +41,17 @@ def test_spans_are_ordered_by_start_whatever_ends_first_and_whoever_adds_them():
     assert 0 <= outer.start <= inner.start <= inner.end - 2 <= outer.end - 2
 
 
-def test_the_warm_up_is_dropped():
+def test_the_warm_up_is_dropped_and_rounds_hold_each_thing_once_in_orders_that_differ():
     pauses = iter([0.05, 0.05, 0.0, 0.0, 0.0])
     assert median_ms(lambda: time.sleep(next(pauses)), CPU, repeats=3, warmup=2) < 50
     assert next(pauses, None) is None
-
-
-def test_rounds_hold_each_thing_once_in_orders_that_differ_and_are_the_same_every_time():
     orders = [tuple(turns) for turns in rounds("ABCDE", 20)]
     assert all(sorted(order) == list("ABCDE") for order in orders) and len(set(orders)) > 10
-    assert orders == [tuple(turns) for turns in rounds("ABCDE", 20)]
+    assert orders == [tuple(turns) for turns in rounds("ABCDE", 20)]  # the same every time
 
 
-@pytest.mark.parametrize(
-    ("copies", "seconds"),
-    [
+def test_least_time_of_a_step():
+    for copies, seconds in (
         ((0, 0, 0), 0.0),
         ((200, 0, 0), 2.0),  # the forward has the link to itself
         ((0, 200, 0), 2.0),  # so does the backward if no gradients leave
@@ -63,10 +59,8 @@ def test_rounds_hold_each_thing_once_in_orders_that_differ_and_are_the_same_ever
         ((100, 80, 40), 1.0 + 1.0),  # both directions end together
         ((100, 80, 140), 1.0 + 1.0 + 2.0),  # 100 bytes of gradients are left, alone at 50 bytes/s
         ((100, 180, 40), 1.0 + 1.0 + 1.0),  # 100 bytes of weights are left, alone at 100 bytes/s
-    ],
-)
-def test_least_time_of_a_step(copies, seconds):
-    assert link_ms(RATES, *copies) == pytest.approx(seconds * 1e3)
+    ):
+        assert link_ms(RATES, *copies) == pytest.approx(seconds * 1e3), copies
     link = measure_link(CPU, nbytes=2**20)
     assert tuple(link) == LINK and min(link.values()) > 0
 
@@ -80,19 +74,15 @@ def test_timeline_sees_every_allocation_in_order_and_exactly():
         del b
         c = (c + c) * c  # the sum in between counts
         del c
-    assert [a for _, a, _ in timeline.points] == [1000, 5096, 7144, 3048, 3560, 1512, 2024, 2536, 2024, 1512, 1000]
-    assert {reserved for _, _, reserved in timeline.points} == {None}
-    times = [ms for ms, _, _ in timeline.points]
-    assert times == sorted(times) and times[0] == 0.0
-    assert timeline.peak == 7144
+    times, allocated, reserved = zip(*timeline.points, strict=True)
+    assert allocated == (1000, 5096, 7144, 3048, 3560, 1512, 2024, 2536, 2024, 1512, 1000)
+    assert list(times) == sorted(times) and times[0] == 0.0 and set(reserved) == {None} and timeline.peak == 7144
 
 
 def test_views_and_tied_weights_count_once():
-    base = torch.zeros(100)
-    layer = torch.nn.Linear(4, 4, bias=False)
-    tied = torch.nn.Parameter(layer.weight.data)
+    base, layer = torch.zeros(100), torch.nn.Linear(4, 4, bias=False)
     assert storage_bytes([base, base[10:20], base.view(10, 10)]) == 400
-    assert storage_bytes([layer.weight, tied, base[3:]]) == 64 + 400
+    assert storage_bytes([layer.weight, torch.nn.Parameter(layer.weight.data), base[3:]]) == 64 + 400
     assert storage_bytes([]) == 0
 
 
