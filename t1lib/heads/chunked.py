@@ -202,8 +202,7 @@ def _in_blocks(
     e: Tensor, w: Tensor, b: Tensor | None, opts: Options, by: str, size: int, needs: Needs, upstream: Tensor | float,
     rows: Rows | None = None,
 ) -> tuple[Rows, list[Tensor | None]]:  # fmt: skip
-    """Loop over chunks of `size` tokens or columns: the statistics, and the gradients in `needs` for this upstream
-    gradient; by vocabulary these take the statistics, `rows`."""
+    """Statistics, and gradients for this upstream gradient, `size` tokens or columns at a time; with `rows` these."""
     shards, wide, sequence, e = opts.settings.shards, opts.dtype, by == "sequence", opts.tokens(e)
     tokens, vocab, graded, partial = len(e), opts.vocab, any(needs), not sequence or shards is not None
     length = tokens if sequence else vocab
@@ -275,7 +274,8 @@ class _Chunked(torch.autograd.Function):
         if upstream is None:
             return (None,) * 7
         if not ctx.early:
-            _, gradients = _in_blocks(*ctx.saved_tensors[:3], *ctx.call, upstream, ctx.rows)
+            with torch.autocast(upstream.device.type, enabled=False):  # as in the forward
+                _, gradients = _in_blocks(*ctx.saved_tensors[:3], *ctx.call, upstream, ctx.rows)
         elif ctx.gradients is None:
             raise options.spent("chunked", 'by="vocabulary" or reduction="none"')
         else:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_map
 
 from t1lib.errors import T1Error
@@ -193,17 +194,24 @@ def kept_graph(layer: HostLayer | None) -> AbstractContextManager:
 
 class Recompute:
     """Recomputes layers of one kind for their gradients, without the last matrix product: most layers end by adding it
-    to the residual, so no gradient depends on its result. Whether that is so is observed on the first layer.
-    (PyTorch's checkpoint also stops there, but needs a graph kept since the forward.)"""
+    to the residual, so no gradient depends on its result. Whether that is so is observed on the first layer of each
+    make-up. (PyTorch's checkpoint also stops there, but needs a graph kept since the forward.) Only layers of
+    transformers do the same every time; others, and those whose modules have hooks, are recomputed whole."""
 
     def __init__(self, whole: bool) -> None:
-        self._last: str | None = "" if whole else None  # its name in a layer; "": needed; None: not known yet
+        self._whole = whole
+        self._last: dict[tuple[type, ...], str] = {}  # the product's name by a layer's modules; "": needed
 
     def run(self, layer: nn.Module, call: Callable[[], Tensor]) -> Tensor:
         """Run the layer through call() and return its output, for its graph only: the values may be missing."""
-        if self._last is None:
-            return self._watched(layer, call)
-        product = layer.get_submodule(self._last)
+        inner = [*layer.modules()][1:]
+        if self._whole or _global_forward_hooks or any(m._forward_hooks for m in inner):
+            return call()
+        kind = tuple(map(type, inner))
+        if kind not in self._last:
+            self._last[kind], out = self._watched(layer, call)
+            return out
+        product = layer.get_submodule(self._last[kind])
         if not _plain(product):  # the layer itself, or somebody looks at the product by now
             return call()
         product.forward = lambda x: _Unread.apply(_narrowed(x), _narrowed(product.weight))
@@ -215,8 +223,9 @@ class Recompute:
             out.untyped_storage().resize_(0)  # never read, but alive for the whole backward
         return out
 
-    def _watched(self, layer: nn.Module, call: Callable[[], Tensor]) -> Tensor:
-        """Run the layer, and note the last product if nothing is saved for the backward after it."""
+    @staticmethod
+    def _watched(layer: nn.Module, call: Callable[[], Tensor]) -> tuple[str, Tensor]:
+        """Run the layer; the name of the last product if nothing is saved for the backward after it, and the output."""
         events = [""]  # names of products, and "" for what is saved
         products = [(n, m) for n, m in layer.named_modules() if _plain(m)]
         hooks = [m.register_forward_hook(lambda *_, name=name: events.append(name)) for name, m in products]
@@ -226,8 +235,7 @@ class Recompute:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._last = events[-1]
-        return out
+        return events[-1], out
 
 
 def _plain(module: nn.Module) -> bool:

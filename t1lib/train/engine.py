@@ -1,8 +1,9 @@
 """What stands behind a streamed model: where everything lies, from `stream` to `close`."""
 
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -38,6 +39,7 @@ class Engine:
         self.micro_batch, self.in_backward, self.overlap, self.budget = micro_batch, in_backward, overlap, budget
         self.accumulate, self.head = accumulate and not in_backward, head
         self.trace: NoTrace = NoTrace()
+        self.lock = threading.RLock()  # who runs a layer, or steps: another thread may evaluate meanwhile
         self.optimizer = StreamOptimizer(self, optimizer)
         streamed, groups = streamed_names(self.stack), self.optimizer.groups
         refuse_shared(model, self.stack, streamed)
@@ -132,7 +134,7 @@ class Engine:
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
-                self._replace(self.outer.embed, "forward", self.outer.look_up)
+                self._replace(self.outer.embed, "forward", partial(_locked, self.lock, self.outer.look_up))
         self.passes = Passes(self)
 
     def traced(self) -> NoTrace:
@@ -162,7 +164,7 @@ class Engine:
         require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
         if not self.placed:
             return
-        with uninterrupted():
+        with self.lock, uninterrupted():
             elsewhere = self.streamed | self.travelling
             self.optimizer.update(lambda p: id(p) not in elsewhere)
             if self.outer is not None:
@@ -178,6 +180,11 @@ class Engine:
         """The optimizer's parameters that do not stream."""
         for group in self.optimizer.param_groups:
             yield from (p for p in group["params"] if id(p) not in self.streamed)
+
+    def unstreamed(self) -> list[nn.Parameter]:
+        """Those of the model and of the optimizer that do not stream."""
+        found = dict.fromkeys([*self.model.parameters(), *self.others()])
+        return [p for p in found if id(p) not in self.streamed]
 
     @unwatched
     def weight_of(self, param: nn.Parameter) -> Tensor:
@@ -234,6 +241,11 @@ class _StreamedForward:
 
     def __reduce__(self) -> Any:  # `copy.deepcopy` and `pickle` come here
         raise T1Error("a copy of a streamed model would run the original's layers: copy its state_dict()")
+
+
+def _locked(lock: AbstractContextManager, function: Callable[..., Any], *args: Any) -> Any:
+    with lock:
+        return function(*args)
 
 
 def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = True) -> None:

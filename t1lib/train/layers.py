@@ -143,7 +143,7 @@ class HostLayer(Traveller):
                 self.set_gradient(param, param.grad)
                 param.grad = None
             if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(lambda _, name=name: me().reached.add(name))
+                hook = param.register_post_accumulate_grad_hook(lambda p, name=name: me().gradient_came(p, name))
                 self._hooks.append(hook)
             param.__class__, param._home = Streamed, self  # whoever looks at it waits for what is still under way
 
@@ -206,6 +206,19 @@ class HostLayer(Traveller):
         if self.scale is not None:
             torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))
         self.arrived = self.scale = self.norms = None
+
+    def gradient_came(self, param: nn.Parameter, name: str) -> None:
+        """Autograd has added to `p.grad`: in the layer's own backward, or for a loss on the weight itself, such as a
+        penalty, whose gradient is added to what there is on the host."""
+        self.reached.add(name)
+        if not isinstance(param, Streamed):
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            given, param.grad = param.grad, None
+        if name not in self.absent:
+            self.see_gradients()
+            given = given + self.grad_views[name]
+        self.set_gradient(param, given)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         name = self._name_of(param, kept=value is not None)

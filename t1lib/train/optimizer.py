@@ -72,6 +72,8 @@ class StreamOptimizer(ResidentOptimizer):
         for group, before in zip(self.param_groups, self._with_momentum, strict=False):
             late = f"momentum={group.get('momentum')}, which was 0 when the model was streamed; allowed: 0"
             require(before or not group.get("momentum"), late)
+            damped = f"momentum=0 with dampening={group.get('dampening')}, and another when the model was streamed"
+            require(not before or group.get("momentum") or not group.get("dampening"), damped)
         self._engine.step()
         return loss
 
@@ -96,7 +98,7 @@ class StreamOptimizer(ResidentOptimizer):
         for layer in self._engine.host:
             if layer.has_gradients:
                 layer.scale_gradients(coefficient)
-        grads = [p.grad for p in self._engine.others() if p.grad is not None]
+        grads = [p.grad for p in self._engine.unstreamed() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, coefficient)
         return total
@@ -115,12 +117,13 @@ class StreamOptimizer(ResidentOptimizer):
                 norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
                 if layer.shown:  # she may change what she holds
                     layer.norms = None
-        others = [p for p in engine.others() if p.grad is not None]
+        others = [p for p in engine.unstreamed() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:
             alike = [p for p in others if p.grad.dtype == dtype]
             found = norms_of([p.grad for p in alike], exact)
             norms |= {id(p): norm for p, norm in zip(alike, found, strict=True)}
-        ordered = [norms[id(p)].to(engine.device) for p in engine.model.parameters() if id(p) in norms]
+        everything = dict.fromkeys([*engine.model.parameters(), *others])
+        ordered = [norms[id(p)].to(engine.device) for p in everything if id(p) in norms]
         if not ordered:
             return torch.zeros((), device=engine.device)
         return torch.linalg.vector_norm(torch.stack(ordered))

@@ -113,7 +113,9 @@ class Outer:
     def look_up(self, ids: Tensor) -> Tensor:
         """In place of the embedding's forward."""
         embed, weight = self.embed, self.embed.weight
-        ahead = self._pending and self._own.grad is not None
+        # A checkpoint around it would run it again, when it is no longer ahead, and save other indices.
+        alone = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        ahead = self._pending and self._own.grad is not None and alone
         if not ahead or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
             self.ready()
             return self._forward(ids)

@@ -26,13 +26,14 @@ class Passes:
     """Forward and backward of an engine's layers."""
 
     def __init__(self, engine: "Engine") -> None:
-        self.stack, self._forwards, choice = engine.stack, engine.forwards, engine.choice
+        self.stack, self._forwards, choice, self.lock = engine.stack, engine.forwards, engine.choice, engine.lock
         self._schedule, self._outer = engine.schedule, engine.outer
         self.device, self._micro_batch, self._trace = engine.device, engine.micro_batch, engine.traced
         self._kept = len(self.stack) - choice.keep  # the first layer that keeps its activations
         own = zip(self.stack, self._forwards, strict=True)
         plain = all(getattr(forward, "__func__", None) is type(layer).forward for layer, forward in own)
-        self._recompute = Recompute(whole=not plain)  # of a compiled one, for example, nothing can be left out
+        known = all(type(layer).__module__.startswith("transformers.models.") for layer in self.stack)
+        self._recompute = Recompute(whole=not (plain and known))  # of a compiled one, for example, nothing is left out
         self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
@@ -46,7 +47,7 @@ class Passes:
         layer, grad = self.stack[index], torch.is_grad_enabled()
         trains = grad and any(p.requires_grad for p in layer.parameters())
         if not (trains or (grad and hidden.requires_grad)):
-            with torch.no_grad():
+            with torch.no_grad(), self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         held = self._schedule.layers.get(index)
         late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
@@ -182,7 +183,8 @@ class _Layer(torch.autograd.Function):
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
         ctx.passes, ctx.index, ctx.args, ctx.kwargs = passes, index, args, kwargs
-        out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), save=True, wanted=ctx.needs_input_grad[1])
+        with passes.lock:
+            out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None
         ctx.save_for_backward(*([] if kept else [hidden]))
         return out
@@ -195,7 +197,9 @@ class _Layer(torch.autograd.Function):
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, ctx.saved, whole = ctx.saved, None, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
-        if saved.graphs is None:
-            hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
-            whole = Piece(hidden.detach(), ctx.args, ctx.kwargs)
-        return None, ctx.passes.backward(ctx.index, whole, saved, grad, ctx.needs_input_grad[1]), None, None, None, None
+        with ctx.passes.lock:
+            if saved.graphs is None:
+                hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
+                whole = Piece(hidden.detach(), ctx.args, ctx.kwargs)
+            found = ctx.passes.backward(ctx.index, whole, saved, grad, ctx.needs_input_grad[1])
+        return None, found, None, None, None, None

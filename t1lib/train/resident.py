@@ -52,7 +52,9 @@ class ResidentOptimizer(torch.optim.Optimizer):
             state = new_state(param, self.param_groups[self.groups[id(param)]], self.precision)
             if state:
                 self.state[param] = state
-        state = self.state.get(param, {})
+        state, rule = self.state.get(param, {}), self.param_groups[self.groups[id(param)]]
+        if rule.get("momentum") and "momentum_buffer" not in state:  # there was none in the first step
+            state = self.state[param] = new_state(param, rule, self.precision) | state
         if "master" in state and param in self._versions and self._versions[param] != param._version:
             follow(state["master"], param.data)
         return state

@@ -32,6 +32,18 @@ def gradients(loss, operands):
     return [loss.detach(), *torch.autograd.grad(loss, operands, upstream_for(loss))]
 
 
+@pytest.mark.parametrize("own", [{}, {"by": "vocabulary"}], ids=str)
+def test_the_forwards_autocast_counts_in_the_backward_too(own):
+    p = problem(13, 67, 24, dtype=torch.float32)
+    expected = run("chunked", p, reduction="none", **own)
+    operands = leaves(p)
+    loss = linear_cross_entropy(*operands[:2], p.target, head="chunked", linear_bias=p.b, reduction="none", **own)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(loss, operands[:2])
+    for got, want in zip(found, expected, strict=False):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["plain", "weight", "smoothing", "weighted smoothing"])
 @by_reduction
 def test_full_is_cross_entropy_of_linear(name, reduction):

@@ -1,0 +1,162 @@
+"""What surrounds a streamed model: losses on its weights, layers that do not do the same every time, checkpoints of the
+user's own, parameters that no optimizer has, other threads."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from stream_cases import compare, refused, streaming
+from stream_loops import adamw, loop, model_loss, sgd, train
+from stream_models import Block, blocks, data, qwen3
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+from t1lib.plan.cost import Choice
+from t1lib.train import activations
+
+ON_HOST = Choice(inputs="host", outer="host", grads="host", host_share=0.5)
+CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1, grad_slots=1)}
+CHOICES |= {"kept": Choice(keep=2)}
+each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 1e-2 * sum(p.square().sum() for p in model.parameters())
+
+
+def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model_loss(model, batch) + penalty(model)
+
+
+def penalised_apart(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    penalty(model).backward()
+    return model_loss(model, batch)
+
+
+@each_choice
+@pytest.mark.parametrize("loss", [penalised, penalised_apart], ids=["in the loss", "in a backward of its own"])
+def test_a_loss_on_the_weights_themselves(loss, choice):
+    compare(qwen3, sgd, loop(loss=loss), choice=choice)
+
+
+def test_updates_in_the_backward_refuse_a_loss_on_the_weights():
+    with streaming(qwen3(), update_in_backward=True) as (model, _):
+        refused(lambda: penalised(model, data()[0]).backward(), "update_in_backward")
+
+
+class Moody(Block):
+    """Leaves the rest of the layer out by chance, or by its number; looks at its output, and keeps it."""
+
+    number = 0
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        out = super().forward(hidden, mask, scale=scale)
+        if self.number == 0 or (self.training and torch.rand(()) < 0.3):
+            return hidden + 0.1 * (out - hidden).square()
+        if not out.isfinite().all():
+            raise FloatingPointError
+        self.last = out.detach()
+        return out if out.detach().abs().max() < 1.5 else out.clamp(-1.5, 1.5)
+
+
+def moody() -> nn.Module:
+    model = blocks()
+    for number, block in enumerate(model.blocks):
+        block.__class__, block.number = Moody, number
+    return model
+
+
+@each_choice
+def test_layers_that_do_not_do_the_same_every_time(choice, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(moody, choice=choice)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_last_product_is_left_out_of_known_layers_unless_somebody_looks(monkeypatch):
+    left_out, seen = [], []
+    apply = activations._Unread.apply
+    monkeypatch.setattr(activations._Unread, "apply", lambda *given: left_out.append(1) or apply(*given))
+    with streaming(qwen3()) as (model, _):
+        for looking in (False, True):
+            if looking:
+                note = lambda module, given, out: seen.append(float(out.detach().abs().max()))  # noqa: E731
+                model.model.layers[2].mlp.register_forward_hook(note)
+            model_loss(model, data()[0]).backward()
+            assert len(left_out) == 3 + 3 * looking  # of four layers, the first is watched; then one has a hook
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    embedded = checkpoint(model.get_input_embeddings(), batch["input_ids"], use_reentrant=False)
+    return model(inputs_embeds=embedded, labels=batch["labels"]).loss
+
+
+def test_a_checkpoint_around_an_embedding_whose_state_is_on_the_host():
+    compare(qwen3, loop=loop(loss=embedding_again), choice=ON_HOST)
+
+
+@each_choice
+def test_the_norm_is_that_of_all_gradients_also_of_parameters_in_no_group(choice):
+    norms = partial(adamw_of, "norm")
+    plain = qwen3()
+    model_loss(plain, data()[0]).backward()
+    expected = clip_grad_norm_(plain.parameters(), 0.05)
+    model = qwen3()
+    with streaming(model, norms(model), choice=choice) as (streamed, optimizer):
+        model_loss(streamed, data()[0]).backward()
+        assert optimizer.clip_grad_norm_(0.05) == expected
+        for first, second in zip(streamed.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(first.grad, second.grad)
+
+
+def adamw_of(part: str, model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for n, p in model.named_parameters() if part in n], lr=1e-2)
+
+
+def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    late = optimizer.t1_steps = getattr(optimizer, "t1_steps", 0) + 1
+    optimizer.param_groups[0]["momentum"] = 0.9 if late > 2 else 0.0
+
+
+@each_choice
+def test_momentum_that_is_0_in_the_first_steps(choice):
+    compare(qwen3, sgd, loop(before=momentum_later), choice=choice)
+
+
+def test_momentum_that_is_0_for_now_is_refused_beside_dampening():
+    model = qwen3()
+    optimizer = sgd(model, dampening=0.5)
+    with streaming(model, optimizer) as (streamed, own):
+        own.param_groups[0]["momentum"] = 0.0
+        model_loss(streamed, data()[0]).backward()
+        refused(own.step, "dampening")
+
+
+@pytest.mark.parametrize("choice", [None, ON_HOST], ids=["default", "on host"])
+def test_another_thread_evaluates_meanwhile(choice):
+    plain, batch = qwen3(), data()[0]
+    expected = train(plain, adamw(plain))
+    model, failed, stop = qwen3(), [], threading.Event()
+    with streaming(model, adamw(model), choice=choice) as (streamed, optimizer):
+
+        def evaluate() -> None:
+            while not stop.is_set():
+                try:
+                    with torch.no_grad():
+                        model_loss(streamed, batch)
+                except BaseException as error:
+                    failed.append(error)
+
+        thread = threading.Thread(target=evaluate, daemon=True)
+        thread.start()
+        found = train(streamed, optimizer)
+        stop.set()
+        thread.join(20)
+    assert found == expected and not failed
