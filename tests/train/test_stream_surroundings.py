@@ -54,12 +54,12 @@ class Moody(Block):
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         out = super().forward(hidden, mask, scale=scale)
-        if self.number == 0 or (self.training and torch.rand(()) < 0.3):
+        if self.number == 0 or (self.number == 1 and torch.rand(()) < 0.5):
             return hidden + 0.1 * (out - hidden).square()
         if not out.isfinite().all():
             raise FloatingPointError
         self.last = out.detach()
-        return out if out.detach().abs().max() < 1.5 else out.clamp(-1.5, 1.5)
+        return out if out.detach().abs().max() < 1e3 else out.clamp(-1e3, 1e3)
 
 
 def moody() -> nn.Module:
@@ -139,12 +139,11 @@ def test_momentum_that_is_0_for_now_is_refused_beside_dampening():
         refused(own.step, "dampening")
 
 
-@pytest.mark.parametrize("choice", [None, ON_HOST], ids=["default", "on host"])
-def test_another_thread_evaluates_meanwhile(choice):
+def test_another_thread_evaluates_meanwhile():
     plain, batch = qwen3(), data()[0]
     expected = train(plain, adamw(plain))
     model, failed, stop = qwen3(), [], threading.Event()
-    with streaming(model, adamw(model), choice=choice) as (streamed, optimizer):
+    with streaming(model, adamw(model)) as (streamed, optimizer):
 
         def evaluate() -> None:
             while not stop.is_set():
