@@ -35,6 +35,8 @@ def _refuse_options(groups: list[dict[str, Any]]) -> None:
     for number, group in enumerate(groups):
         for option in REFUSED:
             require(not group.get(option), f"group {number} of the optimizer has {option}=True; allowed: False")
+        decoupled = group.get("decoupled_weight_decay", True)
+        require(decoupled, f"group {number} of the optimizer has decoupled_weight_decay=False; allowed: True")
 
 
 def clear_gradients(params: Iterable[nn.Parameter], set_to_none: bool) -> None:

@@ -96,11 +96,16 @@ def test_models_that_are_refused():
     untouched(model, lambda: streamed_with(model))
 
 
+def coupled(model):
+    return torch.optim.AdamW([{"params": [*model.parameters()], "decoupled_weight_decay": False}])
+
+
 def test_optimizers():
     for make, shown in (
         (lambda model: torch.optim.Adam(model.parameters()), "Adam"),
         (lambda model: "adamw", ""),
         (lambda model: adamw(model, amsgrad=True), "amsgrad"),
+        (coupled, "decoupled_weight_decay"),
         (lambda model: adamw(blocks()), ""),
         (lambda model: adamw(nn.ModuleList([model, nn.Linear(2, 2)])), "(2, 2)"),
         (lambda model: torch.optim.SGD([nn.Parameter(model.head.weight.data)]), ""),
