@@ -12,13 +12,13 @@ from t1lib.measure.records import Records
 from t1lib.plan.rates import H200
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
-PARAMETERS = dict(models=["tiny"], modes=["gpu", "slide"], heads=["full", "fused"], lengths=[64, 128, 256], seed=0)
+PARAMETERS = dict(models=["tiny"], modes=["gpu", "slide"], heads=["chunked", "fused"], lengths=[64, 128, 256], seed=0)
 PARAMETERS |= dict(dtype="float32", workspace="4MiB", host="8GiB", longest=60.0, within=60.0, steps=2, warmup=1)
 PARAMETERS |= dict(narrow=[], host_share=0.0, planned="tiny 64 1GiB", budgets=["1GiB"], measure=True)
 
 
 class Worker:
-    """Stands in for a session's process; head full runs out of memory on rows of more than 100 tokens."""
+    """Stands in for a session's process; head chunked runs out of memory on rows of more than 100 tokens."""
 
     started = 0
     error = None  # that mode gpu with head fused raises on rows of 128 tokens
@@ -31,8 +31,8 @@ class Worker:
         assert not self.closed
         if method == "set_point":
             self.seq, self.head = kwargs["seq"], kwargs["head"]
-        elif self.head == "full" and self.seq > 100:
-            raise VariantOutOfMemory("full")
+        elif self.head == "chunked" and self.seq > 100:
+            raise VariantOutOfMemory("chunked")
         elif method == "step":
             if Worker.error and (self.mode, self.head, self.seq) == ("gpu", "fused", 128):
                 raise Worker.error
@@ -70,14 +70,14 @@ def test_each_point_is_predicted_and_after_the_first_that_does_not_fit_longer_on
     rows, states = measured()
     for mode in ("gpu", "slide"):
         assert states.pop(f"tiny/{mode}/fused") == {64: "ok", 128: "ok", 256: "ok"}
-        assert states.pop(f"tiny/{mode}/full") == {64: "ok", 128: "oom", 256: "skipped"}
+        assert states.pop(f"tiny/{mode}/chunked") == {64: "ok", 128: "oom", 256: "skipped"}
     assert not states
     assert Worker.started == 4  # a new process takes the place of the one without memory
     ran = [r for r in rows if (r["variant"], r["phase"]) == ("tiny/slide/fused", "seq/128")]
     assert [r["value"] for r in ran if r["metric"] == "wall_ms"] == [128.0, 128.0]
     metrics = {"allocated_gib", "reserved_gib", "host_gib", "predicted_ms", "predicted_allocated_gib"}
     assert metrics <= {r["metric"] for r in ran}
-    without = {r["metric"] for r in rows if (r["variant"], r["phase"]) == ("tiny/gpu/full", "seq/128")}
+    without = {r["metric"] for r in rows if (r["variant"], r["phase"]) == ("tiny/gpu/chunked", "seq/128")}
     assert "predicted_ms" in without and "wall_ms" not in without
 
 
