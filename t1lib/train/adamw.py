@@ -41,8 +41,9 @@ if triton is not None:
         if low is None:
             p = tl.load(master + at, inside, 0)
         else:
-            rest = tl.load(low + at, inside, 0).to(tl.int32)
-            p = ((tl.load(weight + at, inside, 0).to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
+            rest, high = tl.load(low + at, inside, 0).to(tl.int32), tl.load(weight + at, inside, 0).to(tl.int32)
+            rest = tl.where((high & 0x7FFF) == 0, tl.maximum(rest, 0), rest)  # see `update.join`
+            p = ((high << 16) + rest).to(tl.float32, bitcast=True)
         m = m * beta1 + g * rest1
         v = v * beta2 + g * g * rest2
         spread = tl.div_rn(tl.sqrt_rn(v), correction) + eps
@@ -58,7 +59,7 @@ if triton is not None:
             tl.store(master + at, p, inside)
             tl.store(weight + at, p.to(weight.dtype.element_ty), inside)
         else:  # ties round away from zero, so that the remainder fits 16 bits
-            bits = p.to(tl.int32, bitcast=True)
+            bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)  # else a nan's bits may become −0
             tl.store(low + at, bits.to(tl.int16), inside)
             tl.store(weight + at, ((bits + 32768) >> 16).to(tl.int16), inside)
 

@@ -135,6 +135,7 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
+        self.backward = -1  # autograd's number of the backward that gave gradients last
         self._hooks, me = [], weakref.ref(self)
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
@@ -218,6 +219,8 @@ class HostLayer(Traveller):
         if name not in self.absent:
             self.see_gradients()
             given = given + self.grad_views[name]
+        elif not self.has_gradients:
+            self.backward = torch._C._current_graph_task_id()
         self.set_gradient(param, given)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:

@@ -247,6 +247,8 @@ class Outer:
         self.ready()
         for held in self.held:
             wait_for(held.left)
+        if any(held.version != held.param._version for held in self.held):
+            self.refresh()
 
     @unwatched
     @torch.no_grad()

@@ -4,6 +4,7 @@ The forward keeps the layer's input; the backward recomputes the layer from it, 
 `keep` layers keep their activations instead. Where launches bind, layers run as CUDA graphs.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,9 @@ class Passes:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
         layer, grad = self.stack[index], torch.is_grad_enabled()
         trains = grad and any(p.requires_grad for p in layer.parameters())
+        before = _cached((*args, *kwargs.values()), index) if grad else []
+        needed = trains or hidden.requires_grad or any(t.requires_grad for t in before)
+        require(not (before and needed), "training with past_key_values that hold tokens, as in prefix tuning")
         if not (trains or (grad and hidden.requires_grad)):
             with torch.no_grad(), self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
@@ -169,6 +173,13 @@ class Passes:
         key = held.slot, held.grad_slot, self.stack[index].training, wanted
         with self._trace().span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
+
+
+def _cached(values: Iterable[Any], index: int) -> list[Tensor]:
+    """Keys and values of earlier tokens for layer `index`, in caches among the values."""
+    layers = [cache.layers[index] for cache in values if isinstance(cache, Cache) and index < len(cache.layers)]
+    found = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    return [t for t in found if isinstance(t, Tensor) and t.numel()]
 
 
 def _unless_cache(value: Any) -> Any:

@@ -172,10 +172,11 @@ class Schedule:
             require(index not in self.updated, twice)
             self.updated.add(index)
         slot, layer.reached = layer.grad_slot, set()
+        before, layer.backward = layer.backward, torch._C._current_graph_task_id()
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
-            require(self._accumulate, beside)
+            require(self._accumulate or before == layer.backward, beside)
             layer.see_gradients()
             slot.flat.copy_(layer.grads, non_blocking=True)
             for name in layer.absent:
@@ -324,6 +325,8 @@ class Schedule:
             self.finish(layer)
         for layer in self.layers.values():
             wait_for(layer.left)
+            if layer.touched:
+                self._take_over_weights(layer)
 
     def device_tensors(self) -> list[Tensor]:
         waiting = [piece for layer in self.layers.values() for piece in layer.waiting or ()]

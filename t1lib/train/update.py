@@ -35,15 +35,17 @@ def step_tensor(count: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def join(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
-    """float32 whose upper half are the bits of the bfloat16 `high`, plus the int16 `low`."""
+    """float32 whose upper half are the bits of the bfloat16 `high`, plus the int16 `low`. A zero that somebody wrote
+    may stand beside a negative `low`, which no zero of `split` has: the sum would be nan."""
     bits = torch.empty(high.shape, dtype=torch.int32, device=high.device) if out is None else out.view(torch.int32)
-    bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+    bits.copy_(high.view(torch.int16)).bitwise_left_shift_(16).add_(torch.where(high == 0, low.clamp_min(0), low))
     return bits.view(torch.float32)
 
 
 def split(wide: Tensor, high: Tensor, low: Tensor) -> None:
     """high ← `wide` rounded to bfloat16, low ← what `join` adds to it. Ties round away from zero, so that `low` fits 16
     bits. `wide` is overwritten."""
+    wide.masked_fill_(wide.isnan(), torch.nan)  # other bits of a nan may become −0
     bits = wide.view(torch.int32)
     low.copy_(bits)  # its lower half, as a signed number
     high.view(torch.int16).copy_(bits.add_(32768).bitwise_right_shift_(16))

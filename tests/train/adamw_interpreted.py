@@ -95,6 +95,18 @@ def test_bytes_per_parameter():
         assert sum(kind.itemsize for kind in spec.kinds(weight).values()) == expected
 
 
+def test_a_zero_beside_a_negative_remainder_trains_and_nan_stays_nan():
+    weight = torch.tensor([0.0, -0.0, 0.0, 1.0] * (BLOCK // 4)).bfloat16()
+    given, _ = rule([weight.float().requires_grad_()])
+    state = new_state(weight, given, Precision(masters="split"))
+    state["low"].fill_(-1)
+    grad = torch.ones_like(weight)
+    grad[2::4] = torch.tensor(0x7FFF, dtype=torch.int16).view(torch.bfloat16)
+    adamw_(weight, grad, state, given, 1)
+    assert (weight[0::4] < 0).all() and (weight[1::4] < 0).all() and weight[2::4].isnan().all()
+    assert not join(weight, state["low"])[3::4].isnan().any()
+
+
 def test_a_master_survives_being_split():
     torch.manual_seed(0)
     master = torch.cat([torch.randn(999), torch.tensor([0.0, -0.0, torch.inf, 1.0 + 2**-8, 1.0 - 2**-9])])

@@ -13,6 +13,7 @@ from stream_models import Block, blocks, data, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from t1lib.plan.cost import Choice
 from t1lib.train import activations
@@ -159,3 +160,51 @@ def test_another_thread_evaluates_meanwhile():
         stop.set()
         thread.join(20)
     assert found == expected and not failed
+
+
+@each_choice
+@pytest.mark.parametrize("masters", ["whole", "split"])
+def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, choice):
+    model = qwen3(torch.bfloat16)
+    with streaming(model, adamw(model, weight_decay=0.0), choice=choice, master_weights=masters) as (streamed, own):
+        train(streamed, own, data(3))
+        with torch.no_grad():
+            for param in streamed.parameters():
+                param.add_(0.25)
+            zeroed = [streamed.lm_head.weight, streamed.model.layers[1].mlp.up_proj.weight]
+            for param in zeroed:
+                param.zero_()
+        saved = own.state_dict()["state"]
+        for number, param in enumerate(streamed.parameters()):
+            torch.testing.assert_close(
+                saved[number]["master"].cpu(), param.detach().cpu().float(), rtol=4e-3, atol=1e-37
+            )
+        train(streamed, own, data(3))
+        assert all((param == 0).float().mean() < 0.05 for param in zeroed)
+
+
+def test_past_key_values_that_hold_tokens_are_refused_in_training():
+    cache, keys = DynamicCache(), torch.zeros(4, 2, 1, 8)
+    with streaming(qwen3()) as (model, _):
+        for index in range(len(model.model.layers)):
+            cache.update(keys, keys, index)
+        refused(lambda: model(**data()[0], past_key_values=cache), "past_key_values")
+        with torch.no_grad():
+            assert model(data()[0]["input_ids"], past_key_values=cache).logits.isfinite().all()
+
+
+def two_at_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    first = model(**batch).loss
+    return first + 0.5 * model(batch["input_ids"].flip(0), labels=batch["labels"]).loss
+
+
+@each_choice
+@pytest.mark.parametrize("loss", [penalised, two_at_once])
+def test_one_backward_may_add_up_gradients_without_accumulation(loss, choice):
+    compare(qwen3, sgd, loop(loss=loss), choice=choice, accumulate=False)
+
+
+def test_a_second_backward_without_accumulation_is_refused():
+    with streaming(qwen3(), accumulate=False) as (model, _):
+        penalised(model, data()[0]).backward()
+        refused(lambda: penalised(model, data()[0]).backward(), "accumulate")
