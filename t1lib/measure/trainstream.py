@@ -1,5 +1,8 @@
 """TrainStream (PyPI: trainstream) as a mode of `TrainSession`: the peer that streams weights, too."""
 
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+
 import torch
 from torch import Tensor
 
@@ -18,7 +21,8 @@ class TrainStreamTrainer(Trainer):
     without `micro_batch`."""
 
     def _place(self) -> None:
-        trainstream = need("trainstream")
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()):  # it tells where on this machine it builds
+            trainstream = need("trainstream")
         self._loss = trainstream.chunked_cross_entropy
         wrap_layers(self.parts.layers, lambda: self.trace, recompute=False)
         self.parts.head.forward = lambda hidden: hidden  # so that the model returns what goes into the loss
