@@ -134,7 +134,7 @@ class Engine:
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
-                self._replace(self.outer.embed, "forward", partial(_locked, self.lock, self.outer.look_up))
+                self._replace(self.outer.embed, "forward", _Locked(self.lock, self.outer.look_up))
         self.passes = Passes(self)
 
     def traced(self) -> NoTrace:
@@ -243,9 +243,17 @@ class _StreamedForward:
         raise T1Error("a copy of a streamed model would run the original's layers: copy its state_dict()")
 
 
-def _locked(lock: AbstractContextManager, function: Callable[..., Any], *args: Any) -> Any:
-    with lock:
-        return function(*args)
+class _Locked:
+    """A function that no other thread enters while one runs a layer."""
+
+    def __init__(self, lock: AbstractContextManager, function: Callable[..., Any]) -> None:
+        self._lock, self._function = lock, function
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock:
+            return self._function(*args)
+
+    __reduce__ = _StreamedForward.__reduce__
 
 
 def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = True) -> None:

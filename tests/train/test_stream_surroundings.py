@@ -1,6 +1,7 @@
 """What surrounds a streamed model: losses on its weights, layers that do not do the same every time, checkpoints of the
 user's own, parameters that no optimizer has, other threads."""
 
+import copy
 import threading
 from functools import partial
 from typing import Any
@@ -208,3 +209,11 @@ def test_a_second_backward_without_accumulation_is_refused():
     with streaming(qwen3(), accumulate=False) as (model, _):
         penalised(model, data()[0]).backward()
         refused(lambda: penalised(model, data()[0]).backward(), "accumulate")
+
+
+@each_choice
+def test_a_copy_is_refused(choice):
+    with streaming(qwen3(), choice=choice) as (model, optimizer):
+        model_loss(model, data()[0]).backward()
+        optimizer.step()
+        refused(lambda: copy.deepcopy(model), "copy its state_dict()")
