@@ -1,0 +1,209 @@
+"""Streamed models in settings drawn by chance, in loops that do something by chance between any two lines: on a CPU the
+same bits as plain PyTorch; on a GPU, where copies and updates are delayed by chance, the same within rounding."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from stream_cases import assert_same_weights, in_pieces, streaming
+from stream_loops import CLIPS, adamw, evaluated, grouped, model_loss, sgd
+from stream_models import LAYERS, MODELS, ROWS, data, layers_of
+from torch import nn
+
+from t1lib.plan.cost import Choice
+from t1lib.train.lanes import Lane
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+OPTIMIZERS = {"adamw": partial(adamw, lr=1e-3), "sgd": sgd, "grouped": partial(grouped, make=torch.optim.SGD)}
+ACTIONS: dict[str, Callable[[random.Random, nn.Module, Any], object]] = {}
+
+
+def action(function: Callable[[random.Random, nn.Module, Any], object]) -> Callable[..., object]:
+    ACTIONS[function.__name__] = function
+    return function
+
+
+def one_of(draw: random.Random, model: nn.Module) -> nn.Parameter:
+    return draw.choice(list(model.parameters()))
+
+
+@action
+def evaluates(draw: random.Random, model: nn.Module, optimizer: Any) -> float:
+    return evaluated(model)
+
+
+@action
+def looks_at_weights(draw: random.Random, model: nn.Module, optimizer: Any) -> float:
+    return one_of(draw, model).norm().item()
+
+
+@action
+def writes_weights(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    with torch.no_grad():
+        one_of(draw, model).mul_(0.9)
+
+
+@action
+def looks_at_gradients(draw: random.Random, model: nn.Module, optimizer: Any) -> float:
+    grad = one_of(draw, model).grad
+    return -1.0 if grad is None else grad.norm().item()
+
+
+@action
+def changes_gradients(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    grad = one_of(draw, model).grad
+    if grad is not None:
+        grad.mul_(1.5)
+
+
+@action
+def drops_a_gradient(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    one_of(draw, model).grad = None
+
+
+@action
+def changes_rates(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    draw.choice(optimizer.param_groups)["lr"] *= 0.5
+
+
+@action
+def loads_the_optimizer(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+
+@action
+def loads_the_model(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    model.load_state_dict({name: value * 1.01 for name, value in model.state_dict().items()})
+
+
+@action
+def goes_forward_in_vain(draw: random.Random, model: nn.Module, optimizer: Any) -> float:
+    return model_loss(model, data(3, rows=ROWS, device=DEVICE)[2]).item()
+
+
+@action
+def waits(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+@action
+def keeps_the_device_busy(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    if GPU:
+        torch.cuda._sleep(draw.randrange(20_000_000))  # cycles
+
+
+OF_GRADIENTS = {"looks_at_gradients", "changes_gradients", "drops_a_gradient"}
+WRITES = {"writes_weights", "loads_the_model", "loads_the_optimizer"}  # which would spoil a backward to come
+
+
+def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """What is trained, the options of `stream`, and what each step does."""
+    draw = random.Random(seed)
+    in_backward, accumulate = draw.random() < 0.3, draw.random() < 0.5
+    choice = Choice(
+        slots=draw.randint(1, 4), grad_slots=draw.randint(1, 3), resident=draw.choice([0, 0, 1, 2, LAYERS]),
+        keep=draw.choice([0, 0, 1, 2, LAYERS]), host_share=draw.choice([0.0, 0.0, 0.5, 1.0]),
+        inputs=draw.choice(["device", "host"]), outer=draw.choice(["device", "host"]),
+        grads=draw.choice(["device", "host"]),
+    )  # fmt: skip
+    options = {"choice": choice, "update_in_backward": in_backward, "accumulate": accumulate}
+    options |= {"micro_batch": draw.choice([None, 1, 3]), "overlap": draw.random() < 0.8}
+    trained = {"build": MODELS[draw.choice([*MODELS])], "optimizer": OPTIMIZERS[draw.choice([*OPTIMIZERS])]}
+    known, steps = [name for name in ACTIONS if not (in_backward and name in OF_GRADIENTS)], []
+    for _ in range(5):
+        several = accumulate and not in_backward and options["micro_batch"] is None  # else sums are in another order
+        times = draw.choice([1, 1, 2, 3]) if several else 1
+        places = ["forward", "backward", "clipped", "step", "zeroed"]
+        between = {place: draw.sample(known, draw.choice([0, 0, 1, 2])) for place in places}
+        between["forward"] = [name for name in between["forward"] if name not in WRITES]
+        if in_backward:  # the updates have begun by then
+            between |= {place: ["keeps_the_device_busy"] for place in ("backward", "clipped")}
+        clip = None if in_backward else draw.choice([*CLIPS])
+        skipped = not in_backward and draw.random() < 0.1
+        steps.append(
+            {
+                "times": times,
+                "between": between,
+                "clip": clip,
+                "skipped": skipped,
+                "none": not accumulate or draw.random() < 0.7,
+            }
+        )
+    return trained, options, steps
+
+
+def events(model: nn.Module, optimizer: Any, steps: list[dict[str, Any]], seed: int) -> Iterator[tuple[str, Any]]:
+    """Train so; gives what is seen on the way."""
+    draw, batches = random.Random(seed), iter(data(20, padded=True, device=DEVICE))
+
+    def acts(place: str) -> Iterator[tuple[str, Any]]:
+        for name in step["between"][place]:
+            found = ACTIONS[name](draw, model, optimizer)
+            yield f"{name} after {place}", 0.0 if found is None else found
+
+    for step in steps:
+        for _ in range(step["times"]):
+            loss = model_loss(model, next(batches))
+            yield "loss", loss.item()
+            yield from acts("forward")
+            (loss / step["times"]).backward()
+            yield from acts("backward")
+        if step["clip"] is not None:
+            yield "norm", CLIPS[step["clip"]](model, optimizer).item()
+        yield from acts("clipped")
+        if not step["skipped"]:
+            optimizer.step()
+        yield from acts("step")
+        optimizer.zero_grad(set_to_none=step["none"])
+        yield from acts("zeroed")
+
+
+@contextmanager
+def delays(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[None]:
+    """Let the lanes' work begin late by chance, so that what does not wait for it goes wrong."""
+    draw, active = random.Random(seed), Lane.active
+
+    def late(lane: Lane) -> Any:
+        if lane.own is not None and draw.random() < 0.3:
+            with torch.cuda.stream(lane.own):
+                torch.cuda._sleep(draw.randrange(5_000_000))
+        return active(lane)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lane, "active", late)
+        yield
+
+
+def check(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    trained, options, steps = drawn(seed)
+    plain, model = trained["build"]().to(DEVICE), trained["build"]()
+    in_pieces(layers_of(plain), options["micro_batch"])
+    usual = trained["optimizer"](plain)
+    expected = list(events(plain, usual, steps, seed))
+    with delays(monkeypatch, seed), streaming(model, trained["optimizer"](model), device=DEVICE, **options) as own:
+        for number, found in enumerate(events(*own, steps, seed)):
+            assert found[0] == expected[number][0]
+            rel = GPU * (1e-3 if "looks" in found[0] else 1e-4)
+            assert found[1] == pytest.approx(expected[number][1], rel=rel, abs=0.01 * rel), (number, found[0], seed)
+        assert_same_weights(model, plain, 0.01 * GPU)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU, reason="the GPU has its own")
+@pytest.mark.parametrize("seed", range(24))
+def test_on_a_cpu(monkeypatch, seed):
+    check(monkeypatch, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(60))
+def test_on_a_gpu(monkeypatch, seed):
+    check(monkeypatch, seed)
