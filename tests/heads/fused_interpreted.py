@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import test_heads_agree as every_head
+import test_heads_random as by_chance
 import torch
 from functorch.compile import make_boxed_func
 from head_cases import ODD, OPTION_SETS, Problem, assert_close, assert_no_worse, least_of, options, problem, refusal
@@ -46,6 +47,12 @@ def test_agrees_with_full(reduction, name):
     p = single(20, 70, 24)
     p.target[5:16] = p.target[5:16].where(p.target[5:16] < 0, 17)
     agrees(p, own={"chunks": 2}, reduction=reduction, **options(name, p))
+
+
+@pytest.mark.parametrize("first", [0, *slowly([10, 20, 30])])
+def test_calls_drawn_by_chance(first):
+    for seed in range(first, first + 10):
+        by_chance.check(seed, "fused", (24, 150, 40), "cpu")
 
 
 @slow
