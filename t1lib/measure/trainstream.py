@@ -15,19 +15,20 @@ from t1lib.train.wrap import wrap_layers
 
 
 class TrainStreamTrainer(Trainer):
-    """As its README has it: float32 weights under bfloat16's autocast, AdamW on the CPU while the backward goes on.
-    All layers' weights are on the host, its own chunked loss is used, and the rest is left to its defaults. It has to
-    see the call of the whole model: otherwise layers run with the weights of the step before. Whole batches only,
-    without `micro_batch`."""
+    """As its README has it: float32 weights under bfloat16's autocast, AdamW on the CPU while the backward goes on, its
+    own chunked loss. All layers' weights are on the host, and layers are recomputed: left to itself, it sends all that
+    they save across the link instead (29 s per step of 16,384 tokens). It has to see the call of the whole model:
+    otherwise layers run with the weights of the step before. Whole batches only, without `micro_batch`."""
 
     def _place(self) -> None:
         with redirect_stderr(StringIO()), redirect_stdout(StringIO()):  # it tells where on this machine it builds
             trainstream = need("trainstream")
         self._loss = trainstream.chunked_cross_entropy
-        wrap_layers(self.parts.layers, lambda: self.trace, recompute=False)
+        wrap_layers(self.parts.layers, lambda: self.trace, recompute=True)
         self.parts.head.forward = lambda hidden: hidden  # so that the model returns what goes into the loss
         plain = make_optimizer(self.spec, self.model.float().parameters(), fused=False)
-        options = {"device": self.device, "offload": True, "param_offload": True, "max_grad_norm": self.max_grad_norm}
+        options = {"device": self.device, "offload": True, "param_offload": True, "activation_offload": False}
+        options |= {"max_grad_norm": self.max_grad_norm}
         self.model, self.optimizer = trainstream.wrap(self.model, plain, **options)
 
     def _piece_loss(self, piece: Piece, timer: PhaseTimer) -> Tensor:
