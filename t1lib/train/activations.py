@@ -97,9 +97,23 @@ class Saved:
     """What a layer's forward leaves for its backward, by micro-batch."""
 
     autocast: Callable[[], AbstractContextManager]  # brings the forward's state back
+    training: list[bool]  # of each of the layer's modules
+    version: int  # of the weights
     random: list[Randomness] = field(default_factory=list)
     graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None
+
+    @contextmanager
+    def training_again(self, layer: nn.Module) -> Iterator[None]:
+        """Put the layer's modules back into the modes, training or evaluation, in which its forward ran."""
+        changed = [m for m, mode in zip(layer.modules(), self.training, strict=False) if m.training != mode]
+        try:
+            for module in changed:
+                module.training = not module.training
+            yield
+        finally:
+            for module in changed:
+                module.training = not module.training
 
 
 class Inputs:

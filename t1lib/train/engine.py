@@ -84,8 +84,9 @@ class Engine:
         me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
         for index, layer in enumerate(self.stack):
             self._replace(layer, "forward", _StreamedForward(me, index))
-            self._replace(layer, "_apply", partial(_stay, layer))
+            self._replace(layer, "_apply", partial(_apply, self.layout.dtype, True, layer))
         self._replace(self.model, "zero_grad", partial(_zero_grad, me, self.model))
+        self._replace(self.model, "_apply", partial(_apply, self.layout.dtype, False, self.model))
         if hasattr(self.model, "config"):
             self._undo.callback(self.model.register_forward_pre_hook(refuse_router_loss, with_kwargs=True).remove)
         self._replace(self.model, "_t1_engine", me)
@@ -249,6 +250,7 @@ class _Locked:
     def __init__(self, lock: AbstractContextManager, function: Callable[..., Any]) -> None:
         self._lock, self._function = lock, function
 
+    @torch.compiler.disable
     def __call__(self, *args: Any) -> Any:
         with self._lock:
             return self._function(*args)
@@ -265,10 +267,11 @@ def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = 
     clear_gradients(rest, set_to_none)  # the optimizer may not have all of them
 
 
-def _stay(layer: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """In place of `nn.Module._apply`, which `.to(device)` and `.half()` call: a streamed layer stays where it is."""
-    like = next(layer.parameters())
-    with torch._C.DisableTorchFunctionSubclass():
-        dtype = function(torch.zeros(0, dtype=like.dtype)).dtype
-    require(dtype == like.dtype, f"a streamed model cannot become {dtype}: convert it before `stream`")
-    return layer
+def _apply(
+    held: torch.dtype, stays: bool, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """In place of `nn.Module._apply`, which `.to(device)` and `.half()` call, of the model, and of its streamed layers,
+    which stay where they are. held: the layers' dtype"""
+    dtype = function(torch.zeros(0, dtype=held)).dtype
+    require(dtype == held, f"a streamed model cannot become {dtype}: convert it before `stream`")
+    return module if stays else type(module)._apply(module, function, recurse)

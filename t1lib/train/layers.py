@@ -56,6 +56,19 @@ def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _Came:
+    """The hook of a streamed parameter. layer: gives its layer"""
+
+    def __init__(self, layer: "weakref.ref[HostLayer]", name: str) -> None:
+        self._layer, self._name = layer, name
+
+    def __call__(self, param: nn.Parameter) -> None:
+        self._layer().gradient_came(param, self._name)
+
+    def __reduce__(self) -> Any:  # `pickle` comes here
+        raise T1Error("a streamed model cannot be pickled: save its state_dict()")
+
+
 class Layout:
     """Where each parameter of a layer lies in one flat buffer, by name and in the order of `params`."""
 
@@ -137,6 +150,7 @@ class HostLayer(Traveller):
         self.arrived: Mark = None  # when `grads` are complete
         self.backward = -1  # autograd's number of the backward that gave gradients last
         self._hooks, me = [], weakref.ref(self)
+        self.version = 0  # how many updates have begun
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
             param.data = self.views[name]
@@ -144,8 +158,7 @@ class HostLayer(Traveller):
                 self.set_gradient(param, param.grad)
                 param.grad = None
             if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(lambda p, name=name: me().gradient_came(p, name))
-                self._hooks.append(hook)
+                self._hooks.append(param.register_post_accumulate_grad_hook(_Came(me, name)))
             param.__class__, param._home = Streamed, self  # whoever looks at it waits for what is still under way
 
     @property
@@ -217,6 +230,7 @@ class HostLayer(Traveller):
         with torch._C.DisableTorchFunctionSubclass():
             given, param.grad = param.grad, None
         if name not in self.absent:
+            self._refuse_hook(name)
             self.see_gradients()
             given = given + self.grad_views[name]
         elif not self.has_gradients:
@@ -228,6 +242,8 @@ class HostLayer(Traveller):
         if value is None:
             self.absent.add(name)
             self.norms = None
+        self._leave_gradients()
+        if value is None:
             return
         self.settle(self)
         self.room_for_gradients()
@@ -238,12 +254,23 @@ class HostLayer(Traveller):
     def forget_gradients(self) -> None:
         """All gradients are None from here on. Memory that somebody still holds is left to them."""
         self.absent, self.norms, self.scale = set(self.params), None, None
-        if self.shown and self._is_held():  # by her, or by an update under way
-            self.settle(self)
-            wait_for(self.arrived)
-            if self._is_held():
-                self.grads, self.grad_views = None, {}
+        self._leave_gradients()
         self.shown = False
+
+    def _leave_gradients(self) -> None:
+        """If somebody holds gradients that were looked at, leave the memory to them, and go on in other memory."""
+        if not (self.shown and self._is_held()):
+            return
+        self.settle(self)  # an update under way may hold them, too
+        wait_for(self.arrived)
+        if not self._is_held():
+            return
+        if self.has_gradients:
+            self.see_gradients()
+        before, self.grads, self.grad_views, self.shown = self.grad_views, None, {}, False
+        for name in self.params.keys() - self.absent:
+            self.room_for_gradients()
+            self.grad_views[name].copy_(before[name])
 
     def _is_held(self) -> bool:
         """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
@@ -272,6 +299,14 @@ class HostLayer(Traveller):
             require(not changes, f"{where}, after its gradient is accumulated; allowed: what runs after backward()")
             parts = f"{where}, which would see {pieces} parts of its gradient; allowed: without micro_batch"
             require(pieces == 1 or not param._backward_hooks, parts)
+            if name not in self.absent:
+                self._refuse_hook(name)
+
+    def _refuse_hook(self, name: str) -> None:
+        """Raise `T1Error` for a hook that would see a second part of what one backward adds up."""
+        again = self.backward == torch._C._current_graph_task_id() and self.params[name]._backward_hooks
+        parts = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient"
+        require(not again, f"{parts}; allowed: one forward per backward, and no loss on the weight itself")
 
     def bind(self, views: dict[str, Tensor]) -> None:
         """Point the parameters at the device's buffer."""
@@ -299,13 +334,17 @@ class HostLayer(Traveller):
 
     @unwatched
     def take_over(self) -> None:
-        """Take over what was written to the host's weights, or assigned to `p.data`: masters follow."""
+        """Take over what was written to the host's weights, or assigned to `p.data`: masters follow. Whoever assigns it
+        may keep what `p.data` was, to assign that again: then it is left as it is, and other memory is taken."""
         self.touched = False
-        for name, param in self.params.items():
-            given, own = param.data, self.views[name]
-            if given.data_ptr() != own.data_ptr():
-                require(given.shape == own.shape, f"p.data of {name!r} was given another shape")
-                own.copy_(given)
-                param.data = own
+        given = {name: param.data for name, param in self.params.items()}
+        for name, value in given.items():
+            require(value.shape == self.views[name].shape, f"p.data of {name!r} was given another shape")
+        if any(value.data_ptr() != self.views[name].data_ptr() for name, value in given.items()):
+            self.flat = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
+            self.views = self.layout.views(self.flat)
+            for name, param in self.params.items():
+                self.views[name].copy_(given[name])
+                param.data = self.views[name]
         if "master" in self.state:
             follow(self.state["master"], self.flat)

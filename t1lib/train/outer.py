@@ -38,7 +38,6 @@ class OuterParam(Traveller):
         copy = None if "master" in state else _pinned(param.data.view(-1).to("cpu", copy=True), param.device)
         super().__init__(index, copy, {k: _pinned(v, param.device) for k, v in state.items()})
         self.grad: Tensor | None = None  # of the update that is pending
-        self.stays = False  # its device memory is never released: the backward reads it after the layers', too
         self.version = param._version  # changes if somebody else writes to the weights
 
 
@@ -51,8 +50,7 @@ class Outer:
         self._counts, self._rules = self._optimizer.counts, self._optimizer.rules()
         self.held = [OuterParam(p, self._layers + k, self._optimizer) for k, p in enumerate(params)]
         own = {id(held.param): held for held in self.held}
-        embeddings = [m for m in engine.model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in own]
-        self._looked_up = {id(embedding.weight) for embedding in embeddings}
+        embeddings = (m for m in engine.model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in own)
         self._pending = self._away = False  # whether the update has not begun, and the weights' memory is released
         self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
         self._pieces = sum(len(self._schedule.travel.pieces(held)) for held in self.held)
@@ -62,7 +60,7 @@ class Outer:
         self._scratch = Scratch()
         # What forwards whose last layer has not run backward have saved: a head's backward may still read its weight.
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.embed = embed = next(iter(embeddings), None)
+        self.embed = embed = next(embeddings, None)
         if embed is not None:
             self._forward, self._own = embed.forward, own[id(embed.weight)]
             self._whole = {key: flat.view(embed.weight.shape) for key, flat in self._own.on_host().items()}
@@ -97,17 +95,16 @@ class Outer:
         self._open.discard(saved)
         if index < self._layers - 1:
             return
-        for held in self.held:  # a head has its gradient by now, and that of an embedding is made without its weight
-            held.stays |= held.param.grad is None and id(held.param) not in self._looked_up
         if self._open or self._pending or self._away:
             return
         self._take_over()
         with uninterrupted():
             self._away = True
             self._hide()
-            for held in (held for held in self.held if not held.stays):
+            for held in self.held:
                 storage = held.param.untyped_storage()
-                if storage.resizable() and storage.nbytes() == held.param.nbytes:  # it is the parameter's own
+                own = storage.resizable() and storage.nbytes() == held.param.nbytes
+                if own and not _is_saved(held.param, storage):
                     storage.resize_(0)
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -115,7 +112,7 @@ class Outer:
         embed, weight = self.embed, self.embed.weight
         # A checkpoint around it would run it again, when it is no longer ahead, and save other indices.
         alone = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        ahead = self._pending and self._own.grad is not None and alone
+        ahead = self._pending and self._own.grad is not None and self._own.param is weight and alone
         if not ahead or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
             self.ready()
             return self._forward(ids)
@@ -276,6 +273,12 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (shape, dtype), rows = ctx.like, ctx.rows
         return torch.zeros(shape, dtype=dtype, device=grad.device).index_copy_(0, rows, grad), None, None
+
+
+def _is_saved(param: nn.Parameter, storage: torch.UntypedStorage) -> bool:
+    """Whether a graph has saved the parameter for its own backward, or somebody holds a view of its memory. Else two
+    refer to it, Python and what adds to its gradient; and two to its storage, it and `storage`."""
+    return param._use_count() > 2 or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _pinned(flat: Tensor, device: torch.device) -> Tensor:

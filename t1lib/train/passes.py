@@ -35,6 +35,8 @@ class Passes:
         plain = all(getattr(forward, "__func__", None) is type(layer).forward for layer, forward in own)
         known = all(type(layer).__module__.startswith("transformers.models.") for layer in self.stack)
         self._recompute = Recompute(whole=not (plain and known))  # of a compiled one, for example, nothing is left out
+        modules = ([*layer.modules()] for layer in self.stack)
+        self._places = [[(m._parameters, *own) for m in inner for own in m._parameters.items()] for inner in modules]
         self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
@@ -46,6 +48,9 @@ class Passes:
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
         layer, grad = self.stack[index], torch.is_grad_enabled()
+        other = next((name for place, name, own in self._places[index] if place.get(name) is not own), None)
+        where = f"{other!r} in layer {index} is another parameter than `stream` was given"
+        require(other is None, f"{where}, as in functional_call; allowed: changes of its values")
         trains = grad and any(p.requires_grad for p in layer.parameters())
         before = _cached((*args, *kwargs.values()), index) if grad else []
         needed = trains or hidden.requires_grad or any(t.requires_grad for t in before)
@@ -61,14 +66,17 @@ class Passes:
         needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
         # A recomputation would append to a cache a second time.
-        args, kwargs = tuple(map(_unless_cache, args)), {name: _unless_cache(v) for name, v in kwargs.items()}
+        args = tuple(_unless_cache(value, index) for value in args)
+        kwargs = {name: _unless_cache(value, index) for name, value in kwargs.items()}
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
 
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
         """Run the layer on a batch; returns its output and, with `save`, what the backward needs. wanted: whether the
         input needs a gradient"""
         keep = save and index >= self._kept
-        saved, outputs = Saved(autocast_again(self.device), graphs=[] if keep else None), []
+        held, modes = self._schedule.layers.get(index), [module.training for module in self.stack[index].modules()]
+        version, graphs = 0 if held is None else held.version, [] if keep else None
+        saved, outputs = Saved(autocast_again(self.device), modes, version, graphs=graphs), []
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         self._schedule.bind(index)
         try:
@@ -125,6 +133,9 @@ class Passes:
         """Return the gradient of the layer's input, given that of its output, and send off the layer's own. whole: what
         the forward was given; None: its graphs are kept"""
         schedule, found, replayed = self._schedule, [], False
+        held = schedule.layers.get(index)
+        late = held is not None and not schedule.in_backward and held.version != saved.version
+        require(not late, f"a backward through layer {index}, which step() has updated since that forward")
         if self._outer is not None:
             self._outer.backward_begins(index, saved)
         schedule.bind(index, again=True)
@@ -146,7 +157,8 @@ class Passes:
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
                 with self._trace().span("compute", "backward", index):
-                    torch.autograd.backward(out, part)
+                    if out.requires_grad:  # unless it is the input, of a layer that was skipped
+                        torch.autograd.backward(out, part)
                 found.append(x.grad)
             if index in schedule.layers and self._graphs is not None:
                 self._graphs.note_gradients(schedule.layers[index], replayed)
@@ -177,13 +189,24 @@ class Passes:
 
 def _cached(values: Iterable[Any], index: int) -> list[Tensor]:
     """Keys and values of earlier tokens for layer `index`, in caches among the values."""
-    layers = [cache.layers[index] for cache in values if isinstance(cache, Cache) and index < len(cache.layers)]
+    caches = [getattr(value, "self_attention_cache", value) for value in values if isinstance(value, Cache)]
+    layers = [cache.layers[index] for cache in caches if index < len(cache.layers)]
     found = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     return [t for t in found if isinstance(t, Tensor) and t.numel()]
 
 
-def _unless_cache(value: Any) -> Any:
-    return None if isinstance(value, Cache) else value
+def _unless_cache(value: Any, index: int) -> Any:
+    """None for a cache, which stays empty. Raises `T1Error` if the layer gets it a second time: as what decoding goes
+    on from."""
+    if not isinstance(value, Cache):
+        return value
+    left_empty = value.__dict__.setdefault("_t1_left_empty", set())
+    again = (
+        f"layer {index} gets a cache that was left empty, as gradients might be wanted; decode under torch.no_grad()"
+    )
+    require(index not in left_empty, again)
+    left_empty.add(index)
+    return None
 
 
 class _Layer(torch.autograd.Function):
@@ -193,7 +216,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
-        ctx.passes, ctx.index, ctx.args, ctx.kwargs = passes, index, args, kwargs
+        ctx.passes, ctx.index, ctx.args, ctx.kwargs, ctx.trains = passes, index, args, kwargs, anchor is not None
         with passes.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None
@@ -203,12 +226,12 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        whole_backward = ctx.next_functions[0][0]  # which adds to the anchor's gradient
+        whole_backward = ctx.next_functions[0][0] if ctx.trains else None  # which adds to the anchor's gradient
         partly = whole_backward is not None and not torch._C._will_engine_execute_node(whole_backward)
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, ctx.saved, whole = ctx.saved, None, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
-        with ctx.passes.lock:
+        with ctx.passes.lock, saved.training_again(ctx.passes.stack[ctx.index]):
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
                 whole = Piece(hidden.detach(), ctx.args, ctx.kwargs)

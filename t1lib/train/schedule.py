@@ -141,6 +141,7 @@ class Schedule:
         self.finish(layer)
         wait_for(layer.left)
         layer.take_over()
+        self.travel.forget(layer)
         if layer.slot.holds is layer:
             self._arrive(layer)
             layer.slot.holds = None
@@ -259,6 +260,9 @@ class Schedule:
         self.finish(layer)
         if layer.touched:
             self._take_over_weights(layer)
+        layer.version += 1
+        if layer.scale is not None and len(layer.groups) < len(layer.params):
+            layer.see_gradients()  # the update would not multiply those that are in no group
         grads, scale, mark = layer.waiting or layer.grads, layer.scale, None
         if layer.travels:
             mark = self.compute.mark()

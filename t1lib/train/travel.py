@@ -92,6 +92,10 @@ class Travel:
             self._pieces[traveller.index] = [(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
         return self._pieces[traveller.index]
 
+    def forget(self, traveller: Traveller) -> None:
+        """Its weights lie elsewhere now."""
+        self._pieces.pop(traveller.index, None)
+
     def by_piece(self, traveller: Traveller, given: Update, together: int = TOGETHER) -> Iterator[tuple[Mark, Mark]]:
         """Queue an update, `together` pieces at a time; gives the marks at which gradients have been read, and weights
         are updated."""
