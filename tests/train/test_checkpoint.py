@@ -1,14 +1,11 @@
 """Checkpoints on disk: complete or absent, whenever a run is killed; refused when damaged or of another model."""
 
 import hashlib
-import multiprocessing
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +14,14 @@ from loop_cases import OPTIMIZERS, assert_same, even, model
 from t1lib.errors import T1Error
 from t1lib.files import read_signed, write_signed
 from t1lib.train import checkpoint, make_trainer
-from t1lib.train.checkpoint import META, has_checkpoint, load_checkpoint, save_checkpoint
+from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
 
 SLOW = pytest.mark.slow
 
 
-def a_trainer(mode="gpu", layers=2):
+def a_trainer(layers=2):
     small = model(num_hidden_layers=layers, hidden_size=16, intermediate_size=32)
-    return make_trainer(small, mode, optimizer=OPTIMIZERS["adamw"], max_grad_norm=1.0, head="full")
+    return make_trainer(small, "gpu", optimizer=OPTIMIZERS["adamw"], max_grad_norm=1.0, head="full")
 
 
 @pytest.fixture(scope="module")
@@ -81,43 +78,6 @@ def test_killed_at_any_point_there_is_a_complete_checkpoint(tmp_path, trained, b
         assert names(folder) == [META, path.name]
         point += 1
     assert point > 10
-
-
-def goes_on(folder: Path, data: list[dict]) -> None:
-    """The body of a process: continue from the last checkpoint."""
-    trainer = a_trainer("ckpt")
-    if has_checkpoint(folder):
-        load_checkpoint(trainer, folder)
-    for batch in data[trainer.steps :]:
-        trainer.step(batch)
-        save_checkpoint(trainer, folder)
-
-
-def saved(folder: Path) -> int:
-    return read_signed(folder / META)["step"] if has_checkpoint(folder) else 0
-
-
-@pytest.mark.slow
-def test_killed_at_any_time_and_resumed(tmp_path):
-    """A run that is killed at random times, again and again, ends as one in another mode that is not."""
-    kills, whole, last = int(os.environ.get("T1_KILLS", "20")), a_trainer("gpu"), a_trainer("ckpt")
-    data = even(10 * kills)  # a process makes a few steps before it is killed
-    for batch in data:
-        whole.step(batch)
-    chance, killed, deadline = random.Random(0), 0, time.monotonic() + 40 * kills
-    while (begun := saved(tmp_path)) < len(data) and time.monotonic() < deadline:
-        process = multiprocessing.get_context("fork").Process(target=goes_on, args=(tmp_path, data))
-        process.start()
-        while process.is_alive() and saved(tmp_path) == begun:
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.1))
-        if killed < kills and process.is_alive():
-            killed += 1
-            process.kill()
-        process.join()
-    assert killed == kills
-    assert load_checkpoint(last, tmp_path) == len(data)
-    assert_same(whole.state_dict(), last.state_dict())
 
 
 def test_a_checkpoint_that_cannot_be_read_is_replaced_but_not_removed(tmp_path, trained):

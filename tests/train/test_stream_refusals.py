@@ -96,8 +96,7 @@ def test_models_that_are_refused():
     untouched(model, lambda: streamed_with(model))
 
 
-def coupled(model):
-    return torch.optim.AdamW([{"params": [*model.parameters()], "decoupled_weight_decay": False}])
+COUPLED = {"decoupled_weight_decay": False}
 
 
 def test_optimizers():
@@ -105,7 +104,7 @@ def test_optimizers():
         (lambda model: torch.optim.Adam(model.parameters()), "Adam"),
         (lambda model: "adamw", ""),
         (lambda model: adamw(model, amsgrad=True), "amsgrad"),
-        (coupled, "decoupled_weight_decay"),
+        (lambda model: torch.optim.AdamW([{"params": [model.norm.weight], **COUPLED}]), "decoupled_weight_decay"),
         (lambda model: adamw(blocks()), ""),
         (lambda model: adamw(nn.ModuleList([model, nn.Linear(2, 2)])), "(2, 2)"),
         (lambda model: torch.optim.SGD([nn.Parameter(model.head.weight.data)]), ""),
@@ -159,14 +158,18 @@ def test_a_budget_that_is_too_small_for_the_first_batch():
     model = qwen3(vocab_size=8000)  # whose embedding alone takes 1 MB
     start = weights(model)
     with streaming(model, gpu_memory="1MiB") as (streamed, _):
-        refused(lambda: model_loss(streamed, BATCHES[0]).backward())
+        refused(lambda: first_backward(streamed))
         assert_same_weights(streamed, start)
     assert_same_weights(model, start)
     untouched(model, lambda: streamed_with(model, gpu_memory="1MiB", plan_for=(4, 7)))
 
 
+def first_loss(model: nn.Module) -> Tensor:
+    return model_loss(model, BATCHES[0])
+
+
 def first_backward(model: nn.Module, **options: Any) -> None:
-    model_loss(model, BATCHES[0]).backward(**options)
+    first_loss(model).backward(**options)
 
 
 def frozen_layer() -> nn.Module:
@@ -197,18 +200,19 @@ ONGOING: dict[str, tuple] = {
     "a gradient set, at once": at_once(
         lambda m, o: setattr(m.model.layers[0].mlp.up_proj.weight, "grad", torch.zeros(48, 32)), "update_in_backward"
     ),
+    "a loss on the weights, at once": at_once(
+        lambda m, o: (first_loss(m) + m.model.layers[0].mlp.up_proj.weight.sum()).backward(), "update_in_backward"
+    ),
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
     "unfrozen": during(
         lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen", frozen_layer, every
     ),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
-    "gradients of some": during(
-        lambda m, o: torch.autograd.grad(model_loss(m, BATCHES[0]), m.lm_head.weight), "backward()"
-    ),
+    "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
     "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
-    "copied": during(lambda m, o: copy.deepcopy(m), "copy"),
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
+    "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
     "closed": during(lambda m, o: (o.close(), o.step())),
     **{f"norm {n}": during(lambda m, o, n=n: o.clip_grad_norm_(n), repr(n)) for n in (-1.0, "1", True, None, math.nan)},
 }

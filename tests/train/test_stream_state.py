@@ -96,20 +96,6 @@ def test_a_run_in_bfloat16_goes_on(layout):
     assert widened.state[last.model.norm.weight]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_loading_weights_changes_their_masters():
-    """A master that its 16-bit weight is not the rounding of is replaced: else the loaded weights would be lost."""
-    start = weights(qwen3(torch.bfloat16))
-    losses = {}
-    for name in ("fresh", "loaded", "not loaded"):
-        model = qwen3(torch.bfloat16)
-        with streaming(model, sgd(model, momentum=0.0)) as (streamed, own):
-            train(streamed, own, FIRST if name != "fresh" else [])
-            streamed.load_state_dict(start if name != "not loaded" else weights(streamed))
-            losses[name] = train(streamed, own, SECOND)
-    assert losses["loaded"] == pytest.approx(losses["fresh"], rel=1e-3)
-    assert losses["not loaded"] != pytest.approx(losses["fresh"], rel=1e-3)
-
-
 @pytest.mark.parametrize("options", PLACES[:2])
 def test_the_state_of_a_fresh_optimizer_starts_anew(options):
     """Its state is empty: nothing of the steps before is left."""

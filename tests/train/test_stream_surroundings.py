@@ -44,11 +44,6 @@ def test_a_loss_on_the_weights_themselves(loss, choice):
     compare(qwen3, sgd, loop(loss=loss), choice=choice)
 
 
-def test_updates_in_the_backward_refuse_a_loss_on_the_weights():
-    with streaming(qwen3(), update_in_backward=True) as (model, _):
-        refused(lambda: penalised(model, data()[0]).backward(), "update_in_backward")
-
-
 class Moody(Block):
     """Leaves the rest of the layer out by chance, or by its number; looks at its output, and keeps it."""
 
@@ -132,15 +127,6 @@ def test_momentum_that_is_0_in_the_first_steps(choice):
     compare(qwen3, sgd, loop(before=momentum_later), choice=choice)
 
 
-def test_momentum_that_is_0_for_now_is_refused_beside_dampening():
-    model = qwen3()
-    optimizer = sgd(model, dampening=0.5)
-    with streaming(model, optimizer) as (streamed, own):
-        own.param_groups[0]["momentum"] = 0.0
-        model_loss(streamed, data()[0]).backward()
-        refused(own.step, "dampening")
-
-
 def test_another_thread_evaluates_meanwhile():
     plain, batch = qwen3(), data()[0]
     expected = train(plain, adamw(plain))
@@ -203,12 +189,6 @@ def two_at_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("loss", [penalised, two_at_once])
 def test_one_backward_may_add_up_gradients_without_accumulation(loss, choice):
     compare(qwen3, sgd, loop(loss=loss), choice=choice, accumulate=False)
-
-
-def test_a_second_backward_without_accumulation_is_refused():
-    with streaming(qwen3(), accumulate=False) as (model, _):
-        penalised(model, data()[0]).backward()
-        refused(lambda: penalised(model, data()[0]).backward(), "accumulate")
 
 
 @each_choice

@@ -1,10 +1,6 @@
 """`StreamTrainer` gives what `transformers.Trainer` gives, with the same arguments: losses, norms, weights, files."""
 
-import json
-import multiprocessing
-import random
 import re
-import signal
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -174,40 +170,6 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     assert_same(first, resumed)
     resumed.save_model(str(tmp_path / "saved"))
     assert_same_weights(LlamaForCausalLM.from_pretrained(tmp_path / "saved"), first.model)
-
-
-KILLED = {"max_steps": 60, "save_steps": 1, "save_total_limit": 2}
-
-
-def train_on(folder: Path, done: Path) -> None:
-    """In a process of its own: begin, or go on from the last checkpoint, to the end."""
-    found = trainer(StreamTrainer, folder, dropping(), save_strategy="steps", **KILLED)
-    try:
-        found.train(resume_from_checkpoint=True)
-    except T1Error:  # there is none yet
-        found.train()
-    done.write_text(json.dumps(history(found)))
-
-
-@pytest.mark.slow
-def test_killed_at_any_time(tmp_path):
-    """20 processes are killed, each at a random time, and the next one goes on: the same losses, to all digits."""
-    whole = trainer(StreamTrainer, tmp_path / "whole", dropping(), **KILLED)
-    whole.train()
-    context, draw, runs = multiprocessing.get_context("forkserver"), random.Random(0), 0
-    context.set_forkserver_preload([__name__])
-    for kill in range(21):
-        folder, done = tmp_path / str(runs), tmp_path / f"{runs}.json"
-        process = context.Process(target=train_on, args=(folder, done))
-        process.start()
-        process.join(draw.uniform(0.5, 3.0) if kill < 20 else None)
-        process.kill()
-        process.join()
-        assert process.exitcode in (0, -signal.SIGKILL)
-        if process.exitcode == 0:  # the next one begins another run
-            assert json.loads(done.read_text()) == history(whole)
-            runs += 1
-    assert runs > 0
 
 
 @pytest.mark.slow
