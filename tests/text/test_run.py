@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from full_disk import largest_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib import signals
@@ -53,6 +53,18 @@ def metrics(folder):
 
 def losses(folder):
     return {int(row["step"]): float(row["loss"]) for row in metrics(folder)}
+
+
+@contextmanager
+def largest_file(size):
+    """Let no file grow beyond `size` bytes, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names(folder):

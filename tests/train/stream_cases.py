@@ -84,13 +84,8 @@ def assert_same_weights(
     """The same bits, or `rel` of each weight's norm apart at most."""
     first, second = (m.state_dict() if isinstance(m, nn.Module) else m for m in (model, other))
     assert first.keys() == second.keys()
-
-    def same(found: Tensor, expected: Tensor) -> bool:
-        if rel == 0:
-            return torch.equal(found, expected)
-        return bool((found - expected).float().norm() <= rel * expected.float().norm())
-
-    unequal = [name for name, value in second.items() if not same(first[name].cpu(), value.cpu())]
+    apart = {name: (first[name].cpu() - value.cpu()).float().norm() for name, value in second.items()}
+    unequal = [name for name, value in second.items() if not apart[name] <= rel * value.float().norm().cpu()]
     assert not unequal, unequal
 
 

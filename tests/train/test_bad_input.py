@@ -143,11 +143,6 @@ def test_masters_that_a_checkpoint_lacks_are_made_of_its_weights(mode):
     assert plain.evaluate(batch) == wide.evaluate(batch) and plain.steps == 2
 
 
-def test_state_of_another_optimizer(trainer):
-    plain = make_trainer(model(), "slide", optimizer="sgd")
-    refused(lambda: plain.load_state_dict(trainer.state_dict()), "exp_avg", "another optimizer's")
-
-
 def test_models_that_cannot_be_trained():
     for mode in ("gpu", "slide"):
         refused(partial(make_trainer, torch.nn.Linear(2, 2), mode), "model of type Linear", "allowed: a decoder")

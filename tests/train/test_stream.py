@@ -7,7 +7,7 @@ import pytest
 import torch
 from stream_cases import case, compare, pieces, streaming
 from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import MODELS, SHAPE, VOCABULARY, blocks, cross_entropy, data, gemma3, layers_of, llama, qwen3
+from stream_models import MODELS, SHAPE, VOCABULARY, blocks, cross_entropy, data, gemma3, llama, qwen3
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, GraniteConfig
@@ -78,10 +78,6 @@ def inferred(model: nn.Module, *_: Any) -> Tensor:
         return model_loss(model, data(1)[0])
 
 
-def forward_alone(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
-    model_loss(model, batch)
-
-
 def thrown_away(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
     model_loss(model, batch).backward()
     optimizer.zero_grad()
@@ -98,11 +94,6 @@ def scale_gradients(factor: float, model: nn.Module) -> None:
         param.grad.mul_(factor)
 
 
-def drop_gradients(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad = None
-
-
 def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, optimizer: Any) -> None:
     """Gradients that somebody keeps stay what they were, and clipping sees what is done to them."""
     assert all(torch.equal(grad, then) for grad, then in kept)
@@ -115,6 +106,7 @@ def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, opt
 
 
 HOST, ON_DEVICE = Choice(outer="host"), Choice(grads="device")
+FORWARD_ALONE = {"before": lambda model, optimizer, batch: model_loss(model, batch)}
 CASES: dict[str, dict[str, Any]] = {
     **{kind: case(build) for kind, build in MODELS.items()},
     **{f"{kind}, padded, clipped": case(MODELS[kind], sgd, batches=PADDED, clip=own_clip) for kind in MODELS},
@@ -150,13 +142,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients set to zero": case(qwen3, zero=False),
     "gradients set to zero, accumulated": case(qwen3, sgd, zero=False, clip=torch_clip, batches=EIGHT, accumulate=2),
     "gradients set to None by the model": case(qwen3, zero=nn.Module.zero_grad),
-    "gradients set to None by hand": case(blocks, zero=drop_gradients),
     "gradients that somebody keeps": case(qwen3, sgd, clip=partial(clip_between_writes, [])),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
     "a backward thrown away": case(qwen3, before=thrown_away),
-    "forwards without a backward": case(blocks, before=forward_alone),
-    "forwards without a backward, inputs on the host": case(llama, before=forward_alone, choice=Choice(inputs="host")),
+    "forwards without a backward": case(blocks, **FORWARD_ALONE),
+    "forwards without a backward, inputs on the host": case(llama, **FORWARD_ALONE, choice=Choice(inputs="host")),
     **{
         f"{name}, {outer}": case(qwen3, batches=FOUR[:3], choice=Choice(outer=outer), **own)
         for outer in ("device", "host")
@@ -217,14 +208,3 @@ def test_a_cache_is_left_out_however_it_comes(config, choice):
     plain, model = made(config).eval(), made(config).eval()
     with streaming(model, micro_batch=1) as (streamed, _):
         assert inferred(streamed) == inferred(plain)
-
-
-def test_a_hook_that_comes_later_sees_what_its_module_computes():
-    """Also in the recomputation, which leaves out a layer's last product if nobody looks at it."""
-    model, seen = llama(), []
-    with streaming(model) as (streamed, own):
-        train(streamed, own, data(1))
-        layer = layers_of(model)[1]
-        layer.mlp.down_proj.register_forward_hook(lambda module, given, out: seen.append(out.detach().clone()))
-        train(streamed, own, data(1))
-    assert len(seen) == 2 and torch.equal(*seen)
