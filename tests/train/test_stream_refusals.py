@@ -278,7 +278,8 @@ SPOILT: list[Callable[[dict], object]] = [
     lambda state: state.pop("param_groups"),
     lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [99]}),
     lambda state: state["state"][5].update(exp_avg=torch.zeros(3, 3)),
-    lambda state: state["state"].update({0: {"momentum_buffer": torch.zeros(61, 32)}}),  # another optimizer's
+    lambda state: state["state"][0].update(momentum_buffer=torch.zeros(61, 32)),  # another optimizer's
+    lambda state: state["state"][0].pop("exp_avg"),
     lambda state: state["state"].update({1000: dict(state["state"][0])}),
 ]
 
