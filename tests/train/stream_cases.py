@@ -20,7 +20,7 @@ from t1lib.errors import T1Error
 from t1lib.train import stream
 
 OPTIONS = {"choice", "gpu_memory", "master_weights", "micro_batch", "overlap", "update_in_backward"}
-OPTIONS |= {"reference", "usual"}
+OPTIONS |= {"reference", "rel", "usual"}
 
 
 @contextmanager

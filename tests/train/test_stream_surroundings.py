@@ -3,16 +3,14 @@ user's own, parameters that no optimizer has, other threads."""
 
 import copy
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from stream_cases import compare, refused, streaming
-from stream_loops import adamw, loop, model_loss, sgd, train
+from stream_cases import case, compare, refused, streaming
+from stream_loops import adamw, model_loss, own_clip, sgd, train
 from stream_models import Block, blocks, data, qwen3
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -38,11 +36,29 @@ def penalised_apart(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model_loss(model, batch)
 
 
-@each_choice
-@pytest.mark.parametrize("loss, accumulate, rel", [(penalised_apart, 1, 0.0), (penalised, 2, 1e-5)])
-def test_a_loss_on_the_weights_themselves(loss, accumulate, rel, choice):
-    """In a backward of its own; and accumulated, where sums are in another order."""
-    compare(qwen3, sgd, loop(loss=loss, batches=data(8), accumulate=accumulate), choice=choice, rel=rel)
+def two_at_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    first = model(**batch).loss
+    return first + 0.5 * model(batch["input_ids"].flip(0), labels=batch["labels"]).loss
+
+
+def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    embedded = checkpoint(model.get_input_embeddings(), batch["input_ids"], use_reentrant=False)
+    return model(inputs_embeds=embedded, labels=batch["labels"]).loss
+
+
+def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    late = optimizer.t1_steps = getattr(optimizer, "t1_steps", 0) + 1
+    optimizer.param_groups[0]["momentum"] = 0.9 if late > 2 else 0.0
+
+
+def norms_alone(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for n, p in model.named_parameters() if "norm" in n], lr=1e-2)
+
+
+def clip_twice(model: nn.Module, optimizer: Any) -> Tensor:
+    """The second norm is of gradients that were all scaled."""
+    own_clip(model, optimizer)
+    return own_clip(model, optimizer, 0.01)
 
 
 class Moody(Block):
@@ -65,67 +81,6 @@ def moody() -> nn.Module:
     for number, block in enumerate(model.blocks):
         block.__class__, block.number = Moody, number
     return model
-
-
-@each_choice
-def test_layers_that_do_not_do_the_same_every_time(choice, monkeypatch):
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        compare(moody, choice=choice)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_the_last_product_is_left_out_of_known_layers_unless_somebody_looks(monkeypatch):
-    left_out, seen = [], []
-    apply = activations._Unread.apply
-    monkeypatch.setattr(activations._Unread, "apply", lambda *given: left_out.append(1) or apply(*given))
-    with streaming(qwen3()) as (model, _):
-        for looking in (False, True):
-            if looking:
-                note = lambda module, given, out: seen.append(float(out.detach().abs().max()))  # noqa: E731
-                model.model.layers[2].mlp.register_forward_hook(note)
-            model_loss(model, data()[0]).backward()
-            assert len(left_out) == 3 + 3 * looking  # of four layers, the first is watched; then one has a hook
-    assert len(seen) == 2 and seen[0] == seen[1]
-
-
-def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    embedded = checkpoint(model.get_input_embeddings(), batch["input_ids"], use_reentrant=False)
-    return model(inputs_embeds=embedded, labels=batch["labels"]).loss
-
-
-def test_a_checkpoint_around_an_embedding_whose_state_is_on_the_host():
-    compare(qwen3, loop=loop(loss=embedding_again), choice=ON_HOST)
-
-
-@each_choice
-def test_the_norm_is_that_of_all_gradients_also_of_parameters_in_no_group(choice):
-    norms = partial(adamw_of, "norm")
-    plain = qwen3()
-    model_loss(plain, data()[0]).backward()
-    expected = clip_grad_norm_(plain.parameters(), 0.05)
-    model = qwen3()
-    with streaming(model, norms(model), choice=choice) as (streamed, optimizer):
-        model_loss(streamed, data()[0]).backward()
-        assert optimizer.clip_grad_norm_(0.05) == expected
-        for first, second in zip(streamed.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(first.grad, second.grad)
-
-
-def adamw_of(part: str, model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([p for n, p in model.named_parameters() if part in n], lr=1e-2)
-
-
-def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    late = optimizer.t1_steps = getattr(optimizer, "t1_steps", 0) + 1
-    optimizer.param_groups[0]["momentum"] = 0.9 if late > 2 else 0.0
-
-
-@each_choice
-def test_momentum_that_is_0_in_the_first_steps(choice):
-    compare(qwen3, sgd, loop(before=momentum_later), choice=choice)
 
 
 def test_another_thread_evaluates_meanwhile():
@@ -181,15 +136,44 @@ def test_past_key_values_that_hold_tokens_are_refused_in_training():
             assert model(data()[0]["input_ids"], past_key_values=cache).logits.isfinite().all()
 
 
-def two_at_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    first = model(**batch).loss
-    return first + 0.5 * model(batch["input_ids"].flip(0), labels=batch["labels"]).loss
+CASES: dict[str, dict[str, Any]] = {
+    "a loss on the weights, in a backward of its own": case(qwen3, sgd, loss=penalised_apart),
+    # sums are in another order
+    "a loss on the weights, accumulated": case(qwen3, sgd, loss=penalised, batches=data(8), accumulate=2, rel=1e-5),
+    # one backward may add up gradients
+    "a loss on the weights, without accumulation": case(qwen3, sgd, loss=penalised) | {"accumulate": False},
+    "two forwards, without accumulation": case(qwen3, sgd, loss=two_at_once) | {"accumulate": False},
+    "layers that do not do the same every time": case(moody),
+    "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
+    "gradients of parameters in no group": case(qwen3, norms_alone, clip=clip_twice, zero=nn.Module.zero_grad),
+    "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
+}
 
 
 @each_choice
-@pytest.mark.parametrize("loss", [penalised, two_at_once])
-def test_one_backward_may_add_up_gradients_without_accumulation(loss, choice):
-    compare(qwen3, sgd, loop(loss=loss), choice=choice, accumulate=False)
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_plain_pytorch(name, choice, monkeypatch):
+    """Memory that nobody has written to holds nan."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(**CASES[name], choice=choice)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_last_product_is_left_out_of_known_layers_unless_somebody_looks(monkeypatch):
+    left_out, seen = [], []
+    apply = activations._Unread.apply
+    monkeypatch.setattr(activations._Unread, "apply", lambda *given: left_out.append(1) or apply(*given))
+    with streaming(qwen3()) as (model, _):
+        for looking in (False, True):
+            if looking:
+                note = lambda module, given, out: seen.append(float(out.detach().abs().max()))  # noqa: E731
+                model.model.layers[2].mlp.register_forward_hook(note)
+            model_loss(model, data()[0]).backward()
+            assert len(left_out) == 3 + 3 * looking  # of four layers, the first is watched; then one has a hook
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 @each_choice
