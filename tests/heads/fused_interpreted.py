@@ -76,6 +76,7 @@ def test_odd_operands_and_options(name):
 @pytest.mark.parametrize("own", [{}, *slowly([{"accumulate": "float32"}])], ids=str)
 def test_what_holds_for_every_head(own):
     every_head.test_certain_targets("fused", own, atol=3e-7)
+    every_head.test_the_forwards_autocast_counts_in_the_backward_too(own, "fused")
     every_head.test_all_tokens_ignored_or_none_at_all("fused", own, "mean", torch.float32)
     every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
 
@@ -157,17 +158,6 @@ def test_autocast_to_float16(own):
     reduction = {"reduction": own.get("reduction", "mean")}
     assert_close(got, run_head("full", p.to(torch.float16).to(torch.float64), **reduction), 2e-3)
     assert (got[2].half() != got[2]).any()  # dW is summed in float32, as the weight is
-
-
-@slow
-def test_the_backward_takes_the_forwards_precision():
-    p, found = single(20, 40, 16), []
-    for autocast in (False, True):
-        e = p.e.detach().requires_grad_()
-        losses = linear_cross_entropy(e, p.w, p.target, head="fused", reduction="none")
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found.append(torch.autograd.grad(losses.sum(), e)[0])
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("reduction, workspace, dynamic", [("mean", None, False), *slowly(COMPILED)])

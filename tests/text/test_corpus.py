@@ -262,15 +262,6 @@ def test_its_loss_on_hidden_states_is_the_models_own(session, monkeypatch, tmp_p
     assert session.evaluate(100) == pytest.approx(spread_loss, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_losses():
-    def losses(**other):
-        return [record.loss for record in LanguageSession(**SETTINGS | other).train(3)]
-
-    assert losses() == losses() == losses(mode="ckpt")
-    assert losses(data_seed=1) != losses() != losses(seed=1, data_seed=0)
-
-
 def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
     with pytest.raises(T1Error, match=r"neither a preset nor a folder with a tokenizer\.json"):
         LanguageSession(**SETTINGS | {"model": str(tmp_path)})

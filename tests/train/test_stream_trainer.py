@@ -68,11 +68,6 @@ def train_both(folder: Path, build: Any = dropping, parts: Any = None, prepare: 
     return found
 
 
-def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    loss = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return loss / num_items_in_batch
-
-
 def own_optimizer(model: nn.Module) -> dict[str, Any]:
     norms = [p for p in model.parameters() if p.dim() == 1]
     others = [p for p in model.parameters() if p.dim() > 1]
@@ -87,11 +82,9 @@ CASES: dict[str, dict[str, Any]] = {
     # norms are summed in float32, where Trainer sums in bfloat16
     "weights in 16 bits": {"build": in_16_bits, "max_grad_norm": 0.0, "stream": {"master_weights": None}},
     "label smoothing": {"label_smoothing_factor": 0.1},
-    "cosine schedule with warmup": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
     "evaluation between steps": {"eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True},
     "updates in the backward": {"max_grad_norm": 0.0, "stream": {"update_in_backward": True}},
     "adapters with dropout": {"build": with_adapters},
-    "a loss of her own": {"parts": lambda model: {"compute_loss_func": own_loss}},
     "an optimizer of her own": {"parts": own_optimizer},
     "another head, before": {"parts": lambda model: patch_head(model, head="full") and {}},
     "another head, after, autocast": {"prepare": lambda found: patch_head(found.model, head="full"), "bf16": True},
