@@ -9,9 +9,10 @@ import test_heads_agree as every_head
 import test_heads_random as by_chance
 import torch
 from functorch.compile import make_boxed_func
-from head_cases import ODD, OPTION_SETS, Problem, assert_close, assert_no_worse, least_of, options, problem, refusal
+from head_cases import ODD, OPTION_SETS, Problem, assert_close, assert_no_worse, least_of, options, problem
 from head_cases import run as run_head
 from huggingface_models import build
+from refusals import refused
 from torch._dynamo.backends.common import aot_autograd
 
 from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_head
@@ -105,13 +106,13 @@ def test_statistics_and_numbers_that_are_none():
 def test_derivatives_that_are_not_there_are_refused():
     p = single(5, 40, 16)
     call = partial(linear_cross_entropy, linear_weight=p.w, target=p.target, head="fused")
-    assert "no forward-mode derivative" in refusal(lambda: torch.func.jvp(call, (p.e,), (p.e,)))
+    assert "no forward-mode derivative" in refused(lambda: torch.func.jvp(call, (p.e,), (p.e,)))
     for reduction in ("mean", "none"):
         loss = call(p.e.requires_grad_(), reduction=reduction).sum()
         torch.autograd.grad(loss, p.e, retain_graph=True)
         if reduction == "mean":
-            assert "second backward" in refusal(partial(torch.autograd.grad, loss, p.e, retain_graph=True))
-        assert "no second derivative" in refusal(partial(torch.autograd.grad, loss, p.e, create_graph=True))
+            assert "second backward" in refused(partial(torch.autograd.grad, loss, p.e, retain_graph=True))
+        assert "no second derivative" in refused(partial(torch.autograd.grad, loss, p.e, create_graph=True))
 
 
 def test_the_least_workspace_makes_the_gradients_in_the_backward():

@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from refusals import refused
 
-from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.language import LanguageSession
 from t1lib.measure.softmax import operands
@@ -46,8 +46,7 @@ def test_of_the_library_tests_and_generated_files_are_left_out(tmp_path, monkeyp
     monkeypatch.setattr(texts.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert read_texts() == {"a.py": "a = 1\n"}
     (tmp_path / "a.py").unlink()
-    with pytest.raises(T1Error, match="corpus is empty: the standard library"):
-        read_texts()
+    refused(read_texts, "corpus is empty: the standard library")
 
 
 def test_a_folder_gives_all_text_below_it(tmp_path):
@@ -78,10 +77,10 @@ def test_the_hash_is_of_names_and_texts_in_any_order():
         ("a.txt", b" \n", "corpus is empty"),
         ("a.jsonl", b"{", "line 1: not JSON"),
         ("a.jsonl", b'{"title": "x"}', "record 0: no text; allowed: an object with a string in 'text' or 'content'"),
-        ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1: not JSON"),
-        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl, record 0: the text is not Unicode"),
-        ("data-00000-of-00001.arrow", b"\xff", r"001.arrow: \.arrow is not read; allowed: UTF-8 text, or .*\.jsonl or"),
-        ("A.JSONL.GZ", b"\xff", r"A\.JSONL\.GZ: \.\w+ is not read; allowed: UTF-8 text, or"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not JSON"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, record 0: the text is not Unicode"),
+        ("data-00000-of-00001.arrow", b"\xff", "001.arrow: .arrow is not read; allowed: UTF-8 text, or"),
+        ("A.JSONL.GZ", b"\xff", "A.JSONL.GZ: .gz is not read; allowed: UTF-8 text, or"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, content, message):
@@ -89,31 +88,25 @@ def test_what_is_no_text_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     sources = [tmp_path / name] + [tmp_path] * (name != "a.bin")
     for source in sources:
-        with pytest.raises(T1Error, match=message):
-            read_texts(source)
+        refused(lambda source=source: read_texts(source), message)
 
 
 def test_a_source_or_a_limit_that_leaves_nothing_is_refused(tmp_path):
     for source in (tmp_path / "nowhere", "", "x" * 300, "a\0b"):
-        with pytest.raises(T1Error, match=r"no corpus at '.*; allowed: a file, a folder, or 'stdlib'"):
-            read_texts(source)
-    with pytest.raises(T1Error, match="corpus is empty"):
-        read_texts(tmp_path)
+        refused(lambda source=source: read_texts(source), "no corpus at '", "allowed: a file, a folder, or 'stdlib'")
+    refused(lambda: read_texts(tmp_path), "corpus is empty")
     (tmp_path / "a.txt").write_text("ä" * 50)
     (tmp_path / "b.txt").write_text("b" * 200)
-    message = r"a\.txt holds no text within limit 99B; allowed: 100, its smallest text, or more$"
-    with pytest.raises(T1Error, match=message):
-        read_texts(tmp_path / "a.txt", "99B")
+    message = "a.txt holds no text within limit 99B; allowed: 100, its smallest text, or more"
+    refused(lambda: read_texts(tmp_path / "a.txt", "99B"), message)
     assert read_texts(tmp_path, 100) == {"a.txt": "ä" * 50}
-    with pytest.raises(T1Error, match="the standard library's sources holds no text within limit 1; allowed: "):
-        read_texts(LIBRARY, 1)
+    refused(lambda: read_texts(LIBRARY, 1), "the standard library's sources holds no text within limit 1; allowed: ")
 
 
 def test_parquet_needs_its_library(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     there = importlib.util.find_spec("pyarrow")
-    with pytest.raises(T1Error, match=r"cannot read .*a\.parquet: " if there else "pyarrow"):
-        read_texts(tmp_path)
+    refused(lambda: read_texts(tmp_path), "cannot read ", "a.parquet: " if there else "pyarrow")
     if there:
         pandas.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
         assert read_texts(tmp_path) == {"a.parquet#0": "one", "a.parquet#1": "two"}
@@ -129,8 +122,7 @@ def test_folders_with_a_run_are_left_out(tmp_path):
     }.items():  # fmt: skip
         path.write_text(content)
     assert sorted(read_texts(tmp_path)) == ["a.txt", "run.json"]
-    with pytest.raises(T1Error, match="one holds a run, whose files change; move them"):
-        read_texts(run)
+    refused(lambda: read_texts(run), "one holds a run, whose files change; move them")
 
 
 def test_linked_folders_are_read_once_and_without_end(tmp_path):
@@ -147,13 +139,11 @@ def test_linked_folders_are_read_once_and_without_end(tmp_path):
 
 def test_a_vocabulary_beyond_the_corpus_says_what_it_reaches():
     texts = {"a.py": "alpha beta alpha beta\n"}
-    with pytest.raises(T1Error, match=r"vocabulary 9000 .* reach (\d+) tokens") as found:
-        corpus.byte_pairs(texts, 9000)
-    reached = int(str(found.value).split("reach ")[1].split()[0])
+    message = refused(lambda: corpus.byte_pairs(texts, 9000), "vocabulary 9000 ")
+    reached = int(message.split("reach ")[1].split()[0])
     assert corpus.byte_pairs(texts, reached).get_vocab_size() == reached
     for wrong in (256, 999_999_999):  # at which the library would abort the process
-        with pytest.raises(T1Error, match=f"vocabulary {wrong}; allowed: 257"):
-            corpus.byte_pairs(texts, wrong)
+        refused(lambda wrong=wrong: corpus.byte_pairs(texts, wrong), f"vocabulary {wrong}; allowed: 257")
 
 
 def test_text_comes_back_from_its_tokens():
@@ -198,11 +188,10 @@ def test_a_damaged_cache_is_made_again(cache, monkeypatch):
 
 def test_bad_arguments_are_named_and_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
     for wrong, message in (({"seq": 1}, "seq 1"), ({"seq": 10**7}, "two rows"), ({"limit": "12 parsecs"}, "bad size")):
-        with pytest.raises(T1Error, match=message):
-            corpus.load_corpus(**{"vocabulary": 600, "seq": 32, "source": SOURCE} | wrong)
+        given = {"vocabulary": 600, "seq": 32, "source": SOURCE} | wrong
+        refused(partial(corpus.load_corpus, **given), message)
     (tmp_path / "file").write_text("{")
-    with pytest.raises(T1Error, match="cannot read tokenizer"):
-        corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "file")
+    refused(lambda: corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "file"), "cannot read tokenizer")
     monkeypatch.setenv("T1_CACHE", str(tmp_path / "file" / "cache"))
     assert len(load().train)
 
@@ -222,8 +211,7 @@ def test_rows_and_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_
     assert len(torch.unique(torch.cat(epoch), dim=0)) == len(torch.unique(found.train, dim=0)) or rows % 3
     assert not torch.equal(batch(3), epoch[0])
     assert not torch.equal(batch(0, seed=6), epoch[0])
-    with pytest.raises(T1Error, match=rf"batch {rows + 1}; the corpus has {rows} rows"):
-        found.batch(0, rows + 1, 0)
+    refused(lambda: found.batch(0, rows + 1, 0), f"batch {rows + 1}; the corpus has {rows} rows")
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +251,8 @@ def test_its_loss_on_hidden_states_is_the_models_own(session, monkeypatch, tmp_p
 
 
 def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
-    with pytest.raises(T1Error, match=r"neither a preset nor a folder with a tokenizer\.json"):
-        LanguageSession(**SETTINGS | {"model": str(tmp_path)})
+    asked = partial(LanguageSession, **SETTINGS | {"model": str(tmp_path)})
+    refused(asked, "neither a preset nor a folder with a tokenizer.json")
     session.trainer.model.config.save_pretrained(tmp_path)
     session.trainer.model.save_pretrained(tmp_path)
     corpus.byte_pairs(read_texts(TEXT), 290).save(str(tmp_path / "tokenizer.json"))
@@ -272,5 +260,5 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
     own = LanguageSession(**settings | {"model": str(tmp_path)})
     assert own.about()["vocabulary"] == 290 and own.step().loss > 0
     corpus.byte_pairs(read_texts(TEXT), 310).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(T1Error, match="the tokenizer has 310 tokens, the model's vocabulary 300"):
-        LanguageSession(**settings | {"model": str(tmp_path)})
+    asked = partial(LanguageSession, **settings | {"model": str(tmp_path)})
+    refused(asked, "the tokenizer has 310 tokens, the model's vocabulary 300")

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from t1lib.errors import T1Error
 from t1lib.train import stream
 
 OPTIONS = {"choice", "gpu_memory", "master_weights", "micro_batch", "overlap", "update_in_backward"}
@@ -167,17 +166,6 @@ def _in_pieces(run: Callable, rows: int | None, hidden: Tensor, *args: Any, **kw
     # dropout draws, which these tests have with two pieces at most.
     outputs = {start: piece(start) for start in (starts if len(starts) < 3 else starts[::-1])}
     return torch.cat([outputs[start] for start in starts])
-
-
-def refused(call: Callable[[], object], *parts: str) -> str:
-    """Assert that `call` raises one `T1Error` of at most two lines and under 300 characters which holds `parts`."""
-    with pytest.raises(T1Error) as caught:
-        call()
-    message = str(caught.value)
-    assert 0 < len(message) < 300 and message.count("\n") <= 1, message
-    missing = [part for part in parts if part not in message]
-    assert not missing, (missing, message)
-    return message
 
 
 @contextmanager

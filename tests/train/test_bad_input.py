@@ -6,7 +6,7 @@ import loop_cases
 import pytest
 import torch
 from loop_cases import assert_same
-from stream_cases import refused
+from refusals import refused
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from t1lib.models import build_model

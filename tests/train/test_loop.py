@@ -7,9 +7,9 @@ import pytest
 import torch
 from copies import python
 from loop_cases import CLIPPED, OPTIMIZERS, assert_same, model, of_layers, ragged, run
+from refusals import refused
 from torch import nn
 
-from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
@@ -136,8 +136,7 @@ def test_a_gradient_that_is_no_number(mode, options):
     kept = weight.clone()
     weight.fill_(math.inf)  # so that gradients are no numbers
     done = "updates had begun" if mode == "slide" and not options else "nothing was updated"
-    with pytest.raises(T1Error, match=f"step 2: a gradient is not finite .*{done}"):
-        trainer.step(batch)
+    refused(lambda: trainer.step(batch), "step 2: a gradient is not finite", done)
     assert trainer.steps == 1
     if "slide" not in mode or options:
         weight.copy_(kept)
@@ -188,8 +187,7 @@ def test_a_closed_trainer_gives_the_model_back(mode):
     trainer.close()
     assert not [n for n, m in one.named_modules() if "forward" in m.__dict__]
     assert torch.equal(one(batch["input_ids"]).logits, plain(batch["input_ids"]).logits)
-    with pytest.raises(T1Error, match="the trainer was closed"):
-        trainer.step(batch)
+    refused(lambda: trainer.step(batch), "the trainer was closed")
     assert make_trainer(one, "slide").evaluate(batch) == loss
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import assert_same_weights, going_on, refused, streaming, threads, wait_for, weights
+from refusals import refused
+from stream_cases import assert_same_weights, going_on, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import SHAPE, Blocks, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn

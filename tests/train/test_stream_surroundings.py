@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import case, compare, refused, streaming
+from refusals import refused
+from stream_cases import case, compare, streaming
 from stream_loops import adamw, model_loss, own_clip, sgd, train
 from stream_models import Block, blocks, data, qwen3
 from torch import Tensor, nn
