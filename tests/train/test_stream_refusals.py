@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple] = {
 }  # fmt: skip
 ARGUMENTS = [({name: value}, str(value)) for name, values in VALUES.items() for value in values]
 ARGUMENTS += [({"gpu_memory": "9" * 400 + "GiB"}, "999"), ({"gpu_memory": 1000, "plan_for": (4, 7)}, "")]
-ARGUMENTS += [({"choice": partial(Choice, **{n: v})}, str(v)) for n, values in CHOICES.items() for v in values]
+ARGUMENTS += [({"choice": Choice(**{n: v})}, str(v)) for n, values in CHOICES.items() for v in values]
 
 
 def untouched(model: nn.Module, call: Callable[[], object], *parts: str) -> None:
@@ -52,8 +52,6 @@ def looks(model: nn.Module) -> list[object]:
 
 
 def streamed_with(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
-    if isinstance(options.get("choice"), partial):
-        options["choice"] = options["choice"]()
     layers = {"layers": model.blocks} if isinstance(model, Blocks) else {}
     return stream(model, adamw(model) if optimizer is None else optimizer, **(layers | options))
 
