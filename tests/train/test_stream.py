@@ -59,13 +59,6 @@ def logits_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(logits, batch["labels"]) + 1e-3 * logits.logsumexp(-1).square().mean()
 
 
-def twice_weighted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A forward without gradients, a reference of the loss, before the one with them."""
-    with torch.no_grad():
-        weight = model_loss(model, batch)
-    return model_loss(model, batch) * weight
-
-
 def generated(model: nn.Module) -> float:
     """The tokens, as one number."""
     prompt = data(1)[0]["input_ids"][:2, :3]
@@ -76,22 +69,6 @@ def generated(model: nn.Module) -> float:
 def inferred(model: nn.Module, *_: Any) -> Tensor:
     with torch.inference_mode():
         return model_loss(model, data(1)[0])
-
-
-def thrown_away(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
-    model_loss(model, batch).backward()
-    optimizer.zero_grad()
-
-
-def halve_weights(model: nn.Module, *_: Any) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.5)
-
-
-def scale_gradients(factor: float, model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad.mul_(factor)
 
 
 def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, optimizer: Any) -> None:
@@ -106,23 +83,15 @@ def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, opt
 
 
 HOST, ON_DEVICE = Choice(outer="host"), Choice(grads="device")
-FORWARD_ALONE = {"before": lambda model, optimizer, batch: model_loss(model, batch)}
 CASES: dict[str, dict[str, Any]] = {
     **{kind: case(build) for kind, build in MODELS.items()},
-    **{f"{kind}, padded, clipped": case(MODELS[kind], sgd, batches=PADDED, clip=own_clip) for kind in MODELS},
-    "groups under a schedule, clipped": case(llama, GROUPED_SGD, schedule=RATES, clip=own_clip),
     "groups under a schedule, clipped by PyTorch": case(llama, grouped, schedule=RATES, clip=torch_clip),
     "a schedule that changes betas, too": case(qwen3, schedule=partial(OneCycleLR, max_lr=0.02, total_steps=11)),
     "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),
     "nesterov": case(qwen3, partial(sgd, nesterov=True)),
     "dampening": case(qwen3, partial(sgd, dampening=0.3)),
     "no momentum": case(qwen3, partial(sgd, momentum=0.0)),
-    "accumulated, clipped": case(blocks, sgd, batches=EIGHT, accumulate=2, clip=own_clip),
-    "accumulated, clipped by PyTorch": case(qwen3, sgd, batches=EIGHT, accumulate=2, clip=torch_clip),
-    "many accumulated": case(llama, batches=data(15), accumulate=5),
-    "row by row": case(gemma3, **pieces(1)),
     "micro-batches of padded rows": case(gemma3, batches=PADDED, **pieces(2)),
-    "a smaller last micro-batch": case(blocks, **pieces(3)),
     "one micro-batch": case(blocks, **pieces(9)),
     "batches of other shapes": case(gemma3, batches=shapes()),
     "a loss of hidden states": case(qwen3, loss=hidden_loss, clip=own_clip),
@@ -130,34 +99,15 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),
     # the first forward's output layer reads its weight when layers of the second have run their backward
     "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=Choice(outer="host", inputs="host")),
-    "a forward without gradients before": case(llama, loss=twice_weighted),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
-    # though this model fills a cache of keys and values by default, piece by piece
-    "evaluation in micro-batches": case(gemma3, batches=FOUR, after=evaluated, **pieces(1)),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=ON_DEVICE),
     "generation": case(qwen3, batches=FOUR, after=generated),
     "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
-    # then what has no gradient has one of zeros, and still decays
-    "gradients set to zero": case(qwen3, zero=False),
-    "gradients set to zero, accumulated": case(qwen3, sgd, zero=False, clip=torch_clip, batches=EIGHT, accumulate=2),
     "gradients set to None by the model": case(qwen3, zero=nn.Module.zero_grad),
     "gradients that somebody keeps": case(qwen3, sgd, clip=partial(clip_between_writes, [])),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
-    "a backward thrown away": case(qwen3, before=thrown_away),
-    "forwards without a backward": case(blocks, **FORWARD_ALONE),
-    "forwards without a backward, inputs on the host": case(llama, **FORWARD_ALONE, choice=Choice(inputs="host")),
-    **{
-        f"{name}, {outer}": case(qwen3, batches=FOUR[:3], choice=Choice(outer=outer), **own)
-        for outer in ("device", "host")
-        for name, own in {
-            "weights written before a step": {"clip": halve_weights},
-            "gradients written after it": {"zero": partial(scale_gradients, 0.5)},
-            "gradients set to zero after it": {"zero": partial(scale_gradients, 0.0)},
-            "evaluated before it": {"clip": inferred},
-        }.items()
-    },
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     "matrices before the layers": case(projected, batches=FOUR, choice=HOST),
     "matrices before the layers, accumulated": case(projected, sgd, batches=FOUR, accumulate=2, choice=HOST),

@@ -50,6 +50,19 @@ def writes_weights(draw: random.Random, model: nn.Module, optimizer: Any) -> Non
 
 
 @action
+def assigns_weights(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    getattr(optimizer, "drain", lambda: None)()
+    param = draw.choice(list(draw.choice(layers_of(model)).parameters()))
+    param.data = param.data * 0.9
+
+
+@action
+def looks_at_state(draw: random.Random, model: nn.Module, optimizer: Any) -> float:
+    each = [slots.get("exp_avg", slots.get("momentum_buffer")) for slots in optimizer.state_dict()["state"].values()]
+    return sum(float(state.norm()) for state in each if state is not None)
+
+
+@action
 def looks_at_gradients(draw: random.Random, model: nn.Module, optimizer: Any) -> float:
     grad = one_of(draw, model).grad
     return -1.0 if grad is None else grad.norm().item()
@@ -65,6 +78,17 @@ def changes_gradients(draw: random.Random, model: nn.Module, optimizer: Any) -> 
 @action
 def drops_a_gradient(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
     one_of(draw, model).grad = None
+
+
+@action
+def drops_a_layers_gradients(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    draw.choice(layers_of(model)).zero_grad()
+
+
+@action
+def sets_a_gradient(draw: random.Random, model: nn.Module, optimizer: Any) -> None:
+    param = one_of(draw, model)
+    param.grad = torch.full_like(param, 0.1)
 
 
 @action
@@ -99,8 +123,13 @@ def keeps_the_device_busy(draw: random.Random, model: nn.Module, optimizer: Any)
         torch.cuda._sleep(draw.randrange(20_000_000))  # cycles
 
 
-OF_GRADIENTS = {"looks_at_gradients", "changes_gradients", "drops_a_gradient"}
-WRITES = {"writes_weights", "loads_the_model", "loads_the_optimizer"}  # which would spoil a backward to come
+OF_GRADIENTS = {name for name in ACTIONS if "gradient" in name}
+WRITES = {
+    "writes_weights",
+    "assigns_weights",
+    "loads_the_model",
+    "loads_the_optimizer",
+}  # would spoil a backward to come
 
 
 def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
@@ -123,19 +152,14 @@ def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any
         places = ["forward", "backward", "clipped", "step", "zeroed"]
         between = {place: draw.sample(known, draw.choice([0, 0, 1, 2])) for place in places}
         between["forward"] = [name for name in between["forward"] if name not in WRITES]
+        for place in ("forward", "zeroed"):  # where a gradient would be one to add to
+            between[place] = [name for name in between[place] if name != "sets_a_gradient"]
         if in_backward:  # the updates have begun by then
             between |= {place: ["keeps_the_device_busy"] for place in ("backward", "clipped")}
         clip = None if in_backward else draw.choice([*CLIPS])
         skipped = not in_backward and draw.random() < 0.1
-        steps.append(
-            {
-                "times": times,
-                "between": between,
-                "clip": clip,
-                "skipped": skipped,
-                "none": not accumulate or draw.random() < 0.7,
-            }
-        )
+        none = not accumulate or draw.random() < 0.7
+        steps.append({"times": times, "between": between, "clip": clip, "skipped": skipped, "none": none})
     return trained, options, steps
 
 
@@ -195,9 +219,8 @@ def check(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         assert_same_weights(model, plain, 0.01 * GPU)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="the GPU has its own")
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 100))])
 def test_on_a_cpu(monkeypatch, seed):
     check(monkeypatch, seed)
 
