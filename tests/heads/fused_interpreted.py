@@ -9,7 +9,7 @@ import test_heads_agree as every_head
 import test_heads_random as by_chance
 import torch
 from functorch.compile import make_boxed_func
-from head_cases import ODD, OPTION_SETS, Problem, assert_close, assert_no_worse, least_of, options, problem
+from head_cases import ODD, Problem, assert_close, assert_no_worse, least_of, options, problem
 from head_cases import run as run_head
 from huggingface_models import build
 from refusals import refused
@@ -20,8 +20,7 @@ from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_he
 assert os.environ.get("TRITON_INTERPRET") == "1"
 run = partial(run_head, "fused")
 slow = pytest.mark.slow
-FAST = [("mean", "weighted smoothing"), ("sum", "all but smoothing"), ("none", "all")]
-SLOW = [(r, name) for r in ("mean", "sum", "none") for name in (*OPTION_SETS, "all but smoothing")]
+OPTIONS = [("mean", "weighted smoothing"), ("sum", "all but smoothing"), ("none", "all")]
 COMPILED = [("none", None, False), ("mean", "4MiB", True)]
 both_reductions = pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=slow)])
 
@@ -42,7 +41,7 @@ def agrees(p: Problem, tolerance: float = 3e-6, own: dict | None = None, **kwarg
     assert_close(got, run_head("full", p.to(torch.float64), **kwargs), tolerance)
 
 
-@pytest.mark.parametrize("reduction, name", [*FAST, *slowly([case for case in SLOW if case not in FAST])])
+@pytest.mark.parametrize("reduction, name", OPTIONS)
 def test_agrees_with_full(reduction, name):
     """Many tokens have one target, and no size is a multiple of tiles; "none" makes gradients in the backward."""
     p = single(20, 70, 24)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from refusals import refused
 from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, wait_for, weights
-from stream_loops import CLIPS, adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
+from stream_loops import adamw, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from t1lib.errors import T1Error
 from t1lib.heads import patch_head
@@ -24,7 +23,7 @@ from t1lib.train.wrap import compile_layers
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
 HERE = DEVICE if torch.cuda.is_available() else "cpu"
-BATCHES, PADDED, LONG = data(device=HERE), data(padded=True, device=HERE), data(20, device=HERE)
+BATCHES = data(device=HERE)
 GIB = 2**30
 SPECS = [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("adamw", lr=1e-3, master_weights=True)]
 OPTIMIZERS = {"adamw": partial(adamw, lr=1e-3), "sgd": sgd, "grouped": partial(grouped, make=torch.optim.SGD)}
@@ -39,31 +38,15 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("place", PLACES)
-def test_placements(place, clip):
-    rates = partial(LambdaLR, lr_lambda=lambda step: 0.8**step)
-    each = loop(batches=data(8, padded=True, device=DEVICE), clip=CLIPS[clip], schedule=rates, after=evaluated)
-    compare(llama, OPTIMIZERS["grouped"], each, rel=1e-5, device=DEVICE, choice=PLACES[place])
-
-
 def here(build: Callable[..., nn.Module] = qwen3, optimizer: Callable[..., Any] = sgd, **given: Any) -> dict[str, Any]:
     return case(build, optimizer, **{"batches": BATCHES, **given})
 
 
 CASES: dict[str, dict[str, Any]] = {
     **{f"{kind}, {o}": here(MODELS[kind], OPTIMIZERS[o]) for kind in MODELS for o in OPTIMIZERS},
-    **{
-        f"{kind}, {n} rows at a time": here(MODELS[kind], batches=PADDED, **pieces(n))
-        for kind in MODELS
-        for n in (1, 3)
-    },
-    **{f"accumulated, clip {clip}": here(batches=LONG, accumulate=4, clip=CLIPS[clip]) for clip in CLIPS},
-    **{f"updated in the backward, {p}": here(choice=PLACES[p], update_in_backward=True) for p in PLACES},
     "parameters without a gradient": here(
         partly_used, partial(adamw, lr=1e-3, weight_decay=0.5), choice=PLACES["two places"]
     ),
-    "nothing overlaps": here(clip=own_clip, overlap=False),
     # the GPU's own random numbers are replayed
     "adapters, little dropout": here(partial(adapted, dropout=0.05), **pieces(None, adapters_of)),
     "adapters, much dropout": here(partial(adapted, dropout=0.5), **pieces(None, adapters_of)),
