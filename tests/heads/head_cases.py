@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from refusals import refused
+from refusals import refused as refusal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -172,7 +172,7 @@ def assert_no_worse(got: list[Tensor], usual: list[Tensor], exact: list[Tensor],
 
 def least_of(call: Callable[[], Any]) -> int:
     """The least workspace, as the refusal of a smaller one names it."""
-    return int(re.search(r"the least that works is ([0-9]+) bytes", refused(call))[1])
+    return int(re.search(r"the least that works is ([0-9]+) bytes", refusal(call))[1])
 
 
 class Recorder(TorchDispatchMode):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import going_on, refused, streaming
+from refusals import refused
+from stream_cases import going_on, streaming
 from stream_loops import adamw, model_loss, own_clip
 from stream_models import Block, blocks, data, llama, qwen3
 from torch import nn
