@@ -290,3 +290,28 @@ def test_a_state_that_does_not_fit_changes_nothing():
             spoil(state := copy.deepcopy(own.state_dict()))
             refused(partial(own.load_state_dict, state))
             refused(partial(unplanned.load_state_dict, state))
+
+
+def test_what_is_refused_changes_nothing():
+    with going_on(qwen3) as (model, optimizer):
+        refused(lambda: model.bfloat16(), "bfloat16", "before `stream`")
+        refused(lambda: torch.save(model, "/dev/null"), "state_dict()")
+        others = {name: param.detach() for name, param in model.named_parameters()}
+        refused(lambda: torch.func.functional_call(model, others, kwargs=BATCHES[0]), "layer 0", "another")
+        model.eval()
+        found = model(BATCHES[0]["input_ids"][:1], use_cache=True)
+        refused(lambda: model(BATCHES[0]["input_ids"][:1, :1], past_key_values=found.past_key_values), "no_grad()")
+        model.train()
+        hook = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad)
+        two = model_loss(model, BATCHES[0]) + model_loss(model, BATCHES[1])
+        refused(two.backward, "a hook", "parts")
+        hook.remove()
+        optimizer.zero_grad()
+
+
+def test_a_backward_after_the_step_that_its_forward_did_not_see():
+    model = qwen3()
+    with streaming(model, adamw(model)) as (_, optimizer):
+        late = model_loss(model, BATCHES[1])
+        train(model, optimizer, BATCHES[:1])
+        refused(late.backward, "layer 3", "step()")

@@ -3,14 +3,15 @@ user's own, parameters that no optimizer has, other threads."""
 
 import copy
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from refusals import refused
 from stream_cases import case, compare, streaming
-from stream_loops import adamw, model_loss, own_clip, sgd, train
-from stream_models import Block, blocks, data, qwen3
+from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train
+from stream_models import VOCABULARY, Block, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
@@ -20,7 +21,7 @@ from t1lib.train import activations
 
 ON_HOST = Choice(inputs="host", outer="host", grads="host", host_share=0.5)
 CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1, grad_slots=1)}
-CHOICES |= {"kept": Choice(keep=2)}
+CHOICES |= {"kept": Choice(keep=2), "waiting": Choice(host_share=0.5, grads="device")}
 each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 
 
@@ -37,6 +38,12 @@ def penalised_apart(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model_loss(model, batch)
 
 
+def penalised_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Computed before the forward, of the two matrices whose memory the backward of the layers may take."""
+    before = 0.01 * sum(m.weight.square().sum() for m in (model.get_input_embeddings(), model.lm_head))
+    return model_loss(model, batch) + before
+
+
 def two_at_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     first = model(**batch).loss
     return first + 0.5 * model(batch["input_ids"].flip(0), labels=batch["labels"]).loss
@@ -45,6 +52,58 @@ def two_at_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     embedded = checkpoint(model.get_input_embeddings(), batch["input_ids"], use_reentrant=False)
     return model(inputs_embeds=embedded, labels=batch["labels"]).loss
+
+
+def soft_prompt(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """By the embedding's matrix."""
+    model.t1_given = nn.functional.one_hot(batch["input_ids"], VOCABULARY).float().requires_grad_()
+    return model(inputs_embeds=model.t1_given @ model.get_input_embeddings().weight, labels=batch["labels"]).loss
+
+
+def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Nothing of the model is trained."""
+    model.requires_grad_(False)
+    model.t1_given = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
+    return model(inputs_embeds=model.t1_given, labels=batch["labels"]).loss
+
+
+def norm_of_given(model: nn.Module, optimizer: Any) -> Tensor:
+    return model.t1_given.grad.norm()
+
+
+def evaluation_mode_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = model_loss(model.train(), batch)
+    model.eval()
+    return loss
+
+
+def of_average(model: nn.Module) -> float:
+    """What is found with other weights, which are swapped in and out."""
+    params = list(layers_of(model).parameters())
+    trained = [param.data for param in params]
+    for param in params:
+        param.data = param.data * 0.5
+    found = evaluated(model)
+    for param, own in zip(params, trained, strict=True):
+        param.data = own
+    return found
+
+
+def up_grad(model: nn.Module) -> float:
+    return model.model.layers[0].mlp.up_proj.weight.grad.norm().item()
+
+
+def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
+    """Gradients that were kept are added to those of the next step."""
+    weight, kept = model.model.layers[0].mlp.up_proj.weight, vars(model).setdefault("t1_kept", [])
+    kept.append(weight.grad)
+    weight.grad = sum(kept[-2:])
+    return kept[0].norm()
+
+
+def one_by_one(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
 
 
 def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
@@ -81,6 +140,19 @@ def moody() -> nn.Module:
     model = blocks()
     for number, block in enumerate(model.blocks):
         block.__class__, block.number = Moody, number
+    return model
+
+
+class Skipped(Block):
+    def forward(self, hidden: Tensor, *given: Any, **named: Any) -> Tensor:
+        return hidden if torch.rand(()) < 0.5 else super().forward(hidden, *given, **named)
+
+
+def skipping() -> nn.Module:
+    """A layer is skipped below all that trains."""
+    model = blocks()
+    model.embed.requires_grad_(False)
+    model.blocks[0].__class__ = Skipped
     return model
 
 
@@ -141,12 +213,25 @@ CASES: dict[str, dict[str, Any]] = {
     "a loss on the weights, in a backward of its own": case(qwen3, sgd, loss=penalised_apart),
     # sums are in another order
     "a loss on the weights, accumulated": case(qwen3, sgd, loss=penalised, batches=data(8), accumulate=2, rel=1e-5),
+    "a loss on the weights, computed before": case(llama, loss=penalised_before),
     # one backward may add up gradients
     "a loss on the weights, without accumulation": case(qwen3, sgd, loss=penalised) | {"accumulate": False},
     "two forwards, without accumulation": case(qwen3, sgd, loss=two_at_once) | {"accumulate": False},
     "layers that do not do the same every time": case(moody),
+    "a layer that is skipped": case(skipping),
     "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
-    "gradients of parameters in no group": case(qwen3, norms_alone, clip=clip_twice, zero=nn.Module.zero_grad),
+    "a soft prompt": case(qwen3, loss=soft_prompt, clip=norm_of_given),
+    "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=norm_of_given),
+    "evaluation mode": case(partial(blocks, dropout=0.3), loss=evaluation_mode_before_the_backward),
+    "weights swapped for an average": case(qwen3, after=of_average),
+    "gradients that are kept, dropped one by one": case(qwen3, clip=add_kept, zero=one_by_one),
+    "gradients that are kept, dropped by layers": case(
+        qwen3, clip=add_kept, zero=lambda model: model.model.zero_grad()
+    ),
+    # which are never zeroed, but clipped before the step, and seen after it
+    "gradients of parameters in no group": case(
+        qwen3, norms_alone, clip=clip_twice, zero=lambda model: None, after=up_grad
+    ),
     "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
 }
 
