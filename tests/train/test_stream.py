@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, Granit
 
 from t1lib.plan.cost import Choice
 
-FOUR, EIGHT, PADDED = data(4), data(8), data(padded=True)
+FOUR, PADDED = data(4), data(padded=True)
 RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
-GROUPED_SGD = partial(grouped, make=torch.optim.SGD)
 
 
 def shapes() -> list[dict[str, Tensor]]:
@@ -104,7 +103,6 @@ CASES: dict[str, dict[str, Any]] = {
     "generation": case(qwen3, batches=FOUR, after=generated),
     "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
-    "gradients set to None by the model": case(qwen3, zero=nn.Module.zero_grad),
     "gradients that somebody keeps": case(qwen3, sgd, clip=partial(clip_between_writes, [])),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),

@@ -42,7 +42,7 @@ def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, *
     return case(partial(build, torch.bfloat16), make, usual=lambda model: Masters(make(model)), **options)
 
 
-half_decay, waiting = partial(adamw, weight_decay=0.5), Choice(resident=1, grads="device")
+half_decay = partial(adamw, weight_decay=0.5)
 dropping, adapters, padded = partial(blocks, dropout=0.3), partial(pieces, layers=adapters_of), data(padded=True)
 CASES: dict[str, dict[str, Any]] = {
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
