@@ -81,6 +81,16 @@ def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, opt
     kept += [(grad, grad.clone()) for grad in grads]
 
 
+def change_gradients(model: nn.Module, optimizer: Any) -> Tensor:
+    """They are changed, set, and taken away: of one parameter, and of a layer."""
+    for layer in model.blocks[2:]:
+        layer.up.weight.grad.mul_(0.5)
+    model.blocks[0].up.bias.grad = torch.ones(64)
+    model.blocks[2].up.bias.grad = None
+    model.blocks[1].zero_grad()
+    return own_clip(model, optimizer)
+
+
 HOST, ON_DEVICE = Choice(outer="host"), Choice(grads="device")
 CASES: dict[str, dict[str, Any]] = {
     **{kind: case(build) for kind, build in MODELS.items()},
@@ -104,6 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
     "gradients that somebody keeps": case(qwen3, sgd, clip=partial(clip_between_writes, [])),
+    "gradients changed before clipping": case(blocks, clip=change_gradients),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
