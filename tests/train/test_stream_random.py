@@ -190,7 +190,7 @@ def check(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 
 @pytest.mark.skipif(GPU, reason="the GPU has its own")
-@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 100))])
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 100))])
 def test_on_a_cpu(monkeypatch, seed):
     check(monkeypatch, seed)
 
