@@ -77,6 +77,10 @@ class Actions:
     def loads_the_optimizer(self) -> None:
         self._optimizer.load_state_dict(deepcopy(self._optimizer.state_dict()))
 
+    def empties_the_optimizer(self) -> None:
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
     def loads_the_model(self) -> None:
         self._model.load_state_dict({name: value * 1.01 for name, value in self._model.state_dict().items()})
 
@@ -94,12 +98,8 @@ class Actions:
 
 ACTIONS = [name for name in vars(Actions) if not name.startswith("_")]
 OF_GRADIENTS = {name for name in ACTIONS if "gradient" in name}
-WRITES = {
-    "writes_weights",
-    "assigns_weights",
-    "loads_the_model",
-    "loads_the_optimizer",
-}  # would spoil a backward to come
+# These would spoil a backward to come.
+WRITES = {"writes_weights", "assigns_weights", "loads_the_model", "loads_the_optimizer", "empties_the_optimizer"}
 
 
 def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:

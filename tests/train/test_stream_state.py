@@ -96,21 +96,6 @@ def test_a_run_in_bfloat16_goes_on(layout):
     assert widened.state[last.model.norm.weight]["exp_avg"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("options", PLACES[:2])
-def test_the_state_of_a_fresh_optimizer_starts_anew(options):
-    """Its state is empty: nothing of the steps before is left."""
-    plain, model = qwen3(), qwen3()
-    start = weights(plain)
-    expected = CLIPPED(plain, adamw(plain), FIRST)
-    with streaming(model, **options) as (streamed, own):
-        empty = copy.deepcopy(own.state_dict())
-        CLIPPED(streamed, own, SECOND)
-        streamed.load_state_dict(start)
-        own.load_state_dict(empty)
-        assert CLIPPED(streamed, own, FIRST) == expected
-        assert_same_weights(streamed, plain)
-
-
 def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
     """After `close()` nothing is left of the streaming: not in the model, not in a copy of it, not on the device."""
     plain, _, expected = unbroken(qwen3)
