@@ -1,4 +1,4 @@
-"""Wherever weights, state and activations are, whatever is frozen or dropped out: the bits are plain PyTorch's."""
+"""Whatever is frozen, left out, dropped out or kept in 16 bits: the bits are plain PyTorch's."""
 
 import math
 from collections.abc import Callable

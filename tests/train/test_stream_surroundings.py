@@ -1,5 +1,5 @@
 """What surrounds a streamed model: losses on its weights, layers that do not do the same every time, checkpoints of the
-user's own, parameters that no optimizer has, other threads."""
+user's own, parameters that no optimizer has, averages that are swapped in, gradients that are kept, other threads."""
 
 import copy
 import threading
