@@ -23,14 +23,12 @@ def default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}], ids=["plain", "all"]
-)
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"z_loss": 0.01, "softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("head", ["full", "chunked", "fused"])
 def test_heads(head, options):
     torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(300, 24), torch.randn(70, 24), torch.randn(70)
-    target = torch.randint(70, (300,))
+    hidden, weight, bias = torch.randn(20, 24), torch.randn(70, 24), torch.randn(70)
+    target = torch.randint(70, (20,))
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         operands = [t.clone().requires_grad_() for t in (hidden, weight, bias)]

@@ -30,21 +30,17 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def notebook(name: str) -> dict:
-    return read(CHECKOUT / "notebooks" / f"{name}.ipynb")
+def notebook(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(CHECKOUT / "notebooks" / f"{name}.ipynb", as_version=4)
 
 
-def code(notebook: dict) -> list[dict]:
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
-def source(cell: dict) -> str:
-    return "".join(cell["source"])
+def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def made(name: str, kind: re.Pattern[str]) -> list[str]:
     """The figures or tables that the cells of a notebook make."""
-    return [found for cell in code(notebook(name)) for found in kind.findall(source(cell))]
+    return [found for cell in code(notebook(name)) for found in kind.findall(cell.source)]
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +60,8 @@ def test_committed_without_outputs_and_each_cell_can_be_run_again_by_itself(name
     assert (name == "start") is (not known)
     makers, used = {}, set()
     for cell in code(content)[1:]:
-        read_first, stored = names(source(cell), {})
-        ended = set(re.findall(r"(\w+)\.(?:cleanup|close|unlink)\(", source(cell)))
+        read_first, stored = names(cell.source, {})
+        ended = set(re.findall(r"(\w+)\.(?:cleanup|close|unlink)\(", cell.source))
         used |= read_first & makers.keys()
         changed = {name for name in stored & used if makers[name] != cell["id"]}
         assert not changed and not stored & known.keys() and not ended & (read_first - stored), cell["id"]
@@ -108,12 +104,12 @@ def test_a_run_leaves_every_file_and_shows_figures_in_the_cells_that_draw_them(f
     missing = [key for key, entry in read(finished / "numbers.json").items() if entry["value"] is None]
     absent = re.compile("reserved|compiled|torch|trainstream|cce|liger|quack|trl|qwen3|parallel")  # at smoke, on a CPU
     assert not [key for key in missing if not absent.search(key)]
-    for cell in code(read(finished / "executed.ipynb")):
+    for cell in code(nbformat.read(finished / "executed.ipynb", as_version=4)):
         assert isinstance(cell["execution_count"], int)
         kinds = [(output["output_type"], output.get("name")) for output in cell["outputs"]]
         assert ("error", None) not in kinds and ("stream", "stderr") not in kinds, cell["id"]
         shown = sum("image/png" in output.get("data", {}) for output in cell["outputs"])
-        drawn = FIGURE.findall(source(cell))
+        drawn = FIGURE.findall(cell.source)
         assert shown == len(drawn) or not drawn, cell["id"]
 
 
@@ -135,20 +131,6 @@ def samples(smoke_run):
         return [row for row in found if not metrics or row["metric"] in metrics]
 
     return rows
-
-
-@pytest.mark.slow
-def test_all_modes_have_the_same_losses(samples):
-    """t1m1 on a CPU in float32: bitwise equal losses, but for micro-batches, which slide's head sums as a whole."""
-    apart = {row["phase"]: float(row["value"]) for row in samples("t1m1", "loss_difference")}
-    assert {"own", "ablation", "real", "kept", "clipped"} < apart.keys()
-    assert apart.pop("clipped") <= 1e-6 and set(apart.values()) == {0.0}
-    ran = [(row["phase"], row["variant"]) for row in samples("t1m1", "status") if row["value"] == "ok"]
-    for phase, least in {"own": 5, "ablation": 3, "real": 4, "kept": 2, "clipped": 3}.items():
-        assert sum(own == phase for own, _ in ran) == least
-    parity = [row for row in samples("t1m1", "loss") if row["phase"] == "parity"]
-    gpu, slide = ([float(row["value"]) for row in parity if row["variant"] == mode] for mode in ("gpu", "slide"))
-    assert gpu and slide == pytest.approx(gpu, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -229,7 +211,7 @@ HIDE_WIDGETS = "import sys\nsys.modules['ipywidgets'] = None"  # as if it were n
 def test_the_tour_runs_without_a_gpu_writes_nothing_and_shows_both_walls_come_down(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    tour = nbformat.read(CHECKOUT / "notebooks" / "start.ipynb", as_version=4)
+    tour = notebook("start")
     tour.cells = [nbformat.v4.new_code_cell(HIDE_WIDGETS), *tour.cells, nbformat.v4.new_code_cell(FOUND)]
     NotebookClient(tour, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert not list(tmp_path.iterdir())

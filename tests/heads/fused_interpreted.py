@@ -9,9 +9,10 @@ import test_heads_agree as every_head
 import test_heads_random as by_chance
 import torch
 from functorch.compile import make_boxed_func
-from head_cases import ODD, OPTION_SETS, Problem, assert_close, assert_no_worse, least_of, options, problem, refusal
+from head_cases import ODD, Problem, assert_close, assert_no_worse, least_of, options, problem
 from head_cases import run as run_head
 from huggingface_models import build
+from refusals import refused
 from torch._dynamo.backends.common import aot_autograd
 
 from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_head
@@ -19,8 +20,7 @@ from t1lib.heads import fused_launch, fused_plan, linear_cross_entropy, patch_he
 assert os.environ.get("TRITON_INTERPRET") == "1"
 run = partial(run_head, "fused")
 slow = pytest.mark.slow
-FAST = [("mean", "weighted smoothing"), ("sum", "all but smoothing"), ("none", "all")]
-SLOW = [(r, name) for r in ("mean", "sum", "none") for name in (*OPTION_SETS, "all but smoothing")]
+OPTIONS = [("mean", "weighted smoothing"), ("sum", "all but smoothing"), ("none", "all")]
 COMPILED = [("none", None, False), ("mean", "4MiB", True)]
 both_reductions = pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=slow)])
 
@@ -41,7 +41,7 @@ def agrees(p: Problem, tolerance: float = 3e-6, own: dict | None = None, **kwarg
     assert_close(got, run_head("full", p.to(torch.float64), **kwargs), tolerance)
 
 
-@pytest.mark.parametrize("reduction, name", [*FAST, *slowly([case for case in SLOW if case not in FAST])])
+@pytest.mark.parametrize("reduction, name", OPTIONS)
 def test_agrees_with_full(reduction, name):
     """Many tokens have one target, and no size is a multiple of tiles; "none" makes gradients in the backward."""
     p = single(20, 70, 24)
@@ -76,6 +76,7 @@ def test_odd_operands_and_options(name):
 @pytest.mark.parametrize("own", [{}, *slowly([{"accumulate": "float32"}])], ids=str)
 def test_what_holds_for_every_head(own):
     every_head.test_certain_targets("fused", own, atol=3e-7)
+    every_head.test_the_forwards_autocast_counts_in_the_backward_too(own, "fused")
     every_head.test_all_tokens_ignored_or_none_at_all("fused", own, "mean", torch.float32)
     every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
 
@@ -104,13 +105,13 @@ def test_statistics_and_numbers_that_are_none():
 def test_derivatives_that_are_not_there_are_refused():
     p = single(5, 40, 16)
     call = partial(linear_cross_entropy, linear_weight=p.w, target=p.target, head="fused")
-    assert "no forward-mode derivative" in refusal(lambda: torch.func.jvp(call, (p.e,), (p.e,)))
+    assert "no forward-mode derivative" in refused(lambda: torch.func.jvp(call, (p.e,), (p.e,)))
     for reduction in ("mean", "none"):
         loss = call(p.e.requires_grad_(), reduction=reduction).sum()
         torch.autograd.grad(loss, p.e, retain_graph=True)
         if reduction == "mean":
-            assert "second backward" in refusal(partial(torch.autograd.grad, loss, p.e, retain_graph=True))
-        assert "no second derivative" in refusal(partial(torch.autograd.grad, loss, p.e, create_graph=True))
+            assert "second backward" in refused(partial(torch.autograd.grad, loss, p.e, retain_graph=True))
+        assert "no second derivative" in refused(partial(torch.autograd.grad, loss, p.e, create_graph=True))
 
 
 def test_the_least_workspace_makes_the_gradients_in_the_backward():
@@ -157,17 +158,6 @@ def test_autocast_to_float16(own):
     reduction = {"reduction": own.get("reduction", "mean")}
     assert_close(got, run_head("full", p.to(torch.float16).to(torch.float64), **reduction), 2e-3)
     assert (got[2].half() != got[2]).any()  # dW is summed in float32, as the weight is
-
-
-@slow
-def test_the_backward_takes_the_forwards_precision():
-    p, found = single(20, 40, 16), []
-    for autocast in (False, True):
-        e = p.e.detach().requires_grad_()
-        losses = linear_cross_entropy(e, p.w, p.target, head="fused", reduction="none")
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found.append(torch.autograd.grad(losses.sum(), e)[0])
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("reduction, workspace, dynamic", [("mean", None, False), *slowly(COMPILED)])

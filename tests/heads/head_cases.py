@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from refusals import refused as refusal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy
 
 OPTION_SETS = ("plain", "weight", "smoothing", "weighted smoothing", "softcap", "z_loss", "token_weight", "all")
@@ -168,16 +168,6 @@ def assert_no_worse(got: list[Tensor], usual: list[Tensor], exact: list[Tensor],
         assert g.dtype == u.dtype
         error, least = ((t.double() - x).norm() for t in (g, u))
         assert error <= bound * least + 1e-6 * x.norm(), f"{what}: {error / least:.3f} times the usual error"
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    """The message of the `T1Error` that the call raises; as for every error of the kit, it is short."""
-    try:
-        call()
-    except T1Error as error:
-        assert len(str(error)) < 300, f"{len(str(error))} characters"
-        return str(error)
-    raise AssertionError("no error")
 
 
 def least_of(call: Callable[[], Any]) -> int:

@@ -13,9 +13,10 @@ from unittest.mock import patch
 import parallel_cases
 import torch
 import torch.distributed as dist
-from head_cases import Problem, assert_close, least_of, problem, refusal, run
+from head_cases import Problem, assert_close, least_of, problem, run
 from parallel_cases import CHUNKED, FEW, ROWS, Cases, agrees, on_shards, own_rows, results, sixteen_bits
 from processes import next_port
+from refusals import refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -164,8 +165,8 @@ EVERY: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def refusals(size: int) -> Cases:
-    found: Cases = {f"another {what} on one rank": partial(refused, size, *case) for what, case in LAST.items()}
-    found |= {f"refused: {what}": partial(refused, size, {}, *case) for what, case in EVERY.items()}
+    found: Cases = {f"another {what} on one rank": partial(refuses, size, *case) for what, case in LAST.items()}
+    found |= {f"refused: {what}": partial(refuses, size, {}, *case) for what, case in EVERY.items()}
     found["refused: DTensors that are not sharded by rows"] = partial(placed, size)
     found["refused: a backend for CUDA alone"] = backend
     for head in ("chunked", "fused") if size == 2 else ("chunked",):
@@ -174,7 +175,7 @@ def refusals(size: int) -> Cases:
     return found
 
 
-def refused(size: int, last: dict[str, Any], change: dict[str, Any], message: str) -> None:
+def refuses(size: int, last: dict[str, Any], change: dict[str, Any], message: str) -> None:
     """With `change` on every rank, and `last` on the last one as well, each rank raises T1Error within seconds."""
     part = own_rows(ROWS[size])
     kwargs = {"input": P.e, "linear_weight": P.w[part].requires_grad_(), "target": P.target, "linear_bias": P.b[part]}
@@ -195,7 +196,7 @@ def refused(size: int, last: dict[str, Any], change: dict[str, Any], message: st
 def raises(call: Callable[[], Any], message: str) -> None:
     AGREED.clear()  # a call that the ranks agreed to before is not compared again
     start = time.monotonic()
-    found = refusal(call)
+    found = refused(call)
     assert re.search(message, found), found
     assert time.monotonic() - start < SECONDS
 

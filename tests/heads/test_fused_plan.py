@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from head_cases import refusal
+from refusals import refused
 
 from t1lib.heads.fused_plan import TILES, Device, Shape, bytes_needed, device_of, early_from, layout, plan
 
@@ -27,7 +27,7 @@ def shape_of(name: str, compute: torch.dtype = torch.bfloat16, **other) -> Shape
 
 
 def least(kind: str, shape: Shape, device: Device) -> int:
-    return int(refusal(lambda: plan(kind, shape, 0, device)).split("works is ")[1].split()[0])
+    return int(refused(lambda: plan(kind, shape, 0, device)).split("works is ")[1].split()[0])
 
 
 def keeps(kind: str, shape: Shape, budget: int, device: Device) -> None:

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, least_of, options, problem, refusal, run
+from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, least_of, options, problem, run
 from head_cases import HEADS as TRIED
+from refusals import refused
 from test_heads_agree import TORCH
 
 from t1lib.errors import UnavailableError
@@ -55,7 +56,7 @@ def test_bad_arguments(case):
     if change.get("head") == "torch" and not hasattr(F, "linear_cross_entropy"):
         pytest.skip("this PyTorch has no linear_cross_entropy")
     arguments = {"input": GOOD.e, "linear_weight": GOOD.w, "target": GOOD.target} | change
-    assert re.search(message, refusal(lambda: linear_cross_entropy(**arguments)))
+    assert re.search(message, refused(lambda: linear_cross_entropy(**arguments)))
 
 
 def test_torch_head_says_when_it_is_unavailable(monkeypatch):
@@ -188,11 +189,11 @@ def test_a_second_backward_is_right_or_refused_and_a_second_derivative_refused(h
     if "by" in own or (head == "chunked" and reduction == "none") or own.get("chunked") is False:
         assert torch.equal(torch.autograd.grad(loss, e, ones)[0], kept)
     else:
-        assert "second backward" in refusal(lambda: torch.autograd.grad(loss, e, ones))
+        assert "second backward" in refused(lambda: torch.autograd.grad(loss, e, ones))
     assert torch.equal(first, kept)
     if own.get("chunked") is not False:
         loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
-        assert "no second derivative" in refusal(lambda: torch.autograd.grad(loss, e, create_graph=True))
+        assert "no second derivative" in refused(lambda: torch.autograd.grad(loss, e, create_graph=True))
 
 
 def test_an_operand_changed_before_the_backward_is_noticed():
@@ -207,7 +208,7 @@ def test_parse_bytes():
     sizes = {0: 0, 7: 7, "7": 7, "7B": 7, "256MiB": 2**28, "1.5GiB": 3 * 2**29, "2 KiB": 2048, "2GB": 2 * 10**9}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     for wrong in ("MiB", "1.5.1GiB", "3 miles", "256mib", "9" * 400 + "GiB", 1.5, None, True, -2):
-        assert re.search(r"bad size .*allowed: .*MiB", refusal(lambda wrong=wrong: parse_bytes(wrong)))
+        assert re.search(r"bad size .*allowed: .*MiB", refused(lambda wrong=wrong: parse_bytes(wrong)))
 
 
 def test_next_token_targets():
@@ -217,4 +218,4 @@ def test_next_token_targets():
     assert next_token_targets(ids[0], ignore_index=0).tolist() == [2, 3, 0]
     assert next_token_targets(ids[0, :1]).tolist() == [-100]
     for bad in (ids.float(), ids[None], ids[0, 0], None, [1, 2], ids.to_sparse()):
-        assert "ids must" in refusal(lambda bad=bad: next_token_targets(bad))
+        assert "ids must" in refused(lambda bad=bad: next_token_targets(bad))

@@ -1,4 +1,5 @@
-"""The vocabulary-parallel heads, and `patch_head`, on two and three processes, which run this script, against one."""
+"""The vocabulary-parallel heads, and `patch_head`, against one process: on two and three, which run this script, and on
+two CUDA devices through NCCL."""
 
 import copy
 import importlib
@@ -11,23 +12,29 @@ import pytest
 pytest.importorskip("triton")
 import torch
 import torch.distributed as dist
+from head_cases import REDUCTIONS, options, problem
 from huggingface_models import assert_close, batch, build, gradients
-from parallel_cases import Cases, values
+from parallel_cases import CHUNKED, Cases, agrees, own_rows, sixteen_bits, values
 from parallel_manners import groups_made_anew, manners, refusals
 from processes import SIZES, Outcomes, work
+from refusals import refused
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from t1lib.errors import T1Error
 from t1lib.heads import patch_head
 from t1lib.heads.parallel import linear_cross_entropy
+from t1lib.measure.ranks import measure_ranks
+from t1lib.measure.records import Records
 
 GROUPS = {  # (modules with a group of their own, family, whether the patch comes first)
     "own group": (("lm_head",), "Granite", False),  # a bias, and scaled logits
     "with the norm": (("model.norm", "lm_head"), "Gemma2", True),
     "tied": ((), "Mistral", False),
 }
+HEADS = {"chunked": CHUNKED, "fused": {"head": "fused", "chunks": 2}}
+LARGE = {"tokens": 512, "rows": [5001, 4000], "hidden": 256}
+SMALL = {"tokens": 64, "rows": [160, 97], "hidden": 32}
 
 
 def wrapped() -> Cases:
@@ -99,11 +106,45 @@ def test_on_every_process(outcomes, size, name):
 
 
 def test_without_a_group():
-    with pytest.raises(T1Error, match=r"not initialised; call torch\.distributed\.init_process_group"):
-        linear_cross_entropy(None, None, None)
+    refused(
+        lambda: linear_cross_entropy(None, None, None), "not initialised; call torch.distributed.init_process_group"
+    )
+
+
+def compare_all(records: Records, device: torch.device, phase: str, tokens: int, rows: list[int], hidden: int) -> None:
+    """The task of each rank. Calls are made twice, because the ranks compare only the first. Then one that differs."""
+    sizes, rows = {"n": tokens, "v": sum(rows), "d": hidden, "device": device}, tuple(rows)
+    single, half = (problem(**sizes, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    for own in HEADS.values():
+        for reduction in REDUCTIONS:
+            for dealt in (False, True):
+                more = options("softcap", single) | options("token_weight", single) if dealt else {}
+                kwargs = {"reduction": reduction, "sequence_parallel": dealt, **more}
+                for _ in range(2):
+                    agrees(single, rows, 3e-5, **own, **kwargs)
+                    sixteen_bits(half, rows, own, **kwargs)
+    last = dist.get_rank() == len(rows) - 1
+    call = dict(group=dist.group.WORLD, softcap=3.0 if last else 2.0)
+    differs = partial(linear_cross_entropy, single.e, single.w[own_rows(rows)], single.target, **call)
+    refused(differs, "ranks disagree about softcap: ")
+    records.add("all", "done", 1.0, phase=phase)
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [
+        pytest.param("cpu", SMALL, marks=pytest.mark.slow),
+        pytest.param("cuda", LARGE, marks=pytest.mark.gpu),
+    ],
+)
+def test_on_two_processes(device, sizes):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    records = Records()
+    measure_ranks(records, compare_all, sizes, 2, name="heads", variants=[], device=device, limit=240.0)
+    assert [row["metric"] for row in records.rows] == ["done"]
 
 
 if __name__ == "__main__":
     importlib.import_module("torch._dynamo")  # once, not in each process
-
     work(Path(sys.argv[1]), cases, alone)

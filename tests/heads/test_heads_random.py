@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import REDUCTIONS, Problem, options, problem, refusal, run
+from head_cases import REDUCTIONS, Problem, options, problem, run
+from refusals import refused
 from torch import Tensor
 
 from t1lib.heads import linear_cross_entropy
@@ -63,7 +64,7 @@ def check(seed: int, head: str, most: tuple[int, int, int], device: str) -> None
     try:
         got = run(head, p, **given)
     except Exception as error:
-        assert "the least that works" in refusal(lambda: run(head, p, **given)), (told, error)
+        assert "the least that works" in refused(lambda: run(head, p, **given)), (told, error)
         return
     with torch.no_grad():  # the loss alone is computed otherwise
         stats = {"linear_bias": p.b, "return_stats": True, **given}

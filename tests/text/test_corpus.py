@@ -1,19 +1,29 @@
-"""The corpus reader: what it reads, what it refuses, and that the same seed gives the same rows."""
+"""Texts, and what is refused as one; rows of tokens; and a small language model on them."""
 
+import argparse
+import importlib.util
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
+from refusals import refused
 
-from t1lib.errors import T1Error
-from t1lib.text import corpus
-from t1lib.text.texts import read_texts
+from t1lib.heads import linear_cross_entropy
+from t1lib.measure.language import LanguageSession
+from t1lib.measure.softmax import operands
+from t1lib.text import corpus, texts
+from t1lib.text.texts import LIBRARY, read_texts
 
 SOURCE = Path(json.__file__).parent  # a few modules, 40 kB
-
-
+TEXT = argparse.__file__  # 100 kB
+SETTINGS = dict(
+    model="tiny", mode="gpu", changes={"num_hidden_layers": 1}, vocabulary=300, seq=16, batch=4, data=TEXT,
+    optimizer={"name": "adamw", "lr": 3e-3}, dtype="float32", device="cpu", head="chunked",
+)  # fmt: skip
 load = partial(corpus.load_corpus, 600, 32, source=SOURCE)
 
 
@@ -23,23 +33,125 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+def test_of_the_library_tests_and_generated_files_are_left_out(tmp_path, monkeypatch):
+    """What is left is within the limit, and the same every time."""
+    found = read_texts(LIBRARY, "400KB")
+    assert 0 < sum(len(text.encode()) for text in found.values()) <= 400_000
+    folders = {part for name in found for part in name.split("/")[:-1]}
+    assert folders.isdisjoint({"test", "tests", "site-packages"})
+    assert list(found) == list(read_texts(LIBRARY, "400KB"))
+    (tmp_path / "test").mkdir()
+    for name, content in {"a": b"a = 1\n", "b": b"# \xff\xfe\n", "_sysconfigdata__x": b"x", "test/c": b"c"}.items():
+        (tmp_path / f"{name}.py").write_bytes(content)
+    monkeypatch.setattr(texts.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert read_texts() == {"a.py": "a = 1\n"}
+    (tmp_path / "a.py").unlink()
+    refused(read_texts, "corpus is empty: the standard library")
+
+
+def test_a_folder_gives_all_text_below_it(tmp_path):
+    (tmp_path / "deep").mkdir()
+    lines = [{"text": "first\u2028"}, {"content": "second", "id": 3}]  # with another end of a line
+    records = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n"
+    for name, content in {
+        "deep/a.md": b"some text", "picture.png": b"\x89PNG\x00\x01", "nul.txt": b"a\0b", ".hidden": b"no",
+        "mark.TXT": b"\xef\xbb\xbfthird", "blank.txt": b" \n", "PART.JSONL": records.encode(),
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    found = {"PART.JSONL#0": "first\u2028", "PART.JSONL#1": "second"}
+    assert read_texts(tmp_path) == {"deep/a.md": "some text", "mark.TXT": "third", **found}
+    assert read_texts(tmp_path / "deep" / "a.md") == {"a.md": "some text"}
+    assert sum(map(len, read_texts(tmp_path, 10).values())) <= 10
+
+
+def test_the_hash_is_of_names_and_texts_in_any_order():
+    one = texts.corpus_hash({"a": "x", "b": "y"})
+    assert one == texts.corpus_hash({"b": "y", "a": "x"}) and len(texts.corpus_hash({"a\udcff.txt": "x"})) == 64
+    assert one not in (texts.corpus_hash({"a": "y", "b": "x"}), texts.corpus_hash({"a": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", b"\x00\x01", "not UTF-8 text"),
+        ("a.txt", b" \n", "corpus is empty"),
+        ("a.jsonl", b"{", "line 1: not JSON"),
+        ("a.jsonl", b'{"title": "x"}', "record 0: no text; allowed: an object with a string in 'text' or 'content'"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not JSON"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, record 0: the text is not Unicode"),
+        ("data-00000-of-00001.arrow", b"\xff", "001.arrow: .arrow is not read; allowed: UTF-8 text, or"),
+        ("A.JSONL.GZ", b"\xff", "A.JSONL.GZ: .gz is not read; allowed: UTF-8 text, or"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, name, content, message):
+    """As a file, and by its folder, where what is no text is left out, but not what holds texts in another form."""
+    (tmp_path / name).write_bytes(content)
+    sources = [tmp_path / name] + [tmp_path] * (name != "a.bin")
+    for source in sources:
+        refused(lambda source=source: read_texts(source), message)
+
+
+def test_a_source_or_a_limit_that_leaves_nothing_is_refused(tmp_path):
+    for source in (tmp_path / "nowhere", "", "x" * 300, "a\0b"):
+        refused(lambda source=source: read_texts(source), "no corpus at '", "allowed: a file, a folder, or 'stdlib'")
+    refused(lambda: read_texts(tmp_path), "corpus is empty")
+    (tmp_path / "a.txt").write_text("ä" * 50)
+    (tmp_path / "b.txt").write_text("b" * 200)
+    message = "a.txt holds no text within limit 99B; allowed: 100, its smallest text, or more"
+    refused(lambda: read_texts(tmp_path / "a.txt", "99B"), message)
+    assert read_texts(tmp_path, 100) == {"a.txt": "ä" * 50}
+    refused(lambda: read_texts(LIBRARY, 1), "the standard library's sources holds no text within limit 1; allowed: ")
+
+
+def test_parquet_needs_its_library(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    there = importlib.util.find_spec("pyarrow")
+    refused(lambda: read_texts(tmp_path), "cannot read ", "a.parquet: " if there else "pyarrow")
+    if there:
+        pandas.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
+        assert read_texts(tmp_path) == {"a.parquet#0": "one", "a.parquet#1": "two"}
+
+
+def test_folders_with_a_run_are_left_out(tmp_path):
+    run = tmp_path / "runs" / "one"
+    (run / "model").mkdir(parents=True)
+    for path, content in {
+        tmp_path / "a.txt": "some text", tmp_path / "run.json": '{"kind": "of another program"}',
+        run / texts.RUN: '{"t1lib": "1", "corpus": "", "settings": {}}', run / "metrics.csv": "step,loss",
+        run / "model" / "config.json": "{}",
+    }.items():  # fmt: skip
+        path.write_text(content)
+    assert sorted(read_texts(tmp_path)) == ["a.txt", "run.json"]
+    refused(lambda: read_texts(run), "one holds a run, whose files change; move them")
+
+
+def test_linked_folders_are_read_once_and_without_end(tmp_path):
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root / "own", other):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text(f"text of {folder.name}")
+    for place, target in {"data": other, "again": other, "self": root, "up": tmp_path, "to-own": root / "own"}.items():
+        (root / place).symlink_to(target)
+    (root / "loop").symlink_to("loop")
+    (other / "back").symlink_to(root)
+    assert read_texts(root) == {"own/a.txt": "text of own", "again/a.txt": "text of other"}
+
+
 def test_a_vocabulary_beyond_the_corpus_says_what_it_reaches():
     texts = {"a.py": "alpha beta alpha beta\n"}
-    with pytest.raises(T1Error, match=r"vocabulary 9000 .* reach (\d+) tokens") as found:
-        corpus.byte_pairs(texts, 9000)
-    reached = int(str(found.value).split("reach ")[1].split()[0])
+    message = refused(lambda: corpus.byte_pairs(texts, 9000), "vocabulary 9000 ")
+    reached = int(message.split("reach ")[1].split()[0])
     assert corpus.byte_pairs(texts, reached).get_vocab_size() == reached
     for wrong in (256, 999_999_999):  # at which the library would abort the process
-        with pytest.raises(T1Error, match=f"vocabulary {wrong}; allowed: 257"):
-            corpus.byte_pairs(texts, wrong)
+        refused(lambda wrong=wrong: corpus.byte_pairs(texts, wrong), f"vocabulary {wrong}; allowed: 257")
 
 
 def test_text_comes_back_from_its_tokens():
     """Long runs of one kind, too, of which no word is longer than 513 characters."""
     runs = [kind * 700 for kind in ("x", "7", " ", "=", "\n", "\r\n", "ä", " \n", "\u3000")]
     long, short = "a".join(runs) + "".join(runs), "def f(self, x_1):\n\treturn 'ä€😀'  # 12\r\n"
-    for texts, sample in ((read_texts(SOURCE), short), ({"a": long}, long)):
-        tokenizer = corpus.byte_pairs(texts, 512 if sample == short else 300)
+    for given, sample in ((read_texts(SOURCE), short), ({"a": long}, long)):
+        tokenizer = corpus.byte_pairs(given, 512 if sample == short else 300)
         ids = tokenizer.encode(sample).ids
         assert len(ids) < len(sample.encode())
         assert tokenizer.decode(ids, skip_special_tokens=False) == sample
@@ -76,11 +188,10 @@ def test_a_damaged_cache_is_made_again(cache, monkeypatch):
 
 def test_bad_arguments_are_named_and_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
     for wrong, message in (({"seq": 1}, "seq 1"), ({"seq": 10**7}, "two rows"), ({"limit": "12 parsecs"}, "bad size")):
-        with pytest.raises(T1Error, match=message):
-            corpus.load_corpus(**{"vocabulary": 600, "seq": 32, "source": SOURCE} | wrong)
+        given = {"vocabulary": 600, "seq": 32, "source": SOURCE} | wrong
+        refused(partial(corpus.load_corpus, **given), message)
     (tmp_path / "file").write_text("{")
-    with pytest.raises(T1Error, match="cannot read tokenizer"):
-        corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "file")
+    refused(lambda: corpus.load_corpus(None, 32, source=SOURCE, tokenizer=tmp_path / "file"), "cannot read tokenizer")
     monkeypatch.setenv("T1_CACHE", str(tmp_path / "file" / "cache"))
     assert len(load().train)
 
@@ -100,5 +211,54 @@ def test_rows_and_batches_depend_on_step_and_seed_alone_and_an_epoch_takes_each_
     assert len(torch.unique(torch.cat(epoch), dim=0)) == len(torch.unique(found.train, dim=0)) or rows % 3
     assert not torch.equal(batch(3), epoch[0])
     assert not torch.equal(batch(0, seed=6), epoch[0])
-    with pytest.raises(T1Error, match=rf"batch {rows + 1}; the corpus has {rows} rows"):
-        found.batch(0, rows + 1, 0)
+    refused(lambda: found.batch(0, rows + 1, 0), f"batch {rows + 1}; the corpus has {rows} rows")
+
+
+@pytest.fixture(scope="module")
+def session():
+    return LanguageSession(**SETTINGS)
+
+
+def test_it_learns_and_says_what_from(session, tmp_path):
+    before = session.evaluate(16)
+    losses = [record.loss for record in session.train(20)]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+    about = session.about()
+    assert len(about["sha256"]) == 64 and about["vocabulary"] == 300 and about["files"] == 1
+    assert session.evaluate(16) < before
+    found = session.held_out(50, str(tmp_path / "states.pt"))
+    assert found["tokens"] == 50 and 0 < found["loss"] < losses[0]
+    e, w, y = operands("real", (50, 300, 64), torch.float32, torch.device("cpu"), path=tmp_path / "states.pt")
+    assert e.shape == (50, 64) and w.shape == (300, 64)
+    assert float(linear_cross_entropy(e, w, y, head="full")) == pytest.approx(found["loss"], rel=1e-5)
+
+
+def test_its_loss_on_hidden_states_is_the_models_own(session, monkeypatch, tmp_path):
+    session.held_out(10**9, str(tmp_path / "all.pt"))
+    e, w, y = torch.load(tmp_path / "all.pt").values()
+    rows = session.corpus.held_out
+    assert len(e) == len(y) == rows.shape[0] * (rows.shape[1] - 1) and int(y.min()) >= 0
+    model = session.trainer.model
+    with torch.no_grad():
+        wanted = torch.stack([model(input_ids=ids, labels=ids).loss for ids in rows[:4].split(1)]).mean()
+        spread = rows[[place * len(rows) // 6 for place in range(6)]]  # two batches, of four rows and of two
+        spread_loss = float(torch.stack([model(input_ids=ids, labels=ids).loss for ids in spread.split(1)]).mean())
+    count = 4 * (rows.shape[1] - 1)
+    torch.testing.assert_close(linear_cross_entropy(e[:count], w, y[:count], head="full"), wanted)
+    assert session.evaluate(6) == pytest.approx(spread_loss, rel=1e-5)
+    monkeypatch.setattr(session, "corpus", replace(session.corpus, held_out=spread))
+    assert session.evaluate(100) == pytest.approx(spread_loss, rel=1e-5)
+
+
+def test_a_checkpoint_brings_its_tokenizer(tmp_path, session):
+    asked = partial(LanguageSession, **SETTINGS | {"model": str(tmp_path)})
+    refused(asked, "neither a preset nor a folder with a tokenizer.json")
+    session.trainer.model.config.save_pretrained(tmp_path)
+    session.trainer.model.save_pretrained(tmp_path)
+    corpus.byte_pairs(read_texts(TEXT), 290).save(str(tmp_path / "tokenizer.json"))
+    settings = {k: v for k, v in SETTINGS.items() if k not in ("changes", "vocabulary")}
+    own = LanguageSession(**settings | {"model": str(tmp_path)})
+    assert own.about()["vocabulary"] == 290 and own.step().loss > 0
+    corpus.byte_pairs(read_texts(TEXT), 310).save(str(tmp_path / "tokenizer.json"))
+    asked = partial(LanguageSession, **settings | {"model": str(tmp_path)})
+    refused(asked, "the tokenizer has 310 tokens, the model's vocabulary 300")

@@ -1,16 +1,15 @@
 """One loop for all modes: the same bits on a CPU in float32, whatever lies where; and what a step promises."""
 
 import math
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
+from copies import python
 from loop_cases import CLIPPED, OPTIMIZERS, assert_same, model, of_layers, ragged, run
+from refusals import refused
 from torch import nn
 
-from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, next_token_targets
 from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
@@ -32,9 +31,10 @@ def frozen_but(*parts: str) -> nn.Module:
     return one
 
 
+REPORTS = partial(of_layers, "qwen3-untied")
 CASES = {
     **{f"{mode}, clipped": (mode, model, {"optimizer": ADAMW, **CLIPPED}) for mode in OTHERS},
-    **{f"{mode}, float64": (mode, partial(model, dtype=torch.float64), {"optimizer": ADAMW}) for mode in OTHERS},
+    **{f"{m}, float64": (m, partial(model, dtype=torch.float64), {"optimizer": ADAMW, **CLIPPED}) for m in OTHERS},
     **{f"{mode}, masters": (mode, partial(model, dtype=torch.bfloat16), {"optimizer": MASTERS}) for mode in OTHERS},
     **{m: (m, partial(model, attention_dropout=0.5), {"optimizer": ADAMW}) for m in ("ckpt", "slide")},
     **{f"{m}, untied": (m, partial(model, "qwen3-untied"), {"optimizer": MOMENTUM}) for m in ("fsdp", "slide")},
@@ -42,11 +42,7 @@ CASES = {
     "ckpt, trained head": ("ckpt", partial(frozen_but, "lm_head"), {"optimizer": ADAMW}),
     "fsdp, trained layers": ("fsdp", partial(frozen_but, "layers"), {"optimizer": ADAMW}),
     "slide, some trained layers": ("slide", partial(frozen_but, "layers.2.", "layers.4."), {"optimizer": ADAMW}),
-    "slide, the reports' setting": (
-        "slide",
-        partial(of_layers, "qwen3-untied"),
-        {"loss": "mean_square", "optimizer": SGD},
-    ),
+    "slide, the reports' setting": ("slide", REPORTS, {"loss": "mean_square", "optimizer": SGD}),
 }
 
 
@@ -103,7 +99,7 @@ def test_a_budget_chooses_what_is_kept_where():
     trainer = make_trainer(model(), "slide", gpu_memory="256MiB", plan_for=(5, 9), **options)
     assert trainer.engine.choice != Choice()
     assert run(trainer)[0] == run(make_trainer(model(), "gpu", **options))[0]
-    reports = make_trainer(of_layers("qwen3-untied"), "slide", loss="mean_square", optimizer="sgd")
+    reports = make_trainer(REPORTS(), "slide", loss="mean_square", optimizer="sgd")
     unused = {reports.parts.embed.weight.data_ptr(), reports.parts.head.weight.data_ptr()}
     assert not unused & {tensor.data_ptr() for tensor in reports.device_tensors()}
 
@@ -140,8 +136,7 @@ def test_a_gradient_that_is_no_number(mode, options):
     kept = weight.clone()
     weight.fill_(math.inf)  # so that gradients are no numbers
     done = "updates had begun" if mode == "slide" and not options else "nothing was updated"
-    with pytest.raises(T1Error, match=f"step 2: a gradient is not finite .*{done}"):
-        trainer.step(batch)
+    refused(lambda: trainer.step(batch), "step 2: a gradient is not finite", done)
     assert trainer.steps == 1
     if "slide" not in mode or options:
         weight.copy_(kept)
@@ -192,8 +187,7 @@ def test_a_closed_trainer_gives_the_model_back(mode):
     trainer.close()
     assert not [n for n, m in one.named_modules() if "forward" in m.__dict__]
     assert torch.equal(one(batch["input_ids"]).logits, plain(batch["input_ids"]).logits)
-    with pytest.raises(T1Error, match="the trainer was closed"):
-        trainer.step(batch)
+    refused(lambda: trainer.step(batch), "the trainer was closed")
     assert make_trainer(one, "slide").evaluate(batch) == loss
 
 
@@ -206,10 +200,9 @@ trainer.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
 """
 
 
-def test_a_script_that_ends_after_a_step_ends_well():
+def test_a_script_that_ends_after_a_step_ends_well(tmp_path):
     """The interpreter waits for updates that still run."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", SCRIPT, cwd=tmp_path)
 
 
 def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):

@@ -1,35 +1,18 @@
-"""Wherever weights, state and activations are, whatever is frozen or dropped out: the bits are plain PyTorch's."""
+"""Whatever is frozen, left out, dropped out or kept in 16 bits: the bits are plain PyTorch's."""
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from stream_cases import Masters, case, compare, pieces, streaming
-from stream_loops import CLIPS, adamw, evaluated, grouped, loop, own_clip, sgd, torch_clip, train, two_forwards
+from stream_loops import CLIPS, adamw, grouped, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import adapted, adapters_of, blocks, data, llama, partly_used, qwen3
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
 
 from t1lib.plan.cost import HOST_GRADS, Choice
-
-PLACE = ("device", "host")
-PLACES = [
-    Choice(*values, grads=PLACE[number % 2])
-    for number, values in enumerate(product((2, 3), (0, 1, 4), (0, 2, 4), PLACE, PLACE))
-]
-SHARES = [0.0, 0.5, 1.0]
-EARLY = [Choice(host_share=1.0), Choice(resident=1, keep=2, host_share=0.5), Choice(3, inputs="host", outer="host")]
-
-
-def everything(clip, count: int = 4) -> dict[str, Any]:
-    """A loop in which whatever can still be under way meets whatever comes next."""
-    rates = partial(LambdaLR, lr_lambda=lambda step: 0.8**step)
-    return {"batches": data(count, padded=True), "clip": clip, "schedule": rates, "after": evaluated}
 
 
 def without(frozen: Callable[[str], bool], build: Any = blocks) -> nn.Module:
@@ -59,26 +42,9 @@ def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, *
     return case(partial(build, torch.bfloat16), make, usual=lambda model: Masters(make(model)), **options)
 
 
-half_decay, waiting = partial(adamw, weight_decay=0.5), Choice(resident=1, grads="device")
+half_decay = partial(adamw, weight_decay=0.5)
 dropping, adapters, padded = partial(blocks, dropout=0.3), partial(pieces, layers=adapters_of), data(padded=True)
 CASES: dict[str, dict[str, Any]] = {
-    **{
-        f"updated in the backward, {optimizer.__name__}, {choice}": case(
-            qwen3, optimizer, **everything(None), choice=choice, update_in_backward=True
-        )
-        for optimizer in (grouped, sgd)
-        for choice in EARLY
-    },
-    **{
-        f"nothing overlaps, {choice}": case(llama, grouped, **everything(own_clip), overlap=False, choice=choice)
-        for choice in (None, Choice(slots=3, host_share=0.5))
-    },
-    # until more of them come, or until somebody looks at them
-    **{
-        f"gradients wait on the device, {clip.__name__}, {own}": case(qwen3, sgd, clip=clip, choice=waiting, **own)
-        for clip in (own_clip, torch_clip)
-        for own in ({"accumulate": 3}, {"zero": False})
-    },
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
     "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
     "masters, by the CPU": masters(blocks, choice=Choice(host_share=1.0, outer="host")),
@@ -109,52 +75,11 @@ def test_changes_no_bits(name):
     compare(**CASES[name])
 
 
-@pytest.mark.parametrize("at, place", list(enumerate([*PLACES[::11], PLACES[-1]])))
-def test_placement_changes_no_bits(at, place):
-    """However layers, activations, state and updates are spread: with clipping for every other one."""
-    choice = replace(place, host_share=SHARES[at % 3])
-    compare(**case(qwen3, grouped, **everything(own_clip if at % 2 else None), choice=choice))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_all_placements_change_no_bits(place):
-    for share, build, clip in product(SHARES, (llama, blocks), (None, torch_clip)):
-        compare(**case(build, grouped, **everything(clip, 6), choice=replace(place, host_share=share)))
-
-
 def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers():
     model = qwen3(num_hidden_layers=HOST_GRADS + 3)
     with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
         train(streamed, own)
         assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
-
-
-AWAY: dict[str, Callable[[str], bool]] = {
-    "all": lambda name: True,
-    "one": lambda name: name == "up.bias",
-    "all but one": lambda name: name != "up.bias",
-}
-
-
-@pytest.mark.parametrize("clip", [None, own_clip], ids=["", "clipped"])
-@pytest.mark.parametrize("away", AWAY)
-def test_a_gradient_that_the_loop_changes_or_takes_away(away, clip):
-    """The update and the norm take what the loop left in `grad`."""
-
-    def changed(model: nn.Module, optimizer: Any) -> Tensor | None:
-        for layer in model.blocks[2:]:
-            layer.up.weight.grad.mul_(0.5)
-        model.blocks[0].up.bias.grad = torch.ones(64)
-        model.blocks[2].up.bias.grad += 1
-        for name, param in model.blocks[1].named_parameters():
-            if AWAY[away](name):
-                param.grad = None
-        if away == "all but one":
-            model.blocks[1].up.bias.grad = torch.ones(64)
-        return clip and clip(model, optimizer)
-
-    compare(blocks, loop=loop(batches=data(5), clip=changed))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import assert_same_weights, going_on, refused, streaming, threads, wait_for, weights
+from refusals import refused
+from stream_cases import assert_same_weights, going_on, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import SHAPE, Blocks, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ CHOICES: dict[str, tuple] = {
 }  # fmt: skip
 ARGUMENTS = [({name: value}, str(value)) for name, values in VALUES.items() for value in values]
 ARGUMENTS += [({"gpu_memory": "9" * 400 + "GiB"}, "999"), ({"gpu_memory": 1000, "plan_for": (4, 7)}, "")]
-ARGUMENTS += [({"choice": partial(Choice, **{n: v})}, str(v)) for n, values in CHOICES.items() for v in values]
+ARGUMENTS += [({"choice": Choice(**{n: v})}, str(v)) for n, values in CHOICES.items() for v in values]
 
 
 def untouched(model: nn.Module, call: Callable[[], object], *parts: str) -> None:
@@ -51,8 +52,6 @@ def looks(model: nn.Module) -> list[object]:
 
 
 def streamed_with(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
-    if isinstance(options.get("choice"), partial):
-        options["choice"] = options["choice"]()
     layers = {"layers": model.blocks} if isinstance(model, Blocks) else {}
     return stream(model, adamw(model) if optimizer is None else optimizer, **(layers | options))
 
@@ -96,8 +95,7 @@ def test_models_that_are_refused():
     untouched(model, lambda: streamed_with(model))
 
 
-def coupled(model):
-    return torch.optim.AdamW([{"params": [*model.parameters()], "decoupled_weight_decay": False}])
+COUPLED = {"decoupled_weight_decay": False}
 
 
 def test_optimizers():
@@ -105,7 +103,7 @@ def test_optimizers():
         (lambda model: torch.optim.Adam(model.parameters()), "Adam"),
         (lambda model: "adamw", ""),
         (lambda model: adamw(model, amsgrad=True), "amsgrad"),
-        (coupled, "decoupled_weight_decay"),
+        (lambda model: torch.optim.AdamW([{"params": [model.norm.weight], **COUPLED}]), "decoupled_weight_decay"),
         (lambda model: adamw(blocks()), ""),
         (lambda model: adamw(nn.ModuleList([model, nn.Linear(2, 2)])), "(2, 2)"),
         (lambda model: torch.optim.SGD([nn.Parameter(model.head.weight.data)]), ""),
@@ -159,14 +157,18 @@ def test_a_budget_that_is_too_small_for_the_first_batch():
     model = qwen3(vocab_size=8000)  # whose embedding alone takes 1 MB
     start = weights(model)
     with streaming(model, gpu_memory="1MiB") as (streamed, _):
-        refused(lambda: model_loss(streamed, BATCHES[0]).backward())
+        refused(lambda: first_backward(streamed))
         assert_same_weights(streamed, start)
     assert_same_weights(model, start)
     untouched(model, lambda: streamed_with(model, gpu_memory="1MiB", plan_for=(4, 7)))
 
 
+def first_loss(model: nn.Module) -> Tensor:
+    return model_loss(model, BATCHES[0])
+
+
 def first_backward(model: nn.Module, **options: Any) -> None:
-    model_loss(model, BATCHES[0]).backward(**options)
+    first_loss(model).backward(**options)
 
 
 def frozen_layer() -> nn.Module:
@@ -197,18 +199,19 @@ ONGOING: dict[str, tuple] = {
     "a gradient set, at once": at_once(
         lambda m, o: setattr(m.model.layers[0].mlp.up_proj.weight, "grad", torch.zeros(48, 32)), "update_in_backward"
     ),
+    "a loss on the weights, at once": at_once(
+        lambda m, o: (first_loss(m) + m.model.layers[0].mlp.up_proj.weight.sum()).backward(), "update_in_backward"
+    ),
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
     "unfrozen": during(
         lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen", frozen_layer, every
     ),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
-    "gradients of some": during(
-        lambda m, o: torch.autograd.grad(model_loss(m, BATCHES[0]), m.lm_head.weight), "backward()"
-    ),
+    "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
     "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
-    "copied": during(lambda m, o: copy.deepcopy(m), "copy"),
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
+    "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
     "closed": during(lambda m, o: (o.close(), o.step())),
     **{f"norm {n}": during(lambda m, o, n=n: o.clip_grad_norm_(n), repr(n)) for n in (-1.0, "1", True, None, math.nan)},
 }
@@ -274,7 +277,8 @@ SPOILT: list[Callable[[dict], object]] = [
     lambda state: state.pop("param_groups"),
     lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [99]}),
     lambda state: state["state"][5].update(exp_avg=torch.zeros(3, 3)),
-    lambda state: state["state"].update({0: {"momentum_buffer": torch.zeros(61, 32)}}),  # another optimizer's
+    lambda state: state["state"][0].update(momentum_buffer=torch.zeros(61, 32)),  # another optimizer's
+    lambda state: state["state"][0].pop("exp_avg"),
     lambda state: state["state"].update({1000: dict(state["state"][0])}),
 ]
 
@@ -286,3 +290,28 @@ def test_a_state_that_does_not_fit_changes_nothing():
             spoil(state := copy.deepcopy(own.state_dict()))
             refused(partial(own.load_state_dict, state))
             refused(partial(unplanned.load_state_dict, state))
+
+
+def test_what_is_refused_changes_nothing():
+    with going_on(qwen3) as (model, optimizer):
+        refused(lambda: model.bfloat16(), "bfloat16", "before `stream`")
+        refused(lambda: torch.save(model, "/dev/null"), "state_dict()")
+        others = {name: param.detach() for name, param in model.named_parameters()}
+        refused(lambda: torch.func.functional_call(model, others, kwargs=BATCHES[0]), "layer 0", "another")
+        model.eval()
+        found = model(BATCHES[0]["input_ids"][:1], use_cache=True)
+        refused(lambda: model(BATCHES[0]["input_ids"][:1, :1], past_key_values=found.past_key_values), "no_grad()")
+        model.train()
+        hook = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad)
+        two = model_loss(model, BATCHES[0]) + model_loss(model, BATCHES[1])
+        refused(two.backward, "a hook", "parts")
+        hook.remove()
+        optimizer.zero_grad()
+
+
+def test_a_backward_after_the_step_that_its_forward_did_not_see():
+    model = qwen3()
+    with streaming(model, adamw(model)) as (_, optimizer):
+        late = model_loss(model, BATCHES[1])
+        train(model, optimizer, BATCHES[:1])
+        refused(late.backward, "layer 3", "step()")

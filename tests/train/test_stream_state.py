@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import assert_same_state, assert_same_weights, compare, streaming, weights
-from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train
-from stream_models import MODELS, blocks, data, llama, qwen3
+from stream_cases import assert_same_state, assert_same_weights, streaming, weights
+from stream_loops import adamw, grouped, loop, own_clip, sgd, train
+from stream_models import blocks, data, llama, qwen3
 from torch import nn
 
 from t1lib.plan.cost import Choice
@@ -94,101 +94,6 @@ def test_a_run_in_bfloat16_goes_on(layout):
     widened = grouped(last)
     widened.load_state_dict(saved["optimizer"])  # which casts to the parameters' dtype, as PyTorch does
     assert widened.state[last.model.norm.weight]["exp_avg"].dtype == torch.bfloat16
-
-
-def test_loading_weights_changes_their_masters():
-    """A master that its 16-bit weight is not the rounding of is replaced: else the loaded weights would be lost."""
-    start = weights(qwen3(torch.bfloat16))
-    losses = {}
-    for name in ("fresh", "loaded", "not loaded"):
-        model = qwen3(torch.bfloat16)
-        with streaming(model, sgd(model, momentum=0.0)) as (streamed, own):
-            train(streamed, own, FIRST if name != "fresh" else [])
-            streamed.load_state_dict(start if name != "not loaded" else weights(streamed))
-            losses[name] = train(streamed, own, SECOND)
-    assert losses["loaded"] == pytest.approx(losses["fresh"], rel=1e-3)
-    assert losses["not loaded"] != pytest.approx(losses["fresh"], rel=1e-3)
-
-
-@pytest.mark.parametrize("options", PLACES[:2])
-def test_the_state_of_a_fresh_optimizer_starts_anew(options):
-    """Its state is empty: nothing of the steps before is left."""
-    plain, model = qwen3(), qwen3()
-    start = weights(plain)
-    expected = CLIPPED(plain, adamw(plain), FIRST)
-    with streaming(model, **options) as (streamed, own):
-        empty = copy.deepcopy(own.state_dict())
-        CLIPPED(streamed, own, SECOND)
-        streamed.load_state_dict(start)
-        own.load_state_dict(empty)
-        assert CLIPPED(streamed, own, FIRST) == expected
-        assert_same_weights(streamed, plain)
-
-
-@pytest.mark.parametrize("options", [*PLACES, AT_ONCE])
-def test_weights_and_state_are_current_after_every_step(options):
-    """Whichever is asked for first: the model, the optimizer, or, when updates have ended, the parameters."""
-    plain, model = llama(), llama()
-    usual = adamw(plain)
-    with streaming(model, **options) as (streamed, own):
-        checks = [
-            lambda: assert_same_weights(streamed, plain),
-            lambda: assert_same_state(own, usual),
-            lambda: own.drain() or all(map(torch.equal, streamed.parameters(), plain.parameters())) or pytest.fail(),
-        ]
-        for batch in data(6):
-            train(plain, usual, [batch])
-            train(streamed, own, [batch])
-            for check in checks:
-                check()
-            checks.append(checks.pop(0))
-
-
-@pytest.mark.parametrize("options", PLACES)
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("blocks", marks=pytest.mark.slow)])
-def test_a_gradient_that_is_seen_is_complete(kind, options):
-    """After a backward, a second one that adds to it, and clipping, whenever one looks."""
-    plain, model = MODELS[kind](), MODELS[kind]()
-
-    def check() -> None:
-        pairs = zip(plain.named_parameters(), model.parameters(), strict=True)
-        assert not [name for (name, p), q in pairs if not torch.equal(p.grad, q.grad)]
-
-    with streaming(model, **options) as (_, own):
-        both = ((plain, adamw(plain)), (model, own))
-        for batches, clipped in ((FIRST[:1], False), (FIRST[1:3], False), (SECOND[:1], True)):
-            assert all(p.grad is None for p in model.parameters())
-            for batch in batches:
-                for one, _ in both:
-                    model_loss(one, batch).backward()
-                if not clipped:
-                    check()
-            for one, optimizer in both if clipped else ():
-                own_clip(one, optimizer)
-            for _ in range(2):
-                check()
-            for _, optimizer in both:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-WRITES = {
-    "fill": lambda weight: weight[0].fill_(0.5),
-    "copy": lambda weight: weight.copy_(weight * 0.5),
-    "data": lambda weight: setattr(weight, "data", weight.data * 0.5),
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("options", PLACES)
-def test_weights_that_the_loop_writes_are_used(options, write):
-    def written(model: nn.Module, optimizer: Any, _: Any) -> None:
-        getattr(optimizer, "drain", lambda: None)()
-        with torch.no_grad():
-            for block in model.blocks:
-                WRITES[write](block.up.weight)
-
-    compare(blocks, loop=loop(batches=FIRST, before=written, after=evaluated), **options)
 
 
 def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():

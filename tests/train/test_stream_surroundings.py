@@ -1,5 +1,5 @@
 """What surrounds a streamed model: losses on its weights, layers that do not do the same every time, checkpoints of the
-user's own, parameters that no optimizer has, other threads."""
+user's own, parameters that no optimizer has, averages that are swapped in, gradients that are kept, other threads."""
 
 import copy
 import threading
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import compare, refused, streaming
-from stream_loops import adamw, loop, model_loss, sgd, train
-from stream_models import Block, blocks, data, qwen3
+from refusals import refused
+from stream_cases import case, compare, streaming
+from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train
+from stream_models import VOCABULARY, Block, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -21,7 +21,7 @@ from t1lib.train import activations
 
 ON_HOST = Choice(inputs="host", outer="host", grads="host", host_share=0.5)
 CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1, grad_slots=1)}
-CHOICES |= {"kept": Choice(keep=2)}
+CHOICES |= {"kept": Choice(keep=2), "waiting": Choice(host_share=0.5, grads="device")}
 each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 
 
@@ -38,15 +38,87 @@ def penalised_apart(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model_loss(model, batch)
 
 
-@each_choice
-@pytest.mark.parametrize("loss", [penalised, penalised_apart], ids=["in the loss", "in a backward of its own"])
-def test_a_loss_on_the_weights_themselves(loss, choice):
-    compare(qwen3, sgd, loop(loss=loss), choice=choice)
+def penalised_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Computed before the forward, of the two matrices whose memory the backward of the layers may take."""
+    before = 0.01 * sum(m.weight.square().sum() for m in (model.get_input_embeddings(), model.lm_head))
+    return model_loss(model, batch) + before
 
 
-def test_updates_in_the_backward_refuse_a_loss_on_the_weights():
-    with streaming(qwen3(), update_in_backward=True) as (model, _):
-        refused(lambda: penalised(model, data()[0]).backward(), "update_in_backward")
+def two_at_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    first = model(**batch).loss
+    return first + 0.5 * model(batch["input_ids"].flip(0), labels=batch["labels"]).loss
+
+
+def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    embedded = checkpoint(model.get_input_embeddings(), batch["input_ids"], use_reentrant=False)
+    return model(inputs_embeds=embedded, labels=batch["labels"]).loss
+
+
+def soft_prompt(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """By the embedding's matrix."""
+    model.t1_given = nn.functional.one_hot(batch["input_ids"], VOCABULARY).float().requires_grad_()
+    return model(inputs_embeds=model.t1_given @ model.get_input_embeddings().weight, labels=batch["labels"]).loss
+
+
+def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Nothing of the model is trained."""
+    model.requires_grad_(False)
+    model.t1_given = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
+    return model(inputs_embeds=model.t1_given, labels=batch["labels"]).loss
+
+
+def norm_of_given(model: nn.Module, optimizer: Any) -> Tensor:
+    return model.t1_given.grad.norm()
+
+
+def evaluation_mode_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = model_loss(model.train(), batch)
+    model.eval()
+    return loss
+
+
+def of_average(model: nn.Module) -> float:
+    """What is found with other weights, which are swapped in and out."""
+    params = list(layers_of(model).parameters())
+    trained = [param.data for param in params]
+    for param in params:
+        param.data = param.data * 0.5
+    found = evaluated(model)
+    for param, own in zip(params, trained, strict=True):
+        param.data = own
+    return found
+
+
+def up_grad(model: nn.Module) -> float:
+    return model.model.layers[0].mlp.up_proj.weight.grad.norm().item()
+
+
+def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
+    """Gradients that were kept are added to those of the next step."""
+    weight, kept = model.model.layers[0].mlp.up_proj.weight, vars(model).setdefault("t1_kept", [])
+    kept.append(weight.grad)
+    weight.grad = sum(kept[-2:])
+    return kept[0].norm()
+
+
+def one_by_one(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    late = optimizer.t1_steps = getattr(optimizer, "t1_steps", 0) + 1
+    optimizer.param_groups[0]["momentum"] = 0.9 if late > 2 else 0.0
+
+
+def norms_alone(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for n, p in model.named_parameters() if "norm" in n], lr=1e-2)
+
+
+def clip_twice(model: nn.Module, optimizer: Any) -> Tensor:
+    """The second norm is of gradients that were all scaled."""
+    own_clip(model, optimizer)
+    return own_clip(model, optimizer, 0.01)
 
 
 class Moody(Block):
@@ -71,74 +143,17 @@ def moody() -> nn.Module:
     return model
 
 
-@each_choice
-def test_layers_that_do_not_do_the_same_every_time(choice, monkeypatch):
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        compare(moody, choice=choice)
-    finally:
-        torch.use_deterministic_algorithms(False)
+class Skipped(Block):
+    def forward(self, hidden: Tensor, *given: Any, **named: Any) -> Tensor:
+        return hidden if torch.rand(()) < 0.5 else super().forward(hidden, *given, **named)
 
 
-def test_the_last_product_is_left_out_of_known_layers_unless_somebody_looks(monkeypatch):
-    left_out, seen = [], []
-    apply = activations._Unread.apply
-    monkeypatch.setattr(activations._Unread, "apply", lambda *given: left_out.append(1) or apply(*given))
-    with streaming(qwen3()) as (model, _):
-        for looking in (False, True):
-            if looking:
-                note = lambda module, given, out: seen.append(float(out.detach().abs().max()))  # noqa: E731
-                model.model.layers[2].mlp.register_forward_hook(note)
-            model_loss(model, data()[0]).backward()
-            assert len(left_out) == 3 + 3 * looking  # of four layers, the first is watched; then one has a hook
-    assert len(seen) == 2 and seen[0] == seen[1]
-
-
-def embedding_again(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    embedded = checkpoint(model.get_input_embeddings(), batch["input_ids"], use_reentrant=False)
-    return model(inputs_embeds=embedded, labels=batch["labels"]).loss
-
-
-def test_a_checkpoint_around_an_embedding_whose_state_is_on_the_host():
-    compare(qwen3, loop=loop(loss=embedding_again), choice=ON_HOST)
-
-
-@each_choice
-def test_the_norm_is_that_of_all_gradients_also_of_parameters_in_no_group(choice):
-    norms = partial(adamw_of, "norm")
-    plain = qwen3()
-    model_loss(plain, data()[0]).backward()
-    expected = clip_grad_norm_(plain.parameters(), 0.05)
-    model = qwen3()
-    with streaming(model, norms(model), choice=choice) as (streamed, optimizer):
-        model_loss(streamed, data()[0]).backward()
-        assert optimizer.clip_grad_norm_(0.05) == expected
-        for first, second in zip(streamed.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(first.grad, second.grad)
-
-
-def adamw_of(part: str, model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([p for n, p in model.named_parameters() if part in n], lr=1e-2)
-
-
-def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    late = optimizer.t1_steps = getattr(optimizer, "t1_steps", 0) + 1
-    optimizer.param_groups[0]["momentum"] = 0.9 if late > 2 else 0.0
-
-
-@each_choice
-def test_momentum_that_is_0_in_the_first_steps(choice):
-    compare(qwen3, sgd, loop(before=momentum_later), choice=choice)
-
-
-def test_momentum_that_is_0_for_now_is_refused_beside_dampening():
-    model = qwen3()
-    optimizer = sgd(model, dampening=0.5)
-    with streaming(model, optimizer) as (streamed, own):
-        own.param_groups[0]["momentum"] = 0.0
-        model_loss(streamed, data()[0]).backward()
-        refused(own.step, "dampening")
+def skipping() -> nn.Module:
+    """A layer is skipped below all that trains."""
+    model = blocks()
+    model.embed.requires_grad_(False)
+    model.blocks[0].__class__ = Skipped
+    return model
 
 
 def test_another_thread_evaluates_meanwhile():
@@ -194,21 +209,57 @@ def test_past_key_values_that_hold_tokens_are_refused_in_training():
             assert model(data()[0]["input_ids"], past_key_values=cache).logits.isfinite().all()
 
 
-def two_at_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    first = model(**batch).loss
-    return first + 0.5 * model(batch["input_ids"].flip(0), labels=batch["labels"]).loss
+CASES: dict[str, dict[str, Any]] = {
+    "a loss on the weights, in a backward of its own": case(qwen3, sgd, loss=penalised_apart),
+    # sums are in another order
+    "a loss on the weights, accumulated": case(qwen3, sgd, loss=penalised, batches=data(8), accumulate=2, rel=1e-5),
+    "a loss on the weights, computed before": case(llama, loss=penalised_before),
+    # one backward may add up gradients
+    "a loss on the weights, without accumulation": case(qwen3, sgd, loss=penalised) | {"accumulate": False},
+    "two forwards, without accumulation": case(qwen3, sgd, loss=two_at_once) | {"accumulate": False},
+    "layers that do not do the same every time": case(moody),
+    "a layer that is skipped": case(skipping),
+    "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
+    "a soft prompt": case(qwen3, loss=soft_prompt, clip=norm_of_given),
+    "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=norm_of_given),
+    "evaluation mode": case(partial(blocks, dropout=0.3), loss=evaluation_mode_before_the_backward),
+    "weights swapped for an average": case(qwen3, after=of_average),
+    "gradients that are kept, dropped one by one": case(qwen3, clip=add_kept, zero=one_by_one),
+    "gradients that are kept, dropped by layers": case(
+        qwen3, clip=add_kept, zero=lambda model: model.model.zero_grad()
+    ),
+    # which are never zeroed, but clipped before the step, and seen after it
+    "gradients of parameters in no group": case(
+        qwen3, norms_alone, clip=clip_twice, zero=lambda model: None, after=up_grad
+    ),
+    "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
+}
 
 
 @each_choice
-@pytest.mark.parametrize("loss", [penalised, two_at_once])
-def test_one_backward_may_add_up_gradients_without_accumulation(loss, choice):
-    compare(qwen3, sgd, loop(loss=loss), choice=choice, accumulate=False)
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_plain_pytorch(name, choice, monkeypatch):
+    """Memory that nobody has written to holds nan."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(**CASES[name], choice=choice)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
-def test_a_second_backward_without_accumulation_is_refused():
-    with streaming(qwen3(), accumulate=False) as (model, _):
-        penalised(model, data()[0]).backward()
-        refused(lambda: penalised(model, data()[0]).backward(), "accumulate")
+def test_the_last_product_is_left_out_of_known_layers_unless_somebody_looks(monkeypatch):
+    left_out, seen = [], []
+    apply = activations._Unread.apply
+    monkeypatch.setattr(activations._Unread, "apply", lambda *given: left_out.append(1) or apply(*given))
+    with streaming(qwen3()) as (model, _):
+        for looking in (False, True):
+            if looking:
+                note = lambda module, given, out: seen.append(float(out.detach().abs().max()))  # noqa: E731
+                model.model.layers[2].mlp.register_forward_hook(note)
+            model_loss(model, data()[0]).backward()
+            assert len(left_out) == 3 + 3 * looking  # of four layers, the first is watched; then one has a hook
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 @each_choice

@@ -1,4 +1,4 @@
-"""What the tests of `stream` on a CPU cannot see: lanes, copies and budgets of a GPU. References are plain PyTorch."""
+"""What tests on a CPU cannot see: lanes, copies, graphs and budgets of a GPU. References: plain PyTorch, mode gpu."""
 
 import gc
 from collections.abc import Callable
@@ -8,22 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, wait_for, weights
-from stream_loops import CLIPS, adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
+from stream_loops import adamw, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
 from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from t1lib.errors import T1Error
 from t1lib.heads import patch_head
 from t1lib.plan.cost import Choice
-from t1lib.train import build_model, graphs, placing, stream
+from t1lib.train import OptimizerSpec, Schedule, build_model, graphs, make_trainer, placing, stream
+from t1lib.train.wrap import compile_layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
 HERE = DEVICE if torch.cuda.is_available() else "cpu"
-BATCHES, PADDED, LONG = data(device=HERE), data(padded=True, device=HERE), data(20, device=HERE)
+BATCHES = data(device=HERE)
 GIB = 2**30
+SPECS = [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("adamw", lr=1e-3, master_weights=True)]
 OPTIMIZERS = {"adamw": partial(adamw, lr=1e-3), "sgd": sgd, "grouped": partial(grouped, make=torch.optim.SGD)}
 PLACES = {
     "streamed": Choice(),
@@ -36,31 +38,15 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("place", PLACES)
-def test_placements(place, clip):
-    rates = partial(LambdaLR, lr_lambda=lambda step: 0.8**step)
-    each = loop(batches=data(8, padded=True, device=DEVICE), clip=CLIPS[clip], schedule=rates, after=evaluated)
-    compare(llama, OPTIMIZERS["grouped"], each, rel=1e-5, device=DEVICE, choice=PLACES[place])
-
-
 def here(build: Callable[..., nn.Module] = qwen3, optimizer: Callable[..., Any] = sgd, **given: Any) -> dict[str, Any]:
     return case(build, optimizer, **{"batches": BATCHES, **given})
 
 
 CASES: dict[str, dict[str, Any]] = {
     **{f"{kind}, {o}": here(MODELS[kind], OPTIMIZERS[o]) for kind in MODELS for o in OPTIMIZERS},
-    **{
-        f"{kind}, {n} rows at a time": here(MODELS[kind], batches=PADDED, **pieces(n))
-        for kind in MODELS
-        for n in (1, 3)
-    },
-    **{f"accumulated, clip {clip}": here(batches=LONG, accumulate=4, clip=CLIPS[clip]) for clip in CLIPS},
-    **{f"updated in the backward, {p}": here(choice=PLACES[p], update_in_backward=True) for p in PLACES},
     "parameters without a gradient": here(
         partly_used, partial(adamw, lr=1e-3, weight_decay=0.5), choice=PLACES["two places"]
     ),
-    "nothing overlaps": here(clip=own_clip, overlap=False),
     # the GPU's own random numbers are replayed
     "adapters, little dropout": here(partial(adapted, dropout=0.05), **pieces(None, adapters_of)),
     "adapters, much dropout": here(partial(adapted, dropout=0.5), **pieces(None, adapters_of)),
@@ -80,24 +66,6 @@ def test_bfloat16_with_masters(layout, place):
     build, make = partial(llama, torch.bfloat16), partial(adamw, lr=1e-3)
     options = {"usual": lambda model: Masters(make(model)), "choice": PLACES[place], **layout}
     compare(build, make, loop(batches=BATCHES[:5], clip=own_clip), rel=1e-2, device=DEVICE, **options)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_gradients_and_weights_are_complete_when_seen(place):
-    """With copies so large that they are still under way when the host goes on."""
-    wide = partial(blocks, hidden=512, layers=4)
-    plain, model = wide().to(DEVICE), wide()
-    usual = sgd(plain, lr=1e-2)
-    with streaming(model, sgd(model, lr=1e-2), device=DEVICE, choice=PLACES[place]) as (streamed, own):
-        for batch in BATCHES[:3]:
-            for one, optimizer in ((plain, usual), (streamed, own)):
-                optimizer.zero_grad()
-                model_loss(one, batch).backward()
-            grads = ({n: p.grad for n, p in one.named_parameters()} for one in (streamed, plain))
-            assert_same_weights(*grads, rel=1e-3)
-            usual.step()
-            own.step()
-            assert_same_weights(streamed, plain, rel=1e-4)
 
 
 def test_a_device_that_is_busy_when_buffers_are_made(monkeypatch):
@@ -179,3 +147,65 @@ def test_what_is_dropped_is_gone(closed):
     leave()
     assert wait_for(lambda: held_bytes() <= on_host)
     assert torch.cuda.memory_allocated() <= on_device
+
+
+def trainer(mode: str, dtype: torch.dtype = torch.bfloat16, compiled: bool = False, **options):
+    model = build_model("tiny", dtype=dtype, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    if options.get("loss") == "mean_square":
+        model.requires_grad_(False).model.layers.requires_grad_(True)
+    if compiled:
+        compile_layers(model.model.layers)
+    return make_trainer(model, mode, device=DEVICE, **options)
+
+
+def of_length(tokens: int = 128, seed: int = 3):
+    return {"input_ids": torch.randint(512, (2, tokens), generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize("optimizer", SPECS, ids=["sgd", "masters"])
+@pytest.mark.parametrize("own", [{}, {"compiled": True}, {"micro_batch": 1, "max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("mode", ["ckpt", "slide", "fsdp"])
+def test_losses_agree_with_gpu(mode, optimizer, own):
+    trainers = {m: trainer(m, optimizer=optimizer, **own) for m in ("gpu", mode)}
+    losses = {m: [t.step(of_length()).loss for _ in range(12)] for m, t in trainers.items()}
+    assert losses["gpu"][-1] < losses["gpu"][0] - 0.1
+    # Rounding in another order makes a difference of up to 0.06 here; after 14 steps SGD at this rate is chaotic.
+    assert losses[mode] == pytest.approx(losses["gpu"], rel=1.5e-2)
+    trainers[mode].close()
+
+
+@pytest.mark.parametrize("loss", [{}, {"loss": "mean_square"}], ids=["head", "mean square"])
+@pytest.mark.parametrize("spec", [OptimizerSpec("sgd", lr=0.1, momentum=0.9), OptimizerSpec("adamw", lr=1e-3)], ids=str)
+def test_a_graph_trains_as_its_launches_do(spec, loss):
+    """With a learning rate that changes every step, clipping, and batches of two shapes."""
+    options = {"optimizer": spec, "max_grad_norm": 1.0, "schedule": Schedule("cosine", warmup=3, total=20), **loss}
+    eager, graphed = (trainer(mode, torch.float32, **options) for mode in ("gpu", "gpu-graph"))
+    for step in range(16):
+        given = of_length(128 if step % 2 else 96, step)
+        one, other = eager.step(given), graphed.step(given)
+        assert other.loss == pytest.approx(one.loss, rel=1e-4)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
+    assert len(graphed._graphs) == 2
+    graphed.load_state_dict(eager.state_dict())
+    assert graphed.step(of_length(96)).loss == pytest.approx(eager.step(of_length(96)).loss, rel=1e-4)
+
+
+def test_what_a_graph_refuses():
+    for options in ({"micro_batch": 1}, {"optimizer": SPECS[1]}):
+        refused(partial(trainer, "gpu-graph", **options), "in mode 'gpu-graph'; allowed")
+
+
+def test_slide_memory_is_flat_and_small():
+    slide = trainer("slide", optimizer="sgd", loss="mean_square")
+    for _ in range(2):
+        slide.step(of_length())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    peaks = []
+    for _ in range(5):
+        slide.step(of_length())
+        peaks.append(torch.cuda.max_memory_reserved())
+    assert len(set(peaks)) == 1
+    layer = sum(p.numel() * p.element_size() for p in slide.parts.layers[0].parameters())
+    assert sum(t.nbytes for t in slide.device_tensors()) < 6 * layer
+    slide.close()
