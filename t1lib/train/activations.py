@@ -99,6 +99,7 @@ class Saved:
     autocast: Callable[[], AbstractContextManager]  # brings the forward's state back
     training: list[bool]  # of each of the layer's modules
     version: int  # of the weights
+    rows: int | None  # that were computed at a time
     random: list[Randomness] = field(default_factory=list)
     graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None
@@ -106,14 +107,15 @@ class Saved:
     @contextmanager
     def training_again(self, layer: nn.Module) -> Iterator[None]:
         """Put the layer's modules back into the modes, training or evaluation, in which its forward ran."""
-        changed = [m for m, mode in zip(layer.modules(), self.training, strict=False) if m.training != mode]
+        noted = zip(layer.modules(), self.training, strict=False)
+        changed = [(module, mode) for module, mode in noted if module.training != mode]
         try:
-            for module in changed:
-                module.training = not module.training
+            for module, mode in changed:
+                module.training = mode
             yield
         finally:
-            for module in changed:
-                module.training = not module.training
+            for module, mode in changed:  # unless a hook has set it meanwhile
+                module.training = not mode if module.training == mode else module.training
 
 
 class Inputs:

@@ -268,10 +268,10 @@ def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = 
 
 
 def _apply(
-    held: torch.dtype, stays: bool, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+    held: torch.dtype, stays: bool, module: nn.Module, function: Callable[[Tensor], Tensor], *recurse: Any, **named: Any
 ) -> nn.Module:
     """In place of `nn.Module._apply`, which `.to(device)` and `.half()` call, of the model, and of its streamed layers,
     which stay where they are. held: the layers' dtype"""
     dtype = function(torch.zeros(0, dtype=held)).dtype
     require(dtype == held, f"a streamed model cannot become {dtype}: convert it before `stream`")
-    return module if stays else type(module)._apply(module, function, recurse)
+    return module if stays else type(module)._apply(module, function, *recurse, **named)

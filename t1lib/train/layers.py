@@ -143,14 +143,17 @@ class HostLayer(Traveller):
         self.grad_views: dict[str, Tensor] = {}
         self.waiting: list[Tensor] | None = None  # gradients on the device instead, in pieces
         self.shown = False  # whether somebody has looked at them, and may hold them
+        self._left = False  # whether some of those that were looked at are None by now
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        self.backward = -1  # autograd's number of the backward that gave gradients last
+        self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
         self._hooks, me = [], weakref.ref(self)
         self.version = 0  # how many updates have begun
+        self.apart: dict[str, Tensor] = {}  # gradients that were set while somebody held those before them
+        self.written = False  # the master may have to follow weights that somebody wrote
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
             param.data = self.views[name]
@@ -198,7 +201,8 @@ class HostLayer(Traveller):
             return None
         self.see_gradients()
         self.shown = True
-        return self.grad_views[name].detach()  # another tensor, so that its memory is seen to be held
+        found = self.apart[name] if name in self.apart else self.grad_views[name]
+        return found.detach()  # another tensor, so that its memory is seen to be held
 
     def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
         """A parameter's name. kept: raise `T1Error` if its gradient is not"""
@@ -231,46 +235,51 @@ class HostLayer(Traveller):
             given, param.grad = param.grad, None
         if name not in self.absent:
             self._refuse_hook(name)
+            self.gather()
             self.see_gradients()
             given = given + self.grad_views[name]
         elif not self.has_gradients:
             self.backward = torch._C._current_graph_task_id()
+        self.latest = torch._C._current_graph_task_id()
         self.set_gradient(param, given)
 
     def set_gradient(self, param: nn.Parameter, value: Tensor | None) -> None:
         name = self._name_of(param, kept=value is not None)
+        self.norms = None
         if value is None:
+            self.apart.pop(name, None)
             self.absent.add(name)
-            self.norms = None
-        self._leave_gradients()
-        if value is None:
+            self._left |= self.shown
             return
         self.settle(self)
-        self.room_for_gradients()
         self.see_gradients()
-        self.grad_views[name].copy_(value)
+        own = self.grad_views.get(name)
         self.absent.discard(name)
+        if own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
+            self.apart.pop(name, None)
+        elif self.shown and self._is_held():
+            self.apart[name] = value.detach().to("cpu", self.layout.dtype, copy=True)
+        else:
+            self.room_for_gradients()
+            self.grad_views[name].copy_(value)
+
+    def gather(self) -> None:
+        """Put the gradients that were set apart into the buffer, or all into another one if somebody holds it."""
+        if not self.apart:
+            return
+        self.see_gradients()
+        apart, self.apart, before = self.apart, {}, self.grad_views
+        if self._is_held():
+            self.grads, self.grad_views, self.shown = None, {}, False
+            self.room_for_gradients()
+        for name in self.params.keys() - self.absent:
+            self.grad_views[name].copy_(apart[name] if name in apart else before[name])
 
     def forget_gradients(self) -> None:
-        """All gradients are None from here on. Memory that somebody still holds is left to them."""
-        self.absent, self.norms, self.scale = set(self.params), None, None
-        self._leave_gradients()
+        """All gradients are None from here on."""
+        self.absent, self.norms, self.scale, self.apart = set(self.params), None, None, {}
+        self._left |= self.shown
         self.shown = False
-
-    def _leave_gradients(self) -> None:
-        """If somebody holds gradients that were looked at, leave the memory to them, and go on in other memory."""
-        if not (self.shown and self._is_held()):
-            return
-        self.settle(self)  # an update under way may hold them, too
-        wait_for(self.arrived)
-        if not self._is_held():
-            return
-        if self.has_gradients:
-            self.see_gradients()
-        before, self.grads, self.grad_views, self.shown = self.grad_views, None, {}, False
-        for name in self.params.keys() - self.absent:
-            self.room_for_gradients()
-            self.grad_views[name].copy_(before[name])
 
     def _is_held(self) -> bool:
         """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
@@ -278,13 +287,21 @@ class HostLayer(Traveller):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
+        self.gather()
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
         if self.shown:
             self.see_gradients()
 
     def room_for_gradients(self) -> Tensor:
-        """The host buffer for gradients, made when it is first needed."""
+        """The host buffer for gradients, made when it is first needed. Memory of gradients that are None by now is left
+        to whoever still holds them."""
+        if self._left and self.grads is not None and self._is_held():
+            self.settle(self)  # an update under way may be what holds them
+            wait_for(self.arrived)
+            if self._is_held():
+                self.grads, self.grad_views = None, {}
+        self._left = False
         if self.grads is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
                 self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
@@ -304,7 +321,7 @@ class HostLayer(Traveller):
 
     def _refuse_hook(self, name: str) -> None:
         """Raise `T1Error` for a hook that would see a second part of what one backward adds up."""
-        again = self.backward == torch._C._current_graph_task_id() and self.params[name]._backward_hooks
+        again = self.latest == torch._C._current_graph_task_id() and self.params[name]._backward_hooks
         parts = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient"
         require(not again, f"{parts}; allowed: one forward per backward, and no loss on the weight itself")
 
@@ -322,6 +339,7 @@ class HostLayer(Traveller):
     def give_back(self, device: torch.device | None = None) -> None:
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
         if self.has_gradients and self.keeps_gradients:
+            self.gather()
             self.see_gradients()
         for hook in self._hooks:
             hook.remove()
@@ -334,17 +352,24 @@ class HostLayer(Traveller):
 
     @unwatched
     def take_over(self) -> None:
-        """Take over what was written to the host's weights, or assigned to `p.data`: masters follow. Whoever assigns it
-        may keep what `p.data` was, to assign that again: then it is left as it is, and other memory is taken."""
-        self.touched = False
+        """Take over what was written to the host's weights, or assigned to `p.data`. Whoever assigns it may keep what
+        `p.data` was, to assign that again: so it is left as it is, and other memory is taken."""
         given = {name: param.data for name, param in self.params.items()}
         for name, value in given.items():
             require(value.shape == self.views[name].shape, f"p.data of {name!r} was given another shape")
-        if any(value.data_ptr() != self.views[name].data_ptr() for name, value in given.items()):
-            self.flat = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
-            self.views = self.layout.views(self.flat)
-            for name, param in self.params.items():
-                self.views[name].copy_(given[name])
-                param.data = self.views[name]
-        if "master" in self.state:
+        own = {name: (view.data_ptr(), view.stride()) for name, view in self.views.items()}
+        if any((value.data_ptr(), value.stride()) != own[name] for name, value in given.items()):
+            with torch.inference_mode(False):
+                self.flat = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
+                self.views = self.layout.views(self.flat)
+                for name, param in self.params.items():
+                    self.views[name].copy_(given[name])
+                    param.data = self.views[name]
+        self.touched, self.written = False, True
+
+    def follow(self) -> None:
+        """Let the master follow weights that somebody wrote. (Not as soon as they are: they may be an average that is
+        swapped in for an evaluation only.)"""
+        if self.written and "master" in self.state:
             follow(self.state["master"], self.flat)
+        self.written = False

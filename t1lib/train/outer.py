@@ -38,7 +38,16 @@ class OuterParam(Traveller):
         copy = None if "master" in state else _pinned(param.data.view(-1).to("cpu", copy=True), param.device)
         super().__init__(index, copy, {k: _pinned(v, param.device) for k, v in state.items()})
         self.grad: Tensor | None = None  # of the update that is pending
-        self.version = param._version  # changes if somebody else writes to the weights
+        self.note()
+
+    def note(self) -> None:
+        """These are the weights that the host knows."""
+        self._seen = self.param._version, self.param.data_ptr()
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody else has written to the weights since, or assigned `p.data`."""
+        return self._seen != (self.param._version, self.param.data_ptr())
 
 
 class Outer:
@@ -212,6 +221,7 @@ class Outer:
                 storage = held.param.untyped_storage()
                 if storage.nbytes() == 0:
                     storage.resize_(held.param.nbytes)
+                    held.note()
             self._away, self._known = False, self._schedule.compute.mark()
 
     @torch.no_grad()
@@ -237,14 +247,14 @@ class Outer:
 
     def _take_over(self) -> None:
         """Take over what was written to the weights on the device."""
-        if any(held.version != held.param._version for held in self.held):
+        if any(held.changed for held in self.held):
             self.refresh()
 
     def drain(self) -> None:
         self.ready()
         for held in self.held:
             wait_for(held.left)
-        if any(held.version != held.param._version for held in self.held):
+        if any(held.changed for held in self.held):
             self.refresh()
 
     @unwatched
@@ -253,7 +263,10 @@ class Outer:
         """The weights on the device may have been changed: the host's copies follow."""
         for held in self.held:
             wait_for(held.left)
-            held.version, now = held.param._version, held.param.data.view(-1).cpu()
+            if not held.param.is_contiguous():  # assigned to `p.data`
+                held.param.data = held.param.data.contiguous()
+            held.note()
+            now = held.param.data.view(-1).cpu()
             if held.flat is not None:
                 held.flat.copy_(now)
             else:

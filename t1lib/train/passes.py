@@ -36,7 +36,8 @@ class Passes:
         known = all(type(layer).__module__.startswith("transformers.models.") for layer in self.stack)
         self._recompute = Recompute(whole=not (plain and known))  # of a compiled one, for example, nothing is left out
         modules = ([*layer.modules()] for layer in self.stack)
-        self._places = [[(m._parameters, *own) for m in inner for own in m._parameters.items()] for inner in modules]
+        owned = ([(m._parameters, *own) for m in inner for own in m._parameters.items()] for inner in modules)
+        self._places = [[place for place in places if place[2] is not None] for places in owned]
         self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         # Layers that may run as CUDA graphs: all that they use comes in through the slots or as an argument.
@@ -48,13 +49,17 @@ class Passes:
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
         layer, grad = self.stack[index], torch.is_grad_enabled()
-        other = next((name for place, name, own in self._places[index] if place.get(name) is not own), None)
+        found = ((place.get(name), own, name) for place, name, own in self._places[index])
+        other = next((name for there, own, name in found if there is not own and there is not None), None)
         where = f"{other!r} in layer {index} is another parameter than `stream` was given"
         require(other is None, f"{where}, as in functional_call; allowed: changes of its values")
         trains = grad and any(p.requires_grad for p in layer.parameters())
         before = _cached((*args, *kwargs.values()), index) if grad else []
         needed = trains or hidden.requires_grad or any(t.requires_grad for t in before)
-        require(not (before and needed), "training with past_key_values that hold tokens, as in prefix tuning")
+        require(
+            not (before and needed),
+            "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()",
+        )
         if not (trains or (grad and hidden.requires_grad)):
             with torch.no_grad(), self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
@@ -65,9 +70,8 @@ class Passes:
         require(not again, "the model's own gradient checkpointing is on; stream recomputes layers itself: turn it off")
         needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
-        # A recomputation would append to a cache a second time.
-        args = tuple(_unless_cache(value, index) for value in args)
-        kwargs = {name: _unless_cache(value, index) for name, value in kwargs.items()}
+        if layer.training:  # caches stay empty, as under transformers' own checkpointing
+            args, kwargs = _without_caches(args, kwargs)
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
 
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
@@ -76,11 +80,12 @@ class Passes:
         keep = save and index >= self._kept
         held, modes = self._schedule.layers.get(index), [module.training for module in self.stack[index].modules()]
         version, graphs = 0 if held is None else held.version, [] if keep else None
-        saved, outputs = Saved(autocast_again(self.device), modes, version, graphs=graphs), []
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
+        rows = None if cached else self._micro_batch
+        saved, outputs = Saved(autocast_again(self.device), modes, version, rows, graphs=graphs), []
         self._schedule.bind(index)
         try:
-            for piece in split_rows(whole, None if cached else self._micro_batch):
+            for piece in split_rows(whole, rows):
                 random = Randomness(self.device) if save and not keep else None
                 with saved.autocast(), self._trace().span("compute", "forward", index):
                     if keep:
@@ -140,10 +145,10 @@ class Passes:
             self._outer.backward_begins(index, saved)
         schedule.bind(index, again=True)
         try:
-            pieces = saved.graphs if whole is None else split_rows(whole, self._micro_batch)
+            pieces = saved.graphs if whole is None else split_rows(whole, saved.rows)
             if index in schedule.layers:
                 schedule.layers[index].refuse_hooks(len(pieces))
-            for k, (piece, part) in enumerate(zip(pieces, grad.split(self._micro_batch or len(grad)), strict=True)):
+            for k, (piece, part) in enumerate(zip(pieces, grad.split(saved.rows or len(grad)), strict=True)):
                 if whole is None:
                     x, out = piece
                 else:
@@ -195,18 +200,9 @@ def _cached(values: Iterable[Any], index: int) -> list[Tensor]:
     return [t for t in found if isinstance(t, Tensor) and t.numel()]
 
 
-def _unless_cache(value: Any, index: int) -> Any:
-    """None for a cache, which stays empty. Raises `T1Error` if the layer gets it a second time: as what decoding goes
-    on from."""
-    if not isinstance(value, Cache):
-        return value
-    left_empty = value.__dict__.setdefault("_t1_left_empty", set())
-    again = (
-        f"layer {index} gets a cache that was left empty, as gradients might be wanted; decode under torch.no_grad()"
-    )
-    require(index not in left_empty, again)
-    left_empty.add(index)
-    return None
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args = tuple(None if isinstance(value, Cache) else value for value in args)
+    return args, {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
 
 
 class _Layer(torch.autograd.Function):
@@ -216,7 +212,8 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
-        ctx.passes, ctx.index, ctx.args, ctx.kwargs, ctx.trains = passes, index, args, kwargs, anchor is not None
+        ctx.passes, ctx.index, ctx.trains = passes, index, anchor is not None
+        ctx.args, ctx.kwargs = _without_caches(args, kwargs)  # a recomputation would append to them a second time
         with passes.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None

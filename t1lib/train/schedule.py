@@ -140,11 +140,12 @@ class Schedule:
         """Take over what may have been written to the host's weights; no slot holds them."""
         self.finish(layer)
         wait_for(layer.left)
-        layer.take_over()
-        self.travel.forget(layer)
         if layer.slot.holds is layer:
             self._arrive(layer)
+            wait_for(layer.slot.filled)  # a copy may be reading the memory that is given up
             layer.slot.holds = None
+        layer.take_over()
+        self.travel.forget(layer)
 
     def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> None:
         """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes
@@ -174,10 +175,12 @@ class Schedule:
             self.updated.add(index)
         slot, layer.reached = layer.grad_slot, set()
         before, layer.backward = layer.backward, torch._C._current_graph_task_id()
+        layer.latest = layer.backward
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
             require(self._accumulate or before == layer.backward, beside)
+            layer.gather()
             layer.see_gradients()
             slot.flat.copy_(layer.grads, non_blocking=True)
             for name in layer.absent:
@@ -260,7 +263,8 @@ class Schedule:
         self.finish(layer)
         if layer.touched:
             self._take_over_weights(layer)
-        layer.version += 1
+        layer.follow()
+        layer.gather()
         if layer.scale is not None and len(layer.groups) < len(layer.params):
             layer.see_gradients()  # the update would not multiply those that are in no group
         grads, scale, mark = layer.waiting or layer.grads, layer.scale, None
@@ -274,6 +278,7 @@ class Schedule:
                     self._sent = scale, lane.uses(scale).to("cpu", non_blocking=True), lane.mark()  # in pinned memory
             scale, mark = self._sent[1:]
         given = Update(grads, layer.spans(rules), (layer.arrived, mark), layer.whole, scale)
+        layer.version += bool(given.spans)
         copied = layer.travels and layer.waiting is None
         if not copied and not layer.state.keys() & {"master", "low"}:
             layer.scale = None  # this update multiplies the gradients themselves
@@ -331,6 +336,7 @@ class Schedule:
             wait_for(layer.left)
             if layer.touched:
                 self._take_over_weights(layer)
+            layer.follow()
 
     def device_tensors(self) -> list[Tensor]:
         waiting = [piece for layer in self.layers.values() for piece in layer.waiting or ()]

@@ -300,7 +300,9 @@ def test_what_is_refused_changes_nothing():
         refused(lambda: torch.func.functional_call(model, others, kwargs=BATCHES[0]), "layer 0", "another")
         model.eval()
         found = model(BATCHES[0]["input_ids"][:1], use_cache=True)
-        refused(lambda: model(BATCHES[0]["input_ids"][:1, :1], past_key_values=found.past_key_values), "no_grad()")
+        refused(
+            lambda: model(BATCHES[0]["input_ids"][:1, :1], past_key_values=found.past_key_values), "past_key_values"
+        )
         model.train()
         hook = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad)
         two = model_loss(model, BATCHES[0]) + model_loss(model, BATCHES[1])

@@ -13,6 +13,7 @@ from stream_cases import case, compare, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train
 from stream_models import VOCABULARY, Block, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -87,6 +88,41 @@ def of_average(model: nn.Module) -> float:
     for param, own in zip(params, trained, strict=True):
         param.data = own
     return found
+
+
+def decoded_by_hand(model: nn.Module) -> float:
+    """From a prompt that was run where gradients are possible."""
+    model.eval()
+    found = model(data()[0]["input_ids"], use_cache=True)
+    with torch.no_grad():
+        found = model(data()[1]["input_ids"][:, :1], past_key_values=found.past_key_values)
+    model.train()
+    return found.logits.norm().item()
+
+
+def of_assigned(model: nn.Module) -> float:
+    """Weights are assigned for good, of embedding and head as well, and then looked at in inference mode."""
+    for param in model.parameters():
+        param.data = param.data * 0.9
+    with torch.inference_mode():
+        return evaluated(model)
+
+
+def scale_held(model: nn.Module, optimizer: Any) -> Tensor:
+    """Gradients are held, some dropped, one set, and all others scaled through what is held."""
+    held = {param: param.grad for param in model.parameters()}
+    for param, grad in held.items():
+        if param.dim() == 1:
+            param.grad = None
+        elif param.shape[0] == param.shape[1]:
+            param.grad = grad.clamp(-1e-3, 1e-3)
+        grad.mul_(0.1)
+    return sum(grad.norm() for grad in held.values())
+
+
+def prune_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    if not hasattr(model, "t1_pruned"):
+        model.t1_pruned = prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
 
 
 def up_grad(model: nn.Module) -> float:
@@ -199,6 +235,17 @@ def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(maste
         assert all((param == 0).float().mean() < 0.05 for param in zeroed)
 
 
+@each_choice
+def test_masters_outlive_an_average_that_is_swapped_in_for_an_evaluation(choice):
+    found = []
+    for swaps in (False, True):
+        model = qwen3(torch.bfloat16)
+        with streaming(model, adamw(model, lr=1e-5), choice=choice) as own:
+            train(*own, data(6), after=of_average if swaps else None)
+        found.append([param.detach().cpu() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_past_key_values_that_hold_tokens_are_refused_in_training():
     cache, keys = DynamicCache(), torch.zeros(4, 2, 1, 8)
     with streaming(qwen3()) as (model, _):
@@ -224,6 +271,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=norm_of_given),
     "evaluation mode": case(partial(blocks, dropout=0.3), loss=evaluation_mode_before_the_backward),
     "weights swapped for an average": case(qwen3, after=of_average),
+    "weights that are assigned": case(qwen3, after=of_assigned),
+    "weights that are assigned, untied": case(llama, after=of_assigned),
+    "decoding by hand": case(qwen3, after=decoded_by_hand),
+    "decoding by hand, by rows": case(qwen3, after=decoded_by_hand, micro_batch=1, rel=1e-5),
+    "weights that are pruned": case(qwen3, before=prune_later),
+    "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "gradients that are kept, dropped one by one": case(qwen3, clip=add_kept, zero=one_by_one),
     "gradients that are kept, dropped by layers": case(
         qwen3, clip=add_kept, zero=lambda model: model.model.zero_grad()
