@@ -29,7 +29,7 @@ test: install
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 lab: install
-	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/start.ipynb
+	$(BIN)/python -m jupyterlab --allow-root --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/start.ipynb
 
 lint: install
 	$(BIN)/python -m ruff check .
