@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
-from t1lib.errors import require
+from t1lib.errors import T1Error, require
 from t1lib.plan.work import launch_bound
 from t1lib.train.activations import Inputs, Piece, Randomness, Recompute, Saved, autocast_again, kept_graph, split_rows
 from t1lib.train.graphs import LayerGraphs
@@ -49,17 +49,15 @@ class Passes:
     def run(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run layer `index` on hidden states (B, …) with the other arguments that the model gives it."""
         layer, grad = self.stack[index], torch.is_grad_enabled()
-        found = ((place.get(name), own, name) for place, name, own in self._places[index])
-        other = next((name for there, own, name in found if there is not own and there is not None), None)
-        where = f"{other!r} in layer {index} is another parameter than `stream` was given"
-        require(other is None, f"{where}, as in functional_call; allowed: changes of its values")
+        for place, name, own in self._places[index]:
+            if place.get(name) is not own and place.get(name) is not None:
+                where = f"{name!r} in layer {index} is another parameter than `stream` was given"
+                raise T1Error(f"{where}, as in functional_call; allowed: changes of its values")
         trains = grad and any(p.requires_grad for p in layer.parameters())
         before = _cached((*args, *kwargs.values()), index) if grad else []
         needed = trains or hidden.requires_grad or any(t.requires_grad for t in before)
-        require(
-            not (before and needed),
-            "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()",
-        )
+        filled = "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()"
+        require(not (before and needed), filled)
         if not (trains or (grad and hidden.requires_grad)):
             with torch.no_grad(), self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
