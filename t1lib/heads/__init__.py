@@ -46,8 +46,7 @@ def linear_cross_entropy(
     z_loss          ≥ 0: adds z_loss · lse² to each valid token's loss; class weights do not scale this term
     token_weight    (…) factor on each token's loss and, under "mean", on its share of the denominator; constant
     workspace       bytes, or a string such as "256MiB": the most memory the head may use beyond inputs and gradients
-    filter_eps      in (0, 1): drop every entry of the logits' gradient that is smaller (Cut Cross-Entropy, section 4.3,
-                    skips blocks in which all are); None: exact gradients
+    filter_eps      in (0, 1): drop smaller entries of the logits' gradient (CCE skips blocks of such); None: drop none
     return_stats    also return `HeadStats`, whose fields have the target's shape
 
     Returns the loss in float32 (float64 for float64 operands), of shape (…) under "none" and a scalar otherwise; with
