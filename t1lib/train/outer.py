@@ -254,8 +254,7 @@ class Outer:
         self.ready()
         for held in self.held:
             wait_for(held.left)
-        if any(held.changed for held in self.held):
-            self.refresh()
+        self._take_over()
 
     @unwatched
     @torch.no_grad()

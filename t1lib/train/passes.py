@@ -35,8 +35,7 @@ class Passes:
         plain = all(getattr(forward, "__func__", None) is type(layer).forward for layer, forward in own)
         known = all(type(layer).__module__.startswith("transformers.models.") for layer in self.stack)
         self._recompute = Recompute(whole=not (plain and known))  # of a compiled one, for example, nothing is left out
-        modules = ([*layer.modules()] for layer in self.stack)
-        owned = ([(m._parameters, *own) for m in inner for own in m._parameters.items()] for inner in modules)
+        owned = ([(m._parameters, *p) for m in layer.modules() for p in m._parameters.items()] for layer in self.stack)
         self._places = [[place for place in places if place[2] is not None] for places in owned]
         self._inputs = Inputs(self._schedule, self._trace) if choice.inputs == "host" else None
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
