@@ -22,6 +22,7 @@ from torch import Tensor
 from t1lib.errors import reason
 from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory, outcome
 from t1lib.measure.records import Records
+from t1lib.timing import synchronize
 
 PATIENCE = 3.0  # seconds beyond the limit, for ranks to write down where they are
 MOMENT = 1.0  # seconds after an error in which to see whether it came of another rank's end
@@ -136,7 +137,9 @@ class Rank:
         torch.set_num_threads(max(1, torch.get_num_threads() // self.ranks))
         records, printed = Records(), io.StringIO()
         with redirect_stdout(printed), redirect_stderr(io.StringIO()):  # every rank would give the same warnings
-            task(records, self._join(), **settings)
+            device = self._join()
+            task(records, device, **settings)
+            synchronize(device)  # a rank that ended before another's collectives have would make those fail
         return records.rows, printed.getvalue()
 
     def _join(self) -> torch.device:

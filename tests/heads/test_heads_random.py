@@ -75,7 +75,8 @@ def check(seed: int, head: str, most: tuple[int, int, int], device: str) -> None
     for what, g, u, x in zip(range(5), (alone, *got), (usual[0], *usual), (exact[0], *exact), strict=False):
         assert g.dtype == u.dtype and g.isfinite().all(), (what, told)
         error, least = ((t.double() - x).norm() for t in (g, u))
-        once = max(torch.finfo(g.dtype).eps, 1e-5) * x.norm()  # few values may all be rounded unluckily
+        # Few values may all be rounded unluckily; a float32 sum of 50,000 terms, one after another, is off by 1.5e-5.
+        once = max(torch.finfo(g.dtype).eps, 4e-5) * x.norm()
         assert error <= 2.5 * least + once + 1e-6, (what, float(error / x.norm()), float(least / x.norm()), told)
     for a, b in zip(found[:2], wanted[:2], strict=True):
         assert torch.allclose(a, b, rtol=2e-2, atol=1e-3 if p.e.dtype == torch.float32 else 0.1), told
