@@ -155,7 +155,7 @@ def forward_op(*call):
         loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [tensors.input.new_empty(0) for _ in range(3)]
         if return_stats:
             stats = [x.clone() for x in o.opts.stats(lse, logprob, correct > 0)]  # operators return no views
-    return loss.clone() if loss.dim() else loss, *stats, saved, *_filled(tensors, gradients)
+    return loss, *stats, saved, *_filled(tensors, gradients)
 
 
 @forward_op.register_fake
