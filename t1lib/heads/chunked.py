@@ -256,26 +256,26 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, e: Tensor, w: Tensor, b: Tensor | None, opts: Options, by: str, size: int, needs: Needs):
         ctx.early = by == "sequence" and opts.settings.reduction != "none" and any(needs)
-        ctx.call = opts, by, size, needs
-        if not ctx.early:  # the options' tensors come along only so that a change is noticed
-            ctx.save_for_backward(e, w, b, opts.target, opts.class_weight, opts.token_weight)
+        ctx.opts, ctx.call = opts, (by, size, needs)
+        if not ctx.early:  # the last two may be the caller's own memory, which she may change
+            ctx.save_for_backward(e, w, b, opts.local_target, opts.local_class_weight)
         rows, ctx.gradients = _in_blocks(e, w, b, opts, by, size, needs if ctx.early else (False,) * 3, 1.0)
         ctx.rows = rows if by == "vocabulary" else None
-        logprob = (rows.at_target - rows.top) - rows.total.log()
-        found = rows.lse, logprob, rows.pull, rows.at_target >= rows.top
-        lse, logprob, pull, correct = (x[:, 0] for x in found)
+        top, total, at_target, pull = (x[:, 0] for x in rows)
+        lse, logprob, correct = top + total.log(), (at_target - top) - total.log(), at_target >= top
         ctx.mark_non_differentiable(lse, logprob, correct)
         ctx.set_materialize_grads(False)
         return opts.reduce(opts.losses(lse, logprob, pull)), lse, logprob, correct
 
     @staticmethod
     def backward(ctx, upstream: Tensor | None, *_):
-        options.refuse_create_graph("chunked", ctx.call[0].settings.shards is not None)
+        options.refuse_create_graph("chunked", ctx.opts.settings.shards is not None)
         if upstream is None:
             return (None,) * 7
         if not ctx.early:
+            *operands, ctx.opts.local_target, ctx.opts.local_class_weight = ctx.saved_tensors
             with torch.autocast(upstream.device.type, enabled=False):  # as in the forward
-                _, gradients = _in_blocks(*ctx.saved_tensors[:3], *ctx.call, upstream, ctx.rows)
+                _, gradients = _in_blocks(*operands, ctx.opts, *ctx.call, upstream, ctx.rows)
         elif ctx.gradients is None:
             raise options.spent("chunked", 'by="vocabulary" or reduction="none"')
         else:

@@ -72,11 +72,11 @@ def kernels_run(input: Tensor) -> bool:
 def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool) -> tuple[list, list, str, list]:
     """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
     statistics, sequence. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
-    input, w, _, b, *_ = tensors
+    input, w, _, b, *constants = tensors
     autocast = torch.is_autocast_enabled(input.device.type)
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
     require(compute in DTYPES, f"input must be bfloat16, float16, float32 or float64; got {compute}")
-    for value in () if torch.compiler.is_compiling() else (input, w):
+    for value in () if torch.compiler.is_compiling() else filter(torch.is_tensor, (input, w, b, *constants)):
         plain = torch.autograd.forward_ad.unpack_dual(value).tangent is None
         plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         require(plain, 'head "fused" has no forward-mode derivative, nor any of torch.func; allowed: head="full"')
@@ -155,7 +155,7 @@ def forward_op(*call):
         loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [tensors.input.new_empty(0) for _ in range(3)]
         if return_stats:
             stats = [x.clone() for x in o.opts.stats(lse, logprob, correct > 0)]  # operators return no views
-    return loss.clone() if loss.dim() else loss, *stats, saved, *_filled(tensors, gradients)
+    return loss, *stats, saved, *_filled(tensors, gradients)
 
 
 @forward_op.register_fake

@@ -127,7 +127,7 @@ class Options:
 
     def reduce(self, losses: Tensor) -> Tensor:
         if self.settings.reduction == "none":
-            return self.own(losses).reshape(self.shape)
+            return self.own(losses).reshape(self.shape).clone()  # no view, so that `losses *= mask` works
         return losses.sum() if self.settings.reduction == "sum" else losses.sum() / self.denominator
 
     def factors(self, upstream: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

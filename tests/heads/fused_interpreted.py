@@ -81,6 +81,13 @@ def test_what_holds_for_every_head(own):
     every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
 
 
+def test_where_a_softcap_saturates_errors_are_those_of_full():
+    """The slope at the target, 1 − tanh², is tiny there, so the tanh must be right to its last digits."""
+    p = single(20, 70, 16)
+    p.e *= 100
+    agrees(p, 2e-5, softcap=5.0)
+
+
 @both_reductions
 def test_float16_error_is_that_of_full(reduction):
     p = problem(20, 70, 24, dtype=torch.float16)
@@ -105,7 +112,8 @@ def test_statistics_and_numbers_that_are_none():
 def test_derivatives_that_are_not_there_are_refused():
     p = single(5, 40, 16)
     call = partial(linear_cross_entropy, linear_weight=p.w, target=p.target, head="fused")
-    assert "no forward-mode derivative" in refused(lambda: torch.func.jvp(call, (p.e,), (p.e,)))
+    for f, x in ((call, p.e), (lambda b: call(p.e, linear_bias=b), p.b), (lambda c: call(p.e, weight=c), p.b.abs())):
+        assert "no forward-mode derivative" in refused(partial(torch.func.jvp, f, (x,), (x,)))
     for reduction in ("mean", "none"):
         loss = call(p.e.requires_grad_(), reduction=reduction).sum()
         torch.autograd.grad(loss, p.e, retain_graph=True)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, least_of, options, problem, run
+from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, least_of, options, problem, run, upstream_for
 from head_cases import HEADS as TRIED
 from refusals import refused
 from test_heads_agree import TORCH
@@ -202,6 +202,30 @@ def test_an_operand_changed_before_the_backward_is_noticed():
     p.w.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("head, own", [*TRIED, *TORCH])
+def test_losses_may_be_changed_in_place(head, own):
+    p = problem(8, 40, 3)
+    losses = linear_cross_entropy(p.e.requires_grad_(), p.w, p.target, head=head, reduction="none", **own)
+    (want,) = torch.autograd.grad(losses, p.e, torch.arange(8.0).double())
+    losses = linear_cross_entropy(p.e, p.w, p.target, head=head, reduction="none", **own)
+    losses *= torch.arange(8.0)
+    assert torch.equal(torch.autograd.grad(losses.sum(), p.e)[0], want)
+
+
+@pytest.mark.parametrize("head, own", TRIED)
+def test_what_saved_tensors_keep_of_changed_arguments_counts(head, own):
+    """Within this block PyTorch keeps a copy of what is changed, in place of refusing the backward."""
+    p = problem(8, 40, 3)
+    kwargs = {"reduction": "none", "weight": options("weight", p)["weight"], "label_smoothing": 0.1, **own}
+    want = run(head, p, **kwargs)[1]
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        e = p.e.clone().requires_grad_()
+        loss = linear_cross_entropy(e, p.w, p.target, head=head, linear_bias=p.b, **kwargs)
+        for argument in (p.w, p.b, p.target, kwargs["weight"]):
+            argument.zero_()
+        assert torch.equal(torch.autograd.grad(loss, e, upstream_for(loss))[0], want)
 
 
 def test_parse_bytes():

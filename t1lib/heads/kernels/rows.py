@@ -78,7 +78,7 @@ def scale_rows(
     logprob = tl.load(here + tiles.LOGPROB * tokens, mask=live, other=0.0) * tiles.LOG2E
     own = a * (tl.exp2(logprob) - 1.0) + (a - tl.load(here + tiles.TARGET * tokens, mask=live, other=0.0))
     if softcap is not None:
-        t = ((logprob + log_total) + offset) / (softcap * tiles.LOG2E)
+        t = tl.load(here + tiles.AT * tokens, mask=live, other=0.0) / (softcap * tiles.LOG2E)
         own *= 1.0 - t * t
     scale = a * tl.exp2(-log_total)
     # without a target here another shard of the vocabulary has it, and nobody takes this τ
