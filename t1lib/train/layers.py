@@ -109,9 +109,12 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
     for index, layer in enumerate(layers):
         own = {n: p for n, p in layer.named_parameters() if n not in few}
         odd = [n for n in {**first, **own} if n not in first or n not in own or own[n].shape != first[n].shape]
-        odd += [n for n, p in own.items() if p.dtype != next(iter(first.values())).dtype]
         if odd:
             raise T1Error(f"layer {index} differs from layer 0 at {odd[0]!r}: stream takes layers that are alike")
+        for name, param in own.items():
+            dtype = next(iter(first.values())).dtype
+            found = f"{name!r} of layer {index} is {param.dtype}, other parameters are {dtype}"
+            require(param.dtype == dtype, f"{found}; allowed: one dtype for all that streams")
     return list(first)
 
 
