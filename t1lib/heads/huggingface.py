@@ -118,7 +118,7 @@ def _call_with_head(lm: nn.Module, patch: dict, call: Callable, items: Any) -> A
     layer, name, losses = lm.get_output_embeddings(), type(lm).__name__, []
     logits = _Logits(None, name, layer, _linears(lm, layer), patch["options"], losses, layer.out_features, items)
     place, key = next((m, n) for m in lm.modules() for n, child in m._modules.items() if child is layer)
-    with _instead((place, key, logits)):
+    with _instead((place, key, logits), (lm, "_loss_function", patch["loss"])):  # compiled code is guarded by that one
         outputs = call()
     require(bool(losses), f"{name} asks for no cross-entropy of what its output layer returns")
     pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)  # a ModelOutput is a dict

@@ -118,6 +118,9 @@ class StreamTrainer(Trainer):
 
 def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None:
     """Raise `T1Error` for what cannot work, before anything is changed."""
+    found = f"model of type {type(model).__name__}, args of type {type(args).__name__}"
+    fits = isinstance(model, nn.Module | None) and isinstance(args, TrainingArguments)
+    require(fits, f"{found}; allowed: a torch.nn.Module, transformers.TrainingArguments")
     require(isinstance(options, dict), f"stream={shown(options)}; allowed: a dict of options, {', '.join(OPTIONS)}")
     for name in options:
         choose("option of stream", name, OPTIONS)

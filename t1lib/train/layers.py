@@ -84,6 +84,11 @@ class Layout:
         """The parameters as views into a flat buffer of `numel` elements."""
         return {name: flat[span].view(self.shapes[name]) for name, span in self.spans.items()}
 
+    def weights(self, flat: Tensor) -> dict[str, Tensor]:
+        """As `views`, but each with a storage of its own, in the same memory. accelerate's `save_state` takes tensors
+        of one storage for tied ones, and would save only one of each layer."""
+        return {name: torch.from_dlpack(view) for name, view in self.views(flat).items()}
+
 
 class Slot:
     """A flat device buffer that holds one layer at a time."""
@@ -109,9 +114,12 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
     for index, layer in enumerate(layers):
         own = {n: p for n, p in layer.named_parameters() if n not in few}
         odd = [n for n in {**first, **own} if n not in first or n not in own or own[n].shape != first[n].shape]
-        odd += [n for n, p in own.items() if p.dtype != next(iter(first.values())).dtype]
         if odd:
             raise T1Error(f"layer {index} differs from layer 0 at {odd[0]!r}: stream takes layers that are alike")
+        for name, param in own.items():
+            dtype = next(iter(first.values())).dtype
+            found = f"{name!r} of layer {index} is {param.dtype}, other parameters are {dtype}"
+            require(param.dtype == dtype, f"{found}; allowed: one dtype for all that streams")
     return list(first)
 
 
@@ -136,7 +144,7 @@ class HostLayer(Traveller):
         self.slot: Slot | None = None
         self.grad_slot: Slot | None = None
         self.coming: Future | None = None
-        self.views = layout.views(self.flat)
+        self.views = layout.weights(self.flat)
         self.touched = False  # somebody may have written to the host's weights
         self.update: Update | None = None  # waits for its turn
         self.grads: Tensor | None = None  # on the host, flat, once there are any
@@ -361,7 +369,7 @@ class HostLayer(Traveller):
         if any((value.data_ptr(), value.stride()) != own[name] for name, value in given.items()):
             with torch.inference_mode(False):
                 self.flat = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
-                self.views = self.layout.views(self.flat)
+                self.views = self.layout.weights(self.flat)
                 for name, param in self.params.items():
                     self.views[name].copy_(given[name])
                     param.data = self.views[name]

@@ -58,6 +58,9 @@ class StreamOptimizer(ResidentOptimizer):
     def __init__(self, engine: "Engine", optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
         super().__init__(optimizer, engine.precision, engine.device)
+        # Her hooks go on, of `step` for instance; the same dicts, so that what removes one still does.
+        vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
+        self._states = 0  # parameters with state, at the last step
         # State that waits until the engine has placed everything; None from then on.
         self._before: dict[nn.Parameter, dict[str, Any]] | None = {p: dict(s) for p, s in optimizer.state.items()}
         self._check(self._before)
@@ -76,7 +79,12 @@ class StreamOptimizer(ResidentOptimizer):
             require(before or not group.get("momentum"), late)
             damped = f"momentum=0 with dampening={group.get('dampening')}, and another when the model was streamed"
             require(not before or group.get("momentum") or not group.get("dampening"), damped)
+        groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        require(groups == self.groups, "parameters taken from the optimizer's groups, or moved; use requires_grad_")
+        emptied = "the optimizer's state was emptied; to begin anew, give load_state_dict an empty 'state'"
+        require(len(self.state) >= self._states, emptied)
         self._engine.step()
+        self._states = len(self.state)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

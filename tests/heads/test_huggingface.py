@@ -150,6 +150,16 @@ def test_copies_and_files(tmp_path):
     torch.testing.assert_close(again(**batch()).loss, own(**batch()).loss)
 
 
+def test_compiled_code_of_a_plain_call_is_not_taken_for_a_patched_one():
+    model, found = build("Llama"), []
+    compiled = torch.compile(model, backend="eager")
+    for change in (lambda _: None, partial(patch_head, **CHUNKED), unpatch_head, patch_head):
+        change(model)
+        found.append(compiled(**batch()))
+    assert [outputs.logits is None for outputs in found] == [False, True, False, True]
+    torch.testing.assert_close([outputs.loss for outputs in found], 4 * [found[0].loss], rtol=1e-6, atol=0.0)
+
+
 def test_threads():
     """Calls take turns, so that those without labels get their logits."""
     model, given = patch_head(build("Llama")), batch()

@@ -317,3 +317,11 @@ def test_a_backward_after_the_step_that_its_forward_did_not_see():
         late = model_loss(model, BATCHES[1])
         train(model, optimizer, BATCHES[:1])
         refused(late.backward, "layer 3", "step()")
+
+
+def test_layers_of_two_dtypes_are_called_so():
+    """As `peft.prepare_model_for_kbit_training` leaves them: not layer 0 that differs from itself."""
+    model = llama(torch.bfloat16)
+    for layer in layers_of(model):
+        layer.input_layernorm.float()
+    untouched(model, lambda: streamed_with(model), "'input_layernorm.weight' of layer 0 is torch.float32", "one dtype")

@@ -16,6 +16,7 @@ from stream_models import blocks, data, llama, qwen3
 from torch import nn
 
 from t1lib.plan.cost import Choice
+from t1lib.train import stream
 
 CLIPPED = loop(clip=own_clip)
 PLACES = [
@@ -130,3 +131,16 @@ def test_gradients_that_an_update_still_reads_are_not_taken_for_somebodys():
         buffer, read = layer.grads, layer.grads[:4]
         own.zero_grad()
         assert layer.grads is buffer and read.data_ptr() == buffer.data_ptr()
+
+
+def test_accelerate_saves_all_weights(tmp_path):
+    """It takes tensors of one storage for tied ones."""
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = llama()
+    model, optimizer = accelerator.prepare(*stream(model, adamw(model)))
+    train(model, optimizer, data(2))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerator.save_state(tmp_path)
+    train(model, optimizer, data(2))
+    accelerator.load_state(tmp_path)
+    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)

@@ -75,6 +75,17 @@ def own_optimizer(model: nn.Module) -> dict[str, Any]:
     return {"optimizers": (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))}
 
 
+def hooked_optimizer(model: nn.Module) -> dict[str, Any]:
+    """Hooks that were there before `stream`: one changes gradients, one weights, and one is removed."""
+    optimizer = own_optimizer(model)["optimizers"][0]
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.register_step_pre_hook(lambda *_: torch._foreach_mul_([p.grad for p in trained], 0.5) and None)
+    optimizer.register_step_post_hook(lambda *_: [p.detach().clamp_(-0.1, 0.1) for p in trained] and None)
+    handle = optimizer.register_step_post_hook(lambda *_: [p.detach().zero_() for p in trained] and None)
+    model.register_forward_pre_hook(lambda *_: handle.remove())
+    return {"optimizers": (optimizer, None)}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "default arguments": {},
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -86,6 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
     "updates in the backward": {"max_grad_norm": 0.0, "stream": {"update_in_backward": True}},
     "adapters with dropout": {"build": with_adapters},
     "an optimizer of her own": {"parts": own_optimizer},
+    "an optimizer with hooks": {"parts": hooked_optimizer},
     "another head, before": {"parts": lambda model: patch_head(model, head="full") and {}},
     "another head, after, autocast": {"prepare": lambda found: patch_head(found.model, head="full"), "bf16": True},
     "evaluation first": {"prepare": lambda found: found.evaluate()},
@@ -223,3 +235,17 @@ def test_refused_models_and_arguments(tmp_path):
         given = arguments(tmp_path)
         setattr(given, name, value)  # not earlier, as TrainingArguments asks for what is not here
         refused(partial(StreamTrainer, dropping(), given), name)
+    refused(partial(StreamTrainer, "a name", arguments(tmp_path)), "model of type str")
+    refused(partial(StreamTrainer, dropping(), str(tmp_path)), "args of type str")
+
+
+def test_an_optimizer_that_lost_state_or_parameters_within_a_run_is_refused(tmp_path):
+    for change, message in (
+        (lambda optimizer: optimizer.state.clear(), "state was emptied"),
+        (lambda optimizer: optimizer.param_groups[0]["params"].clear(), "requires_grad_"),
+    ):
+        callback = TrainerCallback()
+        callback.on_step_end = lambda *_, optimizer, change=change, **__: change(optimizer) and None
+        found = trainer(StreamTrainer, tmp_path, dropping())
+        found.add_callback(callback)
+        refused(found.train, message)
