@@ -21,7 +21,7 @@ from t1lib.train.stream import stream as stream_model
 
 OPTIONS = [name for name in inspect.signature(stream_model).parameters if name not in ("model", "optimizer", "device")]
 REFUSED = {  # arguments of TrainingArguments, and why; some versions lack some of them
-    "activation_checkpointing": "stream recomputes layers itself; TRL's arguments want gradient_checkpointing=False",
+    "activation_checkpointing": "stream recomputes layers itself (TRL's default is True: gradient_checkpointing=False)",
     "gradient_checkpointing": "stream recomputes layers itself",
     "deepspeed": "one GPU streams its model itself",
     "fsdp": "one GPU streams its model itself",
