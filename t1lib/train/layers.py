@@ -232,6 +232,8 @@ class HostLayer(Traveller):
     def gradient_came(self, param: nn.Parameter, name: str) -> None:
         """Autograd has added to `p.grad`: in the layer's own backward, or for a loss on the weight itself, such as a
         penalty, whose gradient is added to what there is on the host."""
+        if not param.requires_grad:  # frozen since its forward: autograd has added nothing
+            return
         self.reached.add(name)
         if not isinstance(param, Streamed):
             return

@@ -78,6 +78,13 @@ def evaluation_mode_before_the_backward(model: nn.Module, batch: dict[str, Tenso
     return loss
 
 
+def frozen_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    weight = layers_of(model)[-1].mlp.up_proj.weight.requires_grad_(True)
+    loss = model_loss(model, batch)
+    weight.requires_grad_(False)
+    return loss
+
+
 def with_embedding(**options: Any) -> nn.Module:
     """Adapters, and an embedding that is trained, too."""
     model = adapted(dropout=0.0, **options)
@@ -299,6 +306,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a soft prompt": case(qwen3, loss=soft_prompt, clip=norm_of_given),
     "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=norm_of_given),
     "evaluation mode": case(partial(blocks, dropout=0.3), loss=evaluation_mode_before_the_backward),
+    "a weight that is frozen before the backward": case(qwen3, loss=frozen_before_the_backward),
     "adapters of two kinds, in turns": case(of_two_kinds, before=use_the_other),
     "adapters, disabled before the backward": case(with_embedding, loss=disabled_before_the_backward),
     "weights swapped for an average": case(qwen3, after=of_average),
