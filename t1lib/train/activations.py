@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,30 +92,42 @@ class Randomness:
             yield
 
 
+MODES = ("training", "_active_adapter", "_disable_adapters")  # how a module is to run; the latter two are PEFT's
+
+
 @dataclass(eq=False)
 class Saved:
     """What a layer's forward leaves for its backward, by micro-batch."""
 
     autocast: Callable[[], AbstractContextManager]  # brings the forward's state back
-    training: list[bool]  # of each of the layer's modules
+    modes: list[tuple[Any, ...]]  # of each of the layer's modules
     version: int  # of the weights
     rows: int | None  # that were computed at a time
     random: list[Randomness] = field(default_factory=list)
     graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None
 
+    @staticmethod
+    def modes_of(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
+        """`MODES` of each module, None where it has no such attribute."""
+        return [tuple(map(own.get, MODES)) for own in map(vars, modules)]
+
     @contextmanager
-    def training_again(self, layer: nn.Module) -> Iterator[None]:
-        """Put the layer's modules back into the modes, training or evaluation, in which its forward ran."""
-        noted = zip(layer.modules(), self.training, strict=False)
-        changed = [(module, mode) for module, mode in noted if module.training != mode]
+    def modes_again(self, layer: nn.Module) -> Iterator[None]:
+        """Put the layer's modules back into the modes, training or evaluation and their adapters, in which its forward
+        ran."""
+        modules, changed = [*layer.modules()], []
+        for module, now, then in zip(modules, self.modes_of(modules), self.modes, strict=False):
+            if now != then:
+                changed += [(module, *entry) for entry in zip(MODES, now, then, strict=True) if entry[1] != entry[2]]
         try:
-            for module, mode in changed:
-                module.training = mode
+            for module, name, _, then in changed:
+                setattr(module, name, then)
             yield
         finally:
-            for module, mode in changed:  # unless a hook has set it meanwhile
-                module.training = not mode if module.training == mode else module.training
+            for module, name, now, then in changed:
+                if getattr(module, name) == then:  # unless a hook has set it meanwhile
+                    setattr(module, name, now)
 
 
 class Inputs:
@@ -216,14 +228,14 @@ class Recompute:
 
     def __init__(self, whole: bool) -> None:
         self._whole = whole
-        self._last: dict[tuple[type, ...], str] = {}  # the product's name by a layer's modules; "": needed
+        self._last: dict[tuple[Any, ...], str] = {}  # the product's name by a layer's modules and modes; "": needed
 
     def run(self, layer: nn.Module, call: Callable[[], Tensor]) -> Tensor:
         """Run the layer through call() and return its output, for its graph only: the values may be missing."""
         inner = [*layer.modules()][1:]
         if self._whole or _global_forward_hooks or any(m._forward_hooks for m in inner):
             return call()
-        kind = tuple(map(type, inner))
+        kind = (*map(type, inner), str(Saved.modes_of(inner)))
         if kind not in self._last:
             self._last[kind], out = self._watched(layer, call)
             return out

@@ -16,6 +16,7 @@ from t1lib.train.layers import HostLayer
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
 OWN = ("forward", "training", "layer_idx")  # attributes that each streamed layer has for itself
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+ADAPTERS = "_active_adapter"  # which of PEFT's adapters a module uses
 LIMIT = 32  # graphs; beyond this, batches of new shapes run eagerly
 
 
@@ -35,8 +36,10 @@ class LayerGraphs:
         self._pool: Any = None
 
     def allow(self, index: int) -> bool:
-        """Whether the layer may be run: a replay would call no hooks of the modules inside it."""
-        return index in self.allowed and not any(vars(m).get(name) for m in self._inner[index] for name in HOOKS)
+        """Whether the layer may be run: a replay would call no hooks of the modules inside it, and not follow adapters
+        that are switched or disabled."""
+        odd = (vars(m).get(name) for m in self._inner[index] for name in (*HOOKS, ADAPTERS))
+        return index in self.allowed and not any(odd)
 
     def stop(self) -> None:
         """Run no more graphs: a layer does something that replays do not. What they hold may still be in use."""

@@ -21,7 +21,7 @@ from t1lib.train.stream import stream as stream_model
 
 OPTIONS = [name for name in inspect.signature(stream_model).parameters if name not in ("model", "optimizer", "device")]
 REFUSED = {  # arguments of TrainingArguments, and why; some versions lack some of them
-    "activation_checkpointing": "stream recomputes layers itself",
+    "activation_checkpointing": "stream recomputes layers itself (TRL's default is True: gradient_checkpointing=False)",
     "gradient_checkpointing": "stream recomputes layers itself",
     "deepspeed": "one GPU streams its model itself",
     "fsdp": "one GPU streams its model itself",
@@ -69,7 +69,10 @@ class StreamTrainer(Trainer):
         _check(model, args, stream or {})
         self.stream_options = {"accumulate": args.gradient_accumulation_steps > 1, **(stream or {})}
         args._n_gpu = min(args.n_gpu, 1)  # Trainer would spread a batch over all GPUs that it sees
-        super().__init__(model, args, *others, **named)
+        if others:
+            super().__init__(model, args, *others, **named)
+        else:  # by name: TRL's trainers have other arguments second
+            super().__init__(model=model, args=args, **named)
 
     @property
     def streamed(self) -> StreamOptimizer | None:
@@ -126,7 +129,7 @@ def _check(model: Any, args: TrainingArguments, options: dict[str, Any]) -> None
         choose("option of stream", name, OPTIONS)
     for name, why in REFUSED.items():
         value = getattr(args, name, None)
-        require(not value, f"StreamTrainer with {name}={shown(value)}: {why}. Leave it out")
+        require(not value, f"StreamTrainer with {name}={shown(value)}: {why}. Turn it off")
     require(args.world_size == 1, f"StreamTrainer in {args.world_size} processes; allowed: 1")
     once = {"max_grad_norm": 0, "gradient_accumulation_steps": 1} if options.get("update_in_backward") else {}
     for name, allowed in once.items():

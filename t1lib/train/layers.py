@@ -103,13 +103,17 @@ class Slot:
 
 def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
     """Names of the parameters that stream, alike in all layers (else a `T1Error`). Where a layer has trained and frozen
-    parameters, those that have fewer bytes, such as adapters, stay on the device in every layer."""
+    parameters, those that have fewer bytes, such as adapters, stay on the device in every layer; so do frozen ones of
+    another dtype, such as adapters for reference."""
     few: set[str] = set()
     for layer in layers:
         params = dict(layer.named_parameters())
         parts = [[n for n, p in params.items() if p.requires_grad == kind] for kind in (True, False)]
         if all(parts):
             few.update(min(parts, key=lambda names: sum(params[n].nbytes for n in names)))
+        rest = {n: p for n, p in params.items() if n not in few}
+        dtype = max(rest.values(), key=lambda p: p.nbytes).dtype if rest else None
+        few.update(n for n, p in rest.items() if p.dtype != dtype and not p.requires_grad)
     first = {n: p for n, p in layers[0].named_parameters() if n not in few}
     for index, layer in enumerate(layers):
         own = {n: p for n, p in layer.named_parameters() if n not in few}
@@ -236,6 +240,8 @@ class HostLayer(Traveller):
     def gradient_came(self, param: nn.Parameter, name: str) -> None:
         """Autograd has added to `p.grad`: in the layer's own backward, or for a loss on the weight itself, such as a
         penalty, whose gradient is added to what there is on the host."""
+        if not param.requires_grad:  # frozen since its forward: autograd has added nothing
+            return
         self.reached.add(name)
         if not isinstance(param, Streamed):
             return

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
@@ -75,7 +75,10 @@ class Passes:
         """Run the layer on a batch; returns its output and, with `save`, what the backward needs. wanted: whether the
         input needs a gradient"""
         keep = save and index >= self._kept
-        held, modes = self._schedule.layers.get(index), [module.training for module in self.stack[index].modules()]
+        held, modules = self._schedule.layers.get(index), [*self.stack[index].modules()]
+        modes = Saved.modes_of(modules)
+        if held is not None:
+            _refuse_unmerging(modules, modes)
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         rows = None if cached else self._micro_batch
@@ -189,6 +192,13 @@ class Passes:
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
 
 
+def _refuse_unmerging(modules: list[nn.Module], modes: list[tuple[Any, ...]]) -> None:
+    """Raise `T1Error` for adapters that PEFT would take out of the weights within the call: of a copy in a slot."""
+    off = (module for module, mode in zip(modules, modes, strict=True) if mode[-1])
+    merged = any(vars(module).get("merged_adapters") for module in off)
+    require(not merged, "merged adapters that are disabled, which PEFT unmerges on the way: unmerge_adapter() first")
+
+
 def _cached(values: Iterable[Any], index: int) -> list[Tensor]:
     """Keys and values of earlier tokens for layer `index`, in caches among the values."""
     caches = [getattr(value, "self_attention_cache", value) for value in values if isinstance(value, Cache)]
@@ -225,7 +235,7 @@ class _Layer(torch.autograd.Function):
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, ctx.saved, whole = ctx.saved, None, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
-        with ctx.passes.lock, saved.training_again(ctx.passes.stack[ctx.index]):
+        with ctx.passes.lock, saved.modes_again(ctx.passes.stack[ctx.index]):
             if saved.graphs is None:
                 hidden = ctx.saved_tensors[0] if saved.input is None else saved.input.take()
                 whole = Piece(hidden.detach(), ctx.args, ctx.kwargs)

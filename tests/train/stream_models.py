@@ -131,12 +131,14 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return model.blocks if isinstance(model, Blocks) else model.base_model.get_submodule("layers")
 
 
-def adapted(dtype: torch.dtype = torch.float32, dropout: float = 0.05, base: Callable[..., Any] = qwen3) -> nn.Module:
+def adapted(
+    dtype: torch.dtype = torch.float32, dropout: float = 0.05, base: Callable[..., Any] = qwen3, **options: Any
+) -> nn.Module:
     """A model with adapters that are not zero, as after some training."""
     peft = pytest.importorskip("peft")
-    targets = ["q_proj", "v_proj", "down_proj"]
+    options = {"target_modules": ["q_proj", "v_proj", "down_proj"], **options}
     torch.manual_seed(8)
-    config = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=dropout, target_modules=targets)
+    config = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=dropout, **options)
     model = peft.get_peft_model(base(dtype), config)
     for name, param in model.named_parameters():
         if "lora_B" in name:

@@ -27,6 +27,12 @@ def test_layers_with_hooks_inside_run_without_graphs():
         hook.remove()
 
 
+def test_layers_with_adapters_run_without_graphs():
+    """A replay would not follow adapters that are switched or disabled, also where none of a layer is trained."""
+    layers = adapters_of(adapted().requires_grad_(False))
+    assert not LayerGraphs(layers, {0}).allow(0)
+
+
 @pytest.mark.parametrize("rows", [None, 3])
 def test_what_graphs_would_capture_computes_the_same(rows):
     """On a CPU it runs eagerly, each time."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from stream_cases import Masters, case, compare, pieces, streaming
-from stream_loops import CLIPS, adamw, grouped, own_clip, sgd, torch_clip, train, two_forwards
+from stream_loops import CLIPS, adamw, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import adapted, adapters_of, blocks, data, llama, partly_used, qwen3
-from torch import nn
+from torch import Tensor, nn
 
 from t1lib.plan.cost import HOST_GRADS, Choice
 
@@ -42,6 +42,26 @@ def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, *
     return case(partial(build, torch.bfloat16), make, usual=lambda model: Masters(make(model)), **options)
 
 
+def two_adapters() -> nn.Module:
+    """In float32, for 16-bit weights. The second ones are frozen."""
+    model = adapted(torch.bfloat16, base=llama, dropout=0.0)
+    model.add_adapter("other", model.peft_config["default"])
+    for name, param in model.named_parameters():
+        if "lora_B.other" in name:
+            nn.init.normal_(param, std=0.02)
+    return model
+
+
+def beside_reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As in a loss of preferences: others' adapters in between."""
+    loss = model_loss(model, batch)
+    model.set_adapter("other")
+    with torch.no_grad():
+        known = model_loss(model, batch)
+    model.set_adapter("default")
+    return loss * known
+
+
 half_decay = partial(adamw, weight_decay=0.5)
 dropping, adapters, padded = partial(blocks, dropout=0.3), partial(pieces, layers=adapters_of), data(padded=True)
 CASES: dict[str, dict[str, Any]] = {
@@ -62,6 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters, dropout": case(adapted, clip=own_clip, **adapters(None)),
     "adapters, much dropout": case(partial(adapted, dropout=0.5), clip=torch_clip, **adapters(None)),
     "adapters, padded rows": case(adapted, batches=padded, **adapters(2)),
+    "adapters in float32, others for reference": case(two_adapters, loss=beside_reference),
     "adapters in float32": case(partial(adapted, torch.bfloat16, base=llama)),
     "dropout in attention": case(partial(qwen3, attention_dropout=0.3), loss=two_forwards, **pieces(None)),
     "dropout, kept": case(dropping, loss=two_forwards, choice=Choice(keep=2), **pieces(None)),

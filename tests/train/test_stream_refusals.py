@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 from stream_cases import assert_same_weights, going_on, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
-from stream_models import SHAPE, Blocks, blocks, data, layers_of, llama, qwen3
+from stream_models import SHAPE, Blocks, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -186,6 +186,12 @@ def change_later(model: nn.Module, optimizer: Any, **changes: Any) -> None:
     train(model, optimizer, BATCHES)
 
 
+def merged_and_disabled(model: nn.Module, optimizer: Any) -> None:
+    model.merge_adapter()
+    with model.disable_adapter(), torch.no_grad():
+        first_loss(model)
+
+
 def during(call: Callable[..., object], shown: str = "", build=qwen3, make=adamw, **options: Any) -> tuple:
     return call, shown, build, make, options
 
@@ -212,6 +218,7 @@ ONGOING: dict[str, tuple] = {
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
     "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
+    "adapters, merged and disabled": during(merged_and_disabled, "unmerge_adapter", partial(adapted, dropout=0.0)),
     "closed": during(lambda m, o: (o.close(), o.step())),
     **{f"norm {n}": during(lambda m, o, n=n: o.clip_grad_norm_(n), repr(n)) for n in (-1.0, "1", True, None, math.nan)},
 }

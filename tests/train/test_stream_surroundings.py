@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 from stream_cases import case, compare, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train
-from stream_models import VOCABULARY, Block, blocks, data, layers_of, llama, qwen3
+from stream_models import VOCABULARY, Block, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -75,6 +75,42 @@ def norm_of_given(model: nn.Module, optimizer: Any) -> Tensor:
 def evaluation_mode_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     loss = model_loss(model.train(), batch)
     model.eval()
+    return loss
+
+
+def frozen_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    weight = layers_of(model)[-1].mlp.up_proj.weight.requires_grad_(True)
+    loss = model_loss(model, batch)
+    weight.requires_grad_(False)
+    return loss
+
+
+def with_embedding(**options: Any) -> nn.Module:
+    """Adapters, and an embedding that is trained, too."""
+    model = adapted(dropout=0.0, **options)
+    model.get_input_embeddings().requires_grad_(True)
+    return model
+
+
+def of_two_kinds() -> nn.Module:
+    """Adapters to choose from: those of DoRA, the active ones, need the values of a layer's last product."""
+    model = with_embedding(target_modules=["q_proj"])
+    config = type(model.peft_config["default"])(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name or "embed" in name)
+    return model
+
+
+def use_the_other(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
+    model.set_adapter("default" if model.active_adapter == "other" else "other")
+
+
+def disabled_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    model.base_model.enable_adapter_layers()
+    loss = model_loss(model, batch)
+    model.base_model.disable_adapter_layers()
     return loss
 
 
@@ -270,6 +306,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a soft prompt": case(qwen3, loss=soft_prompt, clip=norm_of_given),
     "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=norm_of_given),
     "evaluation mode": case(partial(blocks, dropout=0.3), loss=evaluation_mode_before_the_backward),
+    "a weight that is frozen before the backward": case(qwen3, loss=frozen_before_the_backward),
+    "adapters of two kinds, in turns": case(of_two_kinds, before=use_the_other),
+    "adapters, disabled before the backward": case(with_embedding, loss=disabled_before_the_backward),
     "weights swapped for an average": case(qwen3, after=of_average),
     "weights that are assigned": case(qwen3, after=of_assigned),
     "weights that are assigned, untied": case(llama, after=of_assigned),

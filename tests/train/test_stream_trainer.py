@@ -202,6 +202,23 @@ def test_nothing_but_stream_moves_model_and_state(tmp_path, monkeypatch):
     assert moved == []
 
 
+def test_a_trainer_whose_second_argument_is_another(tmp_path):
+    """As those of TRL have a model of reference, or functions of reward."""
+
+    class Other(Trainer):
+        def __init__(self, model: Any = None, functions: Any = None, args: Any = None, **named: Any) -> None:
+            super().__init__(model=model, args=args, **named)
+            self.functions = functions
+
+    class Both(StreamTrainer, Other):
+        pass
+
+    found = Both(model=dropping(), functions="others", args=arguments(tmp_path), train_dataset=rows(), stream={})
+    found.train()
+    assert found.functions == "others" and found.streamed
+    assert_same_weights(found.model, train_both(tmp_path)[0].model)
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "activation_checkpointing|gradient_checkpointing": {"gradient_checkpointing": True},
     "auto_find_batch_size": {"auto_find_batch_size": True},
