@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
@@ -87,7 +88,7 @@ class Layout:
     def weights(self, flat: Tensor) -> dict[str, Tensor]:
         """As `views`, but each with a storage of its own, in the same memory. accelerate's `save_state` takes tensors
         of one storage for tied ones, and would save only one of each layer."""
-        return {name: torch.from_dlpack(view) for name, view in self.views(flat).items()}
+        return {name: from_dlpack(to_dlpack(view)) for name, view in self.views(flat).items()}
 
 
 class Slot:
