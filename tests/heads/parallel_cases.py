@@ -17,49 +17,45 @@ from t1lib.heads.parallel import linear_cross_entropy
 
 Cases = dict[str, Callable[[], None]]
 CHUNKED = {"head": "chunked", "chunks": 3}
-ROWS = {2: (100, 157), 3: (90, 7, 160)}  # of the weight on each rank: 257 classes in total
-FEW = {2: (36, 20), 3: (24, 4, 20)}  # for the interpreter; rows of these numbers of logits need no padding
+SIZE = 3
+ROWS = (90, 7, 160)  # of the weight on each rank: 257 classes in total
+FEW = (24, 4, 20)  # for the interpreter; rows of these numbers of logits need no padding
 STATS = ("lse", "logprob", "correct")
-GRADS = ((True, False, False), (False, True, False), (False, False, True), (False,) * 3)
+GRADS = {"input": (True, False, False), "weight": (False, True, False), "bias": (False, False, True)}
 
 
-def values(size: int) -> Cases:
+def values() -> Cases:
     """Both heads: options, reductions, special operands and targets; tokens replicated or sharded."""
-    found: dict[str, dict[str, Any]] = {}
-    p = problem(36, 257, 16)
+    p, found = problem(36, 257, 16), {}
     for reduction in REDUCTIONS:
-        for name in OPTION_SETS if size == 2 else ("all",):
-            found[f"chunked, {name}, {reduction}"] = kwargs = {**options(name, p), "p": p, "reduction": reduction}
-            if name == "all":
-                found[f"chunked, tokens dealt, {name}, {reduction}"] = {**kwargs, "sequence_parallel": True}
-    found |= {f"chunked, {name}": kwargs for name, kwargs in special(p, ROWS[size]).items()}
-    found["chunked, float32"] = {"p": p.to(torch.float32), "tolerance": 3e-6, **options("all", p)}
-    found["chunked, workspace"] = {"p": p, "workspace": "1MiB", "chunks": None}
-    common = {"rows": ROWS[size], "tolerance": 1e-11, **CHUNKED}
-    cases = {name: partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
+        for name in OPTION_SETS:
+            found[f"{name}, {reduction}"] = {**options(name, p), "reduction": reduction}
+        found[f"tokens dealt, {reduction}"] = {**found[f"all, {reduction}"], "sequence_parallel": True}
+    found |= special(p, ROWS)
+    found["float32"] = {"p": p.to(torch.float32), "tolerance": 3e-6, **options("all", p)}
+    found["workspace"] = {"workspace": "1MiB", "chunks": None}
+    common = {"p": p, "rows": ROWS, "tolerance": 1e-11, **CHUNKED}
+    cases = {f"chunked, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
-    rows = FEW[size]  # in Triton's interpreter; 24 tokens make two chunks
-    p, few = (problem(n, sum(rows), 16, dtype=torch.float32) for n in (24, 9))
-    dealt, chunks = (p, 2) if size == 2 else (few, 1)
-    found = {"tokens dealt": dict(p=dealt, chunks=chunks, sequence_parallel=True, **options("weighted smoothing", p))}
-    if size == 2:
-        wanted = ("a logit far above the others", "a rank all masked", f"gradients of {(False,) * 3}")
-        found |= {name: kwargs for name, kwargs in special(few, rows).items() if name in wanted} | {
-            "tokens dealt, none": dict(p=p, reduction="none", sequence_parallel=True, **options("all", p)),
-            "softcap": dict(p=few, **options("softcap", few)),
-            "float32 sums, no bias": dict(p=few, accumulate="float32", reduction="sum", bias=False),
-            "filter, weight alone": dict(p=few, filter_eps=1e-3, grad=(False, True, False)),
-        }
-        found["a logit far above the others"]["tolerance"] = 1e-4
-    common = {"rows": rows, "tolerance": 3e-6, "head": "fused"}
+    p, few = (problem(n, sum(FEW), 16, dtype=torch.float32) for n in (24, 9))  # 24 tokens make two chunks
+    odd = special(few, FEW)
+    odd["a logit far above the others"]["tolerance"] = 1e-4
+    found = {name: odd[name] for name in ("a logit far above the others", "a rank all masked", "no gradients")} | {
+        "tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p)),
+        "tokens dealt, none": dict(reduction="none", sequence_parallel=True, **options("all", few)),
+        "softcap": options("softcap", few),
+        "float32 sums, no bias": dict(accumulate="float32", reduction="sum", bias=False),
+        "filter, weight alone": dict(filter_eps=1e-3, grad=(False, True, False)),
+    }
+    common = {"p": few, "rows": FEW, "tolerance": 3e-6, "head": "fused"}
     return cases | {f"fused, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
 
 def special(p: Problem, rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     """Operands and targets that few have, by name; the last rank's classes are masked in one."""
     classes, tokens = sum(rows), len(p.e)
-    found: dict[str, dict[str, Any]] = {f"gradients of {wanted}": {"p": p, "grad": wanted} for wanted in GRADS}
-    found["no bias"] = {"p": p, "bias": False}
+    found: dict[str, dict[str, Any]] = {f"gradient of {name} alone": {"grad": grad} for name, grad in GRADS.items()}
+    found |= {"no gradients": {"grad": (False,) * 3}, "no bias": {"bias": False}}
     found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
     for name, target in {
         "all targets on the first rank": p.target % rows[0],

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from head_cases import REDUCTIONS, options, problem
 from huggingface_models import assert_close, batch, build, gradients
-from parallel_cases import CHUNKED, Cases, agrees, own_rows, sixteen_bits, values
+from parallel_cases import CHUNKED, SIZE, Cases, agrees, own_rows, sixteen_bits, values
 from parallel_manners import groups_made_anew, manners, refusals
 from processes import SIZES, Outcomes, work
 from refusals import refused
@@ -38,7 +38,6 @@ SMALL = {"tokens": 64, "rows": [160, 97], "hidden": 32}
 
 
 def wrapped() -> Cases:
-    """For two processes."""
     return {f"patch_head, FSDP2, {name}": partial(sharded, name) for name in GROUPS} | {"patch_head, DDP": replicated}
 
 
@@ -83,12 +82,11 @@ def replicated() -> None:
 
 
 def cases(size: int, folder: Path | None = None) -> Cases:
-    found = {**values(size), **manners(size), **refusals(size)}
-    return {**found, **wrapped()} if size == 2 else found
+    return {**values(), **manners(), **refusals()} if size == SIZE else wrapped()
 
 
 def alone(size: int, folder: Path | None = None) -> Cases:
-    return {"groups made anew": partial(groups_made_anew, size)}
+    return {"groups made anew": groups_made_anew} if size == SIZE else {}
 
 
 NAMES = [(size, name) for size in SIZES for name in {**cases(size), **alone(size)}]
