@@ -21,7 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter'
 
 @pytest.fixture
 def run():
-    """`run(*arguments)` is `python -m t1lib run` in this process."""
     yield lambda *arguments: main(["run", *arguments, "--profile", "smoke"])
     ensure_event_loop().close()  # else it is collected in some later test, where its warning is an error
     gc.collect()

@@ -39,7 +39,6 @@ def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def made(name: str, kind: re.Pattern[str]) -> list[str]:
-    """The figures or tables that the cells of a notebook make."""
     return [found for cell in code(notebook(name)) for found in kind.findall(cell.source)]
 
 

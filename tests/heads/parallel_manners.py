@@ -167,8 +167,6 @@ def refusals() -> Cases:
     found |= {f"refused: {what}": partial(refuses, {}, *case) for what, case in EVERY.items()}
     found["refused: DTensors that are not sharded by rows"] = placed
     found["refused: a backend for CUDA alone"] = backend
-    for head in ("chunked", "fused"):
-        found[f"refused: a second backward and derivative, {head}"] = partial(only_once, head)
     found["options left out are the defaults"] = the_same
     return found
 
@@ -221,14 +219,3 @@ def backend() -> None:
     with patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
         call = partial(linear_cross_entropy, P.e, P.w, P.target, group=dist.group.WORLD)
         raises(call, "nccl for cuda; use gloo for cpu")
-
-
-def only_once(head: str) -> None:
-    p = problem(9, 50, 4, dtype=torch.float32)
-    e = p.e.requires_grad_()
-    losses = [linear_cross_entropy(e, p.w, p.target.clamp(max=49), group=dist.group.WORLD, head=head) for _ in "12"]
-    torch.autograd.grad(losses[0], e, retain_graph=True)
-    if head == "chunked":
-        raises(lambda: torch.autograd.grad(losses[0], e), "second backward")
-    message = f'^head "{head}" has no second derivative .*; nor has any other under a group$'
-    raises(lambda: torch.autograd.grad(losses[1], e, create_graph=True), message)

@@ -47,7 +47,6 @@ def test_the_forwards_autocast_counts_in_the_backward_too(own, head="chunked"):
 @pytest.mark.parametrize("name", OPTION_SETS)
 @by_reduction
 def test_full_follows_the_equation(name, reduction):
-    """Written out token by token."""
     p = problem(37, 257, 16)
     o = options(name, p)
     smooth, every, c = (

@@ -291,7 +291,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_refused_is_named(message):
-    """Models, options, output layers, and what a model does to its logits."""
     refused(REFUSED[message], message)
 
 
