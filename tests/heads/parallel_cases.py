@@ -96,18 +96,22 @@ def own_rows(rows: tuple[int, ...]) -> slice:
     return slice(sum(rows[:rank]), sum(rows[: rank + 1]))
 
 
-def expected(p: Problem, rows: tuple[int, ...], dtype: torch.dtype = torch.float64, **kwargs: Any) -> dict[str, Tensor]:
+def expected(
+    p: Problem,
+    rows: tuple[int, ...],
+    dtype: torch.dtype = torch.float64,
+    sequence_parallel: bool = False,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
     """What this process should compute: the result of head `full` in `dtype` with the whole weight."""
-    of_heads = ("head", "chunks", "accumulate", "workspace", "group", "sequence_parallel")
-    rest = {k: v for k, v in kwargs.items() if k not in of_heads}
-    want = results(partial(in_one, head="full"), p.to(dtype), p.target, **rest)
-    part, rank = own_rows(rows), dist.get_rank()
+    rest = {k: v for k, v in kwargs.items() if k not in ("head", "chunks", "accumulate", "workspace")}
+    want, part = results(partial(in_one, head="full"), p.to(dtype), p.target, **rest), own_rows(rows)
     for name in {"linear_weight", "linear_bias"} & want.keys():
         want[name] = want[name][part]
-    if kwargs.get("sequence_parallel"):
+    if sequence_parallel:
         by_token = {"input", *STATS} | ({"loss"} if kwargs.get("reduction") == "none" else set())
         for name in by_token & want.keys():
-            want[name] = want[name].chunk(len(rows))[rank]
+            want[name] = want[name].chunk(len(rows))[dist.get_rank()]
     return want
 
 
@@ -115,12 +119,11 @@ def on_shards(p: Problem, rows: tuple[int, ...], sequence_parallel: bool = False
     """What this process computes from its rows of the weight."""
     part, rank, size = own_rows(rows), dist.get_rank(), len(rows)
     share = Problem(p.e, p.w[part], None if p.b is None else p.b[part], p.target)
-    kwargs.setdefault("group", dist.group.WORLD)
     if sequence_parallel:
         share.e, share.target = p.e.chunk(size)[rank], p.target.chunk(size)[rank]
         if "token_weight" in kwargs:
             kwargs["token_weight"] = kwargs["token_weight"].chunk(size)[rank]
-    call = partial(linear_cross_entropy, sequence_parallel=sequence_parallel)
+    call = partial(linear_cross_entropy, group=dist.group.WORLD, sequence_parallel=sequence_parallel)
     return results(call, share, p.target, **kwargs)
 
 

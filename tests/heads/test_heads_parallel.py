@@ -33,8 +33,6 @@ GROUPS = {  # (modules with a group of their own, family, whether the patch come
     "tied": ((), "Mistral", False),
 }
 HEADS = {"chunked": CHUNKED, "fused": {"head": "fused", "chunks": 2}}
-LARGE = {"tokens": 512, "rows": [5001, 4000], "hidden": 256}
-SMALL = {"tokens": 64, "rows": [160, 97], "hidden": 32}
 
 
 def wrapped() -> Cases:
@@ -128,18 +126,11 @@ def compare_all(records: Records, device: torch.device, phase: str, tokens: int,
     records.add("all", "done", 1.0, phase=phase)
 
 
-@pytest.mark.parametrize(
-    ("device", "sizes"),
-    [
-        pytest.param("cpu", SMALL, marks=pytest.mark.slow),
-        pytest.param("cuda", LARGE, marks=pytest.mark.gpu),
-    ],
-)
-def test_on_two_processes(device, sizes):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    records = Records()
-    measure_ranks(records, compare_all, sizes, 2, name="heads", variants=[], device=device, limit=240.0)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_two_cuda_devices():
+    records, sizes = Records(), {"tokens": 512, "rows": [5001, 4000], "hidden": 256}
+    measure_ranks(records, compare_all, sizes, 2, name="heads", variants=[], device="cuda", limit=240.0)
     assert [row["metric"] for row in records.rows] == ["done"]
 
 
