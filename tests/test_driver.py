@@ -137,8 +137,6 @@ def test_a_reader_that_has_enough_ends_it_quietly(checkout):
 
 
 SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"
-
-
 SIGNALS = ["SIGKILL", "SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)]
 
 

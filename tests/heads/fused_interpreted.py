@@ -33,11 +33,11 @@ def single(n: int, v: int, d: int, **kwargs) -> Problem:
     return problem(n, v, d, dtype=torch.float32, **kwargs)
 
 
-def agrees(p: Problem, tolerance: float = 3e-6, own: dict | None = None, **kwargs) -> None:
+def agrees(p: Problem, own: dict | None = None, **kwargs) -> None:
     """Assert that `fused` gives, finite, what `full` gives in float64."""
     got = run(p, **kwargs, **(own or {}))
     assert all(t.isfinite().all() for t in got)
-    assert_close(got, run_head("full", p.to(torch.float64), **kwargs), tolerance)
+    assert_close(got, run_head("full", p.to(torch.float64), **kwargs), 3e-6)
 
 
 @pytest.mark.parametrize("reduction, name", OPTIONS)
