@@ -68,11 +68,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
 
 @pytest.fixture(scope="session")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`smoke_run(*experiments)` returns a checkout (a value for T1_ROOT) that holds finished smoke runs of these, and
-    perhaps of others. Copy it before changing it.
-
-    Runs in the real checkout that are up to date are copied; the others are made here.
-    """
+    """`smoke_run(*experiments)`: a checkout, a value for T1_ROOT, with finished smoke runs of these, copied from the
+    real one where they are up to date there. Other tests use it, too: copy it before changing it."""
     root, made = copy_kit(tmp_path_factory.mktemp("smoke"), "report"), set()
 
     def run(*experiments: str) -> Path:
@@ -94,5 +91,5 @@ EACH = [pytest.param(name, marks=[] if name == FAST else [pytest.mark.slow]) for
 
 @pytest.fixture(scope="session", params=EACH)
 def finished(request: pytest.FixtureRequest, smoke_run: Callable[..., Path]) -> Path:
-    """The folder of each experiment's finished smoke run, in a checkout as that of `smoke_run`."""
+    """The folder of each experiment's finished smoke run."""
     return smoke_run(request.param) / "outputs" / "smoke" / request.param

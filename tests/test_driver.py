@@ -21,7 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter'
 
 @pytest.fixture
 def run():
-    """`run(*arguments)` is `python -m t1lib run` in this process."""
     yield lambda *arguments: main(["run", *arguments, "--profile", "smoke"])
     ensure_event_loop().close()  # else it is collected in some later test, where its warning is an error
     gc.collect()
@@ -138,8 +137,6 @@ def test_a_reader_that_has_enough_ends_it_quietly(checkout):
 
 
 SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"
-
-
 SIGNALS = ["SIGKILL", "SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)]
 
 

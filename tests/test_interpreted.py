@@ -10,15 +10,12 @@ import pytest
 from copies import python
 
 HERE = Path(__file__).parent
-FILES = [
-    HERE / "heads" / "fused_interpreted.py",
-    HERE / "train" / "adamw_interpreted.py",
-    HERE / "test_defaults.py",
-]
+FILES = "heads/fused_interpreted.py", "train/adamw_interpreted.py", "test_defaults.py"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_kernels_by_the_interpreter(which):
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
-    python("-m", "pytest", *options, "-m", which, *FILES, cwd=HERE.parent, TRITON_INTERPRET="1")
+    files = [HERE / name for name in FILES]
+    python("-m", "pytest", *options, "-m", which, *files, cwd=HERE.parent, TRITON_INTERPRET="1")

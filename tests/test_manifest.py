@@ -18,7 +18,6 @@ PARAMETERS = {"profile": "smoke", "steps": 2, "rate": 0.5}
 
 
 def finished(folder):
-    """Fill a folder as a run does and give it a manifest."""
     folder.mkdir(parents=True)
     (folder / "samples.csv").write_text(SAMPLES)
     (folder / "executed.ipynb").write_text("{}")

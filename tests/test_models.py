@@ -86,7 +86,6 @@ def test_changes_that_make_no_model_are_named(preset, changes, message):
 
 
 def configured(folder, **fields) -> str:
-    """A checkpoint of two layers whose config.json has these fields."""
     built("qwen3").save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))

@@ -1,18 +1,10 @@
 import pytest
 import yaml
+from refusals import refused
 
 from t1lib import params, paths
-from t1lib.errors import T1Error
 
 UNREADABLE = ("2024-13-45", "!!timestamp abc", "1" * 5000, "[" * 500, "? [a]\n: b")  # by PyYAML
-
-
-def refused(call, *parts):
-    """Assert that `call` raises a T1Error of one or two lines that holds all `parts`."""
-    with pytest.raises(T1Error) as raised:
-        call()
-    message = str(raised.value)
-    assert len(message.splitlines()) <= 2 and all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ class Worker:
 
 
 def run_cells(notebook: str, *names: str, **made) -> dict:
-    """The variables that these cells of a notebook make, beside those given."""
     for cell in params.code_cells(NOTEBOOKS / f"{notebook}.ipynb"):
         if cell["id"] in names:
             exec(compile(params.source(cell), cell["id"], "exec"), made)

@@ -23,12 +23,10 @@ COMMANDS = re.findall(r"^(?:python -m t1lib|make) [^#\n]+", README, re.MULTILINE
 
 
 def section(name: str) -> str:
-    """README's text under the heading that begins with `name`."""
     return re.search(rf"^## {re.escape(name)}.*?\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
 
 
 def table(name: str) -> list[list[str]]:
-    """The cells of a section's table, without its head."""
     rows = [line.strip("| ").split(" | ") for line in section(name).splitlines() if line.startswith("|")]
     return rows[2:]
 

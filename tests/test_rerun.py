@@ -1,16 +1,11 @@
 """Cells that are run again: what they made is replaced, and what no longer holds is not shown or published."""
 
 import json
-import os
 import re
-import signal
-from threading import Timer
 
 import pytest
-from copies import copy_kit
 from IPython.core.interactiveshell import InteractiveShell
 
-from t1lib import params, paths
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
 
@@ -169,34 +164,6 @@ def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel, monkeypa
         kernel.cells["parameters"] = PARAMETERS.replace("smoke", name)
         assert message in kernel.run("parameters", "step")
     assert not (checkout.root / "outputs" / "h200").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of figures that nobody shows
-def test_t1m3_with_another_length_and_an_interrupt(checkout, kernel):
-    """As issue 29 has it: other `seq` and `iters`, then the measuring cell and the table."""
-    copy_kit(checkout.root)
-    kernel.cells = {cell["id"]: params.source(cell) for cell in params.code_cells(paths.notebook("t1m3"))}
-
-    def run(*names: str, **values: int) -> str:
-        for name, value in values.items():
-            found = re.search(rf"(?m)^{name}: int = \d+", kernel.cells["parameters"])
-            kernel.edit("parameters", found[0], f"{name}: int = {value}")
-        return kernel.run(*names)
-
-    assert "Error" not in run(*kernel.cells, iters=4)
-    run("parameters", "step", "table1", seq=64, iters=2)
-    assert set(kernel.shell.user_ns["_"]["n"]) == {"2"}
-    assert "seq was 128, is 64" in run("table2") and "seq was 128, is 64" in run("finish")
-    Timer(6, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert "Interrupt" in run("parameters", "step", iters=100000)
-    run("table1")
-    assert set(kernel.shell.user_ns["_"]["status"]) == {"–"} and "did not finish" in run("finish")
-    assert "Error" not in run(*kernel.cells, iters=3)
-    folder = checkout.outputs("t1m3")
-    rows = [tuple(row.values()) for row in Records.load(folder / "samples.csv").rows]
-    walls = [row[2] for row in rows if (row[0], row[1], row[3]) == ("full", "step", "wall_ms")]
-    assert walls == [0, 1, 2] and manifest.read(folder)["parameters"]["seq"] == 64
 
 
 def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout, kernel):

@@ -9,7 +9,7 @@ import test_heads_agree as every_head
 import test_heads_random as by_chance
 import torch
 from functorch.compile import make_boxed_func
-from head_cases import ODD, Problem, assert_close, assert_no_worse, least_of, options, problem
+from head_cases import ODD, Problem, assert_close, assert_compiles, least_of, options, problem
 from head_cases import run as run_head
 from huggingface_models import build
 from refusals import refused
@@ -22,7 +22,6 @@ run = partial(run_head, "fused")
 slow = pytest.mark.slow
 OPTIONS = [("mean", "weighted smoothing"), ("sum", "all but smoothing"), ("none", "all")]
 COMPILED = [("none", None, False), ("mean", "4MiB", True)]
-both_reductions = pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=slow)])
 
 
 def slowly(cases: list) -> list:
@@ -34,16 +33,16 @@ def single(n: int, v: int, d: int, **kwargs) -> Problem:
     return problem(n, v, d, dtype=torch.float32, **kwargs)
 
 
-def agrees(p: Problem, tolerance: float = 3e-6, own: dict | None = None, **kwargs) -> None:
+def agrees(p: Problem, own: dict | None = None, **kwargs) -> None:
     """Assert that `fused` gives, finite, what `full` gives in float64."""
     got = run(p, **kwargs, **(own or {}))
     assert all(t.isfinite().all() for t in got)
-    assert_close(got, run_head("full", p.to(torch.float64), **kwargs), tolerance)
+    assert_close(got, run_head("full", p.to(torch.float64), **kwargs), 3e-6)
 
 
 @pytest.mark.parametrize("reduction, name", OPTIONS)
 def test_agrees_with_full(reduction, name):
-    """Many tokens have one target, and no size is a multiple of tiles; "none" makes gradients in the backward."""
+    """Many tokens have one target; "none" makes gradients in the backward."""
     p = single(20, 70, 24)
     p.target[5:16] = p.target[5:16].where(p.target[5:16] < 0, 17)
     agrees(p, own={"chunks": 2}, reduction=reduction, **options(name, p))
@@ -79,22 +78,6 @@ def test_what_holds_for_every_head(own):
     every_head.test_the_forwards_autocast_counts_in_the_backward_too(own, "fused")
     every_head.test_all_tokens_ignored_or_none_at_all("fused", own, "mean", torch.float32)
     every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
-
-
-def test_where_a_softcap_saturates_errors_are_those_of_full():
-    """The slope at the target, 1 − tanh², is tiny there, so the tanh must be right to its last digits."""
-    p = single(20, 70, 16)
-    p.e *= 100
-    agrees(p, 2e-5, softcap=5.0)
-
-
-@both_reductions
-def test_float16_error_is_that_of_full(reduction):
-    p = problem(20, 70, 24, dtype=torch.float16)
-    one = torch.ones(20 if reduction == "none" else ())
-    exact = run_head("full", p.to(torch.float64), one, reduction=reduction)
-    plain, got = (run_head(head, p, one, reduction=reduction) for head in ("full", "fused"))
-    assert_no_worse(got, plain, exact, dict.fromkeys(["loss", "de", "dw", "db"], 1.05))
 
 
 def test_statistics_and_numbers_that_are_none():
@@ -170,8 +153,7 @@ def test_autocast_to_float16(own):
 
 @pytest.mark.parametrize("reduction, workspace, dynamic", [("mean", None, False), *slowly(COMPILED)])
 def test_the_compiler_sees_one_operator_and_copies_nothing(reduction, workspace, dynamic):
-
-    p, graphs, results = single(5, 40, 16), [], []
+    p, graphs = single(5, 40, 16), []
 
     def call(e, w):
         return linear_cross_entropy(e * 1.0, w, p.target, head="fused", reduction=reduction, workspace=workspace)
@@ -180,12 +162,7 @@ def test_the_compiler_sees_one_operator_and_copies_nothing(reduction, workspace,
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=keep), dynamic=dynamic)
-    for each in (call, compiled):
-        e, w = (t.detach().clone().requires_grad_() for t in (p.e, p.w))
-        loss = each(e, w).sum()
-        results.append([loss.detach(), *torch.autograd.grad(loss, (e, w), torch.tensor(0.3))])
-    assert_close(results[1], results[0], 1e-6)
+    assert_compiles(call, (p.e, p.w), fullgraph=True, backend=aot_autograd(fw_compiler=keep), dynamic=dynamic)
     names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert len(graphs) == 2 and sum("t1lib.linear_cross_entropy.default" in name for name in names) == 1
     assert not [name for name in names if any(word in name for word in ("functionalized", "clone", "copy", "scale_"))]

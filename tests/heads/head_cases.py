@@ -170,6 +170,16 @@ def assert_no_worse(got: list[Tensor], usual: list[Tensor], exact: list[Tensor],
         assert error <= bound * least + 1e-6 * x.norm(), f"{what}: {error / least:.3f} times the usual error"
 
 
+def assert_compiles(call: Callable[..., Tensor], given: tuple[Tensor, ...], **how: Any) -> None:
+    """Assert that losses `call(*given)` and their gradients, for an upstream gradient of 0.3, stay as they are."""
+    found = []
+    for f in (call, torch.compile(call, **how)):
+        operands = [t.detach().clone().requires_grad_() for t in given]
+        loss = f(*operands).sum()
+        found.append([loss.detach(), *torch.autograd.grad(loss, operands, torch.tensor(0.3))])
+    assert_close(*found, 1e-6)
+
+
 def least_of(call: Callable[[], Any]) -> int:
     """The least workspace, as the refusal of a smaller one names it."""
     return int(re.search(r"the least that works is ([0-9]+) bytes", refusal(call))[1])

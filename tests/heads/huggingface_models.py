@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 0.3, "output_bias": True},
     "HyperCLOVAX": {"head_dim": 8, "logits_scaling": 3.0},
     "FalconH1": {
-        "lm_head_multiplier": 3.0, "hidden_size": 32, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
+        "lm_head_multiplier": 0.3, "hidden_size": 32, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
         "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "output_bias": True,
     },
     "Mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},

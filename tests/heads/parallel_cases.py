@@ -17,49 +17,45 @@ from t1lib.heads.parallel import linear_cross_entropy
 
 Cases = dict[str, Callable[[], None]]
 CHUNKED = {"head": "chunked", "chunks": 3}
-ROWS = {2: (100, 157), 3: (90, 7, 160)}  # of the weight on each rank: 257 classes in total
-FEW = {2: (36, 20), 3: (24, 4, 20)}  # for the interpreter; rows of these numbers of logits need no padding
+SIZE = 3
+ROWS = (90, 7, 160)  # of the weight on each rank: 257 classes in total
+FEW = (24, 4, 20)  # for the interpreter; rows of these numbers of logits need no padding
 STATS = ("lse", "logprob", "correct")
-GRADS = ((True, False, False), (False, True, False), (False, False, True), (False,) * 3)
+GRADS = {"input": (True, False, False), "weight": (False, True, False), "bias": (False, False, True)}
 
 
-def values(size: int) -> Cases:
+def values() -> Cases:
     """Both heads: options, reductions, special operands and targets; tokens replicated or sharded."""
-    found: dict[str, dict[str, Any]] = {}
-    p = problem(36, 257, 16)
+    p, found = problem(36, 257, 16), {}
     for reduction in REDUCTIONS:
-        for name in OPTION_SETS if size == 2 else ("all",):
-            found[f"chunked, {name}, {reduction}"] = kwargs = {**options(name, p), "p": p, "reduction": reduction}
-            if name == "all":
-                found[f"chunked, tokens dealt, {name}, {reduction}"] = {**kwargs, "sequence_parallel": True}
-    found |= {f"chunked, {name}": kwargs for name, kwargs in special(p, ROWS[size]).items()}
-    found["chunked, float32"] = {"p": p.to(torch.float32), "tolerance": 3e-6, **options("all", p)}
-    found["chunked, workspace"] = {"p": p, "workspace": "1MiB", "chunks": None}
-    common = {"rows": ROWS[size], "tolerance": 1e-11, **CHUNKED}
-    cases = {name: partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
+        for name in OPTION_SETS:
+            found[f"{name}, {reduction}"] = {**options(name, p), "reduction": reduction}
+        found[f"tokens dealt, {reduction}"] = {**found[f"all, {reduction}"], "sequence_parallel": True}
+    found |= special(p, ROWS)
+    found["float32"] = {"p": p.to(torch.float32), "tolerance": 3e-6, **options("all", p)}
+    found["workspace"] = {"workspace": "1MiB", "chunks": None}
+    common = {"p": p, "rows": ROWS, "tolerance": 1e-11, **CHUNKED}
+    cases = {f"chunked, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
-    rows = FEW[size]  # in Triton's interpreter; 24 tokens make two chunks
-    p, few = (problem(n, sum(rows), 16, dtype=torch.float32) for n in (24, 9))
-    dealt, chunks = (p, 2) if size == 2 else (few, 1)
-    found = {"tokens dealt": dict(p=dealt, chunks=chunks, sequence_parallel=True, **options("weighted smoothing", p))}
-    if size == 2:
-        wanted = ("a logit far above the others", "a rank all masked", f"gradients of {(False,) * 3}")
-        found |= {name: kwargs for name, kwargs in special(few, rows).items() if name in wanted} | {
-            "tokens dealt, none": dict(p=p, reduction="none", sequence_parallel=True, **options("all", p)),
-            "softcap": dict(p=few, **options("softcap", few)),
-            "float32 sums, no bias": dict(p=few, accumulate="float32", reduction="sum", bias=False),
-            "filter, weight alone": dict(p=few, filter_eps=1e-3, grad=(False, True, False)),
-        }
-        found["a logit far above the others"]["tolerance"] = 1e-4
-    common = {"rows": rows, "tolerance": 3e-6, "head": "fused"}
+    p, few = (problem(n, sum(FEW), 16, dtype=torch.float32) for n in (24, 9))  # 24 tokens make two chunks
+    odd = special(few, FEW)
+    odd["a logit far above the others"]["tolerance"] = 1e-4
+    found = {name: odd[name] for name in ("a logit far above the others", "a rank all masked", "no gradients")} | {
+        "tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p)),
+        "tokens dealt, none": dict(reduction="none", sequence_parallel=True, **options("all", few)),
+        "softcap": options("softcap", few),
+        "float32 sums, no bias": dict(accumulate="float32", reduction="sum", bias=False),
+        "filter, weight alone": dict(filter_eps=1e-3, grad=(False, True, False)),
+    }
+    common = {"p": few, "rows": FEW, "tolerance": 3e-6, "head": "fused"}
     return cases | {f"fused, {name}": partial(agrees, **{**common, **kwargs}) for name, kwargs in found.items()}
 
 
 def special(p: Problem, rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     """Operands and targets that few have, by name; the last rank's classes are masked in one."""
     classes, tokens = sum(rows), len(p.e)
-    found: dict[str, dict[str, Any]] = {f"gradients of {wanted}": {"p": p, "grad": wanted} for wanted in GRADS}
-    found["no bias"] = {"p": p, "bias": False}
+    found: dict[str, dict[str, Any]] = {f"gradient of {name} alone": {"grad": grad} for name, grad in GRADS.items()}
+    found |= {"no gradients": {"grad": (False,) * 3}, "no bias": {"bias": False}}
     found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
     for name, target in {
         "all targets on the first rank": p.target % rows[0],
@@ -100,18 +96,22 @@ def own_rows(rows: tuple[int, ...]) -> slice:
     return slice(sum(rows[:rank]), sum(rows[: rank + 1]))
 
 
-def expected(p: Problem, rows: tuple[int, ...], dtype: torch.dtype = torch.float64, **kwargs: Any) -> dict[str, Tensor]:
+def expected(
+    p: Problem,
+    rows: tuple[int, ...],
+    dtype: torch.dtype = torch.float64,
+    sequence_parallel: bool = False,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
     """What this process should compute: the result of head `full` in `dtype` with the whole weight."""
-    of_heads = ("head", "chunks", "accumulate", "workspace", "group", "sequence_parallel")
-    rest = {k: v for k, v in kwargs.items() if k not in of_heads}
-    want = results(partial(in_one, head="full"), p.to(dtype), p.target, **rest)
-    part, rank = own_rows(rows), dist.get_rank()
+    rest = {k: v for k, v in kwargs.items() if k not in ("head", "chunks", "accumulate", "workspace")}
+    want, part = results(partial(in_one, head="full"), p.to(dtype), p.target, **rest), own_rows(rows)
     for name in {"linear_weight", "linear_bias"} & want.keys():
         want[name] = want[name][part]
-    if kwargs.get("sequence_parallel"):
+    if sequence_parallel:
         by_token = {"input", *STATS} | ({"loss"} if kwargs.get("reduction") == "none" else set())
         for name in by_token & want.keys():
-            want[name] = want[name].chunk(len(rows))[rank]
+            want[name] = want[name].chunk(len(rows))[dist.get_rank()]
     return want
 
 
@@ -119,12 +119,11 @@ def on_shards(p: Problem, rows: tuple[int, ...], sequence_parallel: bool = False
     """What this process computes from its rows of the weight."""
     part, rank, size = own_rows(rows), dist.get_rank(), len(rows)
     share = Problem(p.e, p.w[part], None if p.b is None else p.b[part], p.target)
-    kwargs.setdefault("group", dist.group.WORLD)
     if sequence_parallel:
         share.e, share.target = p.e.chunk(size)[rank], p.target.chunk(size)[rank]
         if "token_weight" in kwargs:
             kwargs["token_weight"] = kwargs["token_weight"].chunk(size)[rank]
-    call = partial(linear_cross_entropy, sequence_parallel=sequence_parallel)
+    call = partial(linear_cross_entropy, group=dist.group.WORLD, sequence_parallel=sequence_parallel)
     return results(call, share, p.target, **kwargs)
 
 

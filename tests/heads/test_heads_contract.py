@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, least_of, options, problem, run, upstream_for
+from head_cases import CHUNKED, REDUCTIONS, Recorder, assert_close, assert_compiles, least_of, options, problem, run
 from head_cases import HEADS as TRIED
 from refusals import refused
 from test_heads_agree import TORCH
@@ -162,19 +162,13 @@ def test_number_of_products():
 
 @pytest.mark.parametrize("head, own", [*TRIED[1:], pytest.param(*TRIED[0], marks=pytest.mark.slow)])
 def test_compiled(head, own):
-    """257 classes: the rows of logits are padded."""
     p = problem(20, V, 8, dtype=torch.float32)
 
     def call(e, w):
         losses = linear_cross_entropy(e, w, p.target, head=head, linear_bias=p.b, reduction="none", **own)
         return losses.sum() + linear_cross_entropy(e, w, p.target, head=head, **own)
 
-    found = []
-    for f in (call, torch.compile(call, backend="aot_eager")):
-        operands = [t.detach().clone().requires_grad_() for t in (p.e, p.w)]
-        loss = f(*operands)
-        found.append([loss.detach(), *torch.autograd.grad(loss, operands)])
-    assert_close(*found, 1e-6)
+    assert_compiles(call, (p.e, p.w), backend="aot_eager")
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -196,14 +190,6 @@ def test_a_second_backward_is_right_or_refused_and_a_second_derivative_refused(h
         assert "no second derivative" in refused(lambda: torch.autograd.grad(loss, e, create_graph=True))
 
 
-def test_an_operand_changed_before_the_backward_is_noticed():
-    p = problem(8, 40, 3)
-    loss = linear_cross_entropy(p.e.requires_grad_(), p.w, p.target, head="chunked", by="vocabulary")
-    p.w.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("head, own", [*TRIED, *TORCH])
 def test_losses_may_be_changed_in_place(head, own):
     p = problem(8, 40, 3)
@@ -219,13 +205,13 @@ def test_what_saved_tensors_keep_of_changed_arguments_counts(head, own):
     """Within this block PyTorch keeps a copy of what is changed, in place of refusing the backward."""
     p = problem(8, 40, 3)
     kwargs = {"reduction": "none", "weight": options("weight", p)["weight"], "label_smoothing": 0.1, **own}
-    want = run(head, p, **kwargs)[1]
+    want = run(head, p, torch.ones(8).double(), **kwargs)[1]
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         e = p.e.clone().requires_grad_()
         loss = linear_cross_entropy(e, p.w, p.target, head=head, linear_bias=p.b, **kwargs)
         for argument in (p.w, p.b, p.target, kwargs["weight"]):
             argument.zero_()
-        assert torch.equal(torch.autograd.grad(loss, e, upstream_for(loss))[0], want)
+        assert torch.equal(torch.autograd.grad(loss.sum(), e)[0], want)
 
 
 def test_parse_bytes():

@@ -42,7 +42,6 @@ def test_error_is_at_most_that_of_full(head, own, reduction, name, dtype):
 @plain_or_all
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_kernels_for_any_gpu(name, reduction, monkeypatch):
-    """The kernels that run where the Hopper ones cannot."""
     from t1lib.heads import fused_launch  # needs Triton
 
     monkeypatch.setattr(fused_launch, "hopper", None)
@@ -150,7 +149,6 @@ def test_on_a_device_that_is_not_the_current_one(reduction):
 
 
 def test_four_threads_at_once():
-    """Each with its own shape and stream."""
     shapes = [(512, 8192, 256), (700, 8001, 200), (1536, 24576, 512), (2048, 32000, 1000)]
     problems = [problem(*shape, dtype=torch.bfloat16, bias=False, device="cuda") for shape in shapes]
     torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from head_cases import REDUCTIONS, options, problem
 from huggingface_models import assert_close, batch, build, gradients
-from parallel_cases import CHUNKED, Cases, agrees, own_rows, sixteen_bits, values
+from parallel_cases import CHUNKED, SIZE, Cases, agrees, own_rows, sixteen_bits, values
 from parallel_manners import groups_made_anew, manners, refusals
 from processes import SIZES, Outcomes, work
 from refusals import refused
@@ -33,12 +33,9 @@ GROUPS = {  # (modules with a group of their own, family, whether the patch come
     "tied": ((), "Mistral", False),
 }
 HEADS = {"chunked": CHUNKED, "fused": {"head": "fused", "chunks": 2}}
-LARGE = {"tokens": 512, "rows": [5001, 4000], "hidden": 256}
-SMALL = {"tokens": 64, "rows": [160, 97], "hidden": 32}
 
 
 def wrapped() -> Cases:
-    """For two processes."""
     return {f"patch_head, FSDP2, {name}": partial(sharded, name) for name in GROUPS} | {"patch_head, DDP": replicated}
 
 
@@ -83,12 +80,11 @@ def replicated() -> None:
 
 
 def cases(size: int, folder: Path | None = None) -> Cases:
-    found = {**values(size), **manners(size), **refusals(size)}
-    return {**found, **wrapped()} if size == 2 else found
+    return {**values(), **manners(), **refusals()} if size == SIZE else wrapped()
 
 
 def alone(size: int, folder: Path | None = None) -> Cases:
-    return {"groups made anew": partial(groups_made_anew, size)}
+    return {"groups made anew": groups_made_anew} if size == SIZE else {}
 
 
 NAMES = [(size, name) for size in SIZES for name in {**cases(size), **alone(size)}]
@@ -130,18 +126,11 @@ def compare_all(records: Records, device: torch.device, phase: str, tokens: int,
     records.add("all", "done", 1.0, phase=phase)
 
 
-@pytest.mark.parametrize(
-    ("device", "sizes"),
-    [
-        pytest.param("cpu", SMALL, marks=pytest.mark.slow),
-        pytest.param("cuda", LARGE, marks=pytest.mark.gpu),
-    ],
-)
-def test_on_two_processes(device, sizes):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    records = Records()
-    measure_ranks(records, compare_all, sizes, 2, name="heads", variants=[], device=device, limit=240.0)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_two_cuda_devices():
+    records, sizes = Records(), {"tokens": 512, "rows": [5001, 4000], "hidden": 256}
+    measure_ranks(records, compare_all, sizes, 2, name="heads", variants=[], device="cuda", limit=240.0)
     assert [row["metric"] for row in records.rows] == ["done"]
 
 

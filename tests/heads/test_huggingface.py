@@ -79,25 +79,15 @@ def test_logits_are_made_only_if_asked_for():
     assert max(elements for elements, _ in seen.made) <= inputs["input_ids"].numel() * model.config.vocab_size / 2
 
 
-def test_bfloat16_and_autocast():
-    own, ours = pair("Gemma2")
-    exact = own(**batch()).loss.item()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = ours(**batch()).loss
-    assert loss.dtype == torch.float32 and abs(loss.item() - exact) < 2e-2
-    loss = ours.bfloat16()(**batch()).loss
-    assert loss.dtype == torch.float32 and abs(loss.item() - exact) < 3e-2
-    loss.backward()
-
-
 def test_a_sum_is_divided_before_gradients_are_rounded():
     """1024 / 1022 is so near 1 that no finished bfloat16 gradient would change by it."""
     model, given = patch_head(build("Llama").bfloat16(), head="chunked"), batch()
     weight = model.get_output_embeddings().weight
     found = []
     for items in (1024, torch.tensor(1022)):
-        (gradient,) = torch.autograd.grad(model(**given, num_items_in_batch=items).loss, weight)
-        found.append(gradient.double())
+        loss = model(**given, num_items_in_batch=items).loss
+        assert loss.dtype == torch.float32
+        found.append(torch.autograd.grad(loss, weight)[0].double())
     assert abs((found[1] * found[0]).sum() / found[0].square().sum() - 1024 / 1022) < 1e-3  # 2e-3 otherwise
 
 
@@ -301,20 +291,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_refused_is_named(message):
-    """Models, options, output layers, and what a model does to its logits."""
     refused(REFUSED[message], message)
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_bias_of_the_output_layer_is_scaled_with_the_logits(trained):
-    for change in (
-        lambda z: z / 4.0,
-        lambda z: 2.0 * torch.tanh(z * 0.5 / 3.0) * 3.0,
-        lambda z: (-0.5 * z).float()[..., :VOCAB],
-    ):
-        own = odd(change)
-        own.lm_head.bias.requires_grad_(trained)
-        compare(own, patch_head(copy.deepcopy(own), **CHUNKED), **batch())
 
 
 BY_KEYWORD = lambda z, labels: nn.functional.cross_entropy(target=labels, input=z)  # noqa: E731

@@ -52,8 +52,6 @@ def gone(pids, seconds: float = 5) -> bool:
 
 
 class Session:
-    """In each variant's process."""
-
     def __init__(self, end: str = "") -> None:
         if end:
             self.end(end)
