@@ -1,21 +1,18 @@
 """What surrounds a streamed model: losses on its weights, layers that do not do the same every time, checkpoints of the
 user's own, parameters that no optimizer has, averages that are swapped in, gradients that are kept, other threads."""
 
-import copy
 import threading
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from refusals import refused
 from stream_cases import case, compare, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train
 from stream_models import VOCABULARY, Block, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
 
 from t1lib.plan.cost import Choice
 from t1lib.train import activations
@@ -282,16 +279,6 @@ def test_masters_outlive_an_average_that_is_swapped_in_for_an_evaluation(choice)
     assert all(map(torch.equal, *found))
 
 
-def test_past_key_values_that_hold_tokens_are_refused_in_training():
-    cache, keys = DynamicCache(), torch.zeros(4, 2, 1, 8)
-    with streaming(qwen3()) as (model, _):
-        for index in range(len(model.model.layers)):
-            cache.update(keys, keys, index)
-        refused(lambda: model(**data()[0], past_key_values=cache), "past_key_values")
-        with torch.no_grad():
-            assert model(data()[0]["input_ids"], past_key_values=cache).logits.isfinite().all()
-
-
 CASES: dict[str, dict[str, Any]] = {
     "a loss on the weights, in a backward of its own": case(qwen3, sgd, loss=penalised_apart),
     # sums are in another order
@@ -352,11 +339,3 @@ def test_the_last_product_is_left_out_of_known_layers_unless_somebody_looks(monk
             model_loss(model, data()[0]).backward()
             assert len(left_out) == 3 + 3 * looking  # of four layers, the first is watched; then one has a hook
     assert len(seen) == 2 and seen[0] == seen[1]
-
-
-@each_choice
-def test_a_copy_is_refused(choice):
-    with streaming(qwen3(), choice=choice) as (model, optimizer):
-        model_loss(model, data()[0]).backward()
-        optimizer.step()
-        refused(lambda: copy.deepcopy(model), "copy its state_dict()")
