@@ -68,9 +68,9 @@ def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw,
     return {"build": build, "optimizer": optimizer, "loop": loop(**given), **own}
 
 
-def pieces(rows: int | None, layers: Callable[..., Any] = layers_of) -> dict[str, Any]:
+def pieces(rows: int | None) -> dict[str, Any]:
     """What the reference does, and the streamed model, to run `rows` rows at a time (None: all, and draw again)."""
-    return {"reference": lambda model: in_pieces(layers(model), rows), "micro_batch": rows}
+    return {"reference": lambda model: in_pieces(layers_of(model), rows), "micro_batch": rows}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -128,7 +128,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3, "llama": llama, "
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    return model.blocks if isinstance(model, Blocks) else model.base_model.get_submodule("layers")
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of adapters
+    return inner.blocks if isinstance(inner, Blocks) else inner.base_model.get_submodule("layers")
 
 
 def adapted(
@@ -144,10 +145,6 @@ def adapted(
         if "lora_B" in name:
             nn.init.normal_(param, std=0.02)
     return model.train()
-
-
-def adapters_of(model: nn.Module) -> nn.ModuleList:
-    return layers_of(model.get_base_model())
 
 
 def data(count: int = STEPS, *, padded: bool = False, device: str = "cpu", rows: int = ROWS) -> list[dict[str, Tensor]]:

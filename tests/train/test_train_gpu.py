@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, wait_for, weights
 from stream_loops import adamw, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
-from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, partly_used, qwen3
+from stream_models import MODELS, adapted, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
 
 from t1lib.errors import T1Error
@@ -48,8 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
         partly_used, partial(adamw, lr=1e-3, weight_decay=0.5), choice=PLACES["two places"]
     ),
     # the GPU's own random numbers are replayed
-    "adapters, little dropout": here(partial(adapted, dropout=0.05), **pieces(None, adapters_of)),
-    "adapters, much dropout": here(partial(adapted, dropout=0.5), **pieces(None, adapters_of)),
+    "adapters, little dropout": here(partial(adapted, dropout=0.05), **pieces(None)),
+    "adapters, much dropout": here(partial(adapted, dropout=0.5), **pieces(None)),
     "dropout": here(partial(blocks, dropout=0.3), loss=two_forwards, **pieces(None)),
 }
 
