@@ -22,13 +22,15 @@ OPTIONS = {"choice", "gpu_memory", "master_weights", "micro_batch", "overlap", "
 OPTIONS |= {"reference", "rel", "usual"}
 
 
+def streamed_with(model: nn.Module, optimizer: Any = None, **options: Any) -> tuple[nn.Module, Any]:
+    layers = {"layers": model.blocks} if isinstance(model, Blocks) else {}
+    return stream(model, adamw(model) if optimizer is None else optimizer, **(layers | options))
+
+
 @contextmanager
 def streaming(model: nn.Module, optimizer: Any = None, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
     """A streamed model and its optimizer (AdamW, if none is given), closed in the end."""
-    optimizer = adamw(model) if optimizer is None else optimizer
-    if isinstance(model, Blocks):
-        options = {"layers": model.blocks, **options}
-    streamed, own = stream(model, optimizer, **options)
+    streamed, own = streamed_with(model, optimizer, **options)
     try:
         yield streamed, own
     finally:

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import assert_same_weights, going_on, held_bytes, streaming, threads, wait_for, weights
+from stream_cases import assert_same_weights, going_on, held_bytes, streamed_with, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, train
 from stream_models import blocks, data
 from test_stream_state import AT_ONCE, PLACES
 
 from t1lib.plan.cost import Choice
-from t1lib.train import stream
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -123,7 +122,7 @@ def test_an_interrupt_at_any_call(options, times):
 def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
     """Train, and let go of model and optimizer; `end` says in which state."""
     model = blocks()
-    streamed, own = stream(model, adamw(model), layers=model.blocks, **options)
+    streamed, own = streamed_with(model, **options)
     train(streamed, own, BATCHES)
     if end == "broken":
         model.blocks[2].fault.arm(Broken())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
-from stream_cases import assert_same_weights, going_on, streaming, threads, wait_for, weights
+from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import SHAPE, Blocks, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
@@ -49,11 +49,6 @@ def untouched(model: nn.Module, call: Callable[[], object], *parts: str) -> None
 def looks(model: nn.Module) -> list[object]:
     params = [(name, id(p), type(p), p.data_ptr(), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     return [params, type(model), *[(type(m), set(vars(m)), list(m._forward_hooks)) for m in model.modules()]]
-
-
-def streamed_with(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
-    layers = {"layers": model.blocks} if isinstance(model, Blocks) else {}
-    return stream(model, adamw(model) if optimizer is None else optimizer, **(layers | options))
 
 
 @pytest.mark.parametrize("options, shown", ARGUMENTS, ids=str)
