@@ -13,7 +13,7 @@ import torch
 from stream_loops import adamw, evaluated, loop, own_clip, train
 from stream_models import Blocks, blocks, data, layers_of
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from t1lib.train import stream
@@ -114,23 +114,17 @@ class Masters:
         self.inner = type(optimizer)(groups)
         self.param_groups = self.inner.param_groups
 
-    def _take(self) -> None:
+    def step(self) -> None:
         for param, master in self.wide.items():
             master.grad = None if param.grad is None else param.grad.float()
-
-    def step(self) -> None:
-        if all(master.grad is None for master in self.wide.values()):  # not clipped
-            self._take()
         self.inner.step()
         for param, master in self.wide.items():
             param.data.copy_(master.data)
-            master.grad = None
 
     def clip_grad_norm_(self, most: float) -> Tensor:
-        self._take()
-        total = clip_grad_norm_(self.wide.values(), most)
-        for param, master in self.wide.items():  # PyTorch clips 16-bit gradients in place
-            master.grad = None if master.grad is None else master.grad.to(param.dtype).float()
+        """By a norm in float32."""
+        total = get_total_norm([p.grad.float() for p in self.wide if p.grad is not None])
+        clip_grads_with_norm_(self.wide, most, total)
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
