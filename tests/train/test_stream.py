@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from stream_cases import Masters, case, compare, pieces, streaming
-from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import MODELS, SHAPE, VOCABULARY, adapted, blocks, cross_entropy, data, llama, partly_used, qwen3
+from stream_loops import adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
+from stream_models import MODELS, SHAPE, adapted, blocks, cross_entropy, data, llama, partly_used, qwen3
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, GraniteConfig
@@ -33,13 +33,6 @@ def made(config: Any) -> nn.Module:
 
 
 GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
-
-
-def projected() -> nn.Module:
-    """The gradient of a narrow embedding is made of the projections' weights, after the backward of all layers."""
-    model = blocks()
-    model.embed = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
-    return model
 
 
 def begun() -> nn.Module:
@@ -85,9 +78,12 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-def some_left_out(model: nn.Module) -> torch.optim.Optimizer:
-    left = {"blocks.1.up.weight", "head.bias"}
-    return torch.optim.AdamW([p for n, p in model.named_parameters() if n not in left and "unused" not in n], lr=0.01)
+def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+    """Before it is streamed: its groups stay the same objects, and its hooks go on."""
+    optimizer = adamw(model)
+    rates = RATES(optimizer)
+    optimizer.register_step_post_hook(lambda *_: rates.step())
+    return optimizer
 
 
 def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, **options: Any) -> dict[str, Any]:
@@ -117,10 +113,10 @@ def beside_reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 half_decay = partial(adamw, weight_decay=0.5)
 dropping, padded = partial(blocks, dropout=0.3), data(padded=True)
-HOST, ON_DEVICE = Choice(outer="host"), Choice(grads="device")
 CASES: dict[str, dict[str, Any]] = {
     **{kind: case(build) for kind, build in MODELS.items()},
     "groups under a schedule, clipped by PyTorch": case(llama, grouped, schedule=RATES, clip=torch_clip),
+    "a schedule from before": case(qwen3, scheduled),
     "a schedule that changes betas, too": case(qwen3, schedule=partial(OneCycleLR, max_lr=0.02, total_steps=11)),
     "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),
     "nesterov": case(qwen3, partial(sgd, nesterov=True)),
@@ -133,16 +129,13 @@ CASES: dict[str, dict[str, Any]] = {
     # the first forward's output layer reads its weight when layers of the second have run their backward
     "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=Choice(outer="host", inputs="host")),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
-    "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=ON_DEVICE),
+    "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
     "generation": case(qwen3, batches=FOUR, after=generated),
     "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
-    "matrices before the layers": case(projected, batches=FOUR, choice=HOST),
-    "matrices before the layers, accumulated": case(projected, sgd, batches=FOUR, accumulate=2, choice=HOST),
-    "matrices before the layers, at once": case(projected, batches=FOUR, choice=HOST, update_in_backward=True),
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
@@ -156,7 +149,6 @@ CASES: dict[str, dict[str, Any]] = {
     # parameters without a gradient do not decay
     "without a gradient": case(partly_used, half_decay),
     "without a gradient, masters": masters(partly_used, half_decay),
-    "left out of the optimizer": case(partly_used, some_left_out),
     "adapters": case(partial(adapted, dropout=0.0), **pieces(None)),
     # dropout draws the same numbers again
     "adapters, dropout": case(adapted, clip=own_clip, **pieces(None)),
@@ -177,23 +169,7 @@ def test_same_bits_as_plain_pytorch(name):
     compare(**CASES[name])
 
 
-def test_a_schedule_made_before_streaming():
-    """The groups are the same objects."""
-
-    def with_schedule(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = adamw(model)
-        rates.append(LambdaLR(optimizer, lambda step: 0.5**step))
-        return optimizer
-
-    rates: list[LambdaLR] = []
-    compare(qwen3, with_schedule, loop(after=lambda model: rates[-1].step() or 0.0))
-
-
-def test_what_comes_before_the_first_step():
-    """Generation in a model that trains with micro-batches, which are set aside for it; a forward in inference mode."""
-    plain, model = qwen3(), qwen3()
-    with streaming(model, micro_batch=1) as (streamed, _):
-        assert generated(streamed) == generated(plain)
+def test_a_forward_in_inference_mode_before_the_first_step():
     with streaming(llama(), gpu_memory="1GiB") as (streamed, own):
         first = inferred(streamed)
         with torch.no_grad():
