@@ -70,6 +70,11 @@ def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw,
     return {"build": build, "optimizer": optimizer, "loop": loop(**given), **own}
 
 
+def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, **options: Any) -> dict[str, Any]:
+    """Of 16-bit weights."""
+    return case(partial(build, torch.bfloat16), make, usual=lambda model: Masters(make(model)), **options)
+
+
 def pieces(rows: int | None) -> dict[str, Any]:
     """What the reference does, and the streamed model, to run `rows` rows at a time (None: all, and draw again)."""
     return {"reference": lambda model: in_pieces(layers_of(model), rows), "micro_batch": rows}

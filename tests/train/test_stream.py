@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import Masters, case, compare, pieces, streaming
+from stream_cases import Masters, case, compare, masters, pieces, streaming
 from stream_loops import adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
 from stream_models import MODELS, SHAPE, adapted, blocks, cross_entropy, data, llama, partly_used, qwen3
 from torch import Tensor, nn
@@ -84,11 +84,6 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
     rates = RATES(optimizer)
     optimizer.register_step_post_hook(lambda *_: rates.step())
     return optimizer
-
-
-def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, **options: Any) -> dict[str, Any]:
-    """Of 16-bit weights."""
-    return case(partial(build, torch.bfloat16), make, usual=lambda model: Masters(make(model)), **options)
 
 
 def two_adapters() -> nn.Module:
