@@ -136,6 +136,9 @@ CASES: dict[str, dict[str, Any]] = {
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
     "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
     "masters, by the CPU": masters(blocks, choice=Choice(host_share=1.0, outer="host")),
+    "masters, clipped": masters(llama, clip=own_clip),
+    "masters, clipped, resident": masters(llama, clip=own_clip, choice=Choice(resident=2, keep=1, grads="device")),
+    "masters, clipped, half by the CPU": masters(llama, clip=own_clip, choice=Choice(outer="host", host_share=0.5)),
     "16 bits without masters": case(partial(qwen3, torch.bfloat16), sgd, master_weights=None),
     "16 bits, clipped": case(partial(qwen3, torch.bfloat16), clip=torch_clip, master_weights=None),
     **{f"frozen: {name}": case(partial(without, frozen), clip=own_clip) for name, frozen in FROZEN.items()},
@@ -192,29 +195,17 @@ def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers():
         assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
 
 
-@pytest.mark.parametrize(
-    "layout, clip", [({"master_weights": "split"}, None), ({"moments": "bfloat16"}, None), ({}, own_clip)], ids=str
-)
-def test_smaller_state_and_clipped_masters_are_close(layout, clip):
-    """Split masters are rounded with ties away from zero, 16-bit moments with noise; the norm is a float32."""
+@pytest.mark.parametrize("layout", [{"master_weights": "split"}, {"moments": "bfloat16"}], ids=str)
+def test_smaller_state_is_close(layout):
+    """Split masters are rounded with ties away from zero, 16-bit moments with noise."""
     model, plain = (llama(torch.bfloat16) for _ in range(2))
     reference = Masters(grouped(plain))
-    expected = train(plain, reference, data(10), clip=clip)
+    expected = train(plain, reference, data(10))
     with streaming(model, grouped(model), **layout) as (streamed, own):
-        found = train(streamed, own, data(10), clip=clip)
-        assert found[:2] == pytest.approx(expected[:2], rel=1e-6 if clip else 1e-2)
-        assert found == pytest.approx(expected, rel=2e-2 if clip else 1e-2)
+        assert train(streamed, own, data(10)) == pytest.approx(expected, rel=1e-2)
         state = own.state_dict()["state"]
     for index, slots in reference.state_dict()["state"].items():
         master, first, moved = slots["master"], slots["exp_avg"], 10 * 0.003 * math.sqrt(slots["master"].numel())
         assert state[index]["master"].dtype == torch.float32
         assert (state[index]["master"] - master).norm() < 0.05 * moved, index
         assert (state[index]["exp_avg"].float() - first).norm() < 0.25 * first.norm(), index
-
-
-def test_placement_changes_no_bits_of_clipped_masters():
-    losses, resident, host = [], Choice(resident=2, keep=1, grads="device"), Choice(outer="host", host_share=0.5)
-    for choice in (Choice(), resident, host):
-        with streaming(llama(torch.bfloat16), choice=choice) as (streamed, own):
-            losses.append(train(streamed, own, clip=own_clip))
-    assert all(each == losses[0] for each in losses)
