@@ -42,6 +42,12 @@ def begun() -> nn.Module:
     return model
 
 
+def hooked() -> nn.Module:
+    model = qwen3()
+    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return model
+
+
 def logits_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Cross-entropy with a penalty, from embeddings of her own."""
     embedded = model.get_input_embeddings()(batch["input_ids"]) * 1.1
@@ -130,6 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
+    "a hook on a weight": case(hooked),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
