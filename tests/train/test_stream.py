@@ -112,6 +112,7 @@ def beside_reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss * known
 
 
+square = [{name: value[:, :4] for name, value in batch.items()} for batch in data(padded=True)]
 half_decay = partial(adamw, weight_decay=0.5)
 dropping, padded = partial(blocks, dropout=0.3), data(padded=True)
 CASES: dict[str, dict[str, Any]] = {
@@ -124,6 +125,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dampening": case(qwen3, partial(sgd, dampening=0.3)),
     "no momentum": case(qwen3, partial(sgd, momentum=0.0)),
     "one micro-batch": case(blocks, **pieces(9)),
+    "as many rows as tokens": case(blocks, batches=square, **pieces(2)),
     "batches of other shapes": case(MODELS["gemma3"], batches=shapes()),
     "a loss of logits and embeddings": case(qwen3, loss=logits_loss, clip=own_clip),
     "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),

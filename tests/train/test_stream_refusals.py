@@ -19,6 +19,7 @@ from t1lib.plan.cost import Choice
 from t1lib.train import stream
 
 BATCHES = data(4)
+SQUARE = {name: value[:, :4] for name, value in BATCHES[0].items()}  # as many rows as tokens
 VALUES: dict[str, tuple] = {
     "micro_batch": (0, True, "2"),
     "gpu_memory": ("lots", "16", 0, True),
@@ -222,6 +223,7 @@ ONGOING: dict[str, tuple] = {
     "a hook that may change weights": during(
         partial(hooked, kind="register_post_accumulate_grad_hook"), "after its gradient is accumulated"
     ),
+    "a mask of rows or of tokens": during(lambda m, o: model_loss(m, SQUARE), "(4, 4)", build=blocks, micro_batch=2),
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
     "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
@@ -249,15 +251,6 @@ def test_a_router_loss_is_refused():
         refused(lambda: streamed(**BATCHES[0]), "output_router_logits")
         with torch.no_grad():
             streamed(**BATCHES[0])
-
-
-def test_as_many_rows_as_tokens():
-    """Whose the dimensions of a mask are, nobody can tell."""
-    batch = {"input_ids": torch.arange(16).view(4, 4), "labels": torch.arange(16).view(4, 4)}
-    with streaming(Blocks(), micro_batch=2) as (streamed, _):
-        refused(lambda: model_loss(streamed, batch), "(4, 4)", "micro_batch")
-        batch["attention_mask"] = torch.ones(4, 4)
-        model_loss(streamed, batch).backward()
 
 
 SPOILT: list[Callable[[dict], object]] = [
