@@ -13,7 +13,7 @@ import torch
 from stream_loops import adamw, evaluated, loop, own_clip, train
 from stream_models import Blocks, blocks, data, layers_of
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from t1lib.train import stream
@@ -22,13 +22,15 @@ OPTIONS = {"choice", "gpu_memory", "master_weights", "micro_batch", "overlap", "
 OPTIONS |= {"reference", "rel", "usual"}
 
 
+def streamed_with(model: nn.Module, optimizer: Any = None, **options: Any) -> tuple[nn.Module, Any]:
+    layers = {"layers": model.blocks} if isinstance(model, Blocks) else {}
+    return stream(model, adamw(model) if optimizer is None else optimizer, **(layers | options))
+
+
 @contextmanager
 def streaming(model: nn.Module, optimizer: Any = None, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
     """A streamed model and its optimizer (AdamW, if none is given), closed in the end."""
-    optimizer = adamw(model) if optimizer is None else optimizer
-    if isinstance(model, Blocks):
-        options = {"layers": model.blocks, **options}
-    streamed, own = stream(model, optimizer, **options)
+    streamed, own = streamed_with(model, optimizer, **options)
     try:
         yield streamed, own
     finally:
@@ -68,9 +70,14 @@ def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw,
     return {"build": build, "optimizer": optimizer, "loop": loop(**given), **own}
 
 
-def pieces(rows: int | None, layers: Callable[..., Any] = layers_of) -> dict[str, Any]:
+def masters(build: Callable[..., nn.Module], make: Callable[..., Any] = adamw, **options: Any) -> dict[str, Any]:
+    """Of 16-bit weights."""
+    return case(partial(build, torch.bfloat16), make, usual=lambda model: Masters(make(model)), **options)
+
+
+def pieces(rows: int | None) -> dict[str, Any]:
     """What the reference does, and the streamed model, to run `rows` rows at a time (None: all, and draw again)."""
-    return {"reference": lambda model: in_pieces(layers(model), rows), "micro_batch": rows}
+    return {"reference": lambda model: in_pieces(layers_of(model), rows), "micro_batch": rows}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -112,23 +119,17 @@ class Masters:
         self.inner = type(optimizer)(groups)
         self.param_groups = self.inner.param_groups
 
-    def _take(self) -> None:
+    def step(self) -> None:
         for param, master in self.wide.items():
             master.grad = None if param.grad is None else param.grad.float()
-
-    def step(self) -> None:
-        if all(master.grad is None for master in self.wide.values()):  # not clipped
-            self._take()
         self.inner.step()
         for param, master in self.wide.items():
             param.data.copy_(master.data)
-            master.grad = None
 
     def clip_grad_norm_(self, most: float) -> Tensor:
-        self._take()
-        total = clip_grad_norm_(self.wide.values(), most)
-        for param, master in self.wide.items():  # PyTorch clips 16-bit gradients in place
-            master.grad = None if master.grad is None else master.grad.to(param.dtype).float()
+        """By a norm in float32."""
+        total = get_total_norm([p.grad.float() for p in self.wide if p.grad is not None])
+        clip_grads_with_norm_(self.wide, most, total)
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.fault = Fault()
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-        hidden = _Failing.apply(hidden, self.fault)
+        hidden = self.fault.watch(hidden)
         q, k, v = self.qkv(self.norm(hidden)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale * q.shape[-1] ** -0.5)
         hidden = hidden + self.dropout(mixed.transpose(1, 2).flatten(2)) * self.gain
@@ -78,19 +78,13 @@ class Fault:
             error, self.error = self.error, None
             raise error
 
-
-class _Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, fault: Fault) -> Tensor:
-        ctx.fault = fault
-        fault.calls += 1
-        fault.check(fault.calls)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.fault.check(0)
-        return grad, None
+    def watch(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        self.check(self.calls)
+        hidden = hidden.view_as(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.check(0))
+        return hidden
 
 
 def qwen3(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
@@ -128,7 +122,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3, "llama": llama, "
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    return model.blocks if isinstance(model, Blocks) else model.base_model.get_submodule("layers")
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of adapters
+    return inner.blocks if isinstance(inner, Blocks) else inner.base_model.get_submodule("layers")
 
 
 def adapted(
@@ -144,10 +139,6 @@ def adapted(
         if "lora_B" in name:
             nn.init.normal_(param, std=0.02)
     return model.train()
-
-
-def adapters_of(model: nn.Module) -> nn.ModuleList:
-    return layers_of(model.get_base_model())
 
 
 def data(count: int = STEPS, *, padded: bool = False, device: str = "cpu", rows: int = ROWS) -> list[dict[str, Tensor]]:

@@ -12,7 +12,6 @@ import torch
 from loop_cases import OPTIMIZERS, assert_same, even, model
 from refusals import refused
 
-from t1lib.errors import T1Error
 from t1lib.files import read_signed, write_signed
 from t1lib.train import checkpoint, make_trainer
 from t1lib.train.checkpoint import META, load_checkpoint, save_checkpoint
@@ -93,29 +92,6 @@ def test_a_checkpoint_that_cannot_be_read_is_replaced_but_not_removed(tmp_path, 
     (tmp_path / META).write_text("{")
     other = save_checkpoint(trained, tmp_path)
     assert path != other and names(tmp_path) == [META, other.name]
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
-def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatch, trained, error):
-    save_checkpoint(trained, tmp_path)
-    state, before = trained.state_dict(), names(tmp_path)
-    plain, written = torch.save, []
-
-    def fails(content, file):
-        written.append(1)
-        if len(written) == 3:
-            raise error
-        plain(content, file)
-
-    monkeypatch.setattr(torch, "save", fails)
-    trained.step(even(1)[0])
-    message = f"step-{trained.steps:08d}: No space left on device" if isinstance(error, OSError) else None
-    with pytest.raises(T1Error if message else KeyboardInterrupt, match=message):
-        save_checkpoint(trained, tmp_path)
-    monkeypatch.undo()
-    assert names(tmp_path) == before
-    load_checkpoint(trained, tmp_path)
-    assert_same(state, trained.state_dict())
 
 
 def test_the_last_is_the_one_that_was_saved_last(tmp_path, trained):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from stream_cases import in_pieces, streaming
 from stream_loops import adamw, own_clip, train
-from stream_models import adapted, adapters_of, data, layers_of, llama
+from stream_models import adapted, data, layers_of, llama
 from torch import nn
 
 from t1lib.heads import patch_head
@@ -15,8 +15,9 @@ from t1lib.train import placing
 from t1lib.train.graphs import LayerGraphs
 
 
-def test_layers_with_hooks_inside_run_without_graphs():
-    """A replay would not call them. Hooks of the layer itself are called outside of it."""
+def test_layers_with_hooks_inside_or_adapters_run_without_graphs():
+    """A replay would not call them, nor follow adapters that are switched or disabled, trained or not. Hooks of the
+    layer itself are called outside of it."""
     layer = nn.Sequential(nn.Linear(4, 4))
     graphs = LayerGraphs([layer], {0})
     for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
@@ -25,12 +26,7 @@ def test_layers_with_hooks_inside_run_without_graphs():
         hook = getattr(layer[0], f"register_{kind}")(lambda *_: None)
         assert not graphs.allow(0)
         hook.remove()
-
-
-def test_layers_with_adapters_run_without_graphs():
-    """A replay would not follow adapters that are switched or disabled, also where none of a layer is trained."""
-    layers = adapters_of(adapted().requires_grad_(False))
-    assert not LayerGraphs(layers, {0}).allow(0)
+    assert not LayerGraphs(layers_of(adapted().requires_grad_(False)), {0}).allow(0)
 
 
 @pytest.mark.parametrize("rows", [None, 3])
@@ -72,5 +68,5 @@ def test_a_budget_counts_what_adapters_save(monkeypatch, planned_for):
         with streaming(model, gpu_memory="1GiB", plan_for=planned_for) as (streamed, own):
             train(streamed, own, data(2))
     plain, with_adapters, _ = (work.saved for work in seen)
-    own = sum(m.lora_A["default"].in_features * 4 for m in adapters_of(model)[0].modules() if hasattr(m, "lora_A"))
+    own = sum(m.lora_A["default"].in_features * 4 for m in layers_of(model)[0].modules() if hasattr(m, "lora_A"))
     assert plain + own <= with_adapters <= plain + 2.5 * own

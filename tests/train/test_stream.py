@@ -1,20 +1,23 @@
-"""A streamed model under any loop computes what plain PyTorch does: bit for bit, in float32 on a CPU."""
+"""A streamed model under any loop, whatever of it is frozen, left out, dropped out or kept in 16 bits, has the bits of
+a plain PyTorch model, in float32 on a CPU."""
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from stream_cases import case, compare, pieces, streaming
-from stream_loops import adamw, evaluated, grouped, loop, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import MODELS, SHAPE, VOCABULARY, blocks, cross_entropy, data, gemma3, llama, qwen3
+from stream_cases import Masters, case, compare, masters, pieces, streaming
+from stream_loops import adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
+from stream_models import MODELS, SHAPE, adapted, blocks, cross_entropy, data, llama, partly_used, qwen3
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, GraniteConfig
 
-from t1lib.plan.cost import Choice
+from t1lib.plan.cost import HOST_GRADS, Choice
 
-FOUR, PADDED = data(4), data(padded=True)
+FOUR = data(4)
 RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 
 
@@ -32,13 +35,6 @@ def made(config: Any) -> nn.Module:
 GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
 
 
-def projected() -> nn.Module:
-    """The gradient of a narrow embedding is made of the projections' weights, after the backward of all layers."""
-    model = blocks()
-    model.embed = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
-    return model
-
-
 def begun() -> nn.Module:
     """Gradients from before are added to."""
     model = qwen3()
@@ -46,9 +42,10 @@ def begun() -> nn.Module:
     return model
 
 
-def hidden_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    out = model.model(batch["input_ids"], output_hidden_states=False).last_hidden_state
-    return (out.float() ** 2).mean() + out[:, -1].abs().sum()
+def hooked() -> nn.Module:
+    model = qwen3()
+    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return model
 
 
 def logits_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -70,59 +67,106 @@ def inferred(model: nn.Module, *_: Any) -> Tensor:
         return model_loss(model, data(1)[0])
 
 
-def clip_between_writes(kept: list[tuple[Tensor, Tensor]], model: nn.Module, optimizer: Any) -> None:
-    """Gradients that somebody keeps stay what they were, and clipping sees what is done to them."""
-    assert all(torch.equal(grad, then) for grad, then in kept)
-    grads = [param.grad for param in model.parameters()]
-    own_clip(model, optimizer)
-    for grad in grads:
-        grad.mul_(3.0)
-    own_clip(model, optimizer)
-    kept += [(grad, grad.clone()) for grad in grads]
+def without(frozen: Callable[[str], bool], build: Any = blocks) -> nn.Module:
+    model = build()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not frozen(name))
+    return model
 
 
-def change_gradients(model: nn.Module, optimizer: Any) -> Tensor:
-    """They are changed, set, and taken away: of one parameter, and of a layer."""
-    for layer in model.blocks[2:]:
-        layer.up.weight.grad.mul_(0.5)
-    model.blocks[0].up.bias.grad = torch.ones(64)
-    model.blocks[2].up.bias.grad = None
-    model.blocks[1].zero_grad()
-    return own_clip(model, optimizer)
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "embedding": lambda name: "embed" in name,
+    "lower layers": lambda name: "embed" in name or ".0." in name or ".1." in name,
+    "upper layers": lambda name: ".2." in name or ".3." in name,
+    "norms inside layers": lambda name: "norm" in name and "blocks" in name,
+    "all of a layer but its norms": lambda name: any(f".{i}." in name for i in range(4)) and "norm" not in name,
+    "all but the layers": lambda name: not any(f".{i}." in name for i in range(4)),
+}
 
 
-HOST, ON_DEVICE = Choice(outer="host"), Choice(grads="device")
+def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+    """Before it is streamed: its groups stay the same objects, and its hooks go on."""
+    optimizer = adamw(model)
+    rates = RATES(optimizer)
+    optimizer.register_step_post_hook(lambda *_: rates.step())
+    return optimizer
+
+
+def two_adapters() -> nn.Module:
+    """In float32, for 16-bit weights. The second ones are frozen."""
+    model = adapted(torch.bfloat16, base=llama, dropout=0.0)
+    model.add_adapter("other", model.peft_config["default"])
+    for name, param in model.named_parameters():
+        if "lora_B.other" in name:
+            nn.init.normal_(param, std=0.02)
+    return model
+
+
+def beside_reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As in a loss of preferences: others' adapters in between."""
+    loss = model_loss(model, batch)
+    model.set_adapter("other")
+    with torch.no_grad():
+        known = model_loss(model, batch)
+    model.set_adapter("default")
+    return loss * known
+
+
+square = [{name: value[:, :4] for name, value in batch.items()} for batch in data(padded=True)]
+half_decay = partial(adamw, weight_decay=0.5)
+dropping, padded = partial(blocks, dropout=0.3), data(padded=True)
 CASES: dict[str, dict[str, Any]] = {
     **{kind: case(build) for kind, build in MODELS.items()},
     "groups under a schedule, clipped by PyTorch": case(llama, grouped, schedule=RATES, clip=torch_clip),
+    "a schedule from before": case(qwen3, scheduled),
     "a schedule that changes betas, too": case(qwen3, schedule=partial(OneCycleLR, max_lr=0.02, total_steps=11)),
     "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),
     "nesterov": case(qwen3, partial(sgd, nesterov=True)),
     "dampening": case(qwen3, partial(sgd, dampening=0.3)),
     "no momentum": case(qwen3, partial(sgd, momentum=0.0)),
-    "micro-batches of padded rows": case(gemma3, batches=PADDED, **pieces(2)),
     "one micro-batch": case(blocks, **pieces(9)),
-    "batches of other shapes": case(gemma3, batches=shapes()),
-    "a loss of hidden states": case(qwen3, loss=hidden_loss, clip=own_clip),
+    "as many rows as tokens": case(blocks, batches=square, **pieces(2)),
+    "batches of other shapes": case(MODELS["gemma3"], batches=shapes()),
     "a loss of logits and embeddings": case(qwen3, loss=logits_loss, clip=own_clip),
     "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),
     # the first forward's output layer reads its weight when layers of the second have run their backward
     "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=Choice(outer="host", inputs="host")),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
-    "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=ON_DEVICE),
+    "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
     "generation": case(qwen3, batches=FOUR, after=generated),
     "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
-    "gradients that somebody keeps": case(qwen3, sgd, clip=partial(clip_between_writes, [])),
-    "gradients changed before clipping": case(blocks, clip=change_gradients),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
+    "a hook on a weight": case(hooked),
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
-    "matrices before the layers": case(projected, batches=FOUR, choice=HOST),
-    "matrices before the layers, accumulated": case(projected, sgd, batches=FOUR, accumulate=2, choice=HOST),
-    "matrices before the layers, at once": case(projected, batches=FOUR, choice=HOST, update_in_backward=True),
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
+    "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
+    "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
+    "masters, by the CPU": masters(blocks, choice=Choice(host_share=1.0, outer="host")),
+    "masters, clipped": masters(llama, clip=own_clip),
+    "masters, clipped, resident": masters(llama, clip=own_clip, choice=Choice(resident=2, keep=1, grads="device")),
+    "masters, clipped, half by the CPU": masters(llama, clip=own_clip, choice=Choice(outer="host", host_share=0.5)),
+    "16 bits without masters": case(partial(qwen3, torch.bfloat16), sgd, master_weights=None),
+    "16 bits, clipped": case(partial(qwen3, torch.bfloat16), clip=torch_clip, master_weights=None),
+    **{f"frozen: {name}": case(partial(without, frozen), clip=own_clip) for name, frozen in FROZEN.items()},
+    "frozen: all but the head": case(partial(without, lambda name: "head" not in name)),
+    "frozen: a tied embedding": case(partial(without, FROZEN["embedding"], qwen3)),
+    # parameters without a gradient do not decay
+    "without a gradient": case(partly_used, half_decay),
+    "without a gradient, masters": masters(partly_used, half_decay),
+    "adapters": case(partial(adapted, dropout=0.0), **pieces(None)),
+    # dropout draws the same numbers again
+    "adapters, dropout": case(adapted, clip=own_clip, **pieces(None)),
+    "adapters, much dropout": case(partial(adapted, dropout=0.5), clip=torch_clip, **pieces(None)),
+    "adapters, padded rows": case(adapted, batches=padded, **pieces(2)),
+    "adapters in float32, others for reference": case(two_adapters, loss=beside_reference),
+    "adapters in float32": case(partial(adapted, torch.bfloat16, base=llama)),
+    "dropout in attention": case(partial(qwen3, attention_dropout=0.3), loss=two_forwards, **pieces(None)),
+    "dropout, kept": case(dropping, loss=two_forwards, choice=Choice(keep=2), **pieces(None)),
+    "dropout, from the host": case(dropping, loss=two_forwards, choice=Choice(inputs="host"), **pieces(None)),
+    "dropout, some rows at a time": case(dropping, **pieces(3)),
 }
 
 
@@ -132,23 +176,7 @@ def test_same_bits_as_plain_pytorch(name):
     compare(**CASES[name])
 
 
-def test_a_schedule_made_before_streaming():
-    """The groups are the same objects."""
-
-    def with_schedule(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = adamw(model)
-        rates.append(LambdaLR(optimizer, lambda step: 0.5**step))
-        return optimizer
-
-    rates: list[LambdaLR] = []
-    compare(qwen3, with_schedule, loop(after=lambda model: rates[-1].step() or 0.0))
-
-
-def test_what_comes_before_the_first_step():
-    """Generation in a model that trains with micro-batches, which are set aside for it; a forward in inference mode."""
-    plain, model = qwen3(), qwen3()
-    with streaming(model, micro_batch=1) as (streamed, _):
-        assert generated(streamed) == generated(plain)
+def test_a_forward_in_inference_mode_before_the_first_step():
     with streaming(llama(), gpu_memory="1GiB") as (streamed, own):
         first = inferred(streamed)
         with torch.no_grad():
@@ -167,3 +195,26 @@ def test_a_cache_is_left_out_however_it_comes(config, choice):
     plain, model = made(config).eval(), made(config).eval()
     with streaming(model, micro_batch=1) as (streamed, _):
         assert inferred(streamed) == inferred(plain)
+
+
+def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers():
+    model = qwen3(num_hidden_layers=HOST_GRADS + 3)
+    with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
+        train(streamed, own)
+        assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
+
+
+@pytest.mark.parametrize("layout", [{"master_weights": "split"}, {"moments": "bfloat16"}], ids=str)
+def test_smaller_state_is_close(layout):
+    """Split masters are rounded with ties away from zero, 16-bit moments with noise."""
+    model, plain = (llama(torch.bfloat16) for _ in range(2))
+    reference = Masters(grouped(plain))
+    expected = train(plain, reference, data(10))
+    with streaming(model, grouped(model), **layout) as (streamed, own):
+        assert train(streamed, own, data(10)) == pytest.approx(expected, rel=1e-2)
+        state = own.state_dict()["state"]
+    for index, slots in reference.state_dict()["state"].items():
+        master, first, moved = slots["master"], slots["exp_avg"], 10 * 0.003 * math.sqrt(slots["master"].numel())
+        assert state[index]["master"].dtype == torch.float32
+        assert (state[index]["master"] - master).norm() < 0.05 * moved, index
+        assert (state[index]["exp_avg"].float() - first).norm() < 0.25 * first.norm(), index

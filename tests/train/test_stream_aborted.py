@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from stream_cases import assert_same_weights, going_on, held_bytes, streaming, threads, wait_for, weights
+from stream_cases import assert_same_weights, going_on, held_bytes, streamed_with, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, train
 from stream_models import blocks, data
 from test_stream_state import AT_ONCE, PLACES
 
 from t1lib.plan.cost import Choice
-from t1lib.train import stream
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -36,11 +35,7 @@ def quick_collection() -> Iterator[None]:
     gc.unfreeze()
 
 
-class Broken(Exception):
-    """What the user's code raises here."""
-
-
-@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 @pytest.mark.parametrize("options", PLACES[:3])
 def test_aborted_steps(options, error):
     """Wherever it is, the next steps are as if it had not been tried; and there are fewer buffers than such steps."""
@@ -80,15 +75,8 @@ def interrupted(at: int) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-def calls_of_a_step(options: dict[str, Any]) -> int:
-    with streaming(blocks(), **options) as (streamed, own):
-        train(streamed, own, BATCHES[:2], clip=own_clip)
-        with interrupted(0) as calls:
-            train(streamed, own, BATCHES[2:3], clip=own_clip)
-    return calls[0]
-
-
-def interrupt_at(at: int, options: dict[str, Any]) -> None:
+def interrupt_at(at: int, options: dict[str, Any]) -> int:
+    """Interrupt a step at its call number `at`, from 1; returns how many calls it made."""
     stepped = blocks()
     train(stepped, adamw(stepped), BATCHES[:3], clip=own_clip)
     with going_on(**options) as (streamed, own):
@@ -101,7 +89,7 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
         train(streamed, own, BATCHES[:1])  # so that an update is under way
         go_back()
         try:
-            with interrupted(at):
+            with interrupted(at) as calls:
                 train(streamed, own, BATCHES[2:3], clip=own_clip)
         except KeyboardInterrupt:
             after = weights(streamed).values()
@@ -109,13 +97,14 @@ def interrupt_at(at: int, options: dict[str, Any]) -> None:
             assert any(whole), "weights of two steps"
         go_back()
         own.zero_grad()
+    return calls[0]
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", PLACES[:3])
 def test_an_interrupt_at_any_call(options, times):
     """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
-    count = calls_of_a_step(options)
+    count = interrupt_at(0, options)
     for part in range(times):
         interrupt_at(1 + part * count // times, options)
 
@@ -123,11 +112,11 @@ def test_an_interrupt_at_any_call(options, times):
 def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
     """Train, and let go of model and optimizer; `end` says in which state."""
     model = blocks()
-    streamed, own = stream(model, adamw(model), layers=model.blocks, **options)
+    streamed, own = streamed_with(model, **options)
     train(streamed, own, BATCHES)
     if end == "broken":
-        model.blocks[2].fault.arm(Broken())
-        with pytest.raises(Broken):
+        model.blocks[2].fault.arm(ArithmeticError())
+        with pytest.raises(ArithmeticError):
             model_loss(streamed, BATCHES[0])
     elif end == "in the middle":
         model_loss(streamed, BATCHES[0]).backward()

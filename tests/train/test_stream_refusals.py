@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
-from stream_cases import assert_same_weights, going_on, streaming, threads, wait_for, weights
+from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import SHAPE, Blocks, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from t1lib.plan.cost import Choice
 from t1lib.train import stream
 
 BATCHES = data(4)
+SQUARE = {name: value[:, :4] for name, value in BATCHES[0].items()}  # as many rows as tokens
 VALUES: dict[str, tuple] = {
     "micro_batch": (0, True, "2"),
     "gpu_memory": ("lots", "16", 0, True),
@@ -51,11 +52,6 @@ def looks(model: nn.Module) -> list[object]:
     return [params, type(model), *[(type(m), set(vars(m)), list(m._forward_hooks)) for m in model.modules()]]
 
 
-def streamed_with(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
-    layers = {"layers": model.blocks} if isinstance(model, Blocks) else {}
-    return stream(model, adamw(model) if optimizer is None else optimizer, **(layers | options))
-
-
 @pytest.mark.parametrize("options, shown", ARGUMENTS, ids=str)
 def test_arguments(options, shown):
     model = blocks()
@@ -67,6 +63,7 @@ WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or r
     "wider": lambda model: setattr(model.blocks[2], "up", nn.Linear(32, 80)),
     "biased": lambda model: setattr(model.blocks[2], "down", nn.Linear(64, 32, bias=True)),
     "in 16 bits": lambda model: model.blocks[3].up.bfloat16() and None,
+    "all with norms in 16 bits": lambda model: [block.norm.bfloat16() for block in model.blocks] and None,
     "shared": lambda model: setattr(model.blocks[3].up, "weight", model.blocks[1].up.weight),
     "shared with what is in no layer": lambda model: setattr(model.norm, "weight", model.blocks[0].norm.weight),
     "repeated": lambda model: model.blocks.__setitem__(3, model.blocks[0]),
@@ -82,7 +79,8 @@ WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or r
 def test_layers_that_differ_or_share_or_are_no_stack_of_the_model(name):
     model = blocks()
     layers = WRONG[name](model)
-    untouched(model, lambda: streamed_with(model, **({} if layers is None else {"layers": layers})))
+    shown = "one dtype for all that streams" if "16 bits" in name else ""
+    untouched(model, lambda: streamed_with(model, **({} if layers is None else {"layers": layers})), shown)
 
 
 def test_models_that_are_refused():
@@ -111,15 +109,6 @@ def test_optimizers():
         model = blocks()
         optimizer = make(model)
         untouched(model, partial(streamed_with, model, optimizer), shown)
-
-
-@pytest.mark.parametrize("build", [blocks, qwen3], ids=["blocks", "qwen3"])
-def test_a_model_already_streamed(build):
-    """The first streaming goes on."""
-    with going_on(build) as (streamed, own):
-        refused(lambda: streamed_with(streamed))
-        refused(lambda: streamed_with(streamed, own))
-        refused(lambda: streamed_with(build(), own))  # which streams another model
 
 
 RETURNED: dict[str, Callable[[Tensor], object]] = {
@@ -192,6 +181,17 @@ def merged_and_disabled(model: nn.Module, optimizer: Any) -> None:
         first_loss(model)
 
 
+def late_backward(model: nn.Module, optimizer: Any) -> None:
+    late = first_loss(model)
+    train(model, optimizer, BATCHES[:1])
+    late.backward()
+
+
+def hooked(model: nn.Module, optimizer: Any, kind: str = "register_hook") -> None:
+    getattr(model.model.layers[1].mlp.up_proj.weight, kind)(lambda *_: None)
+    first_backward(model)
+
+
 def during(call: Callable[..., object], shown: str = "", build=qwen3, make=adamw, **options: Any) -> tuple:
     return call, shown, build, make, options
 
@@ -215,6 +215,15 @@ ONGOING: dict[str, tuple] = {
     # layers send off their gradients as they go, so nothing less than a whole backward is right
     "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
     "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
+    "a backward after a step": during(late_backward, "which step() has updated"),
+    "accumulated, announced otherwise": during(
+        lambda m, o: train(m, o, BATCHES, accumulate=2), "zero_grad", make=sgd, accumulate=False
+    ),
+    "a hook that would see parts": during(hooked, "without micro_batch", micro_batch=1),
+    "a hook that may change weights": during(
+        partial(hooked, kind="register_post_accumulate_grad_hook"), "after its gradient is accumulated"
+    ),
+    "a mask of rows or of tokens": during(lambda m, o: model_loss(m, SQUARE), "(4, 4)", build=blocks, micro_batch=2),
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
     "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
@@ -244,42 +253,6 @@ def test_a_router_loss_is_refused():
             streamed(**BATCHES[0])
 
 
-def test_hooks_that_would_not_see_whole_gradients():
-    model = qwen3()
-    weight = model.model.layers[1].mlp.up_proj.weight
-    hook = weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    with streaming(model, micro_batch=1) as (streamed, _):
-        refused(lambda: first_backward(streamed), "hook", "micro_batch")
-    with streaming(model) as (streamed, _):
-        first_backward(streamed)
-        assert weight.grad.abs().max() <= 1e-3
-    hook.remove()
-    with streaming(model) as (streamed, _):
-        weight.register_post_accumulate_grad_hook(lambda param: None)
-        refused(lambda: first_backward(streamed), "hook")
-
-
-def test_as_many_rows_as_tokens():
-    """Whose the dimensions of a mask are, nobody can tell."""
-    batch = {"input_ids": torch.arange(16).view(4, 4), "labels": torch.arange(16).view(4, 4)}
-    with streaming(Blocks(), micro_batch=2) as (streamed, _):
-        refused(lambda: model_loss(streamed, batch), "(4, 4)", "micro_batch")
-        batch["attention_mask"] = torch.ones(4, 4)
-        model_loss(streamed, batch).backward()
-
-
-def test_one_backward_per_step():
-    """As announced by accumulate=False: a second one is refused, and nothing is added to what is there."""
-    model = qwen3()
-    with streaming(model, sgd(model), accumulate=False) as (streamed, own):
-        train(streamed, own, BATCHES[:2], clip=own_clip)
-        before = weights(streamed)
-        refused(lambda: train(streamed, own, BATCHES, accumulate=2), "zero_grad")
-        own.zero_grad()
-        own.step()
-        assert_same_weights(weights(streamed), before)
-
-
 SPOILT: list[Callable[[dict], object]] = [
     lambda state: state.pop("param_groups"),
     lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [99]}),
@@ -300,7 +273,10 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 
 def test_what_is_refused_changes_nothing():
-    with going_on(qwen3) as (model, optimizer):
+    with going_on(qwen3, choice=Choice(outer="host")) as (model, optimizer):
+        refused(lambda: streamed_with(model), "streamed already")
+        refused(lambda: streamed_with(qwen3(), optimizer))  # which streams another model
+        refused(lambda: copy.deepcopy(model), "copy its state_dict()")
         refused(lambda: model.bfloat16(), "bfloat16", "before `stream`")
         refused(lambda: torch.save(model, "/dev/null"), "state_dict()")
         others = {name: param.detach() for name, param in model.named_parameters()}
@@ -316,19 +292,3 @@ def test_what_is_refused_changes_nothing():
         refused(two.backward, "a hook", "parts")
         hook.remove()
         optimizer.zero_grad()
-
-
-def test_a_backward_after_the_step_that_its_forward_did_not_see():
-    model = qwen3()
-    with streaming(model, adamw(model)) as (_, optimizer):
-        late = model_loss(model, BATCHES[1])
-        train(model, optimizer, BATCHES[:1])
-        refused(late.backward, "layer 3", "step()")
-
-
-def test_layers_of_two_dtypes_are_called_so():
-    """As `peft.prepare_model_for_kbit_training` leaves them: not layer 0 that differs from itself."""
-    model = llama(torch.bfloat16)
-    for layer in layers_of(model):
-        layer.input_layernorm.float()
-    untouched(model, lambda: streamed_with(model), "'input_layernorm.weight' of layer 0 is torch.float32", "one dtype")

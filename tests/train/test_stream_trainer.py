@@ -215,8 +215,7 @@ def test_a_trainer_whose_second_argument_is_another(tmp_path):
 
     found = Both(model=dropping(), functions="others", args=arguments(tmp_path), train_dataset=rows(), stream={})
     found.train()
-    assert found.functions == "others" and found.streamed
-    assert_same_weights(found.model, train_both(tmp_path)[0].model)
+    assert found.functions == "others" and found.streamed and len(history(found)) == STEPS
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from refusals import refused
 from stream_cases import Masters, assert_same_weights, case, compare, held_bytes, pieces, streaming, wait_for, weights
-from stream_loops import adamw, grouped, loop, model_loss, own_clip, sgd, train, two_forwards
-from stream_models import MODELS, adapted, adapters_of, blocks, data, layers_of, llama, partly_used, qwen3
+from stream_loops import adamw, loop, model_loss, own_clip, sgd, train, two_forwards
+from stream_models import MODELS, adapted, blocks, data, layers_of, llama, partly_used, qwen3
 from torch import nn
 
 from t1lib.errors import T1Error
@@ -26,7 +26,6 @@ HERE = DEVICE if torch.cuda.is_available() else "cpu"
 BATCHES = data(device=HERE)
 GIB = 2**30
 SPECS = [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("adamw", lr=1e-3, master_weights=True)]
-OPTIMIZERS = {"adamw": partial(adamw, lr=1e-3), "sgd": sgd, "grouped": partial(grouped, make=torch.optim.SGD)}
 PLACES = {
     "streamed": Choice(),
     "two places": Choice(slots=3, resident=1, keep=2, host_share=0.5),
@@ -43,13 +42,13 @@ def here(build: Callable[..., nn.Module] = qwen3, optimizer: Callable[..., Any] 
 
 
 CASES: dict[str, dict[str, Any]] = {
-    **{f"{kind}, {o}": here(MODELS[kind], OPTIMIZERS[o]) for kind in MODELS for o in OPTIMIZERS},
+    **{kind: here(build) for kind, build in MODELS.items()},
     "parameters without a gradient": here(
         partly_used, partial(adamw, lr=1e-3, weight_decay=0.5), choice=PLACES["two places"]
     ),
     # the GPU's own random numbers are replayed
-    "adapters, little dropout": here(partial(adapted, dropout=0.05), **pieces(None, adapters_of)),
-    "adapters, much dropout": here(partial(adapted, dropout=0.5), **pieces(None, adapters_of)),
+    "adapters, little dropout": here(partial(adapted, dropout=0.05), **pieces(None)),
+    "adapters, much dropout": here(partial(adapted, dropout=0.5), **pieces(None)),
     "dropout": here(partial(blocks, dropout=0.3), loss=two_forwards, **pieces(None)),
 }
 
