@@ -206,3 +206,14 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
     assert kernel.run("parameters", "maker", "finish").startswith("T1Error: cells to run again")
     kernel.run("user", "finish")
     assert published(checkout) == [("a", 2.0)]
+
+
+def test_what_a_cell_makes_no_longer_is_not_published(checkout, kernel):
+    kernel.cells["draw"] = 'run.number("demo.first", 1)\n_ = run.table("first", [{"name": "a", "value": 1}])'
+    order = ("parameters", "setup", "sizes", "head", "step", "draw", "finish")
+    assert kernel.run(*order) == ""
+    kernel.edit("draw", "first", "second")
+    assert kernel.run("draw", "finish") == ""
+    folder = checkout.outputs("demo")
+    assert [path.stem for path in (folder / "tables").iterdir()] == ["second"]
+    assert list(json.loads((folder / "numbers.json").read_text())) == ["demo.second"]
