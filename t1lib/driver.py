@@ -148,9 +148,11 @@ def _execute(job: Job, staging: Path) -> None:
             came = f"its notebook as far as it came: {paths.shown(executed)}"
             raise T1Error(f"{_explain(error, executed)}\n       {came}") from None
     require((staging / manifest.NOTES).is_file(), "the notebook ended without run.finish()")
-    # Paths into the checkout become relative: absolute ones name a user's folders.
-    text, root = executed.read_text(encoding="utf-8"), json.dumps(str(paths.root()) + os.sep)[1:-1]
-    executed.write_text(text.replace(root, ""), encoding="utf-8", newline="\n")
+    # Absolute paths, of the checkout or where packages are, name a user's or a machine's folders: they become relative.
+    text = executed.read_text(encoding="utf-8")
+    for folder in sorted({str(paths.root()), *filter(os.path.isabs, sys.path)}, key=len, reverse=True):
+        text = text.replace(json.dumps(folder + os.sep)[1:-1], "")
+    executed.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _explain(error: Exception, executed: Path) -> str:
