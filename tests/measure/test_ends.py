@@ -224,7 +224,9 @@ def test_no_memory_on_a_rank_is_a_status(run, capfd, how, why):
 @posix
 @pytest.mark.parametrize("end", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_ranks_end_with_the_process_that_started_them(tmp_path, end):
-    code = f"""import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_ends
+    # In a background job, Ctrl-C is ignored until somebody asks for it.
+    code = f"""import signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_ends
+signal.signal(signal.SIGINT, signal.default_int_handler)
 task = test_ends.task, {{"how": "sleeps", "pids": {str(tmp_path)!r}}}
 test_ends.measure_ranks(test_ends.Records(), *task, 2, name="", variants=[], device="cpu", limit=600.0)"""
     launcher = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
