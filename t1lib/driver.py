@@ -150,7 +150,8 @@ def _execute(job: Job, staging: Path) -> None:
     require((staging / manifest.NOTES).is_file(), "the notebook ended without run.finish()")
     # Absolute paths, of the checkout or where packages are, name a user's or a machine's folders: they become relative.
     text = executed.read_text(encoding="utf-8")
-    for folder in sorted({str(paths.root()), *filter(os.path.isabs, sys.path)}, key=len, reverse=True):
+    folders = {folder for folder in map(Path, [paths.root(), *sys.path]) if folder.is_absolute() and folder.name}
+    for folder in sorted(map(str, folders), key=len, reverse=True):
         text = text.replace(json.dumps(folder + os.sep)[1:-1], "")
     executed.write_text(text, encoding="utf-8", newline="\n")
 

@@ -26,13 +26,14 @@ def run():
     gc.collect()
 
 
-def test_run_then_skip_then_redo_only_what_changed_or_is_forced(checkout, run, capsys):
+def test_run_then_skip_then_redo_only_what_changed_or_is_forced(checkout, run, capsys, monkeypatch):
     def told(code: int) -> str:
         assert code == 0
         return "".join(capsys.readouterr())
 
+    monkeypatch.setattr(sys, "path", [*sys.path, os.sep])  # as of a command that begins in the root folder
     checkout.add("first")
-    checkout.add("second", "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__)", yaml="")
+    checkout.add("second", "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__, 'a://b')", yaml="")
     found = told(run())
     assert "2 run, 0 up to date, 0 failed" in found and "first [smoke]: started, expected time unknown" in found
     folder = checkout.outputs("first")
@@ -45,7 +46,7 @@ def test_run_then_skip_then_redo_only_what_changed_or_is_forced(checkout, run, c
     executed = json.loads((checkout.outputs("second") / "executed.ipynb").read_text())
     printed = [output["text"] for cell in executed["cells"] for output in cell["outputs"]]
     [[python, package]] = printed
-    assert sys.executable.endswith(python.strip()) and package == "yaml/__init__.py\n"  # not where packages are here
+    assert sys.executable.endswith(python.strip()) and package == "yaml/__init__.py a://b\n"
 
     found = told(run("all"))
     assert "first [smoke] up to date (measured 20" in found and "nothing to do: 2 experiments up to date" in found
