@@ -116,13 +116,13 @@ def streamed_names(layers: Sequence[nn.Module]) -> list[str]:
         dtype = max(rest.values(), key=lambda p: p.nbytes).dtype if rest else None
         few.update(n for n, p in rest.items() if p.dtype != dtype and not p.requires_grad)
     first = {n: p for n, p in layers[0].named_parameters() if n not in few}
+    dtype = next((p.dtype for p in first.values()), None)
     for index, layer in enumerate(layers):
         own = {n: p for n, p in layer.named_parameters() if n not in few}
         odd = [n for n in {**first, **own} if n not in first or n not in own or own[n].shape != first[n].shape]
         if odd:
             raise T1Error(f"layer {index} differs from layer 0 at {odd[0]!r}: stream takes layers that are alike")
         for name, param in own.items():
-            dtype = next(iter(first.values())).dtype
             found = f"{name!r} of layer {index} is {param.dtype}, other parameters are {dtype}"
             require(param.dtype == dtype, f"{found}; allowed: one dtype for all that streams")
     return list(first)

@@ -7,7 +7,6 @@ Nothing reads the weights between the head's backward and that update. During th
 tightest, their device memory is released: the update rebuilds them from their masters, or from a copy on the host.
 """
 
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import cycle, islice
@@ -67,8 +66,6 @@ class Outer:
         self._filled: Mark = None  # marks when the updated weights are on the device
         self._passed: Mark = None  # marks when the previous layer was computed
         self._scratch = Scratch()
-        # What forwards whose last layer has not run backward have saved: a head's backward may still read its weight.
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         self.embed = embed = next(embeddings, None)
         if embed is not None:
             self._forward, self._own = embed.forward, own[id(embed.weight)]
@@ -79,10 +76,9 @@ class Outer:
             self._rows = cycle([[rows, None] for rows in pinned])  # buffers, with marks when their rows have left
 
     @unwatched
-    def forward_done(self, index: int, saved: Any) -> None:
-        """Call when layer `index` is queued; `saved` is what its backward needs, or None. Unless the layers' own state
-        travels in the forward, a share of the update is queued here, so that weights come in between; all of it has to
-        be before the head."""
+    def forward_done(self, index: int) -> None:
+        """Call when layer `index` is queued. Unless the layers' own state travels in the forward, a share of the update
+        is queued here, so that weights come in between; all of it has to be before the head."""
         last = self._layers - 1
         if self._schedule.in_backward:
             with uninterrupted():
@@ -95,18 +91,15 @@ class Outer:
             self._passed = self._schedule.compute.mark()
         if index == last:
             self.ready()
-            if saved is not None:
-                self._open.add(saved)
 
     @unwatched
-    def backward_begins(self, index: int, saved: Any) -> None:
-        """Call before layer `index` runs backward: after the last head's backward, the weights' memory is released."""
-        self._open.discard(saved)
-        if index < self._layers - 1:
+    def backward_begins(self, index: int) -> None:
+        """Call before layer `index` runs backward: after a head's backward, the memory of weights that no other one has
+        saved is released."""
+        if index < self._layers - 1 or self._pending:
             return
-        if self._open or self._pending or self._away:
-            return
-        self._take_over()
+        if not self._away:
+            self._take_over()
         with uninterrupted():
             self._away = True
             self._hide()

@@ -104,7 +104,7 @@ class Passes:
                     if random.used and self._graphs is not None:
                         self._graphs.stop()
             if self._outer is not None:
-                self._outer.forward_done(index, saved if save else None)
+                self._outer.forward_done(index)
         finally:
             self._schedule.release(index, around=not save)
         if save and not keep and self._inputs is not None:
@@ -142,7 +142,7 @@ class Passes:
         late = held is not None and not schedule.in_backward and held.version != saved.version
         require(not late, f"a backward through layer {index}, which step() has updated since that forward")
         if self._outer is not None:
-            self._outer.backward_begins(index, saved)
+            self._outer.backward_begins(index)
         schedule.bind(index, again=True)
         try:
             pieces = saved.graphs if whole is None else split_rows(whole, saved.rows)

@@ -9,7 +9,6 @@ Each column is a lane, and all lanes overlap. A layer's weights are not sent bef
 holds is known at any time, so stale weights are never read.
 """
 
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -55,7 +54,7 @@ class Schedule:
         self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
         self._following: HostLayer | None = None  # to be fetched into a slot once the update that reads it is queued
         self._scratch = Scratch()  # the update thread's
-        self._rooms: deque[tuple[int, Tensor]] = deque()  # host buffers for gradients: the layer that took each, and it
+        self._rooms: dict[int, Tensor] = {}  # host buffers for gradients, by the layer that took each
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         precision, rules = engine.precision, self._rules()
         on_host = {i for place, i in enumerate(layers) if updated_by_host(place, choice.host_share)}
@@ -229,13 +228,13 @@ class Schedule:
         """A host buffer for the layer's gradients: its own or, where the CPU updates in the backward, one of a few."""
         if not self.in_backward:
             return layer.room_for_gradients()
-        if len(self._rooms) < HOST_GRADS:
+        if layer.index in self._rooms:
+            room = self._rooms.pop(layer.index)  # it was updated before it ran again
+        elif len(self._rooms) < HOST_GRADS:
             room = pinned_zeros(self.layout.numel, self.layout.dtype, self.device)
-        else:
-            earlier, room = self._rooms.popleft()
-            self.thread.wait(earlier)
-        self._rooms.append((layer.index, room))
-        layer.grads = room
+        else:  # any that is free: the thread takes the latest layer first, so the earliest would be free last
+            room = self._rooms.pop(self.thread.first_done(self._rooms))
+        self._rooms[layer.index] = layer.grads = room
         return room
 
     def _send(self, layer: HostLayer, to: Tensor, what: str) -> Mark:

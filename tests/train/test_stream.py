@@ -4,6 +4,7 @@ a plain PyTorch model, in float32 on a CPU."""
 import math
 from collections.abc import Callable
 from functools import partial
+from threading import Event
 from typing import Any
 
 import pytest
@@ -55,6 +56,20 @@ def logits_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(logits, batch["labels"]) + 1e-3 * logits.logsumexp(-1).square().mean()
 
 
+def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Each with an output layer that reads its weight without training it."""
+    weight, losses = model.lm_head.weight.detach(), []
+    for at in (0, 2):
+        hidden = model.model(batch["input_ids"][at : at + 2]).last_hidden_state
+        losses.append(cross_entropy(nn.functional.linear(hidden, weight), batch["labels"][at : at + 2]))
+    return losses[0] + nn.functional.softplus(losses[1])
+
+
+def penalty_first(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Its backward reads the weight after that of the layers."""
+    return model.lm_head.weight.square().sum() + model_loss(model, batch)
+
+
 def generated(model: nn.Module) -> float:
     """The tokens, as one number."""
     prompt = data(1)[0]["input_ids"][:2, :3]
@@ -82,6 +97,11 @@ FROZEN: dict[str, Callable[[str], bool]] = {
     "all of a layer but its norms": lambda name: any(f".{i}." in name for i in range(4)) and "norm" not in name,
     "all but the layers": lambda name: not any(f".{i}." in name for i in range(4)),
 }
+
+
+def some_in_no_group(model: nn.Module) -> torch.optim.Optimizer:
+    """They keep their values."""
+    return torch.optim.AdamW([p for name, p in model.named_parameters() if "norm" not in name], lr=1e-2)
 
 
 def scheduled(model: nn.Module) -> torch.optim.Optimizer:
@@ -131,6 +151,10 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),
     # the first forward's output layer reads its weight when layers of the second have run their backward
     "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=Choice(outer="host", inputs="host")),
+    "two forwards of a view, all on the host": case(
+        qwen3, loss=two_forwards_of_a_view, choice=Choice(outer="host", inputs="host")
+    ),
+    "a penalty first, all on the host": case(qwen3, loss=penalty_first, choice=Choice(outer="host")),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
     "generation": case(qwen3, batches=FOUR, after=generated),
@@ -145,6 +169,7 @@ CASES: dict[str, dict[str, Any]] = {
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
     "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
     "masters, by the CPU": masters(blocks, choice=Choice(host_share=1.0, outer="host")),
+    "masters, some in no group": masters(llama, some_in_no_group, choice=Choice(host_share=0.0)),
     "masters, clipped": masters(llama, clip=own_clip),
     "masters, clipped, resident": masters(llama, clip=own_clip, choice=Choice(resident=2, keep=1, grads="device")),
     "masters, clipped, half by the CPU": masters(llama, clip=own_clip, choice=Choice(outer="host", host_share=0.5)),
@@ -202,6 +227,30 @@ def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers():
     with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
         train(streamed, own)
         assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
+
+
+def test_the_next_gradients_take_any_host_buffer_that_is_free(monkeypatch):
+    """The CPU takes the latest layer first: to wait for the buffer of the earliest would be to wait for all."""
+    model, sent, submitted, waited = qwen3(num_hidden_layers=HOST_GRADS + 3), Event(), Event(), []
+    with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
+        schedule, last = (train(streamed, own) and own._engine.schedule), HOST_GRADS + 2
+        begin, update = schedule.begin, schedule._update_on_host
+
+        def begins(layer, rules):
+            begin(layer, rules)
+            {last - HOST_GRADS + 1: submitted, last - HOST_GRADS - 1: sent}.get(layer.index, Event()).set()
+
+        def updates(layer, *given):
+            if layer.index == last:
+                submitted.wait(5)  # all buffers are taken: the next update is that of the latest layer
+            elif layer.index == last - 1:
+                waited.append(sent.wait(5))
+            update(layer, *given)
+
+        monkeypatch.setattr(schedule, "begin", begins)
+        monkeypatch.setattr(schedule, "_update_on_host", updates)
+        train(streamed, own, data(1))
+    assert waited == [True]
 
 
 @pytest.mark.parametrize("layout", [{"master_weights": "split"}, {"moments": "bfloat16"}], ids=str)

@@ -53,6 +53,7 @@ def test_aborted_steps(options, error):
                 assert call == 2 and fault.calls == 1
                 fault.arm(None)
             own.zero_grad()
+            assert all(p.grad is None for p in streamed.parameters())
             model_loss(streamed, BATCHES[3])  # of which an error in her own loss leaves no backward
 
 
