@@ -36,7 +36,9 @@ def full(e: Tensor, w: Tensor, b: Tensor | None, opts: Options) -> tuple[Tensor,
     if s.softcap is not None:
         z = s.softcap * torch.tanh(z / s.softcap)
     if s.filter_eps is not None and z.requires_grad:
-        small = _small(z.detach(), opts)
+        delta, valid = torch.softmax(z.detach(), -1), opts.target.masked_fill(~opts.valid, 0)
+        delta[torch.arange(len(z), device=z.device), valid] -= 1.0
+        small = delta.abs_() < s.filter_eps
         z.register_hook(lambda gradient: gradient.masked_fill(small, 0.0))
     losses = F.cross_entropy(
         z, opts.target, weight=opts.class_weight, reduction="none", ignore_index=s.ignore_index,
@@ -57,13 +59,6 @@ def _logits(e: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     if not missing:
         return F.linear(e, w, b)
     return F.linear(e, F.pad(w, (0, 0, 0, missing)), None if b is None else F.pad(b, (0, missing)))[:, : len(w)]
-
-
-def _small(z: Tensor, opts: Options) -> Tensor:
-    """(N, V) bool: entries of softmax − one-hot below `filter_eps` in magnitude."""
-    delta = torch.softmax(z, -1)
-    delta[torch.arange(len(z), device=z.device), opts.target.masked_fill(~opts.valid, 0)] -= 1.0
-    return delta.abs() < opts.settings.filter_eps
 
 
 @torch.compiler.disable  # which cannot trace the hooks

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused import Operands
@@ -151,15 +152,27 @@ class Chunk:
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:
         """dE's partial sums and dW from z, whose columns are w's rows from `first` on. The first chunk writes dW,
         without label smoothing's even share, and the others add to it."""
-        de, dw, (m, n, k, warps, _, stages), tile = self.memory.get("de"), self.dw, self.tiles, self._tile
-        if de is None and dw is None:
-            return
+        de = self.memory.get("de")
+        if de is not None or self.dw is not None:
+            self._products(z, de, self.dw, first, add=self.start > 0, even_sum=even_sum)
+
+    def add_frequent(self) -> None:
+        """Add what the chunk gives to the rows of dW of the frequent targets."""
+        columns, sums = self.memory["columns"], self.memory["frequent_sums"]
+        strides = {"z_stride": columns.stride(0), "dw_stride": sums.stride(0)}
+        self._products(columns, None, sums, 0, add=True, even_sum=None, class_weight=None, vocab=len(sums), **strides)
+
+    def _products(self, z: Tensor, de: Tensor | None, dw: Tensor | None, first: int, add: bool, **given: Any) -> None:
+        """add: whether to add to dW; `given`: arguments of the kernel that are others than `known`."""
+        (m, n, k, warps, _, stages), tile, units = self.tiles, self._tile, self.o.device.units
         pieces = 1 if dw is None else dw.element_size()
+        narrow = 0 < self.hidden % n <= n // 2
+        w_end, x_end = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
         self.launch(
-            products.products, self.o.device.units, z=tile(z, m, k), zt=tile(z, k, m), w=tile(self.o.w, k, n),
-            x=tile(self.x, k, n), de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces), even_sum=even_sum, first=first,
-            held=z.shape[1], ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4, PIECES_DW=pieces,
-            num_warps=warps, num_stages=stages,
+            products.products, units, z=tile(z, m, k), zt=tile(z, k, m), w=tile(self.o.w, k, n), w_end=w_end,
+            x=tile(self.x, k, n), x_end=x_end, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces), first=first,
+            held=z.shape[1], ENDS=1 + narrow, ADD_DE=first > 0, ADD_DW=add, PIECES_DE=4, PIECES_DW=pieces,
+            PROGRAMS=next_power_of_2(units), num_warps=warps, num_stages=stages, **given,
         )  # fmt: skip
 
     def add_bias(self, z: Tensor, first: int, factor: Tensor | None = None) -> None:
@@ -167,13 +180,6 @@ class Chunk:
         if self.db is not None:
             out = self.db[None, first : first + z.shape[1]]
             sum_rows(out, z, self.tokens.number, self.start, self.size, factor)
-
-    def add_frequent(self) -> None:
-        columns, k, (m, n) = self.memory["columns"], self.tiles.k, (64, 128) if self.o.e.is_cuda else (16, 32)
-        self.launch(
-            products.frequent_rows, ceil(columns.shape[1], m), ceil(self.hidden, n), x=self._tile(self.x, k, n),
-            columns=self._tile(columns, k, m), width=columns.shape[1], M=m, N=n, num_warps=4, num_stages=4,
-        )  # fmt: skip
 
     def add_targets(self, segment_end: Tensor) -> None:
         """After all chunks, add the targets' own terms to dW and dBias, rounded once."""

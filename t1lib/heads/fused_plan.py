@@ -15,11 +15,12 @@ TOKEN_BYTES = 192  # per token: order, sort keys and their copies, statistics an
 CLASS_BYTES = 2  # per class: its position among the frequent targets
 SLACK = 3 * 2**20  # by how much memory from CUDA's caching allocator may exceed the request
 FREQUENT = 1024  # the most targets whose rows of dW accumulate in float32 over the chunks
-SIZES, PARTS = 5, 12  # numbers of chunks to try, from the least that fits up; and of partial sums of dE
+PARTS = 12  # the most partial sums of dE
 
 # The cost model, in steps: the time in which a multiprocessor multiplies m × n × k (measured on an H200, docs/log.md)
 EPILOGUE = 2.8  # of a tile
 LAUNCHES = 60  # a chunk's small kernels
+HALF = 9 / 16  # time of a tile of half the columns, relative to a whole one (as `kernels.products` assumes, too)
 UNEVEN = 0.06  # share of the processors' idle time in the last of several waves of dE that dW cannot fill
 REREAD = 1e-4  # share of a late chunk's time added per row block: larger chunks re-read more
 ROUNDED = 0.015  # per chunk beyond eight, as a share of a late plan's time: each rounds dW once more
@@ -153,7 +154,9 @@ class Costs(NamedTuple):
 
     def products(self, blocks: int, columns: int, parts: int) -> float:
         shape, tiles, units = self.shape, self.tiles, self.units
-        across, unit = ceil(shape.hidden, tiles.n), ceil(ceil(columns, tiles.k), parts) + EPILOGUE
+        whole, rest = divmod(shape.hidden, tiles.n)
+        across = whole + (HALF if 0 < rest <= tiles.n // 2 else min(rest, 1))
+        unit = ceil(ceil(columns, tiles.k), parts) + EPILOGUE
         count, inner = blocks * across * parts * shape.de, blocks * tiles.m // tiles.k
         longest = ceil(count, units) * unit
         dw = ceil(columns, tiles.m) * across * (inner + EPILOGUE) * shape.dw
@@ -219,7 +222,7 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
     budget = default if workspace is None else min(workspace, default) if kind == "loss" else workspace
     blocks = ceil(shape.tokens, costs.tiles.m)
     counts = sorted({ceil(blocks, h) for h in range(1, blocks + 1)}) if chunks is None else [min(chunks, blocks)]
-    fit, others, tried = [], [], 0
+    fit, others = [], []
     for count in counts:
         for found in costs.plans(count, budget):
             need = bytes_needed(shape, found, kind == "early")
@@ -227,8 +230,7 @@ def _plan(kind: str, shape: Shape, workspace: int | None, device: Device, chunks
                 others.append((need, found))
                 break
             fit.append((costs.cost(found), found))
-        tried += bool(fit) and kind != "late"
-        if tried == SIZES:
+        if kind != "late" and fit and count >= 2 * fit[0][1].chunks:  # smaller chunks than these are slower
             break
     if fit:
         return min(fit)[1]

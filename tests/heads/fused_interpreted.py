@@ -60,7 +60,7 @@ def test_work_is_dealt_to_any_number_of_programs_in_groups_of_row_blocks(units, 
     """There are three blocks of 16 rows, so the last group may be smaller."""
     monkeypatch.setattr(fused_plan, "device_of", lambda _: fused_plan.Device("interpreter", units))
     monkeypatch.setattr(fused_launch, "CACHED", group * 16 * 16 * 4)
-    p = single(40, 70, 16)
+    p = single(40, 70, 40)  # a whole tile of columns, and half a one
     agrees(p, own={"chunks": 1}, **options("weighted smoothing", p))
 
 

@@ -8,90 +8,84 @@ from t1lib.heads.kernels import tiles
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
-    z, zt, w, x, de, dw, even_sum, class_weight, number, start, size, capacity, hidden,
+    z, zt, w, x, w_end, x_end, de, dw, even_sum, class_weight, number, start, size, capacity, hidden,
     vocab, first, held, x_rows, parts, z_stride, w_stride, x_stride, de_stride, dw_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
-    PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ENDS: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
+    PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs: first whole units of dE, long and all at the same columns; then tiles of dW, evenly dealt:
-    programs with one unit of dE fewer take so many tiles first that all end together.
+    programs with less of dE take so many tiles first that all end together.
     z (capacity, held): columns of w's rows from `first` on; zt is z in the transposed product's tiles.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
-    even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights."""
+    even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights.
+    ENDS: 2 if the last columns come in tiles of N / 2, as w_end and x_end are w and x; PROGRAMS: no power of 2 less."""
     pid = tl.program_id(0)
     grid = tl.num_programs(0)
     rows = tiles.live_rows(number, start, size)
-    across = tl.cdiv(hidden, N)
-    units = 0
-    unit_steps = 0
+    across = tl.cdiv(hidden, N) if ENDS == 1 else hidden // N
+    every = tl.arange(0, PROGRAMS)
+    load = tl.zeros([PROGRAMS], tl.int32)  # steps of dE per program
+    dealt = 0
     if de is not None:
         steps = tl.cdiv(held, K)
         unit_steps = tl.cdiv(steps, parts)
         blocks = tl.cdiv(rows, M)
-        units = blocks * across * parts
-        for unit in range(pid, units, grid):
-            n = unit % across
-            m = unit // across % blocks
-            part = unit // (across * blocks)
-            acc = tl.zeros([M, N], tl.float32)
-            for k in range(part * unit_steps, tl.minimum((part + 1) * unit_steps, steps)):
-                a = tiles.load_tile(z, m * M, k * K, capacity, held, z_stride, M, K)
-                b = tiles.load_tile(w, first + k * K, n * N, vocab, hidden, w_stride, K, N)
-                acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            at = part * capacity + m * M
-            tiles.store_tile(de, at, n * N, parts * capacity, hidden, de_stride, acc, ADD_DE, PIECES_DE)
+        for end in tl.static_range(ENDS):
+            wide = across if end == 0 else 1
+            units = blocks * wide * parts
+            for unit in range((pid + grid - dealt) % grid, units, grid):
+                n = end * across * N + unit % wide * N
+                m = unit // wide % blocks
+                part = unit // (wide * blocks)
+                acc = tl.zeros([M, N // (end + 1)], tl.float32)
+                for k in range(part * unit_steps, tl.minimum((part + 1) * unit_steps, steps)):
+                    a = tiles.load_tile(z, m * M, k * K, capacity, held, z_stride, M, K)
+                    b = w if end == 0 else w_end
+                    b = tiles.load_tile(b, first + k * K, n, vocab, hidden, w_stride, K, N // (end + 1))
+                    acc = tl.dot(a, b, acc, input_precision=PRECISION)
+                at = part * capacity + m * M
+                tiles.store_tile(de, at, n, parts * capacity, hidden, de_stride, acc, ADD_DE, PIECES_DE // (end + 1))
+            turns = tl.cdiv(tl.maximum(units - (every + grid - dealt) % grid, 0), grid)
+            load += turns * (unit_steps * (16 - 7 * end) // 16)  # half a tile takes 9 / 16 of the time of a whole one
+            dealt = units % grid
     if dw is not None:
         inner = tl.cdiv(rows, K)
-        total = tl.cdiv(held, M) * across
+        down = tl.cdiv(held, M)
         if ADD_DW and rows == 0:
-            total = 0
+            down = 0
         held_until = tl.minimum(vocab, first + held)
-        idle = grid - units % grid  # programs with one unit fewer; all of them where units divide evenly
-        more = tl.where(units % grid == 0, 0, tl.minimum(unit_steps // (inner + 3), total // idle))  # 3: an epilogue
-        ahead = more * idle
-        mine = tl.where(pid >= grid - idle, more, 0)
-        for i in tl.range(0, mine + tl.cdiv(tl.maximum(total - ahead - pid, 0), grid), flatten=True):
-            tile = tl.where(i < mine, pid - (grid - idle) + i * idle, ahead + pid + (i - mine) * grid)
-            v = tile // across
-            n = tile % across
-            acc = tl.zeros([M, N], tl.float32)
-            for k in range(0, inner):
-                a = tiles.load_tile(zt, k * K, v * M, capacity, held, z_stride, K, M)
-                b = tiles.load_tile(x, k * K, n * N, x_rows, hidden, x_stride, K, N)
-                acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-            if even_sum is not None:
-                d = n * N + tl.arange(0, N)
-                share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
-                if class_weight is not None:
-                    r = first + v * M + tl.arange(0, M)
-                    share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
-                acc -= share
-            tiles.store_tile(dw, first + v * M, n * N, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW)
-
-
-@triton.jit(do_not_specialize=tiles.VARYING)
-def frequent_rows(
-    columns, x, frequent_sums, frequent_number, number, start, size, capacity, hidden,
-    width, x_rows, columns_stride, x_stride, frequent_sums_stride,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Program (M frequent targets, N columns of dW): frequent_sums[h] += Σ_n columns[n, h] x[n], in float32. columns
-    (capacity, width) and x, scaled hidden states, have zero rows up to a multiple of K."""
-    above = tl.program_id(0) * M
-    count = tl.load(frequent_number)
-    if above >= count:
-        return
-    left = tl.program_id(1) * N
-    h = above + tl.arange(0, M)
-    d = left + tl.arange(0, N)
-    inside = (h < count)[:, None] & (d < hidden)[None, :]
-    acc = tl.zeros([M, N], tl.float32)
-    for k in range(0, tiles.live_rows(number, start, size), K):
-        a = tiles.load_tile(columns, k, above, capacity, width, columns_stride, K, M)
-        b = tiles.load_tile(x, k, left, x_rows, hidden, x_stride, K, N)
-        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-    at = frequent_sums + h.to(tl.int64)[:, None] * frequent_sums_stride + d[None, :]
-    tl.store(at, acc + tl.load(at, mask=inside, other=0.0), mask=inside)
+        fewer = tl.where(every < grid, (tl.max(load, 0) - load) // (inner + 3), 0)  # 3: an epilogue
+        fewer = tl.minimum(fewer, down * across // tl.maximum(tl.sum((fewer > 0).to(tl.int32), 0), 1))
+        mine = tl.sum(tl.where(every == pid, fewer, 0), 0)
+        before = tl.sum(tl.where(every < pid, fewer, 0), 0)
+        ahead = tl.sum(fewer, 0)
+        dealt = 0
+        for end in tl.static_range(ENDS):
+            wide = across if end == 0 else 1
+            turn = (pid + grid - dealt) % grid
+            for i in tl.range(0, mine + tl.cdiv(tl.maximum(down * wide - ahead - turn, 0), grid), flatten=True):
+                tile = tl.where(i < mine, before + i, ahead + turn + (i - mine) * grid)
+                v = tile // wide
+                n = end * across * N + tile % wide * N
+                acc = tl.zeros([M, N // (end + 1)], tl.float32)
+                for k in range(0, inner):
+                    a = tiles.load_tile(zt, k * K, v * M, capacity, held, z_stride, K, M)
+                    b = x if end == 0 else x_end
+                    b = tiles.load_tile(b, k * K, n, x_rows, hidden, x_stride, K, N // (end + 1))
+                    acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+                if even_sum is not None:
+                    d = n + tl.arange(0, N // (end + 1))
+                    share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
+                    if class_weight is not None:
+                        r = first + v * M + tl.arange(0, M)
+                        share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
+                    acc -= share
+                tiles.store_tile(
+                    dw, first + v * M, n, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW // (end + 1)
+                )
+            dealt = (down * wide - ahead) % grid
+            mine = 0
+            ahead = 0
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)

@@ -145,13 +145,10 @@ def sum_rows(
     for begin in range(part * each, tl.minimum(rows, (part + 1) * each), HEIGHT):
         i = begin + tl.arange(0, HEIGHT)
         at = i.to(tl.int64)[:, None] * row_stride + d.to(tl.int64)[None, :] * column_stride
-        counts = i < rows
-        if factor is not None:  # rows of factor 0 are not read, whatever is there
-            f = tl.load(factor + i, mask=counts, other=0.0)
-            counts = counts & (f != 0.0)
-        value = tl.load(x + at, mask=counts[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        f = (i < rows).to(tl.float32)
         if factor is not None:
-            value *= f[:, None]
-        sums += value
+            f = tl.load(factor + i, mask=i < rows, other=0.0)
+        counts = (f != 0.0)[:, None]  # rows of factor 0 are not read, whatever is there
+        sums += tl.load(x + at, mask=counts & inside[None, :], other=0.0).to(tl.float32) * f[:, None]
     at_out = out + part * columns + d
     tl.store(at_out, tl.load(at_out, mask=inside, other=0.0) + tl.sum(sums, 0), mask=inside)
