@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -104,6 +105,7 @@ def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
         (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many'; it should be a valid integer"),
         (["run", "demo", "--profile", "h200"], "profile 'h200' is for a GPU, and there is no CUDA device here"),
         (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
+        (["run", "-p", "steps"], "argument -p: expected 2 arguments"),
         (["list", "dmo"], "unknown experiment 'dmo'; allowed: demo, other. Did you mean 'demo'?"),
     ],
 )
@@ -136,6 +138,17 @@ def test_a_reader_that_has_enough_ends_it_quietly(checkout):
     listing.stdout.close()
     assert listing.stderr.read() == b"" and listing.wait() == 1
     listing.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
+def test_an_output_of_few_characters_on_a_full_disk_or_closed_is_no_traceback(checkout):
+    checkout.add("demo")
+    for to, code, told in (("/dev/null", 0, ""), ("/dev/full", 2, "error: [Errno 28] No space left on device\n")):
+        command = ["sh", "-c", f"{sys.executable} -m t1lib list demo >{to}"]
+        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command, cwd=checkout.root, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (code, told)
+    assert subprocess.run(["sh", "-c", f"{sys.executable} -m t1lib list demo >&-"], cwd=checkout.root).returncode == 0
 
 
 SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"

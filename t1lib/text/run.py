@@ -183,13 +183,12 @@ class TrainRun:
                 record = self.session.step()
                 ends = record.step == last
                 row = self._row(record, self.session.evaluate(rows) if self._due("eval_every", ends) else None)
+                told = self._due("report_every", ends or interrupted())
                 try:
-                    self.ranks.first(partial(self._add_metrics, row))
+                    self.ranks.first(partial(self._add_metrics, row, told))
                 except T1Error:
                     self._save()
                     raise
-                if self._due("report_every", ends or interrupted()):
-                    print(_line(row, last), flush=True)
                 if self._due("checkpoint_every", False):
                     self._save()
             if self._saved != self.steps:
@@ -219,9 +218,13 @@ class TrainRun:
         with whole(self.folder / METRICS) as path:
             path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
 
-    def _add_metrics(self, row: dict[str, float | None]) -> None:
+    def _add_metrics(self, row: dict[str, float | None], told: bool) -> None:
+        """Keep a step's row, and print it if it is to be `told`: Ctrl-C ends `tee`, too, before this is printed."""
         with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
             file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
+        with writing(Path("to the standard output")):
+            if told:
+                print(_line(row, self.options["steps"]), flush=True)
 
 
 def _read_metrics(path: Path) -> list[str]:

@@ -223,6 +223,19 @@ def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monk
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
 
 
+def test_a_reader_of_its_lines_that_is_gone_costs_no_step(tmp_path, monkeypatch, capsys):
+    """Ctrl-C ends the `tee` behind it as well."""
+    step = LanguageSession.step
+
+    def loses_its_reader(self):
+        monkeypatch.setattr(sys, "stdout", Path("/dev/full").open("w"))
+        return step(self)
+
+    monkeypatch.setattr(LanguageSession, "step", loses_its_reader)
+    assert train(tmp_path / "a", "--steps", "5", "--report-every", "1") != 0
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
+
+
 @pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
 def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_twice(
     tmp_path, monkeypatch, times, passed_on, code
