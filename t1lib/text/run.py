@@ -129,6 +129,8 @@ class TrainRun:
         before = read_signed(kept) if kept.exists() else {}
         begun = bool(_read_metrics(folder / METRICS)) or has_checkpoint(self._checkpoints)
         require(resume or not begun, f"{folder} holds a run; --resume goes on with it, or take another --out")
+        there = f"{folder / 'model'} is there already, which --export would replace; take another --out"
+        require(resume or not (folder / "model").exists(), there)
         require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
         other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
         require(not resume or "options" in before, other)
@@ -140,8 +142,9 @@ class TrainRun:
             only = f"{name} is {shown(now)}; the run in {self.folder} has {shown(was)} and goes on with that alone"
             require(was == now, only)
         options, size = decided(usual | before | given), self.ranks.size
-        mode, rows, same = options["mode"], options["batch"], options["data"] == str(self.folder.resolve())
-        require(not same, f"--out {self.folder} is the folder of --data; a run's files are no text: take another")
+        mode, rows, within = options["mode"], options["batch"], self.folder.resolve().is_relative_to(options["data"])
+        text = within and not before and any(self.folder.glob("[!.]*"))  # would be left out when it is resumed
+        require(not text, f"--out {self.folder} holds files of --data; a run's files are no text: take another")
         one = f"mode {mode} trains in one process, and there are {size}; take --mode fsdp, or start one"
         require(size == 1 or mode == "fsdp", one)
         require(rows >= size, f"--batch {rows} for {size} processes; allowed: {size} rows or more")
