@@ -210,10 +210,13 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
 
 def test_what_a_cell_makes_no_longer_is_not_published(checkout, kernel):
     kernel.cells["draw"] = 'run.number("demo.first", 1)\n_ = run.table("first", [{"name": "a", "value": 1}])'
-    order = ("parameters", "setup", "sizes", "head", "step", "draw", "finish")
+    kernel.cells["own"] = '(run.outdir / "traces").mkdir()\n(run.outdir / "traces" / "a.json").touch()'
+    kernel.cells["figure"] = 'from matplotlib.figure import Figure\n_ = run.figure("first", Figure())'
+    order = ("parameters", "setup", "sizes", "head", "step", "own", "figure", "draw", "finish")
     assert kernel.run(*order) == ""
     kernel.edit("draw", "first", "second")
     assert kernel.run("draw", "finish") == ""
     folder = checkout.outputs("demo")
     assert [path.stem for path in (folder / "tables").iterdir()] == ["second"]
     assert list(json.loads((folder / "numbers.json").read_text())) == ["demo.second"]
+    assert (folder / "figures" / "first.pdf").is_file() and (folder / "traces" / "a.json").is_file()
