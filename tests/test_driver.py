@@ -1,3 +1,4 @@
+import errno
 import gc
 import json
 import os
@@ -82,6 +83,16 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     assert (left / "executed.ipynb").is_file() and not checkout.outputs("bad").exists()
     rows = (left / "samples.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
+
+
+def test_a_full_disk_is_named_though_the_notebook_is_cut_short(checkout, run, capsys, monkeypatch):
+    def fills_the_disk(notebook, executed, *more, **options):
+        executed.write_text('{"cells": [')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkout.add("demo")
+    monkeypatch.setattr("papermill.execute_notebook", fills_the_disk)
+    assert run() == 1 and "OSError: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
 def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
