@@ -11,6 +11,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from t1lib.errors import T1Error, UnavailableError
 
@@ -19,9 +20,14 @@ MODULES = dict.fromkeys(("run", "list", "report"), "t1lib.driver")  # imported f
 MODULES |= {"check": "t1lib.claims", "plan": "t1lib.plan.predict", "train": "t1lib.text.run"}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # without the usage, which for `train` fills a screen
+        raise T1Error(f"{message}; {self.prog} --help lists what is allowed")
+
+
 def _parser() -> argparse.ArgumentParser:
     what = "Run, report and check the experiments of the kit; plan and train models."
-    parser = argparse.ArgumentParser(prog="python -m t1lib", description=what)
+    parser = _Parser(prog="python -m t1lib", description=what)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name")
 
     run = commands.add_parser("run", help="run the experiments whose outputs are not up to date")
@@ -103,10 +109,10 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0, 1 (an experiment or claim failed), 2 (bad input), 130 (interrupted)."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         code = getattr(import_module(MODULES[arguments.name]), f"{arguments.name}_command")(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except (T1Error, UnavailableError) as error:
         why = str(error)
@@ -118,14 +124,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         why += '\npip install -c constraints.txt -e ".[kit]" in the checkout'
     except KeyboardInterrupt:
         return signals.EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has closed the pipe
+    except OSError as error:  # of a disk; or the output's, whose reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        if isinstance(error, BrokenPipeError):
+            return EXIT_FAILED
+        why = str(error)
     print(f"error: {why}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
 
 if __name__ == "__main__":
+    if sys.stdout:  # None if it was closed; its encoding may lack characters such as ≥
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = main()
     except SystemExit as ended:

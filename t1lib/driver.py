@@ -162,7 +162,9 @@ def _explain(error: Exception, executed: Path) -> str:
         where, name, told = f"In [{error.exec_count}] (`{_first_line(error.source)}`)", error.ename, error.evalue or ""
     else:
         # The kernel died: papermill marks every cell as completed, but only cells that it reached have a start time.
-        cells = params.code_cells(executed) if executed.is_file() else []
+        cells: list[params.Values] = []
+        with contextlib.suppress(T1Error):  # it is missing, or cut short by a full disk
+            cells = params.code_cells(executed)
         begun = [cell for cell in cells if cell["metadata"].get("papermill", {}).get("start_time")]
         line = _first_line(params.source(begun[-1])) if begun else "before the first"
         where, name, told = f"`{line}`", type(error).__name__, str(error)

@@ -78,8 +78,8 @@ class OptimizerSpec:
             object.__setattr__(self, "master_weights", self.name == "adamw")
         for name in ("lr", "weight_decay", "momentum", "eps"):
             value = getattr(self, name)
-            fits = is_number(value) and 0 <= value < math.inf
-            require(fits, f"{name} {value!r}; allowed: a finite number, 0 or more")
+            fits = is_number(value) and 0 <= value <= 1e9  # products and quotients of them fit float32
+            require(fits, f"{name} {value!r}; allowed: a number from 0 to 1e9")
         pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         betas = pair and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         require(betas, f"betas {self.betas!r}; allowed: two, each from 0 to below 1")

@@ -1,3 +1,4 @@
+import errno
 import gc
 import json
 import os
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -83,6 +85,16 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
 
 
+def test_a_full_disk_is_named_though_the_notebook_is_cut_short(checkout, run, capsys, monkeypatch):
+    def fills_the_disk(notebook, executed, *more, **options):
+        executed.write_text('{"cells": [')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkout.add("demo")
+    monkeypatch.setattr("papermill.execute_notebook", fills_the_disk)
+    assert run() == 1 and "OSError: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
 def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
     checkout.add("demo")
     left = paths.staging("smoke", "demo") / "executed.ipynb"
@@ -104,6 +116,7 @@ def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
         (["run", "--profile", "smoke", "-p", "steps", "many"], "-p: 'steps' is 'many'; it should be a valid integer"),
         (["run", "demo", "--profile", "h200"], "profile 'h200' is for a GPU, and there is no CUDA device here"),
         (["report", "--profile", "smoke"], "no finished run in outputs/smoke"),
+        (["run", "-p", "steps"], "argument -p: expected 2 arguments"),
         (["list", "dmo"], "unknown experiment 'dmo'; allowed: demo, other. Did you mean 'demo'?"),
     ],
 )
@@ -136,6 +149,17 @@ def test_a_reader_that_has_enough_ends_it_quietly(checkout):
     listing.stdout.close()
     assert listing.stderr.read() == b"" and listing.wait() == 1
     listing.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
+def test_an_output_of_few_characters_on_a_full_disk_or_closed_is_no_traceback(checkout):
+    checkout.add("demo")
+    for to, code, told in (("/dev/null", 0, ""), ("/dev/full", 2, "error: [Errno 28] No space left on device\n")):
+        command = ["sh", "-c", f"{sys.executable} -m t1lib list demo >{to}"]
+        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command, cwd=checkout.root, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (code, told)
+    assert subprocess.run(["sh", "-c", f"{sys.executable} -m t1lib list demo >&-"], cwd=checkout.root).returncode == 0
 
 
 SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"

@@ -121,6 +121,18 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
     assert [path.name for path in final.parent.iterdir()] == ["demo"]
 
 
+def test_a_folder_of_results_that_is_a_link_is_replaced_again_and_again(checkout, tmp_path):
+    checkout.add("demo")
+    final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
+    finished(tmp_path / "elsewhere" / "demo")
+    final.parent.mkdir(parents=True)
+    final.symlink_to(tmp_path / "elsewhere" / "demo")
+    for _ in range(2):
+        finished(staging)
+        manifest.publish(staging, final)
+        assert why(final) is None and [path.name for path in final.parent.iterdir()] == ["demo"]
+
+
 MEASURE = 'if measure:\n    run.records.add("slide", "wall", 41.25, "ms")'
 FIGURE = """from matplotlib import pyplot
 figure, axes = pyplot.subplots()

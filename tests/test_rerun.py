@@ -191,13 +191,16 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
         ("factors = [p.scale]", "%%time\nfound = factors[0]"),
         ("factors = [p.scale]", "found = Kind().go()"),
         ("factors = [p.scale]", "found = kind.go()"),
+        ("factors = [p.scale]", "found = ways['lambda']()"),
+        ("factors = [p.scale]", "found = ways['partial']()"),
         ("factors = [p.scale]", "class A:\n    found = factors[0]\nfound = A.found"),
         ("def make(x):\n    return lambda: x\nfactor = make(p.scale)", "found = factor()"),
         ("factor = eval(f'lambda *, x={p.scale}: x')", "found = factor()"),
     ],
 )
 def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
-    kind = "class Kind:\n    def go(self):\n        return factors[0]\nkind = Kind()"
+    kind = "class Kind:\n    def go(self):\n        return factors[0]\nkind = Kind()\n"
+    kind += "import functools\nways = {'lambda': lambda: factors[0], 'partial': functools.partial(kind.go)}"
     kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "kind": kind, "maker": maker}
     kernel.cells |= {"user": f"{user}\nrecords.add('a', 'wall', found)", "finish": CELLS["finish"]}
     kernel.everything()
@@ -210,10 +213,13 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
 
 def test_what_a_cell_makes_no_longer_is_not_published(checkout, kernel):
     kernel.cells["draw"] = 'run.number("demo.first", 1)\n_ = run.table("first", [{"name": "a", "value": 1}])'
-    order = ("parameters", "setup", "sizes", "head", "step", "draw", "finish")
+    kernel.cells["own"] = '(run.outdir / "traces").mkdir()\n(run.outdir / "traces" / "a.json").touch()'
+    kernel.cells["figure"] = 'from matplotlib.figure import Figure\n_ = run.figure("first", Figure())'
+    order = ("parameters", "setup", "sizes", "head", "step", "own", "figure", "draw", "finish")
     assert kernel.run(*order) == ""
     kernel.edit("draw", "first", "second")
     assert kernel.run("draw", "finish") == ""
     folder = checkout.outputs("demo")
     assert [path.stem for path in (folder / "tables").iterdir()] == ["second"]
     assert list(json.loads((folder / "numbers.json").read_text())) == ["demo.second"]
+    assert (folder / "figures" / "first.pdf").is_file() and (folder / "traces" / "a.json").is_file()

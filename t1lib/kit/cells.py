@@ -8,9 +8,10 @@ import ast
 import dis
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import CO_OPTIMIZED
 from itertools import chain
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from t1lib.measure.records import Row
@@ -181,10 +182,13 @@ def _loaded(code: CodeType, at_once: bool) -> set[str]:
 
 
 def _functions(value: Any, namespace: dict[str, Any]) -> Iterator[FunctionType]:
-    """The notebook's functions that may run where a value is used: itself, or methods of its class."""
+    """The notebook's functions that may run where a value is used: itself, methods of its class, or what it holds."""
     kind = value if isinstance(value, type) else type(value)
     own = vars(kind).values() if kind.__module__ == namespace.get("__name__") else ()
-    for each in (value, *own):
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    for each in (value, *own, *held):
+        while isinstance(each, partial | MethodType):
+            each = each.func if isinstance(each, partial) else each.__func__
         if isinstance(each, FunctionType) and each.__globals__ is namespace:
             yield each
 

@@ -136,7 +136,7 @@ class Run:
     def figure(self, name: str, figure: Figure) -> Figure:
         """Save a figure as PDF and PNG, and return it: as the last line of its cell it is shown there."""
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
-        self._cells.draw(name)
+        self._cells.draw(f"figures/{name}")
         if self.saves_figures:
             (self.outdir / "figures").mkdir(parents=True, exist_ok=True)
             path = self.outdir / "figures" / f"{name}.pdf"
@@ -148,7 +148,7 @@ class Run:
         """Save a table as LaTeX, and return it to be shown: rows of column → value, of which the first
         `text_columns` are text."""
         made = make_table(rows)
-        self._cells.draw(name)
+        self._cells.draw(f"tables/{name}")
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
         text = to_latex(made, text_columns)
         (self.outdir / "tables" / f"{name}.tex").write_text(text, encoding="utf-8", newline="\n")
@@ -173,8 +173,8 @@ class Run:
         require(not late, f"cells to run again before this one: {len(late)}. {named}")
         # A cell that has run again has made its figures, tables and numbers again, or makes them no longer.
         drawn = self._cells.drawn()
-        for path in self.outdir.glob("[ft]*s/*.*"):  # figures/ and tables/
-            if path.stem not in drawn:
+        for path in [*self.outdir.glob("figures/*.*"), *self.outdir.glob("tables/*.*")]:
+            if f"{path.parent.name}/{path.stem}" not in drawn:
                 path.unlink()
         for key in self._numbers.keys() - drawn:
             del self._numbers[key]

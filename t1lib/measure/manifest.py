@@ -16,7 +16,7 @@ from typing import Any
 
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import read_signed, write_signed
+from t1lib.files import read_signed, remove, write_signed
 from t1lib.measure.environment import device_name, environment, git_state
 
 NAME = "manifest.json"
@@ -158,7 +158,7 @@ def recover(final: Path) -> None:
     old = _aside(final)
     if old.exists() and not final.exists():
         os.replace(old, final)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def publish(staging: Path, final: Path) -> None:
@@ -174,4 +174,4 @@ def publish(staging: Path, final: Path) -> None:
     except OSError as error:
         recover(final)
         raise T1Error(f"cannot replace {paths.shown(final)} ({error.strerror}); is a file there open?") from None
-    shutil.rmtree(_aside(final), ignore_errors=True)
+    remove(_aside(final))

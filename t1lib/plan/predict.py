@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from t1lib.errors import T1Error, choose, require
-from t1lib.files import write_json
+from t1lib.files import write_signed
 from t1lib.heads import HEADS, parse_bytes
 from t1lib.memory import GIB, in_words
 from t1lib.models import MORE, PRESETS, parse_changes, shape_only
@@ -150,7 +150,7 @@ def plan_command(given: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if given.calibrate:
         found = measure_machine(torch.device("cuda" if gpu else "cpu"))
-        write_json(machine_file(), asdict(found))
+        write_signed(machine_file(), asdict(found))
         print(f"{found.name}: link {found.link / 1e9:.1f} GB/s each way; updates on the host {found.update / 1e9:.0f} "
               f"GB/s; products {found.flops / 1e12:.3g} TFLOP/s; kept in {machine_file()} (without it, plans take an "
               "H200's rates)")  # fmt: skip

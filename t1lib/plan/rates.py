@@ -1,6 +1,5 @@
 """A machine's rates, from which times are predicted: those of an H200, or measured in under a minute."""
 
-import json
 import platform
 import time
 from collections import defaultdict
@@ -10,7 +9,8 @@ from statistics import median
 
 import torch
 
-from t1lib.files import cache_folder
+from t1lib.errors import T1Error
+from t1lib.files import cache_folder, read_signed
 from t1lib.memory import pinned_zeros
 from t1lib.models import build_model, layer_arguments, split
 from t1lib.timing import synchronize
@@ -47,8 +47,8 @@ def machine_file() -> Path:
 def this_machine() -> Machine:
     """The rates that `python -m t1lib plan --calibrate` found for this device, else an H200's."""
     try:
-        found = Machine(**json.loads(machine_file().read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = Machine(**read_signed(machine_file()))
+    except (T1Error, TypeError):
         return H200
     return found if found.name == device_name() else H200
 

@@ -129,6 +129,8 @@ class TrainRun:
         before = read_signed(kept) if kept.exists() else {}
         begun = bool(_read_metrics(folder / METRICS)) or has_checkpoint(self._checkpoints)
         require(resume or not begun, f"{folder} holds a run; --resume goes on with it, or take another --out")
+        there = f"{folder / 'model'} is there already, which --export would replace; take another --out"
+        require(resume or not (folder / "model").exists(), there)
         require(not resume or bool(before), f"{folder} holds no run to go on with: no {RUN}")
         other = f"the run in {folder} was begun by another version of t1lib; finish it with that one"
         require(not resume or "options" in before, other)
@@ -140,8 +142,9 @@ class TrainRun:
             only = f"{name} is {shown(now)}; the run in {self.folder} has {shown(was)} and goes on with that alone"
             require(was == now, only)
         options, size = decided(usual | before | given), self.ranks.size
-        mode, rows, same = options["mode"], options["batch"], options["data"] == str(self.folder.resolve())
-        require(not same, f"--out {self.folder} is the folder of --data; a run's files are no text: take another")
+        mode, rows, within = options["mode"], options["batch"], self.folder.resolve().is_relative_to(options["data"])
+        text = within and not before and any(self.folder.glob("[!.]*"))  # would be left out when it is resumed
+        require(not text, f"--out {self.folder} holds files of --data; a run's files are no text: take another")
         one = f"mode {mode} trains in one process, and there are {size}; take --mode fsdp, or start one"
         require(size == 1 or mode == "fsdp", one)
         require(rows >= size, f"--batch {rows} for {size} processes; allowed: {size} rows or more")
@@ -183,13 +186,12 @@ class TrainRun:
                 record = self.session.step()
                 ends = record.step == last
                 row = self._row(record, self.session.evaluate(rows) if self._due("eval_every", ends) else None)
+                told = self._due("report_every", ends or interrupted())
                 try:
-                    self.ranks.first(partial(self._add_metrics, row))
+                    self.ranks.first(partial(self._add_metrics, row, told))
                 except T1Error:
                     self._save()
                     raise
-                if self._due("report_every", ends or interrupted()):
-                    print(_line(row, last), flush=True)
                 if self._due("checkpoint_every", False):
                     self._save()
             if self._saved != self.steps:
@@ -219,9 +221,13 @@ class TrainRun:
         with whole(self.folder / METRICS) as path:
             path.write_text("".join([HEADER, "\n", *rows]), encoding="utf-8", newline="\n")
 
-    def _add_metrics(self, row: dict[str, float | None]) -> None:
+    def _add_metrics(self, row: dict[str, float | None], told: bool) -> None:
+        """Keep a step's row, and print it if it is to be `told`: Ctrl-C ends `tee`, too, before this is printed."""
         with writing(self.folder / METRICS), (self.folder / METRICS).open("a", newline="\n") as file:
             file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
+        with writing(Path("to the standard output")):
+            if told:
+                print(_line(row, self.options["steps"]), flush=True)
 
 
 def _read_metrics(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from refusals import refused
 
 from t1lib import models
 from t1lib.__main__ import main
+from t1lib.files import read_signed
 from t1lib.heads import HEADS
 from t1lib.heads.fused_plan import Device
 from t1lib.measure.records import Records, numeric
@@ -142,11 +143,13 @@ def test_calibrating_keeps_rates_that_are_used_on_this_device_alone(capsys, monk
     assert "GB/s" in capsys.readouterr().out
     found = rates.this_machine()
     assert found != H200 and min(v for v in asdict(found).values() if not isinstance(v, str)) > 0
-    assert Machine(**json.loads(rates.machine_file().read_text())) == found
-    monkeypatch.setattr(rates, "device_name", lambda: "another")
-    assert rates.this_machine() == H200
-    rates.machine_file().write_text("{")
-    assert rates.this_machine() == H200
+    assert Machine(**read_signed(rates.machine_file())) == found
+    with monkeypatch.context() as patch:
+        patch.setattr(rates, "device_name", lambda: "another")
+        assert rates.this_machine() == H200
+    for damaged in ("{", json.dumps(asdict(found) | {"link": 0})):
+        rates.machine_file().write_text(damaged)
+        assert rates.this_machine() == H200
 
 
 def adamw(**other):

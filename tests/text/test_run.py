@@ -223,6 +223,21 @@ def test_a_signal_while_it_trains_is_noted_whatever_the_step_does(tmp_path, monk
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
 
 
+def test_a_reader_of_its_lines_that_is_gone_costs_no_step(tmp_path, monkeypatch):
+    """Ctrl-C ends the `tee` behind it as well."""
+    step, (read, write) = LanguageSession.step, os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as lines:
+
+        def loses_its_reader(self):
+            monkeypatch.setattr(sys, "stdout", lines)
+            return step(self)
+
+        monkeypatch.setattr(LanguageSession, "step", loses_its_reader)
+        assert train(tmp_path / "a", "--steps", "5", "--report-every", "1") == 1
+    assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000001"] and len(metrics(tmp_path / "a")) == 1
+
+
 @pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
 def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_twice(
     tmp_path, monkeypatch, times, passed_on, code
@@ -325,11 +340,15 @@ def test_bad_input_is_one_error_and_nothing_is_left(tmp_path, monkeypatch, refus
 
 
 def test_folders_for_a_run(tmp_path, refused):
-    """That of its data is refused, and a file is named; but a start that failed takes none."""
+    """One with texts of its data is refused, or with what an export would replace, and a file is named; but a start
+    that failed takes none."""
     (tmp_path / "file").write_text("")
     shutil.copy(TEXT, tmp_path / "a.txt")
-    for out in (tmp_path, f"{tmp_path}/../{tmp_path.name}"):
-        refused("is the folder of --data", out, "--steps", "1", "--data", str(tmp_path))
+    for out, data in ((tmp_path, tmp_path), (f"{tmp_path}/../{tmp_path.name}", tmp_path), (tmp_path, tmp_path.parent)):
+        refused("holds files of --data", out, "--steps", "1", "--data", str(data))
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    refused("own/model is there already", tmp_path / "own", "--steps", "1")
+    shutil.rmtree(tmp_path / "own")
     for command in (SMALL, [*SMALL, "--resume"], AGAIN):
         refused(str(tmp_path / "file"), tmp_path / "file", command=command)
     assert names(tmp_path) == ["a.txt", "file"]
