@@ -232,7 +232,7 @@ class HeadBench:
             records.add(variant, f"{case.prefix}{name}", value, "", phase)
         if found is not None and not all(value <= bound for value in found.values()):
             status, why = "wrong", f"its errors are {', '.join(f'{v:.2g}' for v in found.values())}, beyond {bound:g}"
-        records.conclude(variant, status, phase, why)  # other cases of the variant may have had one
+        records.status(variant, status, phase, why)
         return found is not None and status != "wrong"
 
     def take_turns(

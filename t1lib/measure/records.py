@@ -43,7 +43,6 @@ class Records:
         self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
     ) -> None:
         """Append one sample. `value` is anything that `float()` accepts, such as a one-element tensor."""
-        require(metric != "status", "use Records.status for the status of a variant")
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -51,17 +50,15 @@ class Records:
         self._append(variant, phase, step, metric, unit, number)
 
     def status(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
-        """Append a variant's outcome: one of `STATUSES`. The reason is printed."""
-        self._append(variant, phase, "", "status", "", choose("status", state, STATUSES))
-        if why:
-            print(f"{phase}: {variant} is {state}: {why}")
-
-    def conclude(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
-        """Append the status of one of a variant's measurements: once, and `ok` only if there is no other in `own`."""
+        """Append how a variant's measurement ended, one of `STATUSES`, and print the reason: of several measurements of
+        a variant in a phase each state once, and `ok` only before any other."""
         place = variant, phase, "status"
         known = {row["value"] for row in self.own if (row["variant"], row["phase"], row["metric"]) == place}
-        if state not in known and (state != "ok" or not known):
-            self.status(variant, state, phase, why)
+        if choose("status", state, STATUSES) in known or (state == "ok" and known):
+            return
+        self._append(*place[:2], "", "status", "", state)
+        if why:
+            print(f"{phase}: {variant} is {state}: {why}")
 
     def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
         """Append a sample of each metric; its name tells the unit (`UNITS`)."""
@@ -72,8 +69,8 @@ class Records:
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows given as mappings with the names of `COLUMNS`."""
         for row in rows:
-            status = row["metric"] == "status"
-            self.status(row["variant"], row["value"], row["phase"]) if status else self.add(**row)
+            value = row["value"] if row["metric"] == "status" else float(row["value"])
+            self._append(*(row[name] for name in COLUMNS[:-1]), value)
 
     def _append(self, *values: Any) -> None:
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")

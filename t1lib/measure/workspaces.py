@@ -2,12 +2,12 @@
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 from t1lib.measure.heads import Case, HeadBench, Key, attempt
-from t1lib.measure.isolate import Isolated, VariantOutOfMemory
+from t1lib.measure.isolate import Isolated
 from t1lib.measure.peers import PEERS
 from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
@@ -22,7 +22,9 @@ class Workspaces:
         """Bytes of each case, or its status, on a `HeadBench`. Whatever the process holds beyond cuBLAS's own
         workspaces counts, what an earlier call or shape left behind, too."""
         gc.collect()
-        bench = HeadBench(**given)
+        bench, status, _ = attempt(partial(HeadBench, **given))
+        if bench is None:  # not even the operands fit
+            return [status] * len(cases)
         found = [attempt(partial(bench.memory, case), case.method in PEERS) for case in cases]
         return [memory["workspace"] + memory["left"] if memory else status for memory, status, _ in found]
 
@@ -39,18 +41,12 @@ def measure_workspaces(
     """
 
     def one(method: str) -> list[tuple[str, str, Case, int | str]]:
-        found, worker = [], None
-        with ExitStack() as workers:
+        found = []
+        with closing(Isolated(Workspaces, {})) as worker:
             for shape, sizes in shapes.items():
-                own = {key: case for key, case in cases[shape].items() if case.method == method}
-                if not own:
-                    continue
-                worker = worker or workers.enter_context(closing(Isolated(Workspaces, {})))
-                try:
-                    values = worker.call("measure", cases=list(own.values()), **setting, **sizes)
-                except VariantOutOfMemory:  # not even the operands fit: the next shape starts a new process
-                    values, worker = ["oom"] * len(own), None
-                found += [(shape, key[0], own[key], value) for key, value in zip(own, values, strict=True)]
+                own = [(key[0], case) for key, case in cases[shape].items() if case.method == method]
+                values = worker.call("measure", cases=[case for _, case in own], **setting, **sizes) if own else []
+                found += [(shape, *of, value) for of, value in zip(own, values, strict=True)]
         return found
 
     methods = list(dict.fromkeys(case.method for own in cases.values() for case in own.values()))
