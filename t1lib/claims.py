@@ -110,7 +110,7 @@ def doubts(folder: Path, experiment: str) -> str | None:
             return f"run with {name}={value!r}, params/{PROFILE} has {wanted[name]!r}"
     if why := manifest.damage(folder):
         return why
-    from t1lib.kit.redraw import run_cells  # draws, which the other commands need not load
+    from t1lib.kit.run import run_cells  # draws, which the other commands need not load
 
     try:
         with tempfile.TemporaryDirectory() as scratch:

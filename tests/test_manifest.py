@@ -9,8 +9,7 @@ import pytest
 from t1lib import fingerprint, paths
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
-from t1lib.kit.redraw import redraw
-from t1lib.kit.run import Run
+from t1lib.kit.run import Run, redraw
 from t1lib.measure import manifest
 
 SAMPLES = "variant,phase,step,metric,unit,value\nslide,,0,wall,ms,1.5\n"
