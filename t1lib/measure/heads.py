@@ -68,15 +68,13 @@ class HeadBench:
     """Hidden states e (N, D), weight w (V, D) and targets y (N), made as `operands` says, and measurements of any case
     on them. reference: dtype of the reference for errors, float64, or float32 (without TF32) where that is too slow"""
 
-    lead_in = LeadIn  # the kind that timed samples are queued behind
-
     def __init__(
         self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str | torch.device,
         data: str = "flat", path: str | None = None, seed: int = 0, reference: str = "float64",
     ) -> None:  # fmt: skip
         self.device, self.dtype = torch.device(device), getattr(torch, dtype)
         self.wide = getattr(torch, choose("reference", reference, REFERENCES))
-        self.lead = self.lead_in(self.device)
+        self.lead = LeadIn(self.device)
         self.before = held_before(self.device, self.dtype)
         self.e, self.w, self.y = operands(data, (tokens, vocabulary, hidden), self.dtype, self.device, seed, path)
         sizes = {"tokens": len(self.e), "vocabulary": len(self.w)}

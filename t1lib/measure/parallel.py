@@ -19,33 +19,21 @@ from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.ranks import across, ran
 from t1lib.measure.records import Records
-from t1lib.measure.timing import LeadIn, phases_ms
+from t1lib.measure.timing import phases_ms
 
 MIB = 2**20
 HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
 PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step
 
 
-class SharedLeadIn(LeadIn):
-    """A lead-in that ends in a collective, so that no rank's device continues before all have reached it."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._token = torch.ones(1, device=device)
-
-    def queue(self) -> None:
-        super().queue()
-        dist.all_reduce(self._token, dist.ReduceOp.MAX)  # on CUDA, enqueued on the device
-
-
 class Share(HeadBench):
     """This rank's rows of a `HeadBench`'s weight; hidden states and targets are the same on every rank. The reference,
     whose dW is that of these rows, is computed from the whole weight, once."""
 
-    lead_in = SharedLeadIn
-
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
+        # Lead-ins end in a collective, so that no rank's device continues before all have reached it.
+        self.lead.last = partial(dist.all_reduce, torch.ones(1, device=self.device), dist.ReduceOp.MAX)
         self.group: dist.ProcessGroup | None = None
         kept, rank, ranks = self.reference(Case("full")), dist.get_rank(), dist.get_world_size()
         kept["dW"] = kept["dW"].tensor_split(ranks)[rank].clone()

@@ -21,6 +21,7 @@ class LeadIn:
 
     def __init__(self, device: torch.device, ms: float = 100.0) -> None:
         self._count = 0
+        self.last: Callable[[], object] = lambda: None  # queued behind that work
         if device.type == "cuda":
             self._a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
             self._out = torch.empty_like(self._a)
@@ -33,6 +34,7 @@ class LeadIn:
         """Queue the work; returns without waiting."""
         for _ in range(self._count):
             self._product()
+        self.last()
 
 
 def phases_ms(
