@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +47,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     """Return the jobs of `names` ("all", or nothing, for every experiment) after checking all of them.
 
     An override goes to the experiments that declare it. Raises `T1Error` for an unknown experiment,
-    profile or parameter, a value of the wrong type, and an output folder that cannot be written.
+    profile or parameter, a value of the wrong type, and an output folder that cannot be made.
     """
     known = params.experiments()
     require(bool(known), "no experiments: notebooks/ holds no notebook with parameters")
@@ -66,7 +65,6 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     folder = paths.root() / "outputs" / profile
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
     return jobs
 
 

@@ -188,7 +188,7 @@ class Run:
                 manifest.replace_drawn(self.outdir, final)
             return
         self.records.save(self.outdir / "samples.csv")
-        modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
+        modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
         made_of = {"notebook": self._made_of["notebook"], "modules": modules}
         write_json(self.outdir / manifest.NOTES, {"made_of": made_of, "inputs": self._inputs})
         if self._driven:

@@ -226,8 +226,7 @@ class HeadBench:
         """Record a case's errors (or what `measure` returns in their place), and the variant's status; True if it may
         be timed: it ran, and no error exceeds `bound` or is NaN."""
         found, status, why = self.attempt(variant, measure or partial(self.errors, case))
-        for name, value in (found or {}).items():
-            records.add(variant, f"{case.prefix}{name}", value, "", phase)
+        records.put(variant, phase, {f"{case.prefix}{name}": value for name, value in (found or {}).items()})
         if found is not None and not all(value <= bound for value in found.values()):
             status, why = "wrong", f"its errors are {', '.join(f'{v:.2g}' for v in found.values())}, beyond {bound:g}"
         records.status(variant, status, phase, why)
@@ -254,8 +253,7 @@ class HeadBench:
                 records.status(variant, status, phase, why)
                 del running[key]
             elif queued:
-                for name, ms in times.items():
-                    records.add(variant, f"{name}_ms", ms, "ms", phase, count[key])
+                records.put(variant, phase, {f"{name}_ms": ms for name, ms in times.items()}, count[key])
                 count[key] += 1
 
 

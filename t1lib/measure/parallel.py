@@ -98,9 +98,8 @@ def measure_head(
         if bench.group is not None:
             with overheard() as collectives:
                 bench.result(case)
-            records.add(head, "collectives", len(collectives), phase=phase)
             sent = sum(call.args[-1].nbytes for call in collectives)
-            records.add(head, "exchanged_mib", sent / MIB, "MiB", phase)
+            records.put(head, phase, {"collectives": len(collectives), "exchanged_mib": sent / MIB})
             runners[head, phase, "collectives"] = partial(_alone, bench, collectives)
     if ran(device) == "ok":
         bench.take_turns(records, runners, iters, warmup)
@@ -127,8 +126,7 @@ def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Ca
     if bench.device.type == "cuda" and ran(bench.device) == "ok":
         free, whole = torch.cuda.mem_get_info(bench.device)
         parts["outside"] = whole - free - torch.cuda.memory_reserved(bench.device)
-    for name, value in across(parts).items():
-        records.add(head, f"{name}_mib", value / MIB, "MiB", phase)
+    records.put(head, phase, {f"{name}_mib": value / MIB for name, value in across(parts).items()})
 
 
 def measure_step(

@@ -14,7 +14,7 @@ from t1lib.errors import T1Error, choose, require
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
 # shared: ran on ranks that shared a GPU; wrong: loss or gradients exceed their error bound. Neither gets a time.
 STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
-UNITS = {"_ms": "ms", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
+UNITS = {"_ms": "ms", "_mib": "MiB", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
 Row = dict[str, Any]
 
 
