@@ -119,7 +119,7 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
     assert [path.name for path in final.parent.iterdir()] == ["demo"]
 
 
-MEASURE = 'if measure:\n    run.records.add("slide", "wall", 41.25, "ms")'
+MEASURE = 'if measure:\n    run.records.put("slide", "", {"wall_ms": 41.25})'
 FIGURE = """from matplotlib import pyplot
 figure, axes = pyplot.subplots()
 axes.plot(run.frame()["value"].astype(float))
@@ -143,7 +143,7 @@ def test_a_run_in_jupyterlab_publishes_figures_tables_and_numbers(checkout):
 
     add(checkout)
     run, final = begin(), checkout.outputs("demo")
-    run.records.add("slide", "wall", 41.25, "ms")
+    run.records.put("slide", "", {"wall_ms": 41.25})
     assert run.figure("wall", pyplot.figure()) and pyplot.get_fignums() == []  # else JupyterLab shows it twice
     assert list(run.table("main", [{"a": 1}])["a"]) == ["1"]
     run.number("demo.last", run.frame()["value"].iloc[-1], "ms")
@@ -197,7 +197,7 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     names = PARAMETERS | {"measure": False}
     run = Run.start("demo", names)
     with pytest.raises(T1Error, match="`measure` False"):
-        run.records.add("slide", "wall", 1.0, "ms")
+        run.records.put("slide", "", {"wall_ms": 1.0})
     run.table("main", [{"a": len(run.frame())}])
     run.finish()
     assert why(folder) is None and "tables/main.tex" in manifest.read(folder)["files"]

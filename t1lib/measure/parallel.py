@@ -146,12 +146,12 @@ def measure_step(
     session |= {"mode": mode, "device": str(device)}
     ranks = dist.get_world_size()
     _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
-    records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
+    records.put(mode, phase, {"tokens": rows * ranks * session["seq"]})
     records.status(mode, ran(device), phase)
     gc.collect()  # free all that is left of that session
     together = TrainSession(batch=rows * most, micro_batch=rows, **session)
     for step, loss in enumerate(together.warm_up(loss_steps)):
-        records.add(mode, "loss", loss, phase=f"losses/{ranks}", step=step)
+        records.put(mode, f"losses/{ranks}", {"loss": loss}, step)
     together.trainer.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import pandas as pd
 
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import choose, require
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
 # shared: ran on ranks that shared a GPU; wrong: loss or gradients exceed their error bound. Neither gets a time.
@@ -39,15 +39,12 @@ class Records:
         for part in self._parts():
             part[:] = [r for r in part if (r["variant"], r["phase"], r["unit"]) != (variant, phase, "ms")]
 
-    def add(
-        self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
-    ) -> None:
-        """Append one sample. `value` is anything that `float()` accepts, such as a one-element tensor."""
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise T1Error(f"{variant} {metric}: {value!r} is not a number") from None
-        self._append(variant, phase, step, metric, unit, number)
+    def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
+        """Append a sample of each metric, whose name tells the unit (`UNITS`). A value is anything that `float()`
+        accepts, such as a one-element tensor."""
+        for metric, value in values.items():
+            unit = next((unit for end, unit in UNITS.items() if metric.endswith(end)), "")
+            self._append(variant, phase, step, metric, unit, float(value))
 
     def status(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
         """Append how a variant's measurement ended, one of `STATUSES`, and print the reason: of several measurements of
@@ -59,12 +56,6 @@ class Records:
         self._append(*place[:2], "", "status", "", state)
         if why:
             print(f"{phase}: {variant} is {state}: {why}")
-
-    def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
-        """Append a sample of each metric; its name tells the unit (`UNITS`)."""
-        for metric, value in values.items():
-            unit = next((unit for end, unit in UNITS.items() if metric.endswith(end)), "")
-            self.add(variant, metric, value, unit, phase, step)
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows given as mappings with the names of `COLUMNS`."""
@@ -127,7 +118,7 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
             records.remove_times(variant, of_times)
             records.status(variant, "wrong", of_times)
     if trained:
-        records.add("all", "loss_difference", worst, phase=trained[0][2])
+        records.put("all", trained[0][2], {"loss_difference": worst})
     return worst
 
 
