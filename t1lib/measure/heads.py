@@ -25,7 +25,6 @@ from t1lib.measure.softmax import operands
 from t1lib.measure.timing import LeadIn, phases_ms, rounds
 
 IGNORED = -100
-REFERENCES = ("float64", "float32")
 CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
 
 Key = tuple[str, ...]  # variant, phase, and whatever else tells two measurements of them apart
@@ -73,7 +72,7 @@ class HeadBench:
         data: str = "flat", path: str | None = None, seed: int = 0, reference: str = "float64",
     ) -> None:  # fmt: skip
         self.device, self.dtype = torch.device(device), getattr(torch, dtype)
-        self.wide = getattr(torch, choose("reference", reference, REFERENCES))
+        self.wide = getattr(torch, choose("reference", reference, ("float64", "float32")))
         self.lead = LeadIn(self.device)
         self.before = held_before(self.device, self.dtype)
         self.e, self.w, self.y = operands(data, (tokens, vocabulary, hidden), self.dtype, self.device, seed, path)

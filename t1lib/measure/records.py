@@ -91,6 +91,23 @@ def numeric(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(value=rows["value"].astype("float64"), step=rows["step"].infer_objects())
 
 
+def pick(frame: pd.DataFrame, metric: str, phase: str = "", variant: str | None = None) -> pd.Series:
+    """Values of a metric in a phase (of one variant if given), in the order in which they were measured."""
+    rows = numeric(frame)
+    rows = rows[(rows["metric"] == metric) & (rows["phase"] == phase)]
+    return (rows if variant is None else rows[rows["variant"] == variant])["value"]
+
+
+def present(frame: pd.DataFrame, metric: str, phase: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that have a value of this metric."""
+    return [n for n in names if len(pick(frame, metric, phase, n))]
+
+
+def median(frame: pd.DataFrame, metric: str, phase: str, variant: str) -> float:
+    """Median of a variant's samples; NaN where there are none."""
+    return float(pick(frame, metric, phase, variant).median())
+
+
 def statuses(frame: pd.DataFrame) -> dict[str, str]:
     """Variant → status, the last one if several were recorded."""
     rows = frame[frame["metric"] == "status"]
