@@ -99,20 +99,18 @@ def doubts(folder: Path, experiment: str) -> str | None:
     The manifest must be this experiment's, the parameters the profile's, every file the one that the manifest lists,
     and the numbers must come out of the samples again.
     """
-    content, wanted = manifest.read(folder), params.resolve(experiment, PROFILE)
+    content = manifest.read(folder)
     if content is None:
         return manifest.damage(folder)
     of = content.get("experiment"), content.get("profile")
     if of != (experiment, PROFILE) or not {"samples.csv", NUMBERS} <= content["files"].keys():
         return f"{manifest.NAME} is not that of a finished run of {experiment} with profile {PROFILE}"
-    for name, value in content.get("parameters", {}).items():
-        if wanted.get(name, value) != value:
-            return f"run with {name}={value!r}, params/{PROFILE} has {wanted[name]!r}"
     if why := manifest.damage(folder):
         return why
-    from t1lib.kit.redraw import run_cells  # draws, which the other commands need not load
+    from t1lib.kit.run import run_cells  # draws, which the other commands need not load
 
     try:
+        manifest.require_finished(folder, params.resolve(experiment, PROFILE))
         with tempfile.TemporaryDirectory() as scratch:
             run_cells(PROFILE, experiment, Path(scratch), figures=False)
             again = Numbers.load_json(Path(scratch) / NUMBERS)

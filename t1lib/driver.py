@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +47,7 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     """Return the jobs of `names` ("all", or nothing, for every experiment) after checking all of them.
 
     An override goes to the experiments that declare it. Raises `T1Error` for an unknown experiment,
-    profile or parameter, a value of the wrong type, and an output folder that cannot be written.
+    profile or parameter, a value of the wrong type, and an output folder that cannot be made.
     """
     known = params.experiments()
     require(bool(known), "no experiments: notebooks/ holds no notebook with parameters")
@@ -66,7 +65,6 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     folder = paths.root() / "outputs" / profile
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
     return jobs
 
 
@@ -159,20 +157,17 @@ def _execute(job: Job, staging: Path) -> None:
 def _explain(error: Exception, executed: Path) -> str:
     """Return a line that names the cell and the exception."""
     if isinstance(error, PapermillExecutionError):
-        where, name, told = f"In [{error.exec_count}] (`{_first_line(error.source)}`)", error.ename, error.evalue or ""
+        where = f"In [{error.exec_count}] (`{params.first_line(error.source)}`)"
+        name, told = error.ename, error.evalue or ""
     else:
         # The kernel died: papermill marks every cell as completed, but only cells that it reached have a start time.
         cells: list[params.Values] = []
         with contextlib.suppress(T1Error):  # it is missing, or cut short by a full disk
             cells = params.code_cells(executed)
         begun = [cell for cell in cells if cell["metadata"].get("papermill", {}).get("start_time")]
-        line = _first_line(params.source(begun[-1])) if begun else "before the first"
-        where, name, told = f"`{line}`", type(error).__name__, str(error)
+        where = f"`{params.first_line(params.source(begun[-1])) if begun else 'before the first'}`"
+        name, told = type(error).__name__, str(error)
     return f"cell {where}: {name}: {''.join(told.strip().splitlines()[:1])[:300]}"
-
-
-def _first_line(source: str) -> str:
-    return source.strip().partition("\n")[0][:60]
 
 
 def _measured(content: Mapping[str, Any]) -> str:
@@ -210,7 +205,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     build the PDFs; returns 0."""
     os.environ["MPLBACKEND"] = "Agg"  # writes files only, and needs no display
     from t1lib.kit import latex
-    from t1lib.kit.redraw import redraw
+    from t1lib.kit.run import redraw
 
     profile = default_profile() if arguments.profile == "auto" else arguments.profile
     folder = paths.root() / "outputs" / choose("profile", profile, [*params.profiles(), "auto"])

@@ -1,9 +1,8 @@
 """One kind of error for bad input: it names the value and what is allowed."""
 
-from bisect import bisect
 from collections.abc import Iterable
 from difflib import get_close_matches
-from itertools import accumulate
+from textwrap import shorten
 from typing import Any
 
 LISTED = 262  # characters of what an error names: a value, and what is allowed in its place
@@ -24,10 +23,9 @@ def choose(what: str, value: Any, allowed: Iterable[str]) -> Any:
         return value
     close = get_close_matches(shown(value).strip("'"), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    room = LISTED - len(what) - len(shown(value)) - len(hint)
-    listed = names[: bisect([*accumulate(len(name) + 2 for name in names)], room)]
-    more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
-    raise T1Error(f"unknown {what} {shown(value)}; allowed: {', '.join(listed)}{more}.{hint}")
+    room = max(LISTED - len(what) - len(shown(value)) - len(hint), 20)
+    listed = shorten(", ".join(names), room, placeholder=" and more")
+    raise T1Error(f"unknown {what} {shown(value)}; allowed: {listed}.{hint}")
 
 
 def shown(value: Any) -> str:

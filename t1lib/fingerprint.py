@@ -6,7 +6,6 @@ The meaning of code is what `ast` makes of it: comments, docstrings and layout d
 import ast
 import hashlib
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,6 @@ from t1lib import params, paths
 
 _ROOT = Path(__file__).resolve().parent
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-MISSING = "missing"
 
 
 class _Plain(ast.NodeTransformer):
@@ -49,34 +47,30 @@ def notebook(experiment: str) -> str:
     return hashlib.sha256("".join(meaning(params.source(cell)) for cell in cells).encode()).hexdigest()
 
 
-def _text(module: str) -> str | None:
-    """The source of a module of the kit; None if there is no such module (any more)."""
-    path = _ROOT.joinpath(*module.split(".")[1:])
-    files = (each for each in (path / "__init__.py", path.with_suffix(".py")) if each.is_file())
-    return next((each.read_text(encoding="utf-8") for each in files), None)
+def _texts() -> dict[str, str]:
+    """The source of each module of the kit as it stands on the disk."""
+    found = {}
+    for path in sorted(_ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(_ROOT.parent).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    return found
 
 
 def everything() -> dict[str, str]:
     """The meaning of all modules of the kit."""
-    names = (path.relative_to(_ROOT.parent).with_suffix("").parts for path in sorted(_ROOT.rglob("*.py")))
-    return of(".".join(parts).removesuffix(".__init__") for parts in names)
-
-
-def of(modules: Iterable[str]) -> dict[str, str]:
-    """The meaning of each of these modules as it stands on the disk."""
-    return {name: MISSING if (text := _text(name)) is None else meaning(text) for name in modules}
+    return {name: meaning(text) for name, text in _texts().items()}
 
 
 def loaded() -> list[str]:
     """The modules of the kit that this process has loaded, and those that they import, anywhere in them: processes that
     it started have loaded them."""
-    waiting, found = list(sys.modules), set()
+    waiting, found, texts = list(sys.modules), set(), _texts()
     while waiting:
         name = waiting.pop()
-        if name.split(".")[0] != _ROOT.name or name in found or (text := _text(name)) is None:
+        if name in found or name not in texts:
             continue
         found.add(name)
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(texts[name])):
             if isinstance(node, ast.Import):
                 waiting += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:  # names that it imports may be modules too

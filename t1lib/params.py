@@ -77,6 +77,11 @@ def source(cell: Mapping[str, Any]) -> str:
     return "".join(cell["source"])
 
 
+def first_line(text: str) -> str:
+    """By which an error names a cell."""
+    return text.strip().partition("\n")[0][:60]
+
+
 def code_cells(path: Path) -> list[Values]:
     """The code cells of a notebook file. Raises `T1Error` if it is not JSON."""
     return [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: product
 
 PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
 START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"
-MEASURE = 'for step in range(steps):\n    run.records.add("slide", "wall", step * rate, "ms", step=step)\n'
+MEASURE = 'for step in range(steps):\n    run.records.put("slide", "", {"wall_ms": step * rate}, step)\n'
 EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
 FAST = "t1m3"  # the experiment whose run the fast tests read; it has a report
 

@@ -67,7 +67,7 @@ def test_run_then_skip_then_redo_only_what_changed_or_is_forced(checkout, run, c
 
 
 def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(checkout, run, capsys):
-    measure = "for step in range(steps):\n    run.records.add('slide', 'wall', step, 'ms', step=step)\n"
+    measure = "for step in range(steps):\n    run.records.put('slide', '', {'wall_ms': step}, step)\n"
     table = 'run.table("any", [{"n": len(run.frame())}])'
     checkout.add("bad", measure, table, "x = 1\nraise ValueError('boom')")
     checkout.add("dead", "import os\nos._exit(1)")

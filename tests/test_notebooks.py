@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 
 from t1lib import params, paths
 from t1lib.kit.cells import names
-from t1lib.kit.redraw import run_cells
+from t1lib.kit.run import run_cells
 from t1lib.measure import manifest
 from t1lib.measure.language import from_params
 from t1lib.measure.records import Records

@@ -15,8 +15,8 @@ CELLS = {
     "parameters": PARAMETERS,
     "setup": SETUP,
     "sizes": "factor = 10 * p.scale",
-    "head": 'for step in range(2):\n    records.add("head", "wall", factor, "ms", step=step)',
-    "step": 'for step in range(p.steps):\n    records.add("slide", "wall", step, "ms", "step", step)\n',
+    "head": 'for step in range(2):\n    records.put("head", "", {"wall_ms": factor}, step)',
+    "step": 'for step in range(p.steps):\n    records.put("slide", "step", {"wall_ms": step}, step)\n',
     "show": 'print(*(run.frame().query(f"variant == {name!r}")["value"].tolist() for name in ("slide", "head")))',
     "finish": "run.finish()",
 }
@@ -170,7 +170,7 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
     """The cells that a user runs who runs what `finish` asks for, first what it says comes first."""
     kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "factors": "low, high = 10 * p.scale, 20 * p.scale"}
     for name, value in (("a", "low"), ("b", "high")):
-        kernel.cells[name] = f"runs = p.steps\nrecords.add('{name}', 'wall', {value}, step=runs)"
+        kernel.cells[name] = f"runs = p.steps\nrecords.put('{name}', '', {{'wall_ms': {value}}}, runs)"
     kernel.cells["finish"] = CELLS["finish"]
     numbers, ran = {str(number): name for number, name in enumerate(kernel.cells, start=1)}, []
     assert kernel.everything() == ""
@@ -202,7 +202,7 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
     kind = "class Kind:\n    def go(self):\n        return factors[0]\nkind = Kind()\n"
     kind += "import functools\nways = {'lambda': lambda: factors[0], 'partial': functools.partial(kind.go)}"
     kernel.cells = {"parameters": PARAMETERS, "setup": SETUP, "kind": kind, "maker": maker}
-    kernel.cells |= {"user": f"{user}\nrecords.add('a', 'wall', found)", "finish": CELLS["finish"]}
+    kernel.cells |= {"user": f"{user}\nrecords.put('a', '', {{'wall': found}})", "finish": CELLS["finish"]}
     kernel.everything()
     assert published(checkout) == [("a", 0.5)]
     kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")

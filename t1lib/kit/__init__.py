@@ -1,1 +1,1 @@
-"""What the notebooks share: a run and its files, selections from its samples, tables, and the style of figures."""
+"""What the notebooks share: a run and its files, tables, and the style of figures."""

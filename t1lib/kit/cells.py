@@ -15,6 +15,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from t1lib.measure.records import Row
+from t1lib.params import first_line
 
 _MISSING = object()
 _LOADS = ("LOAD_NAME", "LOAD_GLOBAL")
@@ -77,7 +78,7 @@ class Cells:
         if not done:
             cell.fault = "did not finish"
             cell.rows.clear()
-        cell.title = f"[{number}] {source.strip().partition(chr(10))[0][:40]}"
+        cell.title = f"[{number}] {first_line(source)[:40]}"
         read, stored = names(source, self.namespace)
         cell.parameters |= {name: given[name] for name in read if name in given}
         for name, maker in ((name, self._makers.get(name)) for name in read - given.keys()):

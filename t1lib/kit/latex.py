@@ -48,35 +48,25 @@ def build(profile: str) -> list[Path]:
 
 
 def _build_one(outputs: Path) -> Path:
-    """Build the report on one finished run; the PDF goes next to the run's folder."""
+    """Build the report on one finished run; the PDF goes next to the run's folder. Names of what it takes from the runs
+    in `BOTH` begin with the experiment's."""
     content = manifest.read(outputs) or {}
     final = outputs.with_name(f"{outputs.name}.pdf")
     with tempfile.TemporaryDirectory(prefix="t1-report-") as temporary:
-        folder = Path(temporary)
-        sources = paths.root() / "report"
-        require((sources / f"{outputs.name}.tex").is_file(), f"{paths.shown(sources)}/{outputs.name}.tex is missing")
-        for path in (path for path in sources.iterdir() if path.suffix in (".tex", ".sty", ".bib")):
-            shutil.copyfile(path, folder / path.name)
-        _copy_run(outputs, folder, "")
-        for other in (outputs.with_name(name) for name in BOTH):
-            if manifest.read(other):
-                _copy_run(other, folder, f"{other.name}-")
+        folder = shutil.copytree(paths.root() / "report", Path(temporary), dirs_exist_ok=True)
+        for name in (outputs.name, *BOTH):
+            run, before = outputs.with_name(name), "" if name == outputs.name else f"{name}-"
+            made = (run / "numbers.tex", *run.glob("tables/*.tex"), *run.glob("figures/*.pdf"))
+            for path in made if manifest.read(run) else ():
+                copy = folder / path.relative_to(run).with_name(f"{before}{path.name}")
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         write_context(content, folder / "context.tex")
         _compile(folder, outputs.name, content["started"])
         with whole(final) as partial:
             shutil.copyfile(folder / f"{outputs.name}.pdf", partial)
     manifest.note_report(outputs)
     return final
-
-
-def _copy_run(outputs: Path, folder: Path, before: str) -> None:
-    """Copy a run's tables, figures and numbers into `folder`, their names behind `before`."""
-    numbers = outputs / "numbers.tex"
-    require(numbers.is_file(), f"{paths.shown(numbers)} is missing; `python -m t1lib report` makes it again")
-    for path in (numbers, *outputs.glob("tables/*.tex"), *outputs.glob("figures/*.pdf")):
-        copy = folder / path.relative_to(outputs).with_name(f"{before}{path.name}")
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, copy)
 
 
 def write_context(content: Mapping[str, Any], path: Path) -> None:

@@ -4,10 +4,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from t1lib.kit.select import median, pick
 from t1lib.kit.style import BEHIND, PHASE_COLOURS, VARIANTS, subplots
 from t1lib.kit.tables import memory_unit
-from t1lib.measure.records import format_number
+from t1lib.measure.records import format_number, median, pick
 
 
 def draw_grouped(

@@ -1,5 +1,7 @@
-"""What an experiment's notebook calls: `Run` collects its records and saves its figures, tables and numbers."""
+"""What an experiment's notebook calls: `Run` collects its records and saves its figures, tables and numbers. `redraw`
+makes those of a finished run again from its samples, by the notebook's own cells."""
 
+import io
 import os
 import re
 import shutil
@@ -7,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Self
@@ -18,8 +20,8 @@ import torch
 from IPython import get_ipython
 from matplotlib.figure import Figure
 
-from t1lib import fingerprint, paths
-from t1lib.errors import require
+from t1lib import fingerprint, params, paths
+from t1lib.errors import T1Error, require
 from t1lib.files import write_json
 from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
@@ -27,7 +29,6 @@ from t1lib.kit.tables import make_table, to_latex
 from t1lib.measure import manifest
 from t1lib.measure.environment import git_state, require_gpu
 from t1lib.measure.records import Numbers, Records
-from t1lib.params import Live
 
 _RUN = "_t1_run"  # the variable by which a kernel knows its run
 # Cell magics, and line magics that run Python code.
@@ -55,7 +56,7 @@ class Run:
         self.experiment, self._cells = experiment, Cells(namespace, lambda: self.params.current())
         self.records = Records(self._cells.rows)
         self._driven, self._measures = folder is not None, None
-        self.params = Live(experiment, namespace, self._require_allowed)
+        self.params = params.Live(experiment, namespace, self._require_allowed)
         final = paths.outputs(self.params.values()["profile"], experiment)
         git_state()  # raises its errors before anything is measured
         # Taken at the start: an edit made during the run must make the run stale.
@@ -187,7 +188,7 @@ class Run:
                 manifest.replace_drawn(self.outdir, final)
             return
         self.records.save(self.outdir / "samples.csv")
-        modules = {name: self._made_of["modules"].get(name, fingerprint.MISSING) for name in fingerprint.loaded()}
+        modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
         made_of = {"notebook": self._made_of["notebook"], "modules": modules}
         write_json(self.outdir / manifest.NOTES, {"made_of": made_of, "inputs": self._inputs})
         if self._driven:
@@ -199,3 +200,39 @@ class Run:
             about = dict(experiment=self.experiment, profile=given["profile"], parameters=given, started=self._started)
             manifest.write(whole, **about, seconds=time.perf_counter() - self._clock)
             manifest.publish(whole, final)
+
+
+def redraw(profile: str, experiment: str) -> list[str]:
+    """Make all figures, tables and numbers of a finished run again; returns the names of the files.
+
+    The manifest takes their new hashes and keeps the rest; if a cell fails, everything stays as it was.
+    Raises `T1Error` if there is no finished run, or if its samples have changed since it finished.
+    """
+    with tempfile.TemporaryDirectory() as fresh:
+        run_cells(profile, experiment, Path(fresh))
+        return manifest.replace_drawn(Path(fresh), paths.outputs(profile, experiment))
+
+
+def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True) -> None:
+    """Run a notebook's cells in this process, without measuring, on the samples of a finished run; its files go to
+    `folder`. What the cells print is not shown. Raises as `redraw`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content, known = manifest.require_finished(paths.outputs(profile, experiment), {}), params.declared(experiment)
+    able = "measure" in known
+    require(able, f"{experiment} has no parameter `measure: bool = True`, by which it draws without measuring")
+    given = {name: content["parameters"].get(name, parameter.default) for name, parameter in known.items()}
+    given["measure"] = False
+    set_by_papermill = "\n".join([params.INJECTED, *(f"{name} = {value!r}" for name, value in given.items())])
+    namespace: dict[str, Any] = {"__name__": f"{experiment}.ipynb", "In": [set_by_papermill], **given}
+    run = namespace[_RUN] = Run(experiment, namespace, folder)
+    run.saves_figures = figures
+    for cell in params.code_cells(paths.notebook(experiment)):
+        source = "" if params.holds_parameters(cell) else params.source(cell)
+        try:
+            with redirect_stdout(io.StringIO()):
+                exec(compile(source, namespace["__name__"], "exec"), namespace)
+        except T1Error:
+            raise
+        except Exception as error:
+            told = f"cell `{params.first_line(source)}`: {type(error).__name__}: {error}"
+            raise T1Error(f"{namespace['__name__']}, {told}"[:280]) from error

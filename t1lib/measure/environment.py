@@ -85,12 +85,11 @@ def environment() -> dict[str, str | int | float]:
         "t1lib": __version__,
         "torch": torch.__version__,
         "triton": "not installed",
-        "transformers": "not installed",
+        "transformers": importlib.metadata.version("transformers"),
         "cuda": torch.version.cuda or "none",
     }
-    for package in ("triton", "transformers"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found["triton"] = importlib.metadata.version("triton")
     if gpu := _gpu():
         found |= {"gpu": gpu["name"], "gpu_memory_gib": gpu["memory"], "driver": gpu["driver"]}
     return found

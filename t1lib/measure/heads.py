@@ -25,7 +25,6 @@ from t1lib.measure.softmax import operands
 from t1lib.measure.timing import LeadIn, phases_ms, rounds
 
 IGNORED = -100
-REFERENCES = ("float64", "float32")
 CHUNK_BYTES = 2**30  # most bytes of logits in a chunk of the reference
 
 Key = tuple[str, ...]  # variant, phase, and whatever else tells two measurements of them apart
@@ -68,15 +67,13 @@ class HeadBench:
     """Hidden states e (N, D), weight w (V, D) and targets y (N), made as `operands` says, and measurements of any case
     on them. reference: dtype of the reference for errors, float64, or float32 (without TF32) where that is too slow"""
 
-    lead_in = LeadIn  # the kind that timed samples are queued behind
-
     def __init__(
         self, *, tokens: int, vocabulary: int, hidden: int, dtype: str, device: str | torch.device,
         data: str = "flat", path: str | None = None, seed: int = 0, reference: str = "float64",
     ) -> None:  # fmt: skip
         self.device, self.dtype = torch.device(device), getattr(torch, dtype)
-        self.wide = getattr(torch, choose("reference", reference, REFERENCES))
-        self.lead = self.lead_in(self.device)
+        self.wide = getattr(torch, choose("reference", reference, ("float64", "float32")))
+        self.lead = LeadIn(self.device)
         self.before = held_before(self.device, self.dtype)
         self.e, self.w, self.y = operands(data, (tokens, vocabulary, hidden), self.dtype, self.device, seed, path)
         sizes = {"tokens": len(self.e), "vocabulary": len(self.w)}
@@ -228,11 +225,10 @@ class HeadBench:
         """Record a case's errors (or what `measure` returns in their place), and the variant's status; True if it may
         be timed: it ran, and no error exceeds `bound` or is NaN."""
         found, status, why = self.attempt(variant, measure or partial(self.errors, case))
-        for name, value in (found or {}).items():
-            records.add(variant, f"{case.prefix}{name}", value, "", phase)
+        records.put(variant, phase, {f"{case.prefix}{name}": value for name, value in (found or {}).items()})
         if found is not None and not all(value <= bound for value in found.values()):
             status, why = "wrong", f"its errors are {', '.join(f'{v:.2g}' for v in found.values())}, beyond {bound:g}"
-        records.conclude(variant, status, phase, why)  # other cases of the variant may have had one
+        records.status(variant, status, phase, why)
         return found is not None and status != "wrong"
 
     def take_turns(
@@ -256,8 +252,7 @@ class HeadBench:
                 records.status(variant, status, phase, why)
                 del running[key]
             elif queued:
-                for name, ms in times.items():
-                    records.add(variant, f"{name}_ms", ms, "ms", phase, count[key])
+                records.put(variant, phase, {f"{name}_ms": ms for name, ms in times.items()}, count[key])
                 count[key] += 1
 
 

@@ -147,7 +147,7 @@ def measure_variants(
         except UnavailableError:
             state = "unavailable"
         worker.close()
-        records.conclude(name, state, phase)
+        records.status(name, state, phase)
 
     with progress(what=f"{phase}, {len(variants)} variants") as bar, ExitStack() as stack:
         running = []

@@ -19,33 +19,21 @@ from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.ranks import across, ran
 from t1lib.measure.records import Records
-from t1lib.measure.timing import LeadIn, phases_ms
+from t1lib.measure.timing import phases_ms
 
 MIB = 2**20
 HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
 PEAKS = ("allocated_gib", "reserved_gib", "host_gib")  # of a training step
 
 
-class SharedLeadIn(LeadIn):
-    """A lead-in that ends in a collective, so that no rank's device continues before all have reached it."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._token = torch.ones(1, device=device)
-
-    def queue(self) -> None:
-        super().queue()
-        dist.all_reduce(self._token, dist.ReduceOp.MAX)  # on CUDA, enqueued on the device
-
-
 class Share(HeadBench):
     """This rank's rows of a `HeadBench`'s weight; hidden states and targets are the same on every rank. The reference,
     whose dW is that of these rows, is computed from the whole weight, once."""
 
-    lead_in = SharedLeadIn
-
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
+        # Lead-ins end in a collective, so that no rank's device continues before all have reached it.
+        self.lead.last = partial(dist.all_reduce, torch.ones(1, device=self.device), dist.ReduceOp.MAX)
         self.group: dist.ProcessGroup | None = None
         kept, rank, ranks = self.reference(Case("full")), dist.get_rank(), dist.get_world_size()
         kept["dW"] = kept["dW"].tensor_split(ranks)[rank].clone()
@@ -110,9 +98,8 @@ def measure_head(
         if bench.group is not None:
             with overheard() as collectives:
                 bench.result(case)
-            records.add(head, "collectives", len(collectives), phase=phase)
             sent = sum(call.args[-1].nbytes for call in collectives)
-            records.add(head, "exchanged_mib", sent / MIB, "MiB", phase)
+            records.put(head, phase, {"collectives": len(collectives), "exchanged_mib": sent / MIB})
             runners[head, phase, "collectives"] = partial(_alone, bench, collectives)
     if ran(device) == "ok":
         bench.take_turns(records, runners, iters, warmup)
@@ -139,8 +126,7 @@ def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Ca
     if bench.device.type == "cuda" and ran(bench.device) == "ok":
         free, whole = torch.cuda.mem_get_info(bench.device)
         parts["outside"] = whole - free - torch.cuda.memory_reserved(bench.device)
-    for name, value in across(parts).items():
-        records.add(head, f"{name}_mib", value / MIB, "MiB", phase)
+    records.put(head, phase, {f"{name}_mib": value / MIB for name, value in across(parts).items()})
 
 
 def measure_step(
@@ -160,12 +146,12 @@ def measure_step(
     session |= {"mode": mode, "device": str(device)}
     ranks = dist.get_world_size()
     _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
-    records.add(mode, "tokens", rows * ranks * session["seq"], "", phase)
+    records.put(mode, phase, {"tokens": rows * ranks * session["seq"]})
     records.status(mode, ran(device), phase)
     gc.collect()  # free all that is left of that session
     together = TrainSession(batch=rows * most, micro_batch=rows, **session)
     for step, loss in enumerate(together.warm_up(loss_steps)):
-        records.add(mode, "loss", loss, phase=f"losses/{ranks}", step=step)
+        records.put(mode, f"losses/{ranks}", {"loss": loss}, step)
     together.trainer.close()
 
 

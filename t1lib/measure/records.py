@@ -9,12 +9,12 @@ from typing import Any, Self
 
 import pandas as pd
 
-from t1lib.errors import T1Error, choose, require
+from t1lib.errors import choose, require
 
 COLUMNS = ("variant", "phase", "step", "metric", "unit", "value")
 # shared: ran on ranks that shared a GPU; wrong: loss or gradients exceed their error bound. Neither gets a time.
 STATUSES = ("ok", "shared", "oom", "unavailable", "skipped", "wrong", "failed")
-UNITS = {"_ms": "ms", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
+UNITS = {"_ms": "ms", "_mib": "MiB", "_gib": "GiB", "_gb_s": "GB/s"}  # by how a metric's name ends
 Row = dict[str, Any]
 
 
@@ -39,41 +39,29 @@ class Records:
         for part in self._parts():
             part[:] = [r for r in part if (r["variant"], r["phase"], r["unit"]) != (variant, phase, "ms")]
 
-    def add(
-        self, variant: str, metric: str, value: float, unit: str = "", phase: str = "", step: int | str = ""
-    ) -> None:
-        """Append one sample. `value` is anything that `float()` accepts, such as a one-element tensor."""
-        require(metric != "status", "use Records.status for the status of a variant")
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise T1Error(f"{variant} {metric}: {value!r} is not a number") from None
-        self._append(variant, phase, step, metric, unit, number)
-
-    def status(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
-        """Append a variant's outcome: one of `STATUSES`. The reason is printed."""
-        self._append(variant, phase, "", "status", "", choose("status", state, STATUSES))
-        if why:
-            print(f"{phase}: {variant} is {state}: {why}")
-
-    def conclude(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
-        """Append the status of one of a variant's measurements: once, and `ok` only if there is no other in `own`."""
-        place = variant, phase, "status"
-        known = {row["value"] for row in self.own if (row["variant"], row["phase"], row["metric"]) == place}
-        if state not in known and (state != "ok" or not known):
-            self.status(variant, state, phase, why)
-
     def put(self, variant: str, phase: str, values: Mapping[str, float], step: int | str = "") -> None:
-        """Append a sample of each metric; its name tells the unit (`UNITS`)."""
+        """Append a sample of each metric, whose name tells the unit (`UNITS`). A value is anything that `float()`
+        accepts, such as a one-element tensor."""
         for metric, value in values.items():
             unit = next((unit for end, unit in UNITS.items() if metric.endswith(end)), "")
-            self.add(variant, metric, value, unit, phase, step)
+            self._append(variant, phase, step, metric, unit, float(value))
+
+    def status(self, variant: str, state: str, phase: str = "", why: str = "") -> None:
+        """Append how a variant's measurement ended, one of `STATUSES`, and print the reason: of several measurements of
+        a variant in a phase each state once, and `ok` only before any other."""
+        place = variant, phase, "status"
+        known = {row["value"] for row in self.own if (row["variant"], row["phase"], row["metric"]) == place}
+        if choose("status", state, STATUSES) in known or (state == "ok" and known):
+            return
+        self._append(*place[:2], "", "status", "", state)
+        if why:
+            print(f"{phase}: {variant} is {state}: {why}")
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows given as mappings with the names of `COLUMNS`."""
         for row in rows:
-            status = row["metric"] == "status"
-            self.status(row["variant"], row["value"], row["phase"]) if status else self.add(**row)
+            value = row["value"] if row["metric"] == "status" else float(row["value"])
+            self._append(*(row[name] for name in COLUMNS[:-1]), value)
 
     def _append(self, *values: Any) -> None:
         require(not self.closed, "nothing is recorded with `measure` False; begin measuring cells with `if p.measure:`")
@@ -103,6 +91,23 @@ def numeric(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(value=rows["value"].astype("float64"), step=rows["step"].infer_objects())
 
 
+def pick(frame: pd.DataFrame, metric: str, phase: str = "", variant: str | None = None) -> pd.Series:
+    """Values of a metric in a phase (of one variant if given), in the order in which they were measured."""
+    rows = numeric(frame)
+    rows = rows[(rows["metric"] == metric) & (rows["phase"] == phase)]
+    return (rows if variant is None else rows[rows["variant"] == variant])["value"]
+
+
+def present(frame: pd.DataFrame, metric: str, phase: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that have a value of this metric."""
+    return [n for n in names if len(pick(frame, metric, phase, n))]
+
+
+def median(frame: pd.DataFrame, metric: str, phase: str, variant: str) -> float:
+    """Median of a variant's samples; NaN where there are none."""
+    return float(pick(frame, metric, phase, variant).median())
+
+
 def statuses(frame: pd.DataFrame) -> dict[str, str]:
     """Variant → status, the last one if several were recorded."""
     rows = frame[frame["metric"] == "status"]
@@ -130,7 +135,7 @@ def gate_losses(records: Records, runs: Sequence[tuple[str, str, str]], bound: f
             records.remove_times(variant, of_times)
             records.status(variant, "wrong", of_times)
     if trained:
-        records.add("all", "loss_difference", worst, phase=trained[0][2])
+        records.put("all", trained[0][2], {"loss_difference": worst})
     return worst
 
 

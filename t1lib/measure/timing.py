@@ -21,6 +21,7 @@ class LeadIn:
 
     def __init__(self, device: torch.device, ms: float = 100.0) -> None:
         self._count = 0
+        self.last: Callable[[], object] = lambda: None  # queued behind that work
         if device.type == "cuda":
             self._a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
             self._out = torch.empty_like(self._a)
@@ -33,6 +34,7 @@ class LeadIn:
         """Queue the work; returns without waiting."""
         for _ in range(self._count):
             self._product()
+        self.last()
 
 
 def phases_ms(
@@ -51,14 +53,9 @@ def phases_ms(
     return timer.stop()[1], host
 
 
-def time_ms(function: Callable[[], object], device: torch.device, lead: LeadIn | None = None) -> float:
-    """Time of one call in ms; see `phases_ms`."""
-    return phases_ms({"": function}, device, lead)[0][""]
-
-
 def median_ms(function: Callable[[], object], device: torch.device, repeats: int = 7, warmup: int = 2) -> float:
     """Median time of a call in ms over `repeats` samples, after `warmup` others."""
-    return median([time_ms(function, device) for _ in range(warmup + repeats)][warmup:])
+    return median([phases_ms({"": function}, device)[0][""] for _ in range(warmup + repeats)][warmup:])
 
 
 def rounds(things: Sequence[T], number: int) -> Iterator[list[T]]:

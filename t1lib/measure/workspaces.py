@@ -60,4 +60,4 @@ def measure_workspaces(
                 if isinstance(value, str):
                     records.status(variant, value, f"workspace/{shape}")
                 else:
-                    records.add(variant, f"{case.prefix}workspace_mib", value / MIB, "MiB", f"workspace/{shape}")
+                    records.put(variant, f"workspace/{shape}", {f"{case.prefix}workspace_mib": value / MIB})

@@ -158,8 +158,8 @@ def task(records, device, phase, pids, how=""):
     (Path(pids) / str(os.getpid())).touch()
     total = torch.tensor([dist.get_rank() + 1.0], device=device)
     dist.all_reduce(total)
-    records.add("all", "sum", total, phase=phase)
-    records.add("all", "threads", torch.get_num_threads(), phase=phase)
+    records.put("all", phase, {"sum": total})
+    records.put("all", phase, {"threads": torch.get_num_threads()})
     print(f"this is rank {dist.get_rank()}")
     if how and dist.get_rank() == dist.get_world_size() - 1:
         WAYS[how]()

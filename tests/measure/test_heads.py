@@ -141,7 +141,7 @@ def test_sparsity_counts_what_it_says():
     assert facts["tiles"] == 0.5 and facts["tiles_sorted"] == 0.5  # only the tile with column 400 has an entry
 
 
-def test_workspaces_come_from_a_process_of_each_method_and_after_a_shape_that_does_not_fit_from_another():
+def test_workspaces_come_from_a_process_of_each_method_and_a_shape_that_does_not_fit_leaves_the_others():
     records, methods = Records(), {("full", "loss_"): ALONE, ("full", ""): FULL, ("cce", ""): Case("cce")}
     shapes = {"large": SIZES | {"tokens": 2**55}, "A": SIZES}
     setting = dict(dtype="float32", device="cpu", seed=0)
