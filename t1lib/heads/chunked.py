@@ -178,14 +178,6 @@ def _parts(columns: int) -> list[slice]:
     return [part for part in (slice(0, whole), slice(whole, columns)) if part.start < part.stop]
 
 
-def _input_gradient(dz: Tensor, w: Tensor, out: Tensor) -> None:
-    main, *rest = _parts(len(w))
-    if rest:
-        torch.addmm(dz[:, rest[0]] @ w[rest[0]], dz[:, main], w[main], out=out)
-    else:
-        torch.mm(dz, w, out=out)
-
-
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.dtype == dtype:
         return a @ b
@@ -232,7 +224,11 @@ def _in_blocks(
             continue
         dz = block.gradient(index, hit, [x[at] for x in factors], here.lse)
         if de is not None and not partial:
-            _input_gradient(dz, w, de[at])
+            main, *rest = _parts(vocab)
+            if rest:
+                torch.addmm(dz[:, rest[0]] @ w[rest[0]], dz[:, main], w[main], out=de[at])
+            else:
+                torch.mm(dz, w, out=de[at])
         elif de is not None:  # rounding the product to 16 bits would lose what the float32 sum keeps
             de[at].add_(_wide_product(dz, w[columns], wide))
             if shards is not None:
@@ -279,5 +275,6 @@ class _Chunked(torch.autograd.Function):
         elif ctx.gradients is None:
             raise options.spent("chunked", 'by="vocabulary" or reduction="none"')
         else:
+            upstream = upstream.where(ctx.opts.valid.any(), 0.0)  # if all are ignored, even one of inf makes 0
             gradients, ctx.gradients = [None if g is None else scale_(g, upstream) for g in ctx.gradients], None
         return *gradients, *(None,) * 4

@@ -72,14 +72,9 @@ def kernels_run(input: Tensor) -> bool:
 def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool) -> tuple[list, list, str, list]:
     """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
     statistics, sequence. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
-    input, w, _, b, *constants = tensors
+    input, w, _, b, *_ = tensors
     autocast = torch.is_autocast_enabled(input.device.type)
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
-    require(compute in DTYPES, f"input must be bfloat16, float16, float32 or float64; got {compute}")
-    for value in () if torch.compiler.is_compiling() else filter(torch.is_tensor, (input, w, b, *constants)):
-        plain = torch.autograd.forward_ad.unpack_dual(value).tangent is None
-        plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-        require(plain, 'head "fused" has no forward-mode derivative, nor any of torch.func; allowed: head="full"')
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
     early = any(needs) and not exact_sum and _is_early(tensors, s, compute)
     rows, sequence, group = [], False, ""
@@ -142,7 +137,7 @@ class Operands:
 
 @torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({RESULTS})")
 def forward_op(*call):
-    """(loss, lse, logprob, correct, what the backward needs of them, dE, dW, dBias); gradients empty if not made."""
+    """(loss, lse, logprob, correct, what the backward needs: of them, or if a token counts; dE, dW, dBias or empty)"""
     from t1lib.heads import fused_run  # needs Triton
 
     tensors, (*needs, early, _, return_stats, _) = Tensors(*call[:6]), call[9]
@@ -155,7 +150,7 @@ def forward_op(*call):
         loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [tensors.input.new_empty(0) for _ in range(3)]
         if return_stats:
             stats = [x.clone() for x in o.opts.stats(lse, logprob, correct > 0)]  # operators return no views
-    return loss, *stats, saved, *_filled(tensors, gradients)
+    return loss, *stats, o.opts.valid.any() if early else saved, *_filled(tensors, gradients)
 
 
 @forward_op.register_fake
@@ -165,7 +160,8 @@ def _(*call):
     tokens = tensors.target.numel() * (len(sizes[3:]) if group and flags[-1] else 1)
     loss = new(shape if reduction == "none" else (), dtype=torch.float32)
     stats = [new(shape, dtype=t) if flags[5] else new(0) for t in (torch.float32, torch.float32, torch.bool)]
-    return loss, *stats, new((2, tokens), dtype=torch.float32), *_filled(tensors, [f and flags[3] for f in flags[:3]])
+    saved = new((), dtype=torch.bool) if flags[3] else new((2, tokens), dtype=torch.float32)
+    return loss, *stats, saved, *_filled(tensors, [f and flags[3] for f in flags[:3]])
 
 
 @torch.library.custom_op(
@@ -199,7 +195,7 @@ def _setup(ctx, inputs, output) -> None:
     ctx.rest, ctx.early, ctx.spent = inputs[6:], inputs[9][3], False
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(output[5:] if ctx.early else (output[4], *inputs[:6])))
+    ctx.save_for_backward(output[4], *(output[5:] if ctx.early else inputs[:6]))
 
 
 def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
@@ -207,14 +203,16 @@ def _backward(ctx, upstream: Tensor | None, *_) -> tuple[Tensor | None, ...]:
     options.refuse_create_graph("fused", grouped=not words.endswith(" "))
     if upstream is None:
         return (None,) * 10
-    if not ctx.early:
-        made = backward_op(upstream, *ctx.saved_tensors, *ctx.rest)
-    elif type(upstream) is not Tensor:  # traced by the compiler, which reuses the memory itself, and would else copy
-        made = [(g.float() * upstream).to(g.dtype) for g in ctx.saved_tensors]
-    elif ctx.spent:
+    if ctx.spent:
         raise options.spent("fused", 'reduction="none"')
+    saved, *made = ctx.saved_tensors
+    upstream = upstream.where(saved, 0.0) if ctx.early else upstream  # if all are ignored, even one of inf makes 0
+    if not ctx.early:
+        made = backward_op(upstream, saved, *made, *ctx.rest)
+    elif type(upstream) is not Tensor:  # traced by the compiler, which reuses the memory itself, and would else copy
+        made = [(g.float() * upstream).to(g.dtype) for g in made]
     else:
-        ctx.spent, made = True, ctx.saved_tensors
+        ctx.spent = True
         for g in filter(Tensor.numel, made):
             scale_(g, upstream)
     de, dw, db = (g if needed else None for g, needed in zip(made, flags, strict=False))

@@ -151,9 +151,9 @@ def _linears(lm: nn.Module, layer: nn.Module | None) -> list[nn.Linear]:
         plain &= "forward" not in linear.__dict__ or hasattr(linear, "_hf_hook")  # accelerate's only moves tensors
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
         require(plain, f"{name}'s output layer is a {kind} that may do more than a product; allowed: a plain nn.Linear")
-        hooks = [getattr(hook, "__module__", "") for hook in linear._forward_hooks.values()]
-        hooks = [module for module in hooks if not module.startswith(("torch.distributed.", "deepspeed."))]
-        require(not hooks, f"{name}'s output layer has a forward hook, which would see a loss in place of logits")
+        hooks = (linear._forward_hooks | linear._backward_hooks | linear._backward_pre_hooks).values()
+        hooks = [h for h in hooks if not getattr(h, "__module__", "").startswith(("torch.distributed.", "deepspeed."))]
+        require(not hooks, f"{name}'s output layer has a hook, which would see a loss in place of logits")
     return linears
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
 
@@ -106,10 +108,8 @@ class Options:
     @functools.cached_property
     def denominator(self) -> Tensor:
         """Scalar that `mean` divides by: the sum over valid tokens of token weight times the target's class weight."""
-        weight = self.valid.to(self.dtype)
-        for factor in (self.token_weight, self.target_weight):
-            weight = weight if factor is None else weight * factor
-        return weight.sum()
+        weight = self.valid.to(self.dtype) if self.target_weight is None else self.target_weight
+        return self.mask(weight).sum()
 
     def mask(self, losses: Tensor) -> Tensor:
         """Multiply (N) per-token losses by the token weight and set them to 0 at ignored tokens."""
@@ -189,15 +189,18 @@ def parse_bytes(size: int | str) -> int:
     return found
 
 
-def check_tensors(tensors: Tensors) -> None:
+def check_tensors(tensors: Tensors, head: str) -> None:
     for name, value in zip(Tensors._fields, tensors, strict=True):
         if value is None and name in Tensors._field_defaults:
             continue
         require(isinstance(value, Tensor), f"{name} must be a tensor, got {type(value).__name__}")
-        dense = value.layout == torch.strided and not value.is_nested and not value.is_quantized
-        require(dense, f"{name} must be a dense tensor, got one that is sparse, nested, quantized or of mkldnn")
         device = tensors.input.device
         require(value.device == device, f"{name} is on {value.device}, input on {device}; put all on one device")
+        dense = value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
+        require(dense, f"{name} must be a dense tensor, got one that is sparse, nested, quantized, of mkldnn, on meta")
+        if head != "full" and not torch.compiler.is_compiling():
+            plain = unpack_dual(value).tangent is None and not is_functorch_wrapped_tensor(value)
+            require(plain, f'head "{head}" has no forward-mode derivative, nor any of torch.func; allowed: head="full"')
 
 
 def check_settings(given: Settings) -> Settings:
@@ -244,9 +247,11 @@ def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
 
 
 def _check_range(opts: Options) -> None:
-    flat = opts.target
-    wrong = opts.valid & ((flat < 0) | (flat >= opts.classes))
-    message = f"target must lie in [0, {opts.classes}) or be ignore_index {opts.settings.ignore_index}"
+    flat, ignored = opts.target, opts.settings.ignore_index
+    while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(flat):  # values are within what vmap wraps
+        flat = get_unwrapped(flat)
+    wrong = (flat != ignored) & ((flat < 0) | (flat >= opts.classes))
+    message = f"target must lie in [0, {opts.classes}) or be ignore_index {ignored}"
     if flat.is_cuda:  # reading a value would make the host wait for the device
         torch._assert_async(~wrong.any(), message)
     elif wrong.any():

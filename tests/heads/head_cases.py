@@ -97,6 +97,7 @@ ODD = {
     "an ignore_index inside the vocabulary": odd(lambda p: p.target.masked_fill_(p.target < 0, 5), ignore_index=5),
     # the exponentials overflow with the first estimate of their offset, so those rows are recomputed
     "a logit far above": odd(lambda p: p.b[3].add_(1000.0), n=20, tolerance=1e-4),
+    "a logit beyond 1e30": odd(lambda p: p.b[3].fill_(1e35)),
     # float32 resolves logits near 1000 to 6e-5
     "all logits large": odd(lambda p: p.b.add_(1e3), tolerance=3e-4),
     "all logits small": odd(lambda p: p.b.sub_(1e3), tolerance=3e-4, label_smoothing=0.2),

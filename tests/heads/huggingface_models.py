@@ -96,5 +96,5 @@ def compare(own: nn.Module, ours: nn.Module, **inputs: Any) -> None:
     """Losses within 1e-6 and gradients within 1e-5, and no logits."""
     expected, got = own(**inputs), ours(**inputs)
     assert got.logits is None and got.loss.dtype == torch.float32
-    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=0.0, equal_nan=True)
     assert_close(gradients(own, expected.loss), gradients(ours, got.loss))

@@ -178,6 +178,8 @@ def test_all_tokens_ignored_or_none_at_all(head, own, reduction, dtype=torch.flo
     torch.testing.assert_close(loss, want, equal_nan=True)
     assert math.isnan(loss) if reduction == "mean" else (loss == 0).all()
     assert all((g == 0).all() for g in grads)
+    _, *grads = run(head, p, torch.full_like(loss, math.inf), reduction=reduction, **own)  # as of a sum / 0 tokens
+    assert all((g == 0).all() for g in grads)
     if reduction == "sum" and head != "torch":
         p.e, p.target = p.e[:0], p.target[:0]
         loss, de, dw, db = run(head, p, reduction=reduction, **own)

@@ -1,6 +1,7 @@
 """The contract: messages for bad arguments, workspace, autocast, statistics, products, compilation, helpers."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from t1lib.heads import linear_cross_entropy, next_token_targets, parse_bytes
 
 N, V, D = 5, 257, 16
 GOOD = problem(N, V, D, dtype=torch.float32)
+CALL = {"input": GOOD.e, "linear_weight": GOOD.w, "target": GOOD.target}
 HUGE = 10**400
 PAIR = 2  # chunks that share a product for dW
 BAD = {
@@ -27,6 +29,7 @@ BAD = {
     "dtype differs": ({"linear_weight": GOOD.w.half()}, "linear_weight is torch.float16, input torch.float32"),
     "bias shape": ({"linear_bias": torch.ones(V - 1)}, r"linear_bias must have shape \(257,\), got \(256,\)"),
     "target device": ({"target": GOOD.target.to("meta")}, "target is on meta, input on cpu"),
+    "all on meta": ({name: t.to("meta") for name, t in CALL.items()}, "input must be a dense tensor.*on meta"),
     "target uint64": ({"target": torch.full((N,), 2**64 - 100, dtype=torch.uint64)}, "class indices.*torch.uint64"),
     "target probabilities": ({"target": torch.ones(N, V) / V}, "class probabilities"),
     "target negative": ({"target": torch.full((N,), -1)}, r"target must lie in \[0, 257\).*-100; got -1"),
@@ -55,8 +58,7 @@ def test_bad_arguments(case):
     change, message = BAD[case]
     if change.get("head") == "torch" and not hasattr(F, "linear_cross_entropy"):
         pytest.skip("this PyTorch has no linear_cross_entropy")
-    arguments = {"input": GOOD.e, "linear_weight": GOOD.w, "target": GOOD.target} | change
-    assert re.search(message, refused(lambda: linear_cross_entropy(**arguments)))
+    assert re.search(message, refused(lambda: linear_cross_entropy(**CALL | change)))
 
 
 def test_torch_head_says_when_it_is_unavailable(monkeypatch):
@@ -188,6 +190,22 @@ def test_a_second_backward_is_right_or_refused_and_a_second_derivative_refused(h
     if own.get("chunked") is not False:
         loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
         assert "no second derivative" in refused(lambda: torch.autograd.grad(loss, e, create_graph=True))
+
+
+@pytest.mark.parametrize("head", ["chunked", "fused", "torch"])
+def test_transforms_are_for_head_full(head):
+    """Head `fused` hands float64 on to `chunked`. Targets may be mapped over, too, and are checked then."""
+    p = problem(6, 40, 3, ignored=False)
+
+    def loss(e, target, head="full"):
+        return linear_cross_entropy(e, p.w, target, head=head, linear_bias=p.b)
+
+    found = torch.func.vmap(torch.func.grad(loss))(p.e, p.target)
+    assert_close([found], [run("full", p, torch.ones(()).double(), reduction="sum")[1]], 1e-12)
+    assert "got 40" in refused(lambda: torch.func.vmap(loss)(p.e, p.target + 40 - p.target[0]))
+    other = partial(loss, target=p.target, head=head)
+    for call in (lambda: torch.func.grad(other)(p.e), lambda: torch.func.jvp(other, (p.e,), (p.e,))):
+        assert f'head "{head}" has no forward-mode derivative' in refused(call)
 
 
 @pytest.mark.parametrize("head, own", [*TRIED, *TORCH])

@@ -39,6 +39,8 @@ def test_labels_and_other_arguments():
     inputs = batch()
     loss = ours(input_ids=inputs["input_ids"], shift_labels=shifted(inputs["labels"])).loss
     torch.testing.assert_close(loss, own(**inputs).loss, rtol=1e-6, atol=0.0)
+    none = {**inputs, "labels": torch.full_like(inputs["labels"], -100), "num_items_in_batch": torch.tensor(0)}
+    compare(own, ours, **none)  # a loss of nan, and gradients of 0
     other = inputs | {"labels": inputs["labels"].masked_fill(inputs["labels"] == -100, 5)}
     compare(own, ours, **other, ignore_index=5)
     extra = {"attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12]), "logits_to_keep": 12}
@@ -255,7 +257,8 @@ class Own(nn.Linear):
 T5 = transformers.T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=VOCAB)
 OUTPUT_LAYERS = {
     ".Own that": lambda lm: setattr(lm, "lm_head", Own(16, VOCAB, bias=False)),
-    "hook": lambda lm: lm.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output),
+    "a hook": lambda lm: lm.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output),
+    "hook, which": lambda lm: lm.lm_head.register_full_backward_pre_hook(lambda module, outer: None),
     ".Linear that": lambda lm: setattr(lm.lm_head, "forward", lambda hidden: hidden),
     "on meta": lambda lm: lm.lm_head.to("meta"),
 }

@@ -8,7 +8,7 @@ import triton.language as tl
 from t1lib.heads.kernels import tiles
 
 HEADROOM = tl.constexpr(96.0)  # largest z2 − offset whose exponential and its sums are far from float32's end
-NEVER = tl.constexpr(1e30)  # offset of a row without a token: its exponentials are 0
+NEVER = tl.constexpr(3e38)  # offset of a row without a token: its exponentials are 0
 LEAD = tl.constexpr(32.0)  # the offset lies so much above the target's logit, which no row's maximum is below
 
 
