@@ -62,7 +62,7 @@ class Passes:
         filled = "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()"
         require(not (before and needed), filled)
         if not (trains or (grad and hidden.requires_grad)):
-            with torch.no_grad(), self.lock:
+            with self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         held = self._schedule.layers.get(index)
         late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
@@ -101,6 +101,8 @@ class Passes:
                         out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
                         out = self._call(index, *piece)
+                lost = f"layer {index} is frozen, but something in it, or an argument, needs a gradient"
+                require(save or not out.requires_grad, lost)
                 outputs.append(out.detach())
                 if random is not None:
                     random.note_use()

@@ -117,6 +117,7 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int)
         return {}
     early = "plan_for is for decoders such as Llama of transformers; leave it out: the first batch decides"
     require(piece is not None or known, early)
+    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]  # such as running means, which a run changes
     if held is not None:
         held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
@@ -125,6 +126,8 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int)
         row = split_rows(piece, 1)[0]
         saved = saved_by(lambda: engine.forwards[0](row.hidden.detach(), *row.args, **row.kwargs), held.params.values())
     finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
         if held is not None:
             held.unbind()
     return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}

@@ -36,6 +36,14 @@ GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
 NEOX = partial(made, GPTNeoXConfig(**SHAPE))
 
 
+def spectral() -> nn.Module:
+    """Every forward changes buffers, on which the next one depends."""
+    model = blocks()
+    for block in model.blocks:
+        nn.utils.parametrizations.spectral_norm(block.up)
+    return model
+
+
 def begun() -> nn.Module:
     """Gradients from before are added to."""
     model = qwen3()
@@ -145,6 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
     "other names of a model's parts, with a budget": case(NEOX, gpu_memory="1GiB"),
+    "buffers that a forward changes, with a budget that keeps activations": case(spectral, gpu_memory="1GiB"),
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
     "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
     "masters, by the CPU": masters(blocks, choice=Choice(host_share=1.0, outer="host")),

@@ -203,6 +203,14 @@ def tangent(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return along
 
 
+def trained_in_frozen(model: nn.Module, optimizer: Any) -> None:
+    """By a hook, without being a parameter of the layer; and nothing below it trains."""
+    model.get_input_embeddings().requires_grad_(False)
+    added = torch.zeros(32, requires_grad=True)
+    layers_of(model)[0].mlp.register_forward_hook(lambda module, args, out: out + added)
+    first_loss(model)
+
+
 def cached_loss(model: nn.Module, optimizer: Any) -> None:
     with parametrize.cached():
         first_loss(model)
@@ -233,6 +241,7 @@ ONGOING: dict[str, tuple] = {
     "unfrozen": during(
         lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen", frozen_layer, every
     ),
+    "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
     "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
     "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
