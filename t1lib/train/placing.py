@@ -113,6 +113,9 @@ def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int)
     adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
     base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
     known = [*getattr(base, "layers", ())] == engine.stack and hasattr(base, "norm") and type(base.config) in kinds
+    if known and adapted:  # `saved_by_layer` takes the model itself apart
+        head = inner.get_output_embeddings()
+        known = isinstance(getattr(head, "layer", head), nn.Linear)  # in a call of a patched model, a stand-in
     if known and not adapted:
         return {}
     early = "plan_for is for decoders such as Llama of transformers; leave it out: the first batch decides"

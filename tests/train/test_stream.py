@@ -153,6 +153,9 @@ CASES: dict[str, dict[str, Any]] = {
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
     "other names of a model's parts, with a budget": case(NEOX, gpu_memory="1GiB"),
+    "adapters of the output layer, with a budget": case(
+        partial(adapted, dropout=0.0, base=llama, target_modules=["q_proj", "lm_head"]), gpu_memory="1GiB"
+    ),
     "buffers that a forward changes, with a budget that keeps activations": case(spectral, gpu_memory="1GiB"),
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
     "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
