@@ -21,8 +21,8 @@ from t1lib.train.lanes import UpdateThread, uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names, unwatched
 from t1lib.train.optimizer import StreamOptimizer, clear_gradients
 from t1lib.train.outer import Outer
-from t1lib.train.passes import Passes
-from t1lib.train.placing import planned, refuse_router_loss, refuse_shared, require_host_memory
+from t1lib.train.passes import Passes, without_caches
+from t1lib.train.placing import planned, refuse_recorded, refuse_shared, require_host_memory
 from t1lib.train.schedule import Schedule
 
 
@@ -88,7 +88,7 @@ class Engine:
         self._replace(self.model, "zero_grad", partial(_zero_grad, me, self.model))
         self._replace(self.model, "_apply", partial(_apply, self.layout.dtype, False, self.model))
         if hasattr(self.model, "config"):
-            self._undo.callback(self.model.register_forward_pre_hook(refuse_router_loss, with_kwargs=True).remove)
+            self._undo.callback(self.model.register_forward_pre_hook(refuse_recorded, with_kwargs=True).remove)
         self._replace(self.model, "_t1_engine", me)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
@@ -155,7 +155,8 @@ class Engine:
         if not self.placed:
             with torch.inference_mode(False):  # buffers are for training, too
                 if torch.is_grad_enabled():
-                    self.place(planned(self, Piece(hidden, args, kwargs), *hidden.shape[:2]))
+                    piece = Piece(hidden, *without_caches(args, kwargs))  # a layer is run on it to see what it saves
+                    self.place(planned(self, piece, *hidden.shape[:2]))
                 elif self.schedule is None:
                     self._run_with(Choice(), trains=False)
         return self.passes.run(index, hidden, args, kwargs)

@@ -211,6 +211,9 @@ class StreamOptimizer(ResidentOptimizer):
         """Give the model back: an ordinary one, with all parameters on the CPU or the device where they lie now."""
         self._engine.close()
 
+    def __getstate__(self) -> Any:  # `copy` and `pickle` come here
+        raise T1Error("a copy of a streamed model's optimizer would update nothing: copy its state_dict()")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         require(not hasattr(self, "_before"), "a group added to a streamed model's optimizer; add it before `stream`")
         super().add_param_group(param_group)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
@@ -52,13 +53,16 @@ class Passes:
             if place.get(name) is not own and place.get(name) is not None:
                 where = f"{name!r} in layer {index} is another parameter than `stream` was given"
                 raise T1Error(f"{where}, as in functional_call; allowed: changes of its values")
+        within = parametrize._cache_enabled or torch._C._functorch.is_gradtrackingtensor(hidden)
+        within = within or torch.autograd.forward_ad._current_level >= 0
+        require(not within, "streamed layers within parametrize.cached(), torch.func, or forward-mode differentiation")
         trains = grad and any(p.requires_grad for p in layer.parameters())
         before = _cached((*args, *kwargs.values()), index) if grad else []
         needed = trains or hidden.requires_grad or any(t.requires_grad for t in before)
         filled = "past_key_values that hold tokens, as in prefix tuning; to decode, use torch.no_grad()"
         require(not (before and needed), filled)
         if not (trains or (grad and hidden.requires_grad)):
-            with torch.no_grad(), self.lock:
+            with self.lock:
                 return self.forward(index, Piece(hidden, args, kwargs), save=False)[0]
         held = self._schedule.layers.get(index)
         late = held is not None and not held.trained and any(p.requires_grad for p in held.params.values())
@@ -68,7 +72,7 @@ class Passes:
         needy = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
         require(not needy, f"layer {index} is given an argument that needs a gradient, beside its hidden states")
         if layer.training:  # caches stay empty, as under transformers' own checkpointing
-            args, kwargs = _without_caches(args, kwargs)
+            args, kwargs = without_caches(args, kwargs)
         return _Layer.apply(self._anchor if trains else None, hidden, self, index, args, kwargs)
 
     def forward(self, index: int, whole: Piece, save: bool, wanted: bool = False) -> tuple[Tensor, Saved]:
@@ -97,6 +101,8 @@ class Passes:
                         out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
                         out = self._call(index, *piece)
+                lost = f"layer {index} is frozen, but something in it, or an argument, needs a gradient"
+                require(save or not out.requires_grad, lost)
                 outputs.append(out.detach())
                 if random is not None:
                     random.note_use()
@@ -207,7 +213,7 @@ def _cached(values: Iterable[Any], index: int) -> list[Tensor]:
     return [t for t in found if isinstance(t, Tensor) and t.numel()]
 
 
-def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args = tuple(None if isinstance(value, Cache) else value for value in args)
     return args, {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
 
@@ -220,7 +226,7 @@ class _Layer(torch.autograd.Function):
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
         ctx.passes, ctx.index, ctx.trains = passes, index, anchor is not None
-        ctx.args, ctx.kwargs = _without_caches(args, kwargs)  # a recomputation would append to them a second time
+        ctx.args, ctx.kwargs = without_caches(args, kwargs)  # a recomputation would append to them a second time
         with passes.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None
@@ -228,8 +234,8 @@ class _Layer(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require(not torch.is_grad_enabled(), "create_graph=True through streamed layers; allowed: loss.backward()")
         whole_backward = ctx.next_functions[0][0] if ctx.trains else None  # which adds to the anchor's gradient
         partly = whole_backward is not None and not torch._C._will_engine_execute_node(whole_backward)
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")

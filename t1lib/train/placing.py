@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from t1lib.errors import choose, is_number, is_whole, require, shown
 from t1lib.heads import parse_bytes
@@ -37,13 +38,14 @@ def refuse_shared(model: nn.Module, stack: Sequence[nn.Module], streamed: list[s
                 seen[id(param)] = where
 
 
-def refuse_router_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook before the model's forward: raise `T1Error` for a loss with routers' logits, which layers record on the
-    way: only their output has a gradient."""
-    asked = kwargs.get("output_router_logits")
-    asked = getattr(model.config, "output_router_logits", False) if asked is None else asked
-    lost = "output_router_logits=True: the routers' own loss would have no gradient; allowed when streamed: False"
-    require(not (asked and torch.is_grad_enabled()), lost)
+def refuse_recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before the model's forward: raise `T1Error` for a loss with routers' logits, or attention's weights, which
+    layers record on the way: only their output has a gradient."""
+    for name in ("output_router_logits", "output_attentions"):
+        asked = kwargs.get(name)
+        asked = getattr(model.config, name, False) if asked is None else asked
+        lost = f"{name}=True: a loss of them would have no gradient; allowed when streamed: within torch.no_grad()"
+        require(not (asked and torch.is_grad_enabled()), lost)
 
 
 def require_host_memory(
@@ -106,21 +108,29 @@ def work_in(engine: "Engine", piece: Piece | None, rows: int, seq: int) -> Work:
 
 def _measured(engine: "Engine", piece: Piece | None, inner: nn.Module, seq: int) -> dict[str, int]:
     """Width of a layer's input, and bytes per token that a layer saves, where no configuration tells: found by running
-    a layer on one row or, for a model of transformers with adapters, on short rows."""
+    a layer on one row or, for a decoder of transformers with adapters, on short rows."""
     layer, held = engine.stack[0], next(iter(engine.host), None)
     adapted = len(engine.layout.shapes) < sum(1 for _ in layer.parameters())
-    if hasattr(inner, "config") and not adapted:
+    base, kinds = getattr(inner, "base_model", None), MODEL_FOR_CAUSAL_LM_MAPPING
+    known = [*getattr(base, "layers", ())] == engine.stack and hasattr(base, "norm") and type(base.config) in kinds
+    if known and adapted:  # `saved_by_layer` takes the model itself apart
+        head = inner.get_output_embeddings()
+        known = isinstance(getattr(head, "layer", head), nn.Linear)  # in a call of a patched model, a stand-in
+    if known and not adapted:
         return {}
-    require(piece is not None or hasattr(inner, "config"),
-            "plan_for is for models of transformers; leave it out: the first batch decides")  # fmt: skip
+    early = "plan_for is for decoders such as Llama of transformers; leave it out: the first batch decides"
+    require(piece is not None or known, early)
+    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]  # such as running means, which a run changes
     if held is not None:
         held.bind({n: view.to(engine.device) for n, view in held.views.items()})
     try:
-        if hasattr(inner, "config"):
+        if known:
             return {"saved": saved_by_layer(inner, engine.layout.dtype, seq)}
         row = split_rows(piece, 1)[0]
         saved = saved_by(lambda: engine.forwards[0](row.hidden.detach(), *row.args, **row.kwargs), held.params.values())
     finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
         if held is not None:
             held.unbind()
     return {"hidden": piece.hidden.shape[-1], "saved": saved // row.hidden.shape[:-1].numel()}

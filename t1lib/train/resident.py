@@ -3,6 +3,7 @@ state, and whether what was saved of a run fits."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -41,9 +42,10 @@ class ResidentOptimizer(torch.optim.Optimizer):
     def rules(self) -> list[Rule]:
         """The groups' hyperparameters as they are now. On a CPU that computes, PyTorch's choice of implementation is
         kept; beside a GPU, the fused one moves the least memory."""
-        own = {"foreach": False, "fused": True} if self._device.type == "cuda" else {}
+        cuda = self._device.type == "cuda"
+        own, rate = ({"foreach": False, "fused": True}, float) if cuda else ({}, deepcopy)  # schedules write to tensors
         plain = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return [rule | {"lr": float(rule["lr"])} | own for rule in plain]
+        return [rule | {"lr": rate(rule["lr"])} | own for rule in plain]
 
     def state_of(self, param: nn.Parameter) -> State:
         """The parameter's state; its master follows values that were written to it since the last update."""

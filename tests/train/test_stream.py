@@ -34,6 +34,15 @@ def made(config: Any) -> nn.Module:
 
 
 GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
+NEOX = partial(made, GPTNeoXConfig(**SHAPE))
+
+
+def spectral() -> nn.Module:
+    """Every forward changes buffers, on which the next one depends."""
+    model = blocks()
+    for block in model.blocks:
+        nn.utils.parametrizations.spectral_norm(block.up)
+    return model
 
 
 def begun() -> nn.Module:
@@ -140,6 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
     "groups under a schedule, clipped by PyTorch": case(llama, grouped, schedule=RATES, clip=torch_clip),
     "a schedule from before": case(qwen3, scheduled),
     "a schedule that changes betas, too": case(qwen3, schedule=partial(OneCycleLR, max_lr=0.02, total_steps=11)),
+    "a rate that is a tensor": case(qwen3, lambda model: adamw(model, lr=torch.tensor(0.01)), schedule=RATES),
     "maximize": case(qwen3, partial(adamw, lr=1e-3, maximize=True)),
     "nesterov": case(qwen3, partial(sgd, nesterov=True)),
     "dampening": case(qwen3, partial(sgd, dampening=0.3)),
@@ -166,6 +176,11 @@ CASES: dict[str, dict[str, Any]] = {
     "moved to where it is": case(qwen3, after=lambda m: float(m.to("cpu").float().train().training)),
     # which `make_trainer` refuses; here the loss is the model's own
     "a model that scales its logits, with a budget": case(GRANITE, gpu_memory="1GiB"),
+    "other names of a model's parts, with a budget": case(NEOX, gpu_memory="1GiB"),
+    "adapters of the output layer, with a budget": case(
+        partial(adapted, dropout=0.0, base=llama, target_modules=["q_proj", "lm_head"]), gpu_memory="1GiB"
+    ),
+    "buffers that a forward changes, with a budget that keeps activations": case(spectral, gpu_memory="1GiB"),
     "masters": masters(qwen3, choice=Choice(host_share=0.5, outer="host")),
     "masters, on the device": masters(blocks, sgd, choice=Choice(host_share=0.0, outer="host")),
     "masters, by the CPU": masters(blocks, choice=Choice(host_share=1.0, outer="host")),

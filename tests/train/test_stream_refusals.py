@@ -13,6 +13,8 @@ from stream_cases import assert_same_weights, going_on, streamed_with, streaming
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
 from stream_models import SHAPE, Blocks, adapted, blocks, data, layers_of, llama, qwen3
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from t1lib.plan.cost import Choice
@@ -187,6 +189,33 @@ def late_backward(model: nn.Module, optimizer: Any) -> None:
     late.backward()
 
 
+def embedded_loss(model: nn.Module, optimizer: Any, differentiate: Callable[..., Callable]) -> None:
+    embedded = model.get_input_embeddings()(BATCHES[0]["input_ids"]).detach()
+    differentiate(lambda inputs: model(inputs_embeds=inputs, labels=BATCHES[0]["labels"]).loss)(embedded)
+
+
+def tangent(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    @torch.no_grad()
+    def along(x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            return loss(forward_ad.make_dual(x, x))
+
+    return along
+
+
+def trained_in_frozen(model: nn.Module, optimizer: Any) -> None:
+    """By a hook, without being a parameter of the layer; and nothing below it trains."""
+    model.get_input_embeddings().requires_grad_(False)
+    added = torch.zeros(32, requires_grad=True)
+    layers_of(model)[0].mlp.register_forward_hook(lambda module, args, out: out + added)
+    first_loss(model)
+
+
+def cached_loss(model: nn.Module, optimizer: Any) -> None:
+    with parametrize.cached():
+        first_loss(model)
+
+
 def hooked(model: nn.Module, optimizer: Any, kind: str = "register_hook") -> None:
     getattr(model.model.layers[1].mlp.up_proj.weight, kind)(lambda *_: None)
     first_backward(model)
@@ -212,9 +241,14 @@ ONGOING: dict[str, tuple] = {
     "unfrozen": during(
         lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen", frozen_layer, every
     ),
+    "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
     "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
     "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
+    "a graph of the gradients": during(lambda m, o: first_backward(m, create_graph=True), "create_graph"),
+    "in torch.func": during(partial(embedded_loss, differentiate=torch.func.grad), "torch.func"),
+    "in forward mode": during(partial(embedded_loss, differentiate=tangent), "forward-mode"),
+    "parametrizations that are cached": during(cached_loss, "parametrize.cached()"),
     "a backward after a step": during(late_backward, "which step() has updated"),
     "accumulated, announced otherwise": during(
         lambda m, o: train(m, o, BATCHES, accumulate=2), "zero_grad", make=sgd, accumulate=False
@@ -242,13 +276,14 @@ def test_refused_while_it_streams(name):
         refused(lambda: call(streamed, own), shown)
 
 
-def test_a_router_loss_is_refused():
+@pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])
+def test_a_loss_of_what_layers_record_is_refused(name):
     """Asked for in the call or in the configuration."""
-    model = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=2))
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=2), attn_implementation="eager")
     with streaming(model) as (streamed, _):
-        refused(lambda: streamed(**BATCHES[0], output_router_logits=True), "output_router_logits")
-        model.config.output_router_logits = True
-        refused(lambda: streamed(**BATCHES[0]), "output_router_logits")
+        refused(lambda: streamed(**BATCHES[0], **{name: True}), name)
+        setattr(model.config, name, True)
+        refused(lambda: streamed(**BATCHES[0]), name)
         with torch.no_grad():
             streamed(**BATCHES[0])
 
@@ -279,6 +314,7 @@ def test_what_is_refused_changes_nothing():
         refused(lambda: copy.deepcopy(model), "copy its state_dict()")
         refused(lambda: model.bfloat16(), "bfloat16", "before `stream`")
         refused(lambda: torch.save(model, "/dev/null"), "state_dict()")
+        refused(lambda: copy.deepcopy(optimizer), "state_dict()")
         others = {name: param.detach() for name, param in model.named_parameters()}
         refused(lambda: torch.func.functional_call(model, others, kwargs=BATCHES[0]), "layer 0", "another")
         model.eval()
