@@ -183,8 +183,8 @@ class Chunk:
 
     def add_targets(self, segment_end: Tensor) -> None:
         """After all chunks, add the targets' own terms to dW and dBias, rounded once."""
-        grid = len(self.tokens.order), 1 if self.dw is None else ceil(self.hidden, BLOCK)
-        self.launch(products.target_rows, *grid, segment_end=segment_end, HEIGHT=4, num_warps=4)
+        grid = len(self.tokens.order), 1 if self.dw is None else ceil(self.hidden, 512)
+        self.launch(products.target_rows, *grid, segment_end=segment_end, HEIGHT=16, BLOCK=512, num_warps=4)
 
 
 def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, factor: Tensor | None) -> None:

@@ -6,6 +6,12 @@ import triton.language as tl
 from t1lib.heads.kernels import tiles
 
 
+@triton.jit
+def counted(which, every, pid):
+    """How many programs these are, and how many of them come before this one."""
+    return tl.sum(which.to(tl.int32), 0), tl.sum((which & (every < pid)).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
     z, zt, w, x, w_end, x_end, de, dw, even_sum, class_weight, number, start, size, capacity, hidden,
@@ -50,21 +56,21 @@ def products(
             dealt = units % grid
     if dw is not None:
         inner = tl.cdiv(rows, K)
-        down = tl.cdiv(held, M)
-        if ADD_DW and rows == 0:
-            down = 0
-        held_until = tl.minimum(vocab, first + held)
+        down = tl.where(rows > 0, tl.cdiv(held, M), 0) if ADD_DW else tl.cdiv(held, M)
         fewer = tl.where(every < grid, (tl.max(load, 0) - load) // (inner + 3), 0)  # 3: an epilogue
-        fewer = tl.minimum(fewer, down * across // tl.maximum(tl.sum((fewer > 0).to(tl.int32), 0), 1))
+        idle, place = counted(fewer > 0, every, pid)
+        fewer = tl.minimum(fewer, down * across // tl.maximum(idle, 1))
+        low = tl.min(tl.where(fewer > 0, fewer, 1 << 30), 0)  # so many times all of these take turns; then the idlest
+        idlest, idlest_place = counted(fewer > low, every, pid)
         mine = tl.sum(tl.where(every == pid, fewer, 0), 0)
-        before = tl.sum(tl.where(every < pid, fewer, 0), 0)
         ahead = tl.sum(fewer, 0)
         dealt = 0
         for end in tl.static_range(ENDS):
             wide = across if end == 0 else 1
             turn = (pid + grid - dealt) % grid
             for i in tl.range(0, mine + tl.cdiv(tl.maximum(down * wide - ahead - turn, 0), grid), flatten=True):
-                tile = tl.where(i < mine, before + i, ahead + turn + (i - mine) * grid)
+                early = tl.where(i < low, place + i * idle, low * idle + idlest_place + (i - low) * idlest)
+                tile = tl.where(i < mine, early, ahead + turn + (i - mine) * grid)
                 v = tile // wide
                 n = end * across * N + tile % wide * N
                 acc = tl.zeros([M, N // (end + 1)], tl.float32)
@@ -80,9 +86,8 @@ def products(
                         r = first + v * M + tl.arange(0, M)
                         share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
                     acc -= share
-                tiles.store_tile(
-                    dw, first + v * M, n, held_until, hidden, dw_stride, acc, ADD_DW, PIECES_DW // (end + 1)
-                )
+                height = tl.minimum(vocab, first + held)
+                tiles.store_tile(dw, first + v * M, n, height, hidden, dw_stride, acc, ADD_DW, PIECES_DW // (end + 1))
             dealt = (down * wide - ahead) % grid
             mine = 0
             ahead = 0
