@@ -204,6 +204,6 @@ def test_points_of_frontier():
             reserved = reserved_bytes(work, device_bytes(work, choice), choice, most=True)
             most.append(reserved / GIB / point["reserved_gib"])
     allocated, reserved, time = np.abs(np.array(found) - 1).T
-    assert len(found) > 30 and (allocated <= 0.05).mean() >= 0.9 and allocated.max() <= 0.06
+    assert len(found) > 20 and (allocated <= 0.05).mean() >= 0.9 and allocated.max() <= 0.06
     assert (reserved <= 0.10).mean() >= 0.9 and reserved.max() <= 0.21 and (time <= 0.20).mean() >= 0.8
     assert len(most) > 10 and min(most) >= 0.87 and 1 < np.mean(most) < 1.15
