@@ -9,7 +9,7 @@ from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_plan import TILES, Buffer, ceil, layout, splits_of, up
+from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, ceil, layout, splits_of, up
 from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import Options
@@ -84,12 +84,16 @@ class Chunk:
         self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
         missing = "z", "de", "columns", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
         matrices = dict.fromkeys(missing) | memory | {"w": o.w, "dw": self.dw}  # some are found later
+        beyond = up(o.opts.vocab, WHOLE)
+        if "frequent_sums" in memory:
+            matrices["columns"] = memory["z"][:, beyond:]
         self.known = {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()} | matrices
         self.known |= dict(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
             order=t.order, target=t.target, row=t.row, number=t.number, tokens=len(t.order), start=0,
             capacity=self.plan.capacity, hidden=self.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
-            db=self.db, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
+            db=self.db, parts=self.plan.parts, beyond=beyond, filter_eps=s.filter_eps, softcap=s.softcap,
+            z_loss=s.z_loss or None,
             M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
             SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
@@ -151,28 +155,22 @@ class Chunk:
 
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:
         """dE's partial sums and dW from z, whose columns are w's rows from `first` on. The first chunk writes dW,
-        without label smoothing's even share, and the others add to it."""
-        de = self.memory.get("de")
-        if de is not None or self.dw is not None:
-            self._products(z, de, self.dw, first, add=self.start > 0, even_sum=even_sum)
-
-    def add_frequent(self) -> None:
-        """Add what the chunk gives to the rows of dW of the frequent targets."""
-        columns, sums = self.memory["columns"], self.memory["frequent_sums"]
-        strides = {"z_stride": columns.stride(0), "dw_stride": sums.stride(0)}
-        self._products(columns, None, sums, 0, add=True, even_sum=None, class_weight=None, vocab=len(sums), **strides)
-
-    def _products(self, z: Tensor, de: Tensor | None, dw: Tensor | None, first: int, add: bool, **given: Any) -> None:
-        """add: whether to add to dW; `given`: arguments of the kernel that are others than `known`."""
-        (m, n, k, warps, _, stages), tile, units = self.tiles, self._tile, self.o.device.units
+        without label smoothing's even share, and the others add to it. In the same launch what the chunk gives to the
+        rows of dW of the frequent targets, of which `z` has copies beyond its columns."""
+        de, dw, (m, n, k, warps, _, stages), tile = self.memory.get("de"), self.dw, self.tiles, self._tile
+        if de is None and dw is None:
+            return
+        sums, units = self.known["frequent_sums"], self.o.device.units
+        whole = z if sums is None else self.memory["z"]
         pieces = 1 if dw is None else dw.element_size()
         narrow = 0 < self.hidden % n <= n // 2
         w_end, x_end = (tile(matrix if narrow else None, k, n // 2) for matrix in (self.o.w, self.x))
         self.launch(
-            products.products, units, z=tile(z, m, k), zt=tile(z, k, m), w=tile(self.o.w, k, n), w_end=w_end,
-            x=tile(self.x, k, n), x_end=x_end, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces), first=first,
-            held=z.shape[1], ENDS=1 + narrow, ADD_DE=first > 0, ADD_DW=add, PIECES_DE=4, PIECES_DW=pieces,
-            PROGRAMS=next_power_of_2(units), num_warps=warps, num_stages=stages, **given,
+            products.products, units, z=tile(z, m, k), zt=tile(whole, k, m), w=tile(self.o.w, k, n), w_end=w_end,
+            x=tile(self.x, k, n), x_end=x_end, de=tile(de, m, n // 4), dw=tile(dw, m, n // pieces),
+            frequent_sums=tile(sums, m, n // 4), even_sum=even_sum, first=first, held=z.shape[1],
+            z_width=whole.shape[1], ENDS=1 + narrow, ADD_DE=first > 0, ADD_DW=self.start > 0, PIECES_DE=4,
+            PIECES_DW=pieces, PROGRAMS=next_power_of_2(units), num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
     def add_bias(self, z: Tensor, first: int, factor: Tensor | None = None) -> None:

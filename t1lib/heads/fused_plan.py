@@ -15,6 +15,7 @@ TOKEN_BYTES = 192  # per token: order, sort keys and their copies, statistics an
 CLASS_BYTES = 2  # per class: its position among the frequent targets
 SLACK = 3 * 2**20  # by how much memory from CUDA's caching allocator may exceed the request
 FREQUENT = 1024  # the most targets whose rows of dW accumulate in float32 over the chunks
+WHOLE = 128  # columns of z are rounded up to before copies of the frequent targets' columns: no tile is higher
 PARTS = 12  # the most partial sums of dE
 
 # The cost model, in steps: the time in which a multiprocessor multiplies m × n × k (measured on an H200, docs/log.md)
@@ -112,13 +113,13 @@ def layout(shape: Shape, plan: Plan, early: bool) -> dict[str, Buffer]:
     rows, hidden, narrow, scaled = plan.capacity, shape.hidden, shape.compute, early and shape.dw
     found = {"x": Buffer((1 + scaled) * rows, hidden, narrow), "sums": Buffer(3 * plan.splits, rows)}
     found |= {"packed_target": Buffer(1, rows, torch.int32), "flag": Buffer(1, rows, torch.int32)}
+    frequent = min(FREQUENT, shape.tokens) * scaled
     if plan.columns:
-        found["z"] = Buffer(rows, plan.columns, narrow)
+        found["z"] = Buffer(rows, up(plan.columns, WHOLE) + frequent if scaled else plan.columns, narrow)
     if plan.columns and shape.de:
         found["de"] = Buffer(plan.parts * rows, hidden)
     if scaled:
-        frequent = min(FREQUENT, shape.tokens)
-        found |= {"columns": Buffer(rows, frequent, narrow), "frequent_sums": Buffer(frequent, hidden)}
+        found["frequent_sums"] = Buffer(frequent, hidden)
     if shape.ranks:  # what the shards of the vocabulary exchange
         found["rows"] = Buffer(rows * shape.de, hidden)
     return found

@@ -1,6 +1,6 @@
 """Head `fused` on a device: the loops over chunks of tokens. A training step (`early`): order the tokens → logits of
 the targets → for each chunk: pack → exponentials and their sums → statistics → scale → dE and dW in one launch → dE to
-its tokens, frequent targets' rows of dW → after all chunks: the targets' own terms."""
+its tokens → after all chunks: the targets' own terms."""
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ def early(o: Operands) -> tuple[Tokens, Gradients]:
     targets(c)
     if smooth:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
         c.known["even_vector"], even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, factors[3])
-    de, z = InputGradient(c) if o.needs[0] else None, c.memory["z"]
+    de, z = InputGradient(c) if o.needs[0] else None, c.memory["z"][:, : opts.vocab]
     for _ in c.each():
         statistics(c, z)
         if segment_end is None and (o.needs[1] or o.needs[2]):  # now that the device is busy
@@ -109,8 +109,6 @@ def early(o: Operands) -> tuple[Tokens, Gradients]:
         c.add_bias(z, 0, tokens.fields["scale"][c.start :])
         if de is not None:
             de.add()
-        if o.needs[1]:
-            c.add_frequent()
     if segment_end is not None:
         c.add_targets(segment_end)
     if c.db is not None and smooth:  # label smoothing's even share is the same for all tokens up to a factor

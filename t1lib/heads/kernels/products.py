@@ -12,18 +12,31 @@ def counted(which, every, pid):
     return tl.sum(which.to(tl.int32), 0), tl.sum((which & (every < pid)).to(tl.int32), 0)
 
 
+@triton.jit
+def even_share(even_sum, class_weight, row, column, vocab, hidden, M: tl.constexpr, N: tl.constexpr):
+    """Of a tile of dW at (row, column), what label smoothing takes from it: c ⊗ even_sum, with c = 1 by default."""
+    d = column + tl.arange(0, N)
+    share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
+    if class_weight is not None:
+        r = row + tl.arange(0, M)
+        share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
+    return share
+
+
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
-    z, zt, w, x, w_end, x_end, de, dw, even_sum, class_weight, number, start, size, capacity, hidden,
-    vocab, first, held, x_rows, parts, z_stride, w_stride, x_stride, de_stride, dw_stride,
+    z, zt, w, x, w_end, x_end, de, dw, frequent_sums, frequent_number, even_sum, class_weight,
+    number, start, size, capacity, hidden, vocab, first, held, beyond, z_width, x_rows, parts,
+    z_stride, w_stride, x_stride, de_stride, dw_stride, frequent_sums_stride,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ENDS: tl.constexpr, ADD_DE: tl.constexpr, ADD_DW: tl.constexpr,
     PIECES_DE: tl.constexpr, PIECES_DW: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs: first whole units of dE, long and all at the same columns; then tiles of dW, evenly dealt:
     programs with less of dE take so many tiles first that all end together.
-    z (capacity, held): columns of w's rows from `first` on; zt is z in the transposed product's tiles.
+    z (capacity, held): columns of w's rows from `first` on. zt (capacity, z_width): z in the transposed product's
+    tiles; from column `beyond` on copies of the frequent targets' columns, for frequent_sums instead of dW.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
-    even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights.
+    even_sum: dw −= `even_share`.
     ENDS: 2 if the last columns come in tiles of N / 2, as w_end and x_end are w and x; PROGRAMS: no power of 2 less."""
     pid = tl.program_id(0)
     grid = tl.num_programs(0)
@@ -65,32 +78,38 @@ def products(
         mine = tl.sum(tl.where(every == pid, fewer, 0), 0)
         ahead = tl.sum(fewer, 0)
         dealt = 0
-        for end in tl.static_range(ENDS):
-            wide = across if end == 0 else 1
-            turn = (pid + grid - dealt) % grid
-            for i in tl.range(0, mine + tl.cdiv(tl.maximum(down * wide - ahead - turn, 0), grid), flatten=True):
-                early = tl.where(i < low, place + i * idle, low * idle + idlest_place + (i - low) * idlest)
-                tile = tl.where(i < mine, early, ahead + turn + (i - mine) * grid)
-                v = tile // wide
-                n = end * across * N + tile % wide * N
-                acc = tl.zeros([M, N // (end + 1)], tl.float32)
-                for k in range(0, inner):
-                    a = tiles.load_tile(zt, k * K, v * M, capacity, held, z_stride, K, M)
-                    b = x if end == 0 else x_end
-                    b = tiles.load_tile(b, k * K, n, x_rows, hidden, x_stride, K, N // (end + 1))
-                    acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-                if even_sum is not None:
-                    d = n + tl.arange(0, N // (end + 1))
-                    share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
-                    if class_weight is not None:
-                        r = first + v * M + tl.arange(0, M)
-                        share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
-                    acc -= share
-                height = tl.minimum(vocab, first + held)
-                tiles.store_tile(dw, first + v * M, n, height, hidden, dw_stride, acc, ADD_DW, PIECES_DW // (end + 1))
-            dealt = (down * wide - ahead) % grid
-            mine = 0
-            ahead = 0
+        for extra in tl.static_range(1 if frequent_sums is None else 2):  # dW, then frequent_sums
+            if extra:
+                frequent = tl.load(frequent_number)
+                down = tl.where(rows > 0, tl.cdiv(frequent, M), 0)
+            for end in tl.static_range(ENDS):
+                wide = across if end == 0 else 1
+                turn = (pid + grid - dealt) % grid
+                for i in tl.range(0, mine + tl.cdiv(tl.maximum(down * wide - ahead - turn, 0), grid), flatten=True):
+                    early = tl.where(i < low, place + i * idle, low * idle + idlest_place + (i - low) * idlest)
+                    tile = tl.where(i < mine, early, ahead + turn + (i - mine) * grid)
+                    v = tile // wide * M
+                    n = end * across * N + tile % wide * N
+                    acc = tl.zeros([M, N // (end + 1)], tl.float32)
+                    for k in range(0, inner):
+                        column = beyond + v if extra else v
+                        a = tiles.load_tile(zt, k * K, column, capacity, z_width, z_stride, K, M)
+                        b = x if end == 0 else x_end
+                        b = tiles.load_tile(b, k * K, n, x_rows, hidden, x_stride, K, N // (end + 1))
+                        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+                    if extra:
+                        tiles.store_tile(
+                            frequent_sums, v, n, frequent, hidden, frequent_sums_stride, acc, True,
+                            PIECES_DE // (end + 1),
+                        )  # fmt: skip
+                    else:
+                        if even_sum is not None:
+                            acc -= even_share(even_sum, class_weight, first + v, n, vocab, hidden, M, N // (end + 1))
+                        last = tl.minimum(vocab, first + held)
+                        tiles.store_tile(dw, first + v, n, last, hidden, dw_stride, acc, ADD_DW, PIECES_DW // (end + 1))
+                dealt = (down * wide - ahead) % grid
+                mine = 0
+                ahead = 0
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
