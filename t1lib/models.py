@@ -75,10 +75,11 @@ def build_model(
 ) -> PreTrainedModel:  # fmt: skip
     """A Hugging Face causal language model on `device`, ready to train.
 
-    `name` is a preset, whose `changes` replace fields of the configuration, such as `num_hidden_layers=2`; a local
-    checkpoint directory; or a hub name "owner/model". No remote code is ever run. A preset's random weights depend on
-    `seed` and on the machine, not on `device`: they are drawn on the GPU if there is one, one module at a time, so that
-    a model larger than the GPU can be built on the host.
+    `name` is a preset of `PRESETS`, a local checkpoint directory, or a Hub name "owner/model". `changes` replace fields
+    of a preset's configuration, such as `num_hidden_layers=2`. No remote code is ever run. A preset's random weights
+    depend on `seed` and on the machine, not on `device`: they are drawn on the GPU if there is one, one module at a
+    time, so that a model larger than the GPU can be built on the host. Raises `T1Error` for an unknown name or field,
+    and for files that cannot be loaded, are quantised, or do not fit their configuration.
     """
     if name in PRESETS:
         return _random_model(_preset_config(name, changes), dtype, torch.device(device), seed)

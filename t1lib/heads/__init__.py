@@ -35,8 +35,8 @@ def linear_cross_entropy(
 
     input           (…, D), floating point; under autocast the operands are cast as `F.linear` casts them
     linear_weight   (V, D), same dtype as input
-    target          (…) integer class indices in [0, V), or `ignore_index` (None means −100). What the hidden state of
-                    an ignored token holds reaches no result, not even nan
+    target          (…) integer class indices in [0, V), or `ignore_index` (None means −100). Nothing in an ignored
+                    token's row of input, not even nan, reaches a result
     head            a name in `HEADS`; `own` are options of that head alone, listed in its docstring
     linear_bias     (V), same dtype as input
     weight          (V) class weights, constant (must not require a gradient)
@@ -45,8 +45,9 @@ def linear_cross_entropy(
     softcap         s in [1e-30, 1e30]: caps the logits, z ← s · tanh(z / s)
     z_loss          ≥ 0: adds z_loss · lse² to each valid token's loss; class weights do not scale this term
     token_weight    (…) factor on each token's loss and, under "mean", on its share of the denominator; constant
-    workspace       bytes, or a string such as "256MiB": the most memory the head may use beyond inputs and gradients
-    filter_eps      in (0, 1): drop smaller entries of the logits' gradient (CCE skips blocks of such); None: drop none
+    workspace       bytes, or a string such as "256MiB": the most memory the head may use beyond inputs and gradients;
+                    None: the head's own default
+    filter_eps      in (0, 1): drop all smaller entries of the logits' gradient (CCE skips only whole blocks of them)
     return_stats    also return `HeadStats`, whose fields have the target's shape
 
     Returns the loss in float32 (float64 for float64 operands), of shape (…) under "none" and a scalar otherwise; with

@@ -1,8 +1,8 @@
 """`patch_head`: a Hugging Face causal language model computes its loss through one of the kit's heads.
 
-During a call with labels, the model's own forward finds `_Logits` in place of its output layer. A call returns a note
-of the hidden states, which takes down what the model does to its logits (scales, softcap, shift), until the model's own
-loss asks for their cross-entropy. Whatever else a model does to its logits is refused by name."""
+During a call with labels, the model's own forward finds `_Logits` in place of its output layer. Calling it returns a
+record of the hidden states, which notes what the model does to its logits (scales, softcap, shift) until the model's
+own loss asks for their cross-entropy. Whatever else a model does to its logits is refused by name."""
 
 import inspect
 import threading
@@ -29,12 +29,13 @@ def patch_head(model: nn.Module, *, return_logits: bool = False, **options: Any)
     """Make a Hugging Face causal language model compute its loss through a head of the kit; return `model` itself.
 
     model          a causal language model, alone or in PEFT, DDP, FSDP or `torch.compile`, which may also come later
-    return_logits  return the logits (B, S, V) of calls with labels, too; otherwise they are None, also in a tuple
+    return_logits  also return the logits (B, S, V) of calls with labels; otherwise they are None, also in a tuple
     options        of `linear_cross_entropy`: head, workspace, filter_eps, label_smoothing, z_loss and the head's own
 
     Calls with `labels` (or `shift_labels` alone) then return the model's own loss and gradients; others stay the same.
-    Raises `T1Error` for a model without a plain linear output layer, with another loss than `ForCausalLMLoss`, with an
-    encoder, or already patched, and for a bad option; so does a call that does to its logits what no head follows."""
+    Raises `T1Error` for a model without a plain linear output layer, with a loss other than `ForCausalLMLoss`, with an
+    encoder, or already patched, and for a bad option. A call raises it if the model does something to its logits that
+    no head can follow."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     lm, name, patch = _language_model(model)

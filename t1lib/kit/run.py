@@ -1,5 +1,5 @@
 """What an experiment's notebook calls: `Run` collects its records and saves its figures, tables and numbers. `redraw`
-makes those of a finished run again from its samples, by the notebook's own cells."""
+makes those of a finished run again from its samples, with the notebook's own cells."""
 
 import io
 import os
@@ -45,8 +45,8 @@ class Run:
 
     With the parameter `measure` false the records are those of the finished run, whatever GPU is here.
 
-    Attributes: `params` (as their cells say at that moment), `records`, `outdir` (where the notebook's own files
-    belong), `device` (that of the records: CUDA if there is a GPU, else the CPU).
+    Attributes: `params` (their values as the parameters cells now stand), `records`, `outdir` (where the notebook's own
+    files belong), `device` (the records' own: CUDA if there is a GPU, else the CPU).
     """
 
     saves_figures = True
@@ -94,9 +94,9 @@ class Run:
     def start(cls, experiment: str, namespace: dict[str, Any]) -> Self:
         """Begin a run, in a notebook's second code cell, which may be run again: `run = Run.start("t1m1", globals())`.
 
-        Raises `T1Error` for a wrong parameter, for a profile that params/ does not hold or that needs a GPU that is not
-        there, and if results that another GPU has measured would be replaced; where nothing is measured, if there is
-        no finished run with these parameters.
+        Raises `T1Error` for a wrong parameter, for a profile that is not in params/ or needs a GPU where there is none,
+        and if it would replace results from another kind of GPU; with `measure` false, if there is no finished run with
+        these parameters.
         """
         plt.rcParams.update(STYLE)
         run = namespace.get(_RUN)
@@ -124,8 +124,8 @@ class Run:
             manifest.require_replaceable(final)
 
     def frame(self) -> pd.DataFrame:
-        """The records that hold, one row each; says which are left out. Saved to disk as well, so that a cell that
-        fails later loses nothing."""
+        """The records that are up to date, one row each; prints which are left out. Also saves them to disk, so that a
+        cell that fails later loses nothing."""
         self._cells.read_records()
         if self._measures:
             for cell, why in self._cells.out_of_date():
@@ -135,7 +135,7 @@ class Run:
         return self.records.frame()
 
     def figure(self, name: str, figure: Figure) -> Figure:
-        """Save a figure as PDF and PNG, and return it: as the last line of its cell it is shown there."""
+        """Save a figure as PDF and PNG, and return it, so that it is shown if this is its cell's last line."""
         plt.close(figure)  # else the inline backend shows it again at the end of the cell
         self._cells.draw(f"figures/{name}")
         if self.saves_figures:
@@ -146,8 +146,8 @@ class Run:
         return figure
 
     def table(self, name: str, rows: Iterable[dict[str, object]], text_columns: int = 1) -> pd.DataFrame:
-        """Save a table as LaTeX, and return it to be shown: rows of column → value, of which the first
-        `text_columns` are text."""
+        """Save a table as LaTeX, and return it to be shown. Each row maps columns to values; the first `text_columns`
+        columns are text."""
         made = make_table(rows)
         self._cells.draw(f"tables/{name}")
         (self.outdir / "tables").mkdir(parents=True, exist_ok=True)
@@ -156,18 +156,18 @@ class Run:
         return made
 
     def number(self, key: str, value: Any, unit: str = "", fmt: str | None = None) -> None:
-        """Enter a number that a text quotes by its key, such as `t1m1.own.slide.wall_ms`; `fmt` as in `format`."""
+        """Record a number that texts quote by its key, such as `t1m1.own.slide.wall_ms`; `fmt` is that of `format`."""
         self._numbers.set(key, value, unit, fmt)
         self._cells.draw(key)
 
     def used(self, name: str, sha256: str) -> None:
-        """Note, for the manifest, the hash of something the run read beside its parameters, such as a corpus."""
+        """Note in the manifest the hash of something that the run read besides its parameters, such as a corpus."""
         self._inputs[name] = sha256
 
     def finish(self) -> None:
-        """Save records and numbers. Without the driver, also publish the folder, which lacks executed.ipynb: the driver
-        would redo the run. Where nothing is measured, the finished run gets its new figures, tables and numbers.
-        Raises `T1Error` if a cell has to be run again first.
+        """Save records and numbers. Unless the command `run` drives the notebook, also publish the folder, which then
+        lacks executed.ipynb, so that `run` would redo it. With `measure` false, the finished run gets the new figures,
+        tables and numbers. Raises `T1Error` if a cell has to be run again first.
         """
         late = [f"`{cell.title}`: {why}" for cell, why in self._cells.out_of_date()]
         named = shorten("; ".join(late), _NAMED, placeholder="…")

@@ -48,17 +48,17 @@ class StreamTrainer(Trainer):
     stream   options of `t1lib.train.stream`, which says what they mean; the device is that of `args`, and `accumulate`
              follows from `gradient_accumulation_steps`
 
-    Every backward sends the weights across the link again. So do not accumulate, but set `micro_batch` and a larger
-    `per_device_train_batch_size`: the layers' memory is that of `micro_batch` rows. The output layer sees the whole
-    batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory. `gpu_memory` is planned for the
-    first batch: where rows differ in length, add `plan_for=(rows, tokens per row)` of the largest.
+    Every backward sends the weights across the link again. So instead of accumulating, set `micro_batch` and a larger
+    `per_device_train_batch_size`: the layers then take memory for `micro_batch` rows only. The output layer sees the
+    whole batch, however; `t1lib.heads.patch_head(model)`, before or after, bounds its memory. `gpu_memory` is planned
+    for the first batch: if rows differ in length, add `plan_for=(rows, tokens per row)` of the largest.
 
     Weights in bfloat16 have float32 masters, unless `stream` says otherwise; `bf16=True` is autocast over the weights
-    as they are. Training goes on from a checkpoint with the losses of an unbroken run. Of several GPUs, one is used.
+    as they are. Training goes on from a checkpoint with the losses of an unbroken run. Only one GPU is used.
     After training the model still streams; `close()` makes it an ordinary one.
 
     Raises `T1Error` for arguments that would wrap, convert or compile the model, or recompute its layers (`REFUSED`),
-    for several processes, and as `stream` does, which is called when training or evaluation begins.
+    and for several processes; when training or evaluation begins, also as `stream` does, which is called then.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StreamTrainer(Trainer):
         if self.streamed is None:
             optimizer = self.optimizer or self.create_optimizer()
             _, self.optimizer = stream_model(self.model, optimizer, device=self.args.device, **self.stream_options)
-            optimizer._opt_called = True  # or a schedule that she made for it would warn that it never steps
+            optimizer._opt_called = True  # or a user's schedule for it would warn that it never steps
         return super()._wrap_model(model, *others, **named)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

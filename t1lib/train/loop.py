@@ -58,7 +58,7 @@ class Trainer:
     optimizer        an `OptimizerSpec`, or its name
     loss             "cross_entropy" of the next token, or "mean_square" of the last layer's output before the norm:
                      T1M1's setting, which has no output layer, and no micro-batches
-    schedule         factor of the learning rate by step: a `Schedule`, or any function of the step number, from 0 on
+    schedule         factor on the learning rate: a `Schedule`, or any function of the step number, which begins at 0
     micro_batch      rows of a batch computed at a time, with gradients accumulated (default: the whole batch)
     max_grad_norm    clip the gradients of all parameters together to this norm (default: no clipping)
     """
@@ -226,7 +226,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> float:
-        """The batch's loss, without training on it, and without dropout."""
+        """The loss of a batch as `step` takes it, without training on it, and without dropout."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -312,7 +312,9 @@ class Trainer:
 
 
 def make_trainer(model: PreTrainedModel, mode: str = "gpu", **options: Any) -> Trainer:
-    """Make a trainer of `model` in one of `MODES`; `options` are keyword arguments of that trainer's class."""
+    """A trainer of `model` in one of `MODES`. `options` are keyword arguments of `Trainer`, and of `SlideTrainer` or
+    `FsdpTrainer` in their modes. Raises `T1Error` for an unknown mode, an option that the mode does not take, or a
+    value that does not fit; in mode slide also as `t1lib.train.stream` does."""
     from t1lib.train.fsdp import FsdpTrainer
     from t1lib.train.slide import SlideTrainer
     from t1lib.train.step_graph import GraphTrainer

@@ -51,14 +51,14 @@ class StreamOptimizer(ResidentOptimizer):
     """AdamW or SGD over a streamed model: what `t1lib.train.stream` returns.
 
     `step`, `zero_grad`, `param_groups`, `state_dict` and `load_state_dict` as in `torch.optim`; learning-rate schedules
-    and a checkpoint's state fit both. `clip_grad_norm_` is exact and does not wait, `torch.nn.utils.clip_grad_norm_`
+    and a checkpoint's state fit both. `clip_grad_norm_` is exact and does not wait; `torch.nn.utils.clip_grad_norm_`
     gives the same numbers, but waits for the gradients. `drain()` waits for updates; `close()` gives the model back.
     """
 
     def __init__(self, engine: "Engine", optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
         super().__init__(optimizer, engine.precision, engine.device)
-        # Her hooks go on, of `step` for instance; the same dicts, so that what removes one still does.
+        # The user's hooks stay, of `step` for instance; the same dicts, so that handles still remove them.
         vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
         self._states = 0  # parameters with state, at the last step
         # State that waits until the engine has placed everything; None from then on.
@@ -68,7 +68,8 @@ class StreamOptimizer(ResidentOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Begin an update of all parameters that have a gradient. Those of streamed layers end in the next forward."""
+        """Begin an update of all parameters that have a gradient; streamed layers finish theirs in the next forward.
+        Returns what `closure` returns. Raises `T1Error` if the groups or the state no longer fit."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -18,9 +18,9 @@ WORKSPACE = "512MiB"  # of head fused under a budget of device memory, unless it
 class SlideTrainer(Trainer):
     """`gpu_memory` (with `plan_for`), `choice` and `overlap` are options of `t1lib.train.stream`, which explains them.
 
-    A layer is updated as soon as its gradients are complete, unless gradients are clipped: a step that is aborted then
-    leaves some layers updated and others not. `micro_batch` rows are computed at a time within each layer; the head is
-    given the whole batch, and `fused` or `chunked` bounds what that takes.
+    Without clipping, a layer is updated as soon as its gradients are complete, so that an aborted step may leave some
+    layers updated and others not. Each layer computes `micro_batch` rows at a time; the head gets the whole batch, and
+    `fused` or `chunked` bounds what that takes.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """`stream(model, optimizer)`: a model's layers live on the host, and come to the device one at a time.
 
 Each layer becomes one autograd function of the whole batch (`t1lib.train.passes`), so that weights cross the link once
-per pass however many rows there are. All else of the model, and her loop, loss and schedule, stay as they are. Copies
-and updates are scheduled in `t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
+per pass however many rows there are. The rest of the model, and the user's loop, loss and schedule, stay as they are.
+Copies and updates are scheduled in `t1lib.train.schedule` (T1M1 §3.1; SlideFormer, arXiv:2603.16428).
 """
 
 from typing import Any
@@ -37,34 +37,33 @@ def stream(
             optimizer.zero_grad()
 
     model              on the CPU or the device; its layers move to pinned host memory, the rest to the device
-    optimizer          `torch.optim.AdamW` or `SGD`, with any groups, the model's only one; state that it has is taken
-                       over
-    gpu_memory         what may be reserved on the device, in bytes or as "15GiB". What is kept there is planned for the
-                       first batch that is trained on, or for `plan_for`: (rows, tokens per row). None: as little as
-                       possible, except embedding, norm and head with their state
+    optimizer          `torch.optim.AdamW` or `SGD`, with any groups; the model's only one, whose state is taken over
+    gpu_memory         the most that may be reserved on the device, in bytes or as "15GiB". What is kept there is
+                       planned for the first training batch, or for `plan_for`: (rows, tokens per row). None: as little
+                       as possible beyond embedding, norm and head with their state
     micro_batch        rows that a layer computes at a time (default: the whole batch)
-    layers             the stack of layers, for a model that is no decoder of transformers; each is called with a tensor
-                       (B, …) first and returns one of the same shape
+    layers             the stack of layers, for a model that is not a decoder of transformers; each is called with a
+                       tensor (B, …) first and returns one of the same shape
     device             default: a GPU if there is one
     master_weights     for 16-bit parameters: "whole" keeps a float32 master of each beside it, "split" only the bits
                        that bfloat16 lacks; None keeps all state in the parameter's own dtype, as plain PyTorch would
     moments            "float32", or "bfloat16" with stochastic rounding
     update_in_backward update each layer as soon as its gradients are complete; for one backward per step, unclipped
     accumulate         False: one backward per step, so that gradients of layers that stay on the device take memory
-                       only at its end, and more layers stay within gpu_memory; a second backward is refused
-    choice             what is kept where, instead of a plan
-    head               what the plan is to know of the loss: "head" and "workspace" of its `linear_cross_entropy`
-                       (default: as `patch_head` has set them; of a model that is not patched, head "full")
+                       only at its end, and gpu_memory holds more layers; a second backward is refused
+    choice             a `t1lib.plan.cost.Choice` of what is kept where, instead of a plan
+    head               what the plan must know of the loss: "head" and "workspace" of its `linear_cross_entropy`
+                       (default: as set by `patch_head`; for a model that is not patched, head "full")
     overlap            False: copies and updates do not run beside the computation (to measure what that is worth)
 
     Updates begin at `step()` and go on during the next forward. Results are those of plain PyTorch with each layer
     under `torch.utils.checkpoint`; in float32 on a CPU, bit for bit. Every backward sends the weights again, so prefer
     a large batch with `micro_batch` to accumulation. `p.grad` and the weights are complete whenever they are looked at.
     Change weights in place under `torch.no_grad()`, not through `p.data`, which outside the layers may go unnoticed.
-    Hooks see a layer as under checkpointing; an auxiliary loss of what they caught inside has no gradient there.
+    Hooks see a layer as under checkpointing; a loss on what they caught inside a layer has no gradient there.
 
-    Raises `T1Error`, before anything is changed, for what docs/streaming.md says is refused, for a budget too small and
-    for a host without enough memory.
+    Raises `T1Error`, before anything is changed, for what docs/streaming.md lists as refused, for too small a budget,
+    and for a host without enough memory.
     """
     require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
     require("_t1_engine" not in model.__dict__, "the model is streamed already; call `close()` of its optimizer first")
