@@ -24,7 +24,6 @@ ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "
     "float[] numbers, SymInt[] sizes, str words, bool[] flags"
 )
-RESULTS = ", ".join(["Tensor"] * 8)
 
 
 def fused(
@@ -135,7 +134,9 @@ class Operands:
         return fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
 
 
-@torch.library.custom_op("t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({RESULTS})")
+@torch.library.custom_op(
+    "t1lib::linear_cross_entropy", mutates_args=(), schema=f"({ARGUMENTS}) -> ({7 * 'Tensor, '}Tensor)"
+)
 def forward_op(*call):
     """(loss, lse, logprob, correct, what the backward needs: of them, or if a token counts; dE, dW, dBias or empty)"""
     from t1lib.heads import fused_run  # needs Triton

@@ -25,7 +25,6 @@ except ImportError:  # Gluon is part of Triton from 3.6 on, and its names may st
 BLOCK = 1024  # columns per step in kernels where a program handles one row
 STAGES = 4  # pipeline stages of `hopper`'s kernel, 48 KiB of shared memory each
 CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
-HALF, STEP, QUARTER = 64, 64, 64  # of `hopper`'s boxes: rows of a half tile, step along D, columns of a quarter tile
 
 
 class Tokens:
@@ -82,18 +81,16 @@ class Chunk:
         self.memory = memory = allocate(o.e.device, layout(o.shape, self.plan, kind == "early"))
         self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens
         self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
-        missing = "z", "de", "columns", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
+        missing = "z", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
         matrices = dict.fromkeys(missing) | memory | {"w": o.w, "dw": self.dw}  # some are found later
         beyond = up(o.opts.vocab, WHOLE)
-        if "frequent_sums" in memory:
-            matrices["columns"] = memory["z"][:, beyond:]
+        matrices["columns"] = memory["z"][:, beyond:] if "frequent_sums" in memory else None
         self.known = {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()} | matrices
         self.known |= dict(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
-            order=t.order, target=t.target, row=t.row, number=t.number, tokens=len(t.order), start=0,
+            order=t.order, target=t.target, row=t.row, number=t.number, tokens=len(t.order), start=0, beyond=beyond,
             capacity=self.plan.capacity, hidden=self.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
-            db=self.db, parts=self.plan.parts, beyond=beyond, filter_eps=s.filter_eps, softcap=s.softcap,
-            z_loss=s.z_loss or None,
+            db=self.db, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
             M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
             SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
@@ -109,10 +106,9 @@ class Chunk:
             yield
 
     def find_frequent(self, segment_end: Tensor, even_sum: Tensor | None) -> None:
-        """The most frequent targets, each of two tokens or more: their rows of dW, which grow with every chunk,
-        accumulate in float32, in `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`.
-        `frequent` (H) int32: classes, of which the first `frequent_number` () are used; `slot` (V + 1) int16: the
-        position of a class among them, or −1."""
+        """The most frequent targets, each of two tokens or more: their rows of dW accumulate in float32 over the chunks, in
+        `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`. `frequent` (H) int32: classes, the
+        first `frequent_number` () of which are used; `slot` (V + 1) int16: the place of a class among them, or −1."""
         key, target, vocab, weight = self.tokens.key, self.tokens.target, self.opts.vocab, self.opts.local_class_weight
         sums, device = self.memory["frequent_sums"], key.device
         length = segment_end - torch.arange(len(key), dtype=torch.int32, device=device)
@@ -147,20 +143,17 @@ class Chunk:
         given = dict(first=first, held=vocab if z is None else z.shape[1], group=group, splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(o.w) and o.w.element_size() == 2:
-            boxes = dict(x=_boxes(x, HALF, STEP), w=_boxes(o.w, t.n, STEP), z=_boxes(z, HALF, QUARTER))
+            boxes = dict(x=_boxes(x, 64, 64), w=_boxes(o.w, t.n, 64), z=_boxes(z, 64, 64))  # as `hopper` says
             self.launch(hopper.logits, grid, **boxes, **given, S=STAGES, num_warps=4)
         else:
             tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(o.w, t.n, t.k), z=self._tile(z, t.m, t.n))
             self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
 
     def products(self, z: Tensor, first: int, even_sum: Tensor | None = None) -> None:
-        """dE's partial sums and dW from z, whose columns are w's rows from `first` on. The first chunk writes dW,
-        without label smoothing's even share, and the others add to it. In the same launch what the chunk gives to the
-        rows of dW of the frequent targets, of which `z` has copies beyond its columns."""
-        de, dw, (m, n, k, warps, _, stages), tile = self.memory.get("de"), self.dw, self.tiles, self._tile
-        if de is None and dw is None:
-            return
-        sums, units = self.known["frequent_sums"], self.o.device.units
+        """dE's partial sums and dW from z, whose columns are w's rows from `first` on; frequent targets' rows from the
+        copies beyond them. The first chunk writes dW, less label smoothing's even share, the others add to it."""
+        (m, n, k, warps, _, stages), tile, units = self.tiles, self._tile, self.o.device.units
+        de, dw, sums = self.known["de"], self.dw, self.known["frequent_sums"]
         whole = z if sums is None else self.memory["z"]
         pieces = 1 if dw is None else dw.element_size()
         narrow = 0 < self.hidden % n <= n // 2

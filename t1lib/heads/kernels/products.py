@@ -12,17 +12,6 @@ def counted(which, every, pid):
     return tl.sum(which.to(tl.int32), 0), tl.sum((which & (every < pid)).to(tl.int32), 0)
 
 
-@triton.jit
-def even_share(even_sum, class_weight, row, column, vocab, hidden, M: tl.constexpr, N: tl.constexpr):
-    """Of a tile of dW at (row, column), what label smoothing takes from it: c ⊗ even_sum, with c = 1 by default."""
-    d = column + tl.arange(0, N)
-    share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
-    if class_weight is not None:
-        r = row + tl.arange(0, M)
-        share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
-    return share
-
-
 @triton.jit(do_not_specialize=tiles.VARYING)
 def products(
     z, zt, w, x, w_end, x_end, de, dw, frequent_sums, frequent_number, even_sum, class_weight,
@@ -36,7 +25,7 @@ def products(
     z (capacity, held): columns of w's rows from `first` on. zt (capacity, z_width): z in the transposed product's
     tiles; from column `beyond` on copies of the frequent targets' columns, for frequent_sums instead of dW.
     de (parts · capacity, hidden) float32: one sum for each of `parts` ranges of columns. dw (vocab, hidden).
-    even_sum: dw −= `even_share`.
+    even_sum: dw −= c ⊗ even_sum (label smoothing); c is 1 without class weights.
     ENDS: 2 if the last columns come in tiles of N / 2, as w_end and x_end are w and x; PROGRAMS: no power of 2 less."""
     pid = tl.program_id(0)
     grid = tl.num_programs(0)
@@ -78,10 +67,11 @@ def products(
         mine = tl.sum(tl.where(every == pid, fewer, 0), 0)
         ahead = tl.sum(fewer, 0)
         dealt = 0
+        column, height, stride = 0, tl.minimum(vocab, first + held), dw_stride
         for extra in tl.static_range(1 if frequent_sums is None else 2):  # dW, then frequent_sums
             if extra:
-                frequent = tl.load(frequent_number)
-                down = tl.where(rows > 0, tl.cdiv(frequent, M), 0)
+                column, height, stride = beyond, tl.load(frequent_number), frequent_sums_stride
+                down = tl.where(rows > 0, tl.cdiv(height, M), 0)
             for end in tl.static_range(ENDS):
                 wide = across if end == 0 else 1
                 turn = (pid + grid - dealt) % grid
@@ -92,24 +82,23 @@ def products(
                     n = end * across * N + tile % wide * N
                     acc = tl.zeros([M, N // (end + 1)], tl.float32)
                     for k in range(0, inner):
-                        column = beyond + v if extra else v
-                        a = tiles.load_tile(zt, k * K, column, capacity, z_width, z_stride, K, M)
+                        a = tiles.load_tile(zt, k * K, column + v, capacity, z_width, z_stride, K, M)
                         b = x if end == 0 else x_end
                         b = tiles.load_tile(b, k * K, n, x_rows, hidden, x_stride, K, N // (end + 1))
                         acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+                    if even_sum is not None and not extra:
+                        d = n + tl.arange(0, N // (end + 1))
+                        share = tl.load(even_sum + d, mask=d < hidden, other=0.0)[None, :]
+                        if class_weight is not None:
+                            r = first + v + tl.arange(0, M)
+                            share = share * tl.load(class_weight + r, mask=r < vocab, other=0.0)[:, None]
+                        acc -= share
                     if extra:
-                        tiles.store_tile(
-                            frequent_sums, v, n, frequent, hidden, frequent_sums_stride, acc, True,
-                            PIECES_DE // (end + 1),
-                        )  # fmt: skip
+                        tiles.store_tile(frequent_sums, v, n, height, hidden, stride, acc, True, PIECES_DE // (end + 1))
                     else:
-                        if even_sum is not None:
-                            acc -= even_share(even_sum, class_weight, first + v, n, vocab, hidden, M, N // (end + 1))
-                        last = tl.minimum(vocab, first + held)
-                        tiles.store_tile(dw, first + v, n, last, hidden, dw_stride, acc, ADD_DW, PIECES_DW // (end + 1))
+                        tiles.store_tile(dw, first + v, n, height, hidden, stride, acc, ADD_DW, PIECES_DW // (end + 1))
                 dealt = (down * wide - ahead) % grid
-                mine = 0
-                ahead = 0
+                mine, ahead = 0, 0
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
