@@ -24,7 +24,7 @@ class LanguageSession(session.LanguageSession):
 
     @torch.no_grad()
     def held_out(self, tokens: int, path: str) -> dict[str, float]:
-        """Write the head's inputs on held-out text to `path`, for `softmax.operands`: hidden states after the norm
+        """Write the head's inputs on held-out text to `path`, for `operands`: hidden states after the norm
         (N, D), weight (V, D), targets (N), without a row's last position, which has no target. Returns their mean loss
         and N as `tokens`: fewer than asked for if the held-out text is shorter."""
         parts, rows = self.trainer.parts, self.corpus.held_out

@@ -14,7 +14,7 @@ from refusals import refused
 
 from t1lib.heads import linear_cross_entropy
 from t1lib.measure.language import LanguageSession
-from t1lib.measure.softmax import operands
+from t1lib.measure.operands import operands
 from t1lib.text import corpus, texts
 from t1lib.text.texts import LIBRARY, read_texts
 
