@@ -1,6 +1,5 @@
 """What the notebooks `convergence` and `cce` measure of a language model that is trained on real text."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,5 +33,5 @@ class LanguageSession(session.LanguageSession):
             states.append(parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1))
             targets.append(next_token_targets(ids)[:, :-1].flatten())
         e, w, y = torch.cat(states)[:tokens], weight, torch.cat(targets)[:tokens]
-        torch.save({"e": e.cpu(), "w": w.cpu(), "y": y.cpu()}, Path(path))
+        torch.save({"e": e.cpu(), "w": w.cpu(), "y": y.cpu()}, path)
         return {"loss": float(linear_cross_entropy(e, w, y, head="chunked")), "tokens": len(y)}
