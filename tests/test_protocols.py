@@ -1,5 +1,5 @@
 """Protocols in the cells of notebooks: what frontier skips, and after memory ran out; the cases that cce selects, their
-workspaces, and sparsity; what chunks finds of padding."""
+workspaces, sparsity, and the model that convergence trains, too; what chunks finds of padding."""
 
 from multiprocessing import active_children
 from pathlib import Path
@@ -144,6 +144,16 @@ def test_each_case_is_measured_once_beside_what_it_changes_and_bars_bound_measur
 def test_a_wrong_entry_is_named(changes, message):
     with pytest.raises(T1Error, match=message):
         selected(**changes)
+
+
+@pytest.mark.parametrize("profile", sorted(path.name for path in (NOTEBOOKS.parent / "params").iterdir()))
+def test_cce_takes_the_model_that_convergence_trains(profile, monkeypatch):
+    monkeypatch.setenv("T1_ROOT", str(NOTEBOOKS.parent))
+    made = {}
+    for name, cell in (("convergence", "variants"), ("cce", "train")):
+        p = SimpleNamespace(**params.resolve(name, profile) | {"measure": False})
+        made |= run_cells(name, "imports", cell, p=p, run=ON_CPU)
+    assert made["trained"] == made["variants"]["fused-gpu"]
 
 
 SIZES = dict(tokens=48, vocabulary=300, hidden=16)

@@ -20,7 +20,7 @@ def operands(
     flat    both normal, logits of standard deviation 0.02·√D: all probabilities near 1/V, as before training
     peaked  logits of standard deviation 6, each hidden state moved towards its target's row until that logit is
             about as large as the log-sum-exp of the others: a loss of 2 to 3 nats, many probabilities near 0 or 1
-    real    what a session of `t1lib.measure.language` has written to `path`
+    real    what `LanguageSession.held_out` (`t1lib.text.session`) has written to `path`
     """
     choose("data", data, DATA)
     if data == "real":
