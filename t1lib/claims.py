@@ -47,11 +47,6 @@ class Claim:
     def experiment(self) -> str:
         return self.key.split(".")[0]
 
-    @property
-    def number(self) -> str:
-        """`ours` without its unit."""
-        return self.ours.split(" ")[0]
-
     def holds(self, value: Any) -> bool:
         """Whether a run that measured this value bears the claim out (no number: it does not)."""
         if not isinstance(value, int | float):

@@ -49,16 +49,6 @@ def whole(path: Path, writers: str = "") -> Iterator[Path]:
         remove(partial_path)
 
 
-def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path`, completely or not at all. Raises `T1Error` if it cannot be written."""
-    with whole(path) as partial_path:
-        partial_path.write_bytes(_json(content))
-
-
 def write_signed(path: Path, content: dict[str, Any], writers: str = "") -> None:
     """Write `content` with its checksum, for `read_signed`. `writers` as in `whole`."""
     with whole(path, writers) as partial_path:
@@ -69,7 +59,7 @@ def signed(content: dict[str, Any]) -> bytes:
     """`content` as JSON, with its SHA-256 as one more field."""
     content = json.loads(json.dumps(content))  # as it will be read
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return _json(content | {"sha256": digest})
+    return (json.dumps(content | {"sha256": digest}, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def read_signed(path: Path) -> dict[str, Any]:

@@ -201,11 +201,6 @@ class Parts:
     head: nn.Linear
     softcap: float | None
 
-    @property
-    def tied(self) -> bool:
-        """Whether the output layer's weight is the embedding's."""
-        return self.head.weight is self.embed.weight
-
 
 def split(model: PreTrainedModel) -> Parts:
     """Split a decoder into parts. Raises `T1Error` unless it is embedding, stack of layers, norm and linear head."""

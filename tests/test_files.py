@@ -3,7 +3,7 @@
 import pytest
 
 from t1lib.errors import T1Error
-from t1lib.files import held, read_signed, signed, whole, write_json, write_signed
+from t1lib.files import held, read_signed, signed, whole, write_signed
 
 
 def names(folder):
@@ -12,11 +12,11 @@ def names(folder):
 
 def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):
     path, model = tmp_path / "a.json", tmp_path / "model"
-    write_json(path, {"ü": 1})
+    write_signed(path, {"ü": 1})
     with pytest.raises(T1Error, match=r"^cannot write .*a\.json: No space left$"), whole(path) as partial:
         partial.write_text("half", encoding="utf-8")
         raise OSError(28, "No space left")
-    assert path.read_text(encoding="utf-8") == '{\n "ü": 1\n}\n' and names(tmp_path) == ["a.json"]
+    assert path.read_text(encoding="utf-8").startswith('{\n "ü": 1,\n') and names(tmp_path) == ["a.json"]
     for content in ("old", "new"):
         (tmp_path / ".model.partial").mkdir()  # left half
         (tmp_path / ".model.partial" / "left").touch()

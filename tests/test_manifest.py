@@ -9,6 +9,7 @@ import pytest
 from t1lib import fingerprint, paths
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
+from t1lib.files import write_signed
 from t1lib.kit.run import Run, redraw
 from t1lib.measure import manifest
 
@@ -21,7 +22,7 @@ def finished(folder):
     (folder / "samples.csv").write_text(SAMPLES)
     (folder / "executed.ipynb").write_text("{}")
     made_of = {"notebook": fingerprint.notebook("demo"), "modules": fingerprint.everything()}
-    (folder / manifest.NOTES).write_text(json.dumps({"made_of": made_of, "inputs": {}}))
+    write_signed(folder / manifest.NOTES, {"made_of": made_of, "inputs": {}})
     keys = {"experiment": "demo", "profile": "smoke", "parameters": PARAMETERS}
     manifest.write(folder, **keys, started=manifest.utc_now(), seconds=1.23)
 

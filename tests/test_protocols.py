@@ -1,12 +1,16 @@
-"""Protocols in the cells of notebooks: what frontier skips, and after memory ran out; the cases that cce selects."""
+"""Protocols in the cells of notebooks: what frontier skips, and after memory ran out; the cases that cce selects, their
+workspaces, sparsity, and the model that convergence trains, too; what chunks finds of padding."""
 
+from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from t1lib import params
 from t1lib.errors import T1Error
+from t1lib.measure.heads import Case, HeadBench
 from t1lib.measure.isolate import VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records
 from t1lib.plan.rates import H200
@@ -140,3 +144,64 @@ def test_each_case_is_measured_once_beside_what_it_changes_and_bars_bound_measur
 def test_a_wrong_entry_is_named(changes, message):
     with pytest.raises(T1Error, match=message):
         selected(**changes)
+
+
+@pytest.mark.parametrize("profile", sorted(path.name for path in (NOTEBOOKS.parent / "params").iterdir()))
+def test_cce_takes_the_model_that_convergence_trains(profile, monkeypatch):
+    monkeypatch.setenv("T1_ROOT", str(NOTEBOOKS.parent))
+    made = {}
+    for name, cell in (("convergence", "variants"), ("cce", "train")):
+        p = SimpleNamespace(**params.resolve(name, profile) | {"measure": False})
+        made |= run_cells(name, "imports", cell, p=p, run=ON_CPU)
+    assert made["trained"] == made["variants"]["fused-gpu"]
+
+
+SIZES = dict(tokens=48, vocabulary=300, hidden=16)
+ON_CPU = SimpleNamespace(device=torch.device("cpu"))
+FULL, ALONE = Case("full"), Case("full", gradients=False)
+
+
+def test_workspaces_come_from_a_process_of_each_method_and_a_shape_that_does_not_fit_leaves_the_others():
+    records, p = Records(), SimpleNamespace(**GIVEN, processes=1, seed=0, measure=True)
+    methods = {("full", "loss_"): ALONE, ("full", ""): FULL, ("cce", ""): Case("cce")}
+    made = dict(cases={"large": {("full", ""): FULL}, "A": methods, "M": {}}, small=SIZES, records=records, p=p)
+    made["sizes"] = {"large": SIZES | {"tokens": 2**55}, "A": SIZES}
+    run_cells("cce", "imports", "workspaces", run=ON_CPU, **made)
+    found = {(row["variant"], row["phase"], row["metric"]): row["value"] for row in records.rows}
+    assert found["full", "workspace/large", "status"] == "oom"
+    whole, loss = (found["full", "workspace/A", f"{prefix}workspace_mib"] for prefix in ("", "loss_"))
+    assert whole > loss > SIZES["tokens"] * SIZES["vocabulary"] * 4 / 2**20
+    assert torch.cuda.is_available() or found["cce", "workspace/A", "status"] == "unavailable"
+    assert not active_children()
+
+
+def test_sparsity_counts_what_it_says():
+    # Two tokens, 512 columns: one is sure of column 3, the other nearly even but for its target, column 400.
+    w = torch.zeros(512, 2)
+    w[3, 0] = 50.0
+    e, y = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([3, 400])
+    sparsity = run_cells("cce", "imports", "sparsity", p=SimpleNamespace(**GIVEN, measure=False))["sparsity"]
+    by_rank, facts = sparsity(e, w, y, eps=0.01)
+    assert min(by_rank) == 1 and max(by_rank) == 512 and by_rank[1] == pytest.approx((1 + 1 / 512) / 2)
+    assert facts["mass_below"] == pytest.approx(0.5, abs=1e-3)
+    assert facts["entries_below"] == pytest.approx(1023 / 1024)
+    assert facts["tiles"] == 0.5 and facts["tiles_sorted"] == 0.5  # only the tile with column 400 has an entry
+
+
+def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_found(monkeypatch):
+    records, heads = Records(), {"full": FULL, "chunked": Case("chunked"), "fused": Case("fused")}
+    reduced = {(n, r): Case(n, options={"reduction": r}) for n in heads for r in ("mean", "sum", "none")}
+    given = SimpleNamespace(tokens=48, sequences=2, workspace="1MiB", error_bound=1e-5, measure=False)
+    given.vocabulary, given.hidden = SIZES["vocabulary"], SIZES["hidden"]
+    made = run_cells("chunks", "imports", p=given, run=ON_CPU, records=records)
+    made |= {"heads": heads, "reduced": reduced, "layer": HeadBench(**SIZES, dtype="float32", device="cpu")}
+    given.measure = True
+    assert run_cells("chunks", "padding", **made)["right"] == dict.fromkeys(heads, True)
+    found = {row["metric"]: row["value"] for row in records.rows if row["metric"] != "status"}
+    assert {name.partition("_")[0] for name in found} == {"leaks", "padded", "weighted", "error"}
+    assert max(row["value"] for row in records.rows if row["metric"] == "leaks") == 0
+    monkeypatch.setattr("t1lib.measure.heads.IGNORED", 0)  # as if an ignored token had target 0
+    made |= {"records": Records(), "reduced": {("full", "sum"): reduced["full", "sum"]}}
+    assert not run_cells("chunks", "padding", **made)["right"]["full"]
+    found = {row["metric"]: row["value"] for row in made["records"].rows}
+    assert found["leaks"] >= 24 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from t1lib import fingerprint, params, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import write_json
+from t1lib.files import write_signed
 from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
@@ -190,7 +190,7 @@ class Run:
         self.records.save(self.outdir / "samples.csv")
         modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
         made_of = {"notebook": self._made_of["notebook"], "modules": modules}
-        write_json(self.outdir / manifest.NOTES, {"made_of": made_of, "inputs": self._inputs})
+        write_signed(self.outdir / manifest.NOTES, {"made_of": made_of, "inputs": self._inputs})
         if self._driven:
             return
         final.parent.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -18,10 +17,10 @@ from t1lib.heads.fused import kernels_run
 from t1lib.heads.fused_plan import TILES, device_of
 from t1lib.measure.isolate import is_out_of_memory
 from t1lib.measure.memory import AllocatorTimeline, storage_bytes
+from t1lib.measure.operands import operands
 from t1lib.measure.peers import PEERS, loss_function
 from t1lib.measure.progress import progress
 from t1lib.measure.records import Records
-from t1lib.measure.softmax import operands
 from t1lib.measure.timing import LeadIn, phases_ms, rounds
 
 IGNORED = -100
@@ -144,30 +143,6 @@ class HeadBench:
         """Relative errors against the reference, by "error_" and the result's name."""
         return differences("error", self.result(case), self.reference(case))
 
-    def padding_errors(self, case: Case, valid: Tensor) -> dict[str, float]:
-        """Errors of a case that ignores all tokens but those in `valid` (N).
-
-        leaks       number of nonzero values among the losses and gradients of ignored tokens
-        padded_*    difference between the call with ignored targets and the same head on the valid tokens alone
-        weighted_*  the same, with the tokens ignored by a token weight of 0 instead of an ignored target
-        error_*     of the call with ignored targets, against the reference without these tokens
-        """
-        others = copy(self)  # without the ignored tokens
-        others.e, others.y, others._exact = self.e[valid], self.y[valid], None
-        others.drawn = self.drawn | {"tokens": self.drawn["tokens"][valid]}
-        exact, alone = others.reference(case), others.result(case)
-        weighted = replace(case, options=case.options | {"token_weight": valid.float()})
-        found: dict[str, float] = {"leaks": 0.0}
-        for way, masked in {"padded": replace(case, ignored=~valid), "weighted": weighted}.items():
-            whole = self.result(masked)
-            rows = {name: value for name, value in whole.items() if value.dim() and name != "dW"}  # one for each token
-            found["leaks"] += sum(int(value[~valid].count_nonzero()) for value in rows.values())
-            inside = whole | {name: value[valid] for name, value in rows.items()}
-            found |= differences(way, inside, alone)
-            if way == "padded":
-                found |= differences("error", inside, exact)
-        return found
-
     def times(self, case: Case, queued: bool = True) -> dict[str, float]:
         """Times in ms: of the `loss` alone, without autograd; or of the loss (`forward`), of its gradients
         (`backward`), of `both`, and of the host, to issue both (`host`)."""
@@ -254,6 +229,18 @@ class HeadBench:
             elif queued:
                 records.put(variant, phase, {f"{name}_ms": ms for name, ms in times.items()}, count[key])
                 count[key] += 1
+
+
+class Workspaces:
+    """Workspaces of one method on one shape after another, in a process that measures nothing else."""
+
+    def measure(self, cases: list[Case], **given: Any) -> list[int | str]:
+        """Bytes of each case, or its status, on a `HeadBench`. Whatever the process holds beyond cuBLAS's own
+        workspaces counts, what an earlier call or shape left behind, too."""
+        gc.collect()
+        bench = HeadBench(**given)
+        found = [attempt(partial(bench.memory, case), case.method in PEERS) for case in cases]
+        return [memory["workspace"] + memory["left"] if memory else status for memory, status, _ in found]
 
 
 def attempt(action: Callable[[], Any], foreign: bool = False) -> tuple[Any, str, str]:

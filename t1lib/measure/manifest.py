@@ -6,7 +6,6 @@ either the old folder or the new one.
 """
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -54,7 +53,7 @@ def write(
 ) -> None:
     """Write manifest.json for everything in `folder`, which holds the notebook's `NOTES`; these are removed. started:
     by `utc_now`"""
-    notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+    notes = read_signed(folder / NOTES)
     (folder / NOTES).unlink()
     content = {"experiment": experiment, "profile": profile, "parameters": _lasting(parameters), **notes, **git_state()}
     content |= {"environment": environment(), "started": started, "seconds": round(seconds, 1)}

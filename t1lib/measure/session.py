@@ -23,7 +23,7 @@ from t1lib.train.loop import make_trainer
 from t1lib.train.placing import work_in
 from t1lib.train.slide import SlideTrainer
 
-PLACES = ("device", "host", "streamed", "parked")  # where a plan puts things; `TrainSession.choice` gives their index
+PLACES = ("device", "host")  # where a plan puts things; `TrainSession.choice` gives their index
 Timeline = list[tuple[float, int, int | None]]
 
 

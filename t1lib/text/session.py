@@ -7,7 +7,7 @@ import torch
 
 from t1lib.errors import choose, require, shown
 from t1lib.files import whole
-from t1lib.heads import HEADS, parse_bytes
+from t1lib.heads import HEADS, linear_cross_entropy, next_token_targets, parse_bytes
 from t1lib.memory import grow_segments
 from t1lib.models import MORE, parse_changes, shape_only
 from t1lib.text.corpus import load_corpus, save_tokenizer
@@ -65,6 +65,21 @@ class LanguageSession:
         held, taken = self.corpus.held_out, min(rows, len(self.corpus.held_out))
         pieces = (torch.arange(taken) * len(held) // taken).split(self._size)
         return sum(self.trainer.evaluate({"input_ids": held[piece]}) * len(piece) for piece in pieces) / taken
+
+    @torch.no_grad()
+    def held_out(self, tokens: int, path: str) -> dict[str, float]:
+        """Write the head's inputs on held-out text to `path`: hidden states after the norm (N, D), weight (V, D),
+        targets (N), without a row's last position, which has no target. Returns their mean loss and N as `tokens`:
+        fewer than asked for if the held-out text is shorter. For modes that keep the model on the device."""
+        parts, rows = self.trainer.parts, self.corpus.held_out
+        weight, states, targets = parts.head.weight.detach(), [], []
+        for ids in rows[: -(-tokens // (rows.shape[1] - 1))].to(weight.device).split(8):
+            embedded = parts.embed(ids)
+            states.append(parts.base(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1))
+            targets.append(next_token_targets(ids)[:, :-1].flatten())
+        e, w, y = torch.cat(states)[:tokens], weight, torch.cat(targets)[:tokens]
+        torch.save({"e": e.cpu(), "w": w.cpu(), "y": y.cpu()}, path)
+        return {"loss": float(linear_cross_entropy(e, w, y, head="chunked")), "tokens": len(y)}
 
     def about(self) -> dict[str, int | str]:
         corpus, params = self.corpus, sum(p.numel() for p in self.trainer.model.parameters())

@@ -1,8 +1,7 @@
-"""Output layers' errors, memory and statuses, and who gets a time; data; sparsity; peers."""
+"""Output layers' errors, memory and statuses, and who gets a time; peers."""
 
 import math
 from functools import partial
-from multiprocessing import active_children
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from t1lib.heads import linear_cross_entropy
 from t1lib.measure.heads import Case, HeadBench, attempt
 from t1lib.measure.peers import PEERS, loss_function, whether_available
 from t1lib.measure.records import Records, statuses
-from t1lib.measure.softmax import sparsity
-from t1lib.measure.workspaces import measure_workspaces
 
 TOKENS, VOCABULARY, HIDDEN = 48, 300, 16
 SIZES = dict(tokens=TOKENS, vocabulary=VOCABULARY, hidden=HIDDEN)
@@ -50,17 +47,6 @@ def test_cases_without_gradients_of_ignored_tokens_and_of_a_frozen_weight(bench)
     assert float((bench.reference(ignored)["dE"] - kept).norm() / kept.norm()) > 1e-6
     with pytest.raises(T1Error, match=r"unknown reference 'float16'.*float64"):
         HeadBench(**SIZES, dtype="float32", device="cpu", reference="float16")
-
-
-def test_padding_leaks_into_no_gradient_and_a_head_that_multiplies_it_in_is_found(bench, monkeypatch):
-    valid = torch.arange(TOKENS) % 24 // 6 % 3 > 0  # without the first and the last quarter of 24 tokens
-    for method, reduction in (("full", "mean"), ("chunked", "sum"), ("fused", "none")):
-        found = bench.padding_errors(Case(method, options={"reduction": reduction}), valid)
-        assert found["leaks"] == 0 and max(found.values()) < 1e-5
-        assert {name.partition("_")[0] for name in found} == {"leaks", "padded", "weighted", "error"}
-    monkeypatch.setattr("t1lib.measure.heads.IGNORED", 0)  # as if an ignored token had target 0
-    found = bench.padding_errors(Case("full", options={"reduction": "sum"}), valid)
-    assert found["leaks"] >= TOKENS // 2 and found["padded_dW"] > 0.1 and found["weighted_dW"] < 1e-5
 
 
 def test_memory_is_the_peak_beyond_inputs_and_gradients(bench):
@@ -127,31 +113,6 @@ def test_variants_take_turns_and_one_without_memory_leaves_the_others(bench):
     steps = {metric: [r["step"] for r in records.rows if r["metric"] == metric] for metric in ("both_ms", "loss_ms")}
     assert steps == {"both_ms": [0, 1], "loss_ms": [0, 1]}
     assert [r["step"] for r in records.rows if r["variant"] == "floor" and r["metric"] == "dW_ms"] == list(range(6))
-
-
-def test_sparsity_counts_what_it_says():
-    # Two tokens, 512 columns: one is sure of column 3, the other nearly even but for its target, column 400.
-    w = torch.zeros(512, 2)
-    w[3, 0] = 50.0
-    e, y = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([3, 400])
-    by_rank, facts = sparsity(e, w, y, eps=0.01)
-    assert min(by_rank) == 1 and max(by_rank) == 512 and by_rank[1] == pytest.approx((1 + 1 / 512) / 2)
-    assert facts["mass_below"] == pytest.approx(0.5, abs=1e-3)
-    assert facts["entries_below"] == pytest.approx(1023 / 1024)
-    assert facts["tiles"] == 0.5 and facts["tiles_sorted"] == 0.5  # only the tile with column 400 has an entry
-
-
-def test_workspaces_come_from_a_process_of_each_method_and_a_shape_that_does_not_fit_leaves_the_others():
-    records, methods = Records(), {("full", "loss_"): ALONE, ("full", ""): FULL, ("cce", ""): Case("cce")}
-    shapes = {"large": SIZES | {"tokens": 2**55}, "A": SIZES}
-    setting = dict(dtype="float32", device="cpu", seed=0)
-    measure_workspaces(records, setting, shapes, {"large": {("full", ""): FULL}, "A": methods})
-    found = {(row["variant"], row["phase"], row["metric"]): row["value"] for row in records.rows}
-    assert found["full", "workspace/large", "status"] == "oom"
-    whole, loss = (found["full", "workspace/A", f"{prefix}workspace_mib"] for prefix in ("", "loss_"))
-    assert whole > loss > TOKENS * VOCABULARY * 4 / 2**20
-    assert torch.cuda.is_available() or found["cce", "workspace/A", "status"] == "unavailable"
-    assert not active_children()
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -13,9 +13,9 @@ import torch
 from refusals import refused
 
 from t1lib.heads import linear_cross_entropy
-from t1lib.measure.language import LanguageSession
-from t1lib.measure.softmax import operands
+from t1lib.measure.operands import operands
 from t1lib.text import corpus, texts
+from t1lib.text.session import LanguageSession
 from t1lib.text.texts import LIBRARY, read_texts
 
 SOURCE = Path(json.__file__).parent  # a few modules, 40 kB
