@@ -56,14 +56,8 @@ def autocast_again(device: torch.device) -> Callable[[], AbstractContextManager]
     """What brings today's autocast state back in the recomputation. Its cache of narrowed weights is off: it would keep
     those of all layers, and those of an earlier content of their slot."""
     kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def again() -> AbstractContextManager:
-        if not enabled and not torch.is_autocast_enabled(kind):
-            return nullcontext()
-        return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-
-    return again
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
 
 
 class Randomness:

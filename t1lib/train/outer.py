@@ -37,16 +37,12 @@ class OuterParam(Traveller):
         copy = None if "master" in state else _pinned(param.data.view(-1).to("cpu", copy=True), param.device)
         super().__init__(index, copy, {k: _pinned(v, param.device) for k, v in state.items()})
         self.grad: Tensor | None = None  # of the update that is pending
-        self.note()
-
-    def note(self) -> None:
-        """These are the weights that the host knows."""
-        self._seen = self.param._version, self.param.data_ptr()
+        self.known = self.now  # of the weights that the host knows
 
     @property
-    def changed(self) -> bool:
-        """Whether somebody else has written to the weights since, or assigned `p.data`."""
-        return self._seen != (self.param._version, self.param.data_ptr())
+    def now(self) -> tuple[int, int]:
+        """It changes if somebody else writes to the weights, or assigns `p.data`."""
+        return self.param._version, self.param.data_ptr()
 
 
 class Outer:
@@ -214,7 +210,7 @@ class Outer:
                 storage = held.param.untyped_storage()
                 if storage.nbytes() == 0:
                     storage.resize_(held.param.nbytes)
-                    held.note()
+                    held.known = held.now
             self._away, self._known = False, self._schedule.compute.mark()
 
     @torch.no_grad()
@@ -240,7 +236,7 @@ class Outer:
 
     def _take_over(self) -> None:
         """Take over what was written to the weights on the device."""
-        if any(held.changed for held in self.held):
+        if any(held.known != held.now for held in self.held):
             self.refresh()
 
     def drain(self) -> None:
@@ -257,7 +253,7 @@ class Outer:
             wait_for(held.left)
             if not held.param.is_contiguous():  # assigned to `p.data`
                 held.param.data = held.param.data.contiguous()
-            held.note()
+            held.known = held.now
             now = held.param.data.view(-1).cpu()
             if held.flat is not None:
                 held.flat.copy_(now)

@@ -225,7 +225,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
-        ctx.passes, ctx.index, ctx.trains = passes, index, anchor is not None
+        ctx.passes, ctx.index = passes, index
         ctx.args, ctx.kwargs = without_caches(args, kwargs)  # a recomputation would append to them a second time
         with passes.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
@@ -236,8 +236,8 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         require(not torch.is_grad_enabled(), "create_graph=True through streamed layers; allowed: loss.backward()")
-        whole_backward = ctx.next_functions[0][0] if ctx.trains else None  # which adds to the anchor's gradient
-        partly = whole_backward is not None and not torch._C._will_engine_execute_node(whole_backward)
+        # What adds to the anchor's gradient runs in a whole backward alone.
+        partly = ctx.needs_input_grad[0] and not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, ctx.saved, whole = ctx.saved, None, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")
