@@ -46,7 +46,7 @@ class Engine:
         first = dict(self.stack[0].named_parameters())
         order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # one group side by side
         self.layout = Layout({n: first[n] for n in order})
-        require_host_memory(self.layout, self.stack, precision, self.optimizer.rules(), in_backward)
+        require_host_memory(self)
         self.host: list[HostLayer] = []
         self.streamed: set[int] = set()  # ids of the parameters on the host
         self.outer: Outer | None = None  # updates matrices outside the layers whose state is on the host
@@ -173,8 +173,7 @@ class Engine:
         if not self.placed:
             return
         with self.lock, uninterrupted():
-            elsewhere = self.streamed | self.travelling
-            self.optimizer.update(lambda p: id(p) not in elsewhere)
+            self.optimizer.update(self.streamed | self.travelling)
             if self.outer is not None:
                 self.outer.begin()
             self.schedule.step()

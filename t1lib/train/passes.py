@@ -96,7 +96,7 @@ class Passes:
                         saved.graphs.append(self._with_graph(index, piece, wanted))
                         out = saved.graphs[-1][1]
                     elif not cached and self._may_replay(index, piece):
-                        key = self._schedule.layers[index].slot, self.stack[index].training
+                        key = held.slot, self.stack[index].training
                         call = partial(self._call, index)
                         out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
@@ -152,8 +152,8 @@ class Passes:
         schedule.bind(index, again=True)
         try:
             pieces = saved.graphs if whole is None else split_rows(whole, saved.rows)
-            if index in schedule.layers:
-                schedule.layers[index].refuse_hooks(len(pieces))
+            if held is not None:
+                held.refuse_hooks(len(pieces))
             for k, (piece, part) in enumerate(zip(pieces, grad.split(saved.rows or len(grad)), strict=True)):
                 if whole is None:
                     x, out = piece
@@ -171,8 +171,8 @@ class Passes:
                     if out.requires_grad:  # unless it is the input, of a layer that was skipped
                         torch.autograd.backward(out, part)
                 found.append(x.grad)
-            if index in schedule.layers and self._graphs is not None:
-                self._graphs.note_gradients(schedule.layers[index], replayed)
+            if held is not None and self._graphs is not None:
+                self._graphs.note_gradients(held, replayed)
             with uninterrupted():
                 schedule.backward_done(index)
         except BaseException:
