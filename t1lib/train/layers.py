@@ -254,7 +254,6 @@ class HostLayer(Traveller):
             self.absent.add(name)
             self._left |= self.shown
             return
-        self.settle(self)
         self.see_gradients()
         own = self.grad_views.get(name)
         self.absent.discard(name)

@@ -53,7 +53,6 @@ class Schedule:
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
         self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
-        self._following: HostLayer | None = None  # to be fetched into a slot once the update that reads it is queued
         self._scratch = Scratch()  # the update thread's
         self._rooms: dict[int, Tensor] = {}  # host buffers for gradients, by the layer that took each
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
@@ -137,31 +136,30 @@ class Schedule:
 
     def _take_over_weights(self, layer: HostLayer) -> None:
         """Take over what may have been written to the host's weights; no slot holds them."""
-        self.finish(layer)
+        self.settle(layer)  # a copy may be reading the memory that is given up
         wait_for(layer.left)
         if layer.slot.holds is layer:
-            self._arrive(layer)
-            wait_for(layer.slot.filled)  # a copy may be reading the memory that is given up
             layer.slot.holds = None
         layer.take_over()
         self.travel.forget(layer)
 
-    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> None:
+    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> HostLayer | None:
         """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes
         in, unless it should not: in the forward or, with `again`, in the backward. around: the first layers run after
-        the last ones"""
+        the last ones. Returns that layer if it is to be fetched only after an update that reads the slot"""
         layer, count = self.layers.get(index), len(self._order)
         if layer is None:
-            return
+            return None
         layer.unbind()
         layer.slot.freed = self.compute.mark()
         turn = self._order.index(layer) + (-1 if again else 1) * len(self.weights)
         turn = turn % count if around else turn
         following = self._order[turn] if follows and 0 <= turn < count else None
-        waits = again and self._read_slots and layer.travels
-        self._following = following if waits else None
-        if not waits and following is not None and layer.slot.holds is not following:
+        if again and self._read_slots and layer.travels:
+            return following
+        if following is not None and layer.slot.holds is not following:
             self.fetch(following, again)
+        return None
 
     def want_gradients(self, index: int) -> None:
         """Give the layer's parameters a slot for their gradients: zeroed, or with what has been summed so far."""
@@ -206,14 +204,14 @@ class Schedule:
                     update([weights[at]], [slot.flat[at]], [{}], rule, count)
                 slot.flat.copy_(weights)
         slot.filled = self.compute.mark()
-        self.release(index, again=True)
+        following = self.release(index, again=True)
         if in_slot:
             layer.left = self._send(layer, layer.flat, "weights")
         elif self.in_backward and layer.travels:
             layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), layer.whole)
             slot.freed = self._begin_update(layer)
-            if self._following is not None:
-                self.fetch(self._following, again=True)
+            if following is not None:
+                self.fetch(following, again=True)
         elif self._waits_on_device and layer.travels:
             layer.waiting = self.travel.cut(slot.flat)
             slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
