@@ -234,7 +234,7 @@ class Recompute:
             self._last[kind], out = self._watched(layer, call)
             return out
         product = layer.get_submodule(self._last[kind])
-        if not _plain(product):  # the layer itself, or somebody looks at the product by now
+        if not _plain(product):  # the layer itself, or its forward was replaced meanwhile
             return call()
         product.forward = lambda x: _Unread.apply(_narrowed(x), _narrowed(product.weight))
         try:
@@ -261,9 +261,8 @@ class Recompute:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether the module is a bare matrix product: a `Linear` with no bias, no replaced forward, no forward hooks."""
-    own = "forward" not in vars(module) and not module._forward_hooks
-    return type(module) is nn.Linear and module.bias is None and own
+    """Whether the module is a bare matrix product: a `Linear` with no bias and no replaced forward."""
+    return type(module) is nn.Linear and module.bias is None and "forward" not in vars(module)
 
 
 def _narrowed(tensor: Tensor) -> Tensor:
