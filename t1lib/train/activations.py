@@ -56,14 +56,8 @@ def autocast_again(device: torch.device) -> Callable[[], AbstractContextManager]
     """What brings today's autocast state back in the recomputation. Its cache of narrowed weights is off: it would keep
     those of all layers, and those of an earlier content of their slot."""
     kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def again() -> AbstractContextManager:
-        if not enabled and not torch.is_autocast_enabled(kind):
-            return nullcontext()
-        return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-
-    return again
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
 
 
 class Randomness:
@@ -240,7 +234,7 @@ class Recompute:
             self._last[kind], out = self._watched(layer, call)
             return out
         product = layer.get_submodule(self._last[kind])
-        if not _plain(product):  # the layer itself, or somebody looks at the product by now
+        if not _plain(product):  # the layer itself, or its forward was replaced meanwhile
             return call()
         product.forward = lambda x: _Unread.apply(_narrowed(x), _narrowed(product.weight))
         try:
@@ -267,9 +261,8 @@ class Recompute:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether the module is a bare matrix product: a `Linear` with no bias, no replaced forward, no forward hooks."""
-    own = "forward" not in vars(module) and not module._forward_hooks
-    return type(module) is nn.Linear and module.bias is None and own
+    """Whether the module is a bare matrix product: a `Linear` with no bias and no replaced forward."""
+    return type(module) is nn.Linear and module.bias is None and "forward" not in vars(module)
 
 
 def _narrowed(tensor: Tensor) -> Tensor:

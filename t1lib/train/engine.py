@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -46,7 +46,7 @@ class Engine:
         first = dict(self.stack[0].named_parameters())
         order = sorted(streamed, key=lambda n: groups.get(id(first[n]), 0))  # one group side by side
         self.layout = Layout({n: first[n] for n in order})
-        require_host_memory(self.layout, self.stack, precision, self.optimizer.rules(), in_backward)
+        require_host_memory(self)
         self.host: list[HostLayer] = []
         self.streamed: set[int] = set()  # ids of the parameters on the host
         self.outer: Outer | None = None  # updates matrices outside the layers whose state is on the host
@@ -83,7 +83,7 @@ class Engine:
         self.forwards = [layer.forward for layer in self.stack]
         me = weakref.ref(self)  # so that a copy of the model has no copy of its engine
         for index, layer in enumerate(self.stack):
-            self._replace(layer, "forward", _StreamedForward(me, index))
+            self._replace(layer, "forward", _Instead(me, Engine.run, index))
             self._replace(layer, "_apply", partial(_apply, self.layout.dtype, True, layer))
         self._replace(self.model, "zero_grad", partial(_zero_grad, me, self.model))
         self._replace(self.model, "_apply", partial(_apply, self.layout.dtype, False, self.model))
@@ -135,7 +135,7 @@ class Engine:
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
-                self._replace(self.outer.embed, "forward", _Locked(self.lock, self.outer.look_up))
+                self._replace(self.outer.embed, "forward", _Instead(weakref.ref(self), Engine.look_up))
         self.passes = Passes(self)
 
     def traced(self) -> NoTrace:
@@ -161,14 +161,19 @@ class Engine:
                     self._run_with(Choice(), trains=False)
         return self.passes.run(index, hidden, args, kwargs)
 
+    @torch.compiler.disable
+    def look_up(self, input: Tensor) -> Tensor:
+        """Run the embedding whose state is on the host; no other thread runs a layer meanwhile."""
+        with self.lock:
+            return self.outer.look_up(input)
+
     def step(self) -> None:
         """Begin an update of everything that has gradients."""
         require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
         if not self.placed:
             return
         with self.lock, uninterrupted():
-            elsewhere = self.streamed | self.travelling
-            self.optimizer.update(lambda p: id(p) not in elsewhere)
+            self.optimizer.update(self.streamed | self.travelling)
             if self.outer is not None:
                 self.outer.begin()
             self.schedule.step()
@@ -229,34 +234,20 @@ def _end(thread: UpdateThread, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _StreamedForward:
-    """In place of a layer's forward."""
+class _Instead:
+    """In place of a module's forward: a method of the engine. index: the layer's, as its first argument"""
 
-    def __init__(self, engine: "weakref.ref[Engine]", index: int) -> None:
-        self._engine, self._index = engine, index
+    def __init__(self, engine: "weakref.ref[Engine]", method: Callable[..., Tensor], *index: int) -> None:
+        self._engine, self._method, self._index = engine, method, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         engine = self._engine()
         gone = "the model's optimizer is gone: keep what `stream` returned as long as the model runs"
         require(engine is not None, gone)
-        return engine.run(self._index, *args, **kwargs)
+        return self._method(engine, *self._index, *args, **kwargs)
 
     def __reduce__(self) -> Any:  # `copy.deepcopy` and `pickle` come here
         raise T1Error("a copy of a streamed model would run the original's layers: copy its state_dict()")
-
-
-class _Locked:
-    """A function that no other thread enters while one runs a layer."""
-
-    def __init__(self, lock: AbstractContextManager, function: Callable[..., Any]) -> None:
-        self._lock, self._function = lock, function
-
-    @torch.compiler.disable
-    def __call__(self, *args: Any) -> Any:
-        with self._lock:
-            return self._function(*args)
-
-    __reduce__ = _StreamedForward.__reduce__
 
 
 def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = True) -> None:

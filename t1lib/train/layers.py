@@ -1,7 +1,6 @@
 """Layers on the host: flat pinned buffers, parameters that are views of them, and gradients; and device buffers of the
 same layout."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import wraps
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.hooks import RemovableHandle
 
 from t1lib.errors import T1Error, require
 from t1lib.memory import pinned_zeros
@@ -55,19 +55,6 @@ def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args)
 
     return run
-
-
-class _Came:
-    """The hook of a streamed parameter. layer: gives its layer"""
-
-    def __init__(self, layer: "weakref.ref[HostLayer]", name: str) -> None:
-        self._layer, self._name = layer, name
-
-    def __call__(self, param: nn.Parameter) -> None:
-        self._layer().gradient_came(param, self._name)
-
-    def __reduce__(self) -> Any:  # `pickle` comes here
-        raise T1Error("a streamed model cannot be pickled: save its state_dict()")
 
 
 class Layout:
@@ -163,7 +150,7 @@ class HostLayer(Traveller):
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
         self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
-        self._hooks, me = [], weakref.ref(self)
+        self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
         self.apart: dict[str, Tensor] = {}  # gradients that were set while somebody held those before them
         self.written = False  # the master may have to follow weights that somebody wrote
@@ -174,7 +161,7 @@ class HostLayer(Traveller):
                 self.set_gradient(param, param.grad)
                 param.grad = None
             if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(_Came(me, name)))
+                self._hooks.append(param.register_post_accumulate_grad_hook(_gradient_came))
             param.__class__, param._home = Streamed, self  # whoever looks at it waits for what is still under way
 
     @property
@@ -238,11 +225,12 @@ class HostLayer(Traveller):
             torch._foreach_mul_(list(self.grad_views.values()), self.scale.to("cpu"))
         self.arrived = self.scale = self.norms = None
 
-    def gradient_came(self, param: nn.Parameter, name: str) -> None:
+    def gradient_came(self, param: nn.Parameter) -> None:
         """Autograd has added to `p.grad`: in the layer's own backward, or for a loss on the weight itself, such as a
         penalty, whose gradient is added to what there is on the host."""
         if not param.requires_grad:  # frozen since its forward: autograd has added nothing
             return
+        name = self._name_of(param, kept=False)
         self.reached.add(name)
         if not isinstance(param, Streamed):
             return
@@ -266,7 +254,6 @@ class HostLayer(Traveller):
             self.absent.add(name)
             self._left |= self.shown
             return
-        self.settle(self)
         self.see_gradients()
         own = self.grad_views.get(name)
         self.absent.discard(name)
@@ -388,3 +375,11 @@ class HostLayer(Traveller):
         if self.written and "master" in self.state:
             follow(self.state["master"], self.flat)
         self.written = False
+
+    def __reduce__(self) -> Any:  # `pickle` comes here, from the parameters
+        raise T1Error("a streamed model cannot be pickled: save its state_dict()")
+
+
+def _gradient_came(param: Streamed) -> None:
+    """The hook of a streamed parameter. It names no layer, as autograd would keep it, and with it the model, alive."""
+    param._home.gradient_came(param)

@@ -201,7 +201,7 @@ class StreamOptimizer(ResidentOptimizer):
         engine = self._engine
         there = [p for p in engine.model.parameters() if id(p) not in engine.streamed]
         state = [v for p in there if id(p) not in engine.travelling for v in self.state.get(p, {}).values()]
-        own = [] if engine.closed else engine.schedule.device_tensors()
+        own = [] if engine.schedule is None else engine.schedule.device_tensors()
         return [*there, *engine.model.buffers(), *state, *own]
 
     def drain(self) -> None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from t1lib.memory import SMALL, pin, pinned_zeros
+from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import GATHERED, ROWS
 from t1lib.train.lanes import Mark, uninterrupted, wait_for
 from t1lib.train.layers import Streamed, unwatched
 from t1lib.train.resident import ResidentOptimizer
 from t1lib.train.travel import PIECE, Span, Traveller, Update
-from t1lib.train.update import Scratch, follow, new_state, update
+from t1lib.train.update import Scratch, follow, update
 
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
@@ -32,21 +32,23 @@ class OuterParam(Traveller):
 
     def __init__(self, param: nn.Parameter, index: int, optimizer: ResidentOptimizer) -> None:
         self.param, self.group = param, optimizer.groups[id(param)]
-        made = new_state(param.detach().cpu(), optimizer.rules()[self.group], optimizer.precision)
-        state = {k: v.view(-1) for k, v in made.items()}
-        copy = None if "master" in state else _pinned(param.data.view(-1).to("cpu", copy=True), param.device)
-        super().__init__(index, copy, {k: _pinned(v, param.device) for k, v in state.items()})
+        kinds = optimizer.precision.kinds(param, optimizer.rules()[self.group])
+        on_host = partial(pinned_zeros, param.numel(), device=param.device)
+        state = {key: on_host(dtype) for key, dtype in kinds.items()}
+        super().__init__(index, None if "master" in state else on_host(param.dtype), state)
+        self.exact.copy_(param.data.view(-1).cpu())
         self.grad: Tensor | None = None  # of the update that is pending
-        self.note()
-
-    def note(self) -> None:
-        """These are the weights that the host knows."""
-        self._seen = self.param._version, self.param.data_ptr()
+        self.known = self.now  # of the weights that the host knows
 
     @property
-    def changed(self) -> bool:
-        """Whether somebody else has written to the weights since, or assigned `p.data`."""
-        return self._seen != (self.param._version, self.param.data_ptr())
+    def exact(self) -> Tensor:
+        """The weights on the host, or their whole master."""
+        return self.state["master"] if self.flat is None else self.flat
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """It changes if somebody else writes to the weights, or assigns `p.data`."""
+        return self.param._version, self.param.data_ptr()
 
 
 class Outer:
@@ -214,15 +216,14 @@ class Outer:
                 storage = held.param.untyped_storage()
                 if storage.nbytes() == 0:
                     storage.resize_(held.param.nbytes)
-                    held.note()
+                    held.known = held.now
             self._away, self._known = False, self._schedule.compute.mark()
 
     @torch.no_grad()
     def _refill(self, held: OuterParam) -> None:
         """Bring the weights back from the host."""
         wait_for(held.left)
-        exact = held.state["master"] if held.flat is None else held.flat
-        for few, values in zip(held.param.data.view(-1).split(PIECE), exact.split(PIECE), strict=True):
+        for few, values in zip(held.param.data.view(-1).split(PIECE), held.exact.split(PIECE), strict=True):
             few.copy_(values)
 
     def _hide(self) -> None:
@@ -240,7 +241,7 @@ class Outer:
 
     def _take_over(self) -> None:
         """Take over what was written to the weights on the device."""
-        if any(held.changed for held in self.held):
+        if any(held.known != held.now for held in self.held):
             self.refresh()
 
     def drain(self) -> None:
@@ -257,7 +258,7 @@ class Outer:
             wait_for(held.left)
             if not held.param.is_contiguous():  # assigned to `p.data`
                 held.param.data = held.param.data.contiguous()
-            held.note()
+            held.known = held.now
             now = held.param.data.view(-1).cpu()
             if held.flat is not None:
                 held.flat.copy_(now)
@@ -284,8 +285,3 @@ def _is_saved(param: nn.Parameter, storage: torch.UntypedStorage) -> bool:
     """Whether a graph has saved the parameter for its own backward, or somebody holds a view of its memory. Else two
     refer to it, Python and what adds to its gradient; and two to its storage, it and `storage`."""
     return param._use_count() > 2 or torch._C._storage_Use_Count(storage._cdata) > 2
-
-
-def _pinned(flat: Tensor, device: torch.device) -> Tensor:
-    """The host tensor in pinned memory: pinned in place, or copied if it is small."""
-    return pinned_zeros(len(flat), flat.dtype, device).copy_(flat) if flat.nbytes < SMALL else pin(flat, device)

@@ -96,7 +96,7 @@ class Passes:
                         saved.graphs.append(self._with_graph(index, piece, wanted))
                         out = saved.graphs[-1][1]
                     elif not cached and self._may_replay(index, piece):
-                        key = self._schedule.layers[index].slot, self.stack[index].training
+                        key = held.slot, self.stack[index].training
                         call = partial(self._call, index)
                         out = self._graphs.run(index, key, call, piece.hidden.detach(), piece.args, piece.kwargs)
                     else:
@@ -152,8 +152,8 @@ class Passes:
         schedule.bind(index, again=True)
         try:
             pieces = saved.graphs if whole is None else split_rows(whole, saved.rows)
-            if index in schedule.layers:
-                schedule.layers[index].refuse_hooks(len(pieces))
+            if held is not None:
+                held.refuse_hooks(len(pieces))
             for k, (piece, part) in enumerate(zip(pieces, grad.split(saved.rows or len(grad)), strict=True)):
                 if whole is None:
                     x, out = piece
@@ -171,8 +171,8 @@ class Passes:
                     if out.requires_grad:  # unless it is the input, of a layer that was skipped
                         torch.autograd.backward(out, part)
                 found.append(x.grad)
-            if index in schedule.layers and self._graphs is not None:
-                self._graphs.note_gradients(schedule.layers[index], replayed)
+            if held is not None and self._graphs is not None:
+                self._graphs.note_gradients(held, replayed)
             with uninterrupted():
                 schedule.backward_done(index)
         except BaseException:
@@ -225,7 +225,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor | None, hidden: Tensor, passes: Passes, index: int, args: Any, kwargs: Any
     ) -> Tensor:
-        ctx.passes, ctx.index, ctx.trains = passes, index, anchor is not None
+        ctx.passes, ctx.index = passes, index
         ctx.args, ctx.kwargs = without_caches(args, kwargs)  # a recomputation would append to them a second time
         with passes.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
@@ -236,8 +236,8 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         require(not torch.is_grad_enabled(), "create_graph=True through streamed layers; allowed: loss.backward()")
-        whole_backward = ctx.next_functions[0][0] if ctx.trains else None  # which adds to the anchor's gradient
-        partly = whole_backward is not None and not torch._C._will_engine_execute_node(whole_backward)
+        # What adds to the anchor's gradient runs in a whole backward alone.
+        partly = ctx.needs_input_grad[0] and not torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         require(not partly, "autograd.grad, or backward(inputs=…), through streamed layers; allowed: loss.backward()")
         saved, ctx.saved, whole = ctx.saved, None, None
         require(saved is not None, "a second backward through a streamed layer; run the forward again")

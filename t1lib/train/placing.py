@@ -12,13 +12,11 @@ from t1lib.errors import choose, is_number, is_whole, require, shown
 from t1lib.heads import parse_bytes
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE
 from t1lib.memory import GIB, host_available
-from t1lib.optimizers import Precision, Rule
 from t1lib.plan.choose import choose_plan
 from t1lib.plan.cost import Choice
 from t1lib.plan.rates import this_machine
 from t1lib.plan.work import Work, saved_by, saved_by_layer, with_head, work_of
 from t1lib.train.activations import Piece, split_rows
-from t1lib.train.layers import Layout
 
 if TYPE_CHECKING:
     from t1lib.train.engine import Engine
@@ -48,14 +46,12 @@ def refuse_recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         require(not (asked and torch.is_grad_enabled()), lost)
 
 
-def require_host_memory(
-    layout: Layout, stack: Sequence[nn.Module], precision: Precision, rules: list[Rule], in_backward: bool
-) -> None:
+def require_host_memory(engine: "Engine") -> None:
     """Raise `T1Error` unless the host can hold the layers with their state."""
-    like = torch.empty(0, dtype=layout.dtype)
-    kinds = precision.kinds(like, *rules)
-    each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * (not in_backward)
-    trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in stack)
+    layout, like = engine.layout, torch.empty(0, dtype=engine.layout.dtype)
+    kinds = engine.precision.kinds(like, *engine.optimizer.rules())
+    each = sum(kind.itemsize for kind in kinds.values()) + layout.dtype.itemsize * (not engine.in_backward)
+    trained = sum(any(dict(layer.named_parameters())[n].requires_grad for n in layout.shapes) for layer in engine.stack)
     # Weights move layer by layer, so that only one layer's are held twice.
     need, free = layout.numel * (layout.dtype.itemsize + trained * each), host_available()
     require(need <= free, f"the host has {free / GIB:.1f} GiB to give; streaming needs {need / GIB:.1f} GiB more")

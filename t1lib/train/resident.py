@@ -63,14 +63,14 @@ class ResidentOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        self.update(lambda _: True)
+        self.update()
 
-    def update(self, own: Callable[[nn.Parameter], bool]) -> None:
-        """Update every parameter for which own(parameter) holds and that has a gradient."""
+    def update(self, elsewhere: Collection[int] = ()) -> None:
+        """Update every parameter that has a gradient. elsewhere: ids of those that are updated in another way"""
         for group, rule in zip(self.param_groups, self.rules(), strict=True):
             alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
-                if own(param) and param.grad is not None:
+                if id(param) not in elsewhere and param.grad is not None:
                     self.state_of(param)
                     self.counts[param] += 1
                     alike[self.counts[param], param.dtype, param.device].append(param)

@@ -11,6 +11,7 @@ holds is known at any time, so stale weights are never read.
 
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,37 +39,35 @@ class Schedule:
     """
 
     def __init__(self, engine: "Engine", guests: list[Tensor], trains: bool) -> None:
-        self.layers = layers = {held.index: held for held in engine.host}
         self._order = list(engine.host)  # in which the layers run, and take turns in the slots
-        self.layout, self.device, choice = engine.layout, engine.device, engine.choice
-        layout, device, in_backward, overlap = self.layout, self.device, engine.in_backward, engine.overlap
-        self.in_backward, self._overlap = in_backward, overlap
+        self.layers = {layer.index: layer for layer in self._order}
+        self.device, self.in_backward, self._overlap = engine.device, engine.in_backward, engine.overlap
+        layout, device, choice = engine.layout, engine.device, engine.choice
+        in_backward, overlap = engine.in_backward, engine.overlap
         self._rules, self._trace = engine.optimizer.rules, engine.traced
         self._accumulate = engine.accumulate or in_backward  # which refuses more
         self._waits_on_device = choice.grads == "device" and not in_backward
-        trained = [layer for layer in layers.values() if layer.trained and trains]
-        self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(layers)))]
+        trained = [layer for layer in self._order if layer.trained and trains]
+        self.weights = [Slot(layout, device) for _ in range(min(choice.slots, len(self._order)))]
         self.grads = [Slot(layout, device) for _ in range(min(choice.grad_slots, len(trained)))]
         self.compute, self.inward, self.outward = Lane(device, False), Lane(device, overlap), Lane(device, overlap)
         self.thread = UpdateThread(device)
         self.updated: set[int] = set()  # layers that were updated since the last step, in the backward
-        self._following: HostLayer | None = None  # to be fetched into a slot once the update that reads it is queued
         self._scratch = Scratch()  # the update thread's
         self._rooms: dict[int, Tensor] = {}  # host buffers for gradients, by the layer that took each
         self._sent: tuple[Tensor, Tensor, Mark] | None = None  # the gradients' factor, its copy on the host, its mark
         precision, rules = engine.precision, self._rules()
-        on_host = {i for place, i in enumerate(layers) if updated_by_host(place, choice.host_share)}
-        both = 0 < len(on_host) < len(trained)
-        for turn, layer in enumerate(trained):
-            layer.grad_slot = self.grads[turn % len(self.grads)]
-        for turn, (index, layer) in enumerate(layers.items()):
-            layer.slot, layer.coming = self.weights[turn % len(self.weights)], None
-            layer.travels = layer in trained and index not in on_host
+        by_host = [layer for place, layer in enumerate(self._order) if updated_by_host(place, choice.host_share)]
+        # Joining and splitting masters takes the CPU longer than moving them.
+        joins = 0 < len(by_host) < len(trained) and precision.masters == "split"
+        slots, grad_slots = cycle(self.weights), cycle(self.grads)
+        for layer in self._order:
+            layer.slot, layer.coming = next(slots), None
             layer.settle, layer.keeps_gradients = self.settle, not in_backward
-            # Joining and splitting masters takes the CPU longer than moving them.
-            joined = both and index in on_host and precision.masters == "split"
-            kept = replace(precision, masters="whole") if joined else precision
+            layer.travels = layer in trained and layer not in by_host
             if layer in trained:
+                layer.grad_slot = next(grad_slots)
+                kept = replace(precision, masters="whole") if joins and layer in by_host else precision
                 kinds = kept.kinds(layer.flat, *rules).items()
                 layer.state = {key: pinned_zeros(layout.numel, dtype, device) for key, dtype in kinds}
             if "master" in layer.state:
@@ -78,7 +77,7 @@ class Schedule:
         self.stateless = in_backward and not kinds
         # Others read the weights in their slot, right after the backward, unless a master rebuilds them.
         self._read_slots = in_backward and bool(kinds) and "master" not in kinds
-        any_travels = guests or (not self.stateless and any(layer.travels for layer in layers.values()))
+        any_travels = guests or (not self.stateless and any(layer.travels for layer in self._order))
         kinds = {"weight": layout.dtype, **kinds} | ({} if in_backward else {"grad": layout.dtype})
         numel = max([layout.numel, *(guest.numel() for guest in guests)])
         self.travel = Travel(device, kinds if any_travels else {}, numel, overlap, self._trace)
@@ -137,31 +136,30 @@ class Schedule:
 
     def _take_over_weights(self, layer: HostLayer) -> None:
         """Take over what may have been written to the host's weights; no slot holds them."""
-        self.finish(layer)
+        self.settle(layer)  # a copy may be reading the memory that is given up
         wait_for(layer.left)
         if layer.slot.holds is layer:
-            self._arrive(layer)
-            wait_for(layer.slot.filled)  # a copy may be reading the memory that is given up
             layer.slot.holds = None
         layer.take_over()
         self.travel.forget(layer)
 
-    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> None:
+    def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> HostLayer | None:
         """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes
         in, unless it should not: in the forward or, with `again`, in the backward. around: the first layers run after
-        the last ones"""
+        the last ones. Returns that layer if it is to be fetched only after an update that reads the slot"""
         layer, count = self.layers.get(index), len(self._order)
         if layer is None:
-            return
+            return None
         layer.unbind()
         layer.slot.freed = self.compute.mark()
         turn = self._order.index(layer) + (-1 if again else 1) * len(self.weights)
         turn = turn % count if around else turn
         following = self._order[turn] if follows and 0 <= turn < count else None
-        waits = again and self._read_slots and layer.travels
-        self._following = following if waits else None
-        if not waits and following is not None and layer.slot.holds is not following:
+        if again and self._read_slots and layer.travels:
+            return following
+        if following is not None and layer.slot.holds is not following:
             self.fetch(following, again)
+        return None
 
     def want_gradients(self, index: int) -> None:
         """Give the layer's parameters a slot for their gradients: zeroed, or with what has been summed so far."""
@@ -206,14 +204,14 @@ class Schedule:
                     update([weights[at]], [slot.flat[at]], [{}], rule, count)
                 slot.flat.copy_(weights)
         slot.filled = self.compute.mark()
-        self.release(index, again=True)
+        following = self.release(index, again=True)
         if in_slot:
             layer.left = self._send(layer, layer.flat, "weights")
         elif self.in_backward and layer.travels:
             layer.update = Update(slot.flat, layer.spans(self._rules()), (slot.filled,), layer.whole)
             slot.freed = self._begin_update(layer)
-            if self._following is not None:
-                self.fetch(self._following, again=True)
+            if following is not None:
+                self.fetch(following, again=True)
         elif self._waits_on_device and layer.travels:
             layer.waiting = self.travel.cut(slot.flat)
             slot.freed, layer.arrived, layer.scale = self.compute.mark(), None, None
@@ -231,7 +229,7 @@ class Schedule:
         if layer.index in self._rooms:
             room = self._rooms.pop(layer.index)  # it was updated before it ran again
         elif len(self._rooms) < HOST_GRADS:
-            room = pinned_zeros(self.layout.numel, self.layout.dtype, self.device)
+            room = pinned_zeros(layer.layout.numel, layer.layout.dtype, self.device)
         else:  # any that is free: the thread takes the latest layer first, so the earliest would be free last
             room = self._rooms.pop(self.thread.first_done(self._rooms))
         self._rooms[layer.index] = layer.grads = room
@@ -250,7 +248,7 @@ class Schedule:
         """Begin the updates of all layers that have gradients; the first layers' turn comes next."""
         self.updated.clear()
         rules = self._rules()
-        for layer in self.layers.values():
+        for layer in self._order:
             if layer.has_gradients:
                 self.begin(layer, rules)
         for layer in self._order[: len(self.weights)]:
@@ -329,14 +327,15 @@ class Schedule:
 
     def drain(self) -> None:
         """Wait for all updates, and for weights on their way to the host."""
-        for layer in self.layers.values():
+        for layer in self._order:
             self.finish(layer)
-        for layer in self.layers.values():
+        for layer in self._order:
             wait_for(layer.left)
             if layer.touched:
                 self._take_over_weights(layer)
             layer.follow()
 
     def device_tensors(self) -> list[Tensor]:
-        waiting = [piece for layer in self.layers.values() for piece in layer.waiting or ()]
-        return [*(slot.flat for slot in (*self.weights, *self.grads)), *waiting, *self.travel.device_tensors()]
+        waiting = [piece for layer in self._order for piece in layer.waiting or ()]
+        pieces = [buffer for slot in self.travel.slots for buffer in slot.values()]
+        return [*(slot.flat for slot in (*self.weights, *self.grads)), *waiting, *pieces]

@@ -72,7 +72,7 @@ class Travel:
         self.lanes = inward, updates, outward
         count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
         zeros = partial(torch.zeros, self._size, device=device)
-        self._slots = [{key: zeros(dtype=dtype) for key, dtype in kinds.items()} for _ in range(count)]
+        self.slots = [{key: zeros(dtype=dtype) for key, dtype in kinds.items()} for _ in range(count)]
         self._freed: list[Mark] = [None] * count  # marks at which a slot's content has left
         self._turn, self._scratch = 0, Scratch()
         self._pieces: dict[int, list[Piece]] = {}  # by the traveller's index
@@ -103,7 +103,7 @@ class Travel:
         given = given._replace(there=given.there or traveller.flat is None)
         rebuilt = given.there or ("master" in traveller.state and given.whole)
         waited = isinstance(given.grads, list)
-        come_too = not waited and not given.grads.is_cuda and "grad" in self._slots[0]
+        come_too = not waited and not given.grads.is_cuda and "grad" in self.slots[0]
         inward.after(traveller.left, *(given.known if come_too else ()))
         lane.after(*given.known)
         if given.scale is not None:
@@ -135,8 +135,8 @@ class Travel:
     def _bring(self, index: int, size: int, come: dict[str, Tensor]) -> tuple[dict[str, Tensor], int, Mark]:
         """Queue the copy of a piece into the next slot: that slot, its number, and the mark when it has come in."""
         inward, turn = self.lanes[0], self._turn
-        self._turn = (turn + 1) % len(self._slots)
-        slot = {key: buffer[:size] for key, buffer in self._slots[turn].items()}
+        self._turn = (turn + 1) % len(self.slots)
+        slot = {key: buffer[:size] for key, buffer in self.slots[turn].items()}
         inward.after(self._freed[turn])
         with self._trace().span("in", "state", index, inward.stream):
             torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
@@ -155,6 +155,3 @@ class Travel:
             slot["weight"].copy_(weight)
         elif not given.there and onto is not None:
             onto.copy_(weight)
-
-    def device_tensors(self) -> list[Tensor]:
-        return [buffer for slot in self._slots for buffer in slot.values()]

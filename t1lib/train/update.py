@@ -198,20 +198,12 @@ def take_state(weight: Tensor, state: State, saved: State) -> int:
     weight follows the master that comes with it; a missing master is made of it, and what else is missing starts anew.
     """
     saved = {k: v for k, v in saved.items() if v is not None}
-    if "master" in saved and state.keys() & {"master", "low"}:
-        master = saved["master"].to(torch.float32, copy=True)
-        high, low = (torch.empty(weight.shape, dtype=kind, device="cpu") for kind in (weight.dtype, torch.int16))
-        if "low" in state:
-            split(master.cpu(), high, low)
-            state["low"].copy_(low)
-        else:
-            state["master"].copy_(master)
-            high = master
-        weight.copy_(high)
+    if "low" in state and "master" in saved:
+        split(saved["master"].to(torch.float32, copy=True), weight, state["low"])
     elif "low" in state:
         state["low"].zero_()
     elif "master" in state:
-        state["master"].copy_(weight)
+        weight.copy_(state["master"].copy_(saved.get("master", weight)))
     for key in state.keys() - {"master", "low"}:
         state[key].zero_() if key not in saved else state[key].copy_(saved[key])
     return int(saved.get("step", 1 if "momentum_buffer" in saved else 0))

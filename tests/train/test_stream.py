@@ -218,6 +218,7 @@ def test_same_bits_as_plain_pytorch(name):
 
 def test_a_forward_in_inference_mode_before_the_first_step():
     with streaming(llama(), gpu_memory="1GiB") as (streamed, own):
+        assert own.device_tensors()  # nothing is placed yet
         first = inferred(streamed)
         with torch.no_grad():
             assert model_loss(streamed, data(1)[0]) == first

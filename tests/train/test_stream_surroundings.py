@@ -55,9 +55,9 @@ def soft_prompt(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Nothing of the model is trained."""
+    """Nothing of the model is trained. The embedding is given its input by name."""
     model.requires_grad_(False)
-    model.t1_given = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
+    model.t1_given = model.get_input_embeddings()(input=batch["input_ids"]).requires_grad_()
     return model(inputs_embeds=model.t1_given, labels=batch["labels"]).loss
 
 
