@@ -99,14 +99,17 @@ class Run:
         no finished run with these parameters.
         """
         plt.rcParams.update(STYLE)
-        run = namespace.get(_RUN)
-        if isinstance(run, cls) and run.experiment == experiment:
+        run, driven = namespace.get(_RUN), os.environ.get("T1_STAGING")
+        # In a copy that names its original still, what is measured or drawn would get into the original's folder.
+        named = run.experiment if isinstance(run, cls) else Path(driven).stem[1:] if driven else experiment
+        told = f"Run.start names {experiment!r} in a run of {named!r}; name that, or restart the kernel"
+        require(experiment == named, told)
+        if isinstance(run, cls):
             run.params.values()
             return run
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, with this machine's paths in it
         for limit in ("display.max_colwidth", "display.max_columns", "display.max_rows"):
             pd.set_option(limit, None)  # tables are shown whole
-        driven = os.environ.get("T1_STAGING")
         run = namespace[_RUN] = cls(experiment, namespace, Path(driven) if driven else None)
         run.outdir.mkdir(parents=True, exist_ok=True)
         return run
