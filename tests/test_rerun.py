@@ -129,6 +129,14 @@ def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, i
     assert kernel.run("step", "finish", ids=ids) == ""
 
 
+def test_another_cell_that_records_the_same_says_what_it_replaces(checkout, kernel):
+    kernel.everything()
+    kernel.cells["copy"] = kernel.cells["step"].replace("p.steps", "1")
+    told = "this cell replaces all that `[5] for step in range(p.steps):` recorded and drew: some is of one kind\n"
+    assert kernel.run("copy") == told and kernel.run("copy") == ""
+    assert kernel.run("show").endswith("[0.0] [5.0, 5.0]\n")
+
+
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
     finish, kernel.cells["later"] = kernel.cells.pop("finish"), "factor = 1000"
     kernel.cells["finish"] = finish
