@@ -54,9 +54,8 @@ def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
 
 
 def mean_std(values: pd.Series) -> str:
-    """`mean ± std`, as in the reports; a dash without values."""
-    std = values.std(ddof=1) if len(values) > 1 else 0.0
-    return f"{cell(values.mean())} ± {cell(std)}" if len(values) else MISSING
+    """`mean ± std`, as in the reports; a dash without values, and for the deviation of a single one."""
+    return f"{cell(values.mean())} ± {cell(values.std(ddof=1))}" if len(values) else MISSING
 
 
 def median_iqr(values: pd.Series) -> str:
