@@ -113,6 +113,9 @@ def test_root_is_found_upwards_or_named(checkout, monkeypatch):
     assert paths.root() == checkout.root
     monkeypatch.setenv("T1_ROOT", str(below))
     refused(paths.root, "T1_ROOT", "notebooks/")
+    (checkout.root / "t1lib").mkdir()
+    monkeypatch.setenv("T1_ROOT", str(checkout.root))
+    refused(paths.root, f"would be said to be of '{checkout.root}/t1lib'", "pip install -e .")
 
 
 def test_a_profile_sets_what_nobody_else_has_set(checkout):
