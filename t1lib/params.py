@@ -56,7 +56,7 @@ def profiles() -> list[str]:
 
 def experiments() -> list[str]:
     """The names of the experiments: the notebooks that declare parameters, sorted."""
-    found = (paths.root() / "notebooks").glob("*.ipynb")
+    found = (paths.root() / "notebooks").glob("[!.]*.ipynb")  # macOS puts ._demo.ipynb beside a copied demo.ipynb
     return sorted(path.stem for path in found if any(map(holds_parameters, code_cells(path))))
 
 
@@ -83,8 +83,14 @@ def first_line(text: str) -> str:
 
 
 def code_cells(path: Path) -> list[Values]:
-    """The code cells of a notebook file. Raises `T1Error` if it is not JSON."""
-    return [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
+    """The code cells of a notebook file. Raises `T1Error` if it is none."""
+    try:
+        cells = [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
+        for cell in cells:
+            source(cell), holds_parameters(cell)
+    except (AttributeError, LookupError, TypeError):
+        raise T1Error(f"cannot read the notebook {paths.shown(path)}: it is not of nbformat 4") from None
+    return cells
 
 
 def holds_parameters(cell: Mapping[str, Any]) -> bool:
