@@ -56,7 +56,7 @@ def profiles() -> list[str]:
 
 def experiments() -> list[str]:
     """The names of the experiments: the notebooks that declare parameters, sorted."""
-    found = (paths.root() / "notebooks").glob("*.ipynb")
+    found = (paths.root() / "notebooks").glob("[!.]*.ipynb")  # macOS puts ._demo.ipynb beside a copied demo.ipynb
     return sorted(path.stem for path in found if any(map(holds_parameters, code_cells(path))))
 
 
@@ -83,8 +83,14 @@ def first_line(text: str) -> str:
 
 
 def code_cells(path: Path) -> list[Values]:
-    """The code cells of a notebook file. Raises `T1Error` if it is not JSON."""
-    return [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
+    """The code cells of a notebook file. Raises `T1Error` if it is none."""
+    try:
+        cells = [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
+        for cell in cells:
+            source(cell), holds_parameters(cell)
+    except (AttributeError, LookupError, TypeError):
+        raise T1Error(f"cannot read the notebook {paths.shown(path)}: it is not of nbformat 4") from None
+    return cells
 
 
 def holds_parameters(cell: Mapping[str, Any]) -> bool:
@@ -220,6 +226,11 @@ class Live:
         return re.findall(r"^(\w+) = ", self._ran(rf"\A{INJECTED}") or "", re.M)
 
     def values(self) -> Values:
+        """All parameters, as if each had been read; raises as `checked`."""
+        self.read_into |= self.checked()
+        return dict(self._values)
+
+    def checked(self) -> Values:
         """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is
         missing, and for a profile that has no file."""
         if self._now() != self._seen:
@@ -230,7 +241,7 @@ class Live:
     def current(self) -> Values:
         """All parameters, or the variables as they are if one is wrong: the next cell that reads one raises that."""
         try:
-            return self.values()
+            return self.checked()
         except T1Error:
             return self._now()[1]
 
@@ -258,5 +269,10 @@ class Live:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # such as the methods that copy and pickle look for
             raise AttributeError(name)
-        value = self.read_into[name] = self.values()[choose("parameter", name, self.values())]
+        value = self.read_into[name] = self.checked()[choose("parameter", name, self.checked())]
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:  # an attribute would hide the parameter from then on
+        own = name.startswith("_") or name == "read_into"
+        require(own, f"a parameter is set by its variable, `{name} = {shown(value)}`, and read as attribute only")
+        super().__setattr__(name, value)

@@ -12,19 +12,23 @@ def _is_root(folder: Path) -> bool:
 
 def root() -> Path:
     """The checkout: `T1_ROOT`, or the first folder that holds notebooks/ and params/, upwards from the working folder
-    or from this file (an editable install). Raises `T1Error` when there is none."""
+    or from this file (an editable install). Raises `T1Error` when there is none, and for one with a t1lib/ that is not
+    the one that runs, as in a copy of a checkout that works with the environment of the first."""
+    here, own = Path.cwd(), Path(__file__).resolve().parent
     if named := os.environ.get("T1_ROOT"):
         folder = Path(named).expanduser().resolve()
         require(_is_root(folder), f"T1_ROOT is {str(folder)!r}, which holds no notebooks/ and params/ folders")
-        return folder
-    here = Path.cwd()
-    for folder in (here, *here.parents, *Path(__file__).resolve().parents):
-        if _is_root(folder):
-            return folder
-    raise T1Error(
-        f"no folder with notebooks/ and params/ at or above {str(here)!r};\n"
-        "run from inside the checkout, or set T1_ROOT to it"
-    )
+    else:
+        folder = next(filter(_is_root, (here, *here.parents, *own.parents)), None)
+    if folder is None:
+        raise T1Error(
+            f"no folder with notebooks/ and params/ at or above {str(here)!r};\n"
+            "run from inside the checkout, or set T1_ROOT to it"
+        )
+    its = folder / "t1lib"
+    told = f"the code that runs is {str(own)!r}, and results would be said to be of {str(its)!r};\n"
+    require(not its.is_dir() or its.samefile(own), f"{told}install that: pip install -e . in its folder")
+    return folder
 
 
 # The paths of an experiment, whether or not they exist.

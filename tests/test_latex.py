@@ -134,3 +134,22 @@ def test_a_wide_table_fits_plain_article(tmp_path):
     assert done.returncode == 0 and "Overfull" not in done.stdout, done.stdout
     wide, few, narrow = (float(found) for found in re.findall(r"WIDTH ([\d.]+)pt", done.stdout))
     assert wide == pytest.approx(345, abs=0.1) and few <= 345.1 and narrow < 100
+
+
+@needs_tex
+def test_any_table_shows_its_texts_in_plain_article(tmp_path):
+    """A row's first text may be what LaTeX takes for the space or the star of the command that ended the row before."""
+    texts = ["[8192, 2304]", "[2em]", "* best", "≤ 3, ≥ 1, −1, 50 % of a_b", r"\alpha & {x} #1 $"]
+    tables = [make_table({"[s]": text, 4: 1.5} for text in texts), make_table([]), make_table([{"a": None}])]
+    made = "\n\n".join(map(to_latex, tables))
+    head = r"\documentclass{article}\usepackage{array,booktabs,graphicx}\begin{document}"
+    (tmp_path / "paper.tex").write_text(f"{head}{made}\\end{{document}}", encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    shown = text_of(tmp_path / "paper.pdf")
+    assert all(text in shown for text in ("[s]", *texts[:3], "≤ 3, ≥ 1", r"\alpha & {x} #1 $"))
+
+
+def test_a_text_among_small_numbers_of_gib_is_kept():
+    assert make_table([{"x (GiB)": 0.01}, {"x (GiB)": "oom"}]).to_dict("list") == {"x (MiB)": ["10.2", "oom"]}

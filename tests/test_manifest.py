@@ -217,3 +217,22 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     names["measure"] = True
     with pytest.raises(T1Error, match="restart the kernel"):
         run.params.values()
+
+
+def test_a_copied_notebook_that_names_its_original_still_is_refused_and_changes_nothing_there(checkout, monkeypatch):
+    add(checkout)
+    copied = paths.notebook("mine")
+    copied.write_text(paths.notebook("demo").read_text().replace("demo.last", "mine.last"))
+    checkout.params("mine", "")
+    original, own = checkout.outputs("demo"), checkout.outputs("mine")
+    finished(original)
+    finished(own)
+    before = manifest.read(original)
+    for _ in ("by `report`", "by `run`"):
+        with pytest.raises(T1Error, match=r"Run\.start names 'demo' in a run of 'mine'"):
+            redraw("smoke", "mine") if "T1_STAGING" not in os.environ else begin()
+        monkeypatch.setenv("T1_STAGING", str(paths.staging("smoke", "mine")))
+    assert manifest.read(original) == before and not (original / "numbers.json").exists()
+    copied.write_text(copied.read_text().replace("Run.start('demo'", "Run.start('mine'"))
+    monkeypatch.delenv("T1_STAGING")
+    assert redraw("smoke", "mine") == MADE

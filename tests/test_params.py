@@ -23,6 +23,16 @@ def test_the_parameters_cell_holds_annotated_literals_only(checkout, line, part)
     refused(lambda: params.declared("demo"), "notebooks/demo.ipynb", part)
 
 
+def test_a_file_that_is_no_notebook_is_named_and_hidden_ones_are_none(checkout):
+    checkout.add("demo")
+    (checkout.root / "notebooks" / "._demo.ipynb").write_bytes(b"\x00\x05\xff")
+    assert params.experiments() == ["demo"]
+    cells = '{"cells": [{"cell_type": "code"%s}]}'
+    for text in ("", "[]", "null", '{"cells": [1]}', cells % "", cells % ', "source": "x"', cells % ', "metadata": {}'):
+        (checkout.root / "notebooks" / "bad.ipynb").write_text(text)
+        refused(params.experiments, "cannot read the notebook notebooks/bad.ipynb: ")
+
+
 def test_defaults_then_profile_then_command_line_in_the_declared_type(checkout):
     checkout.add("demo", yaml="steps: 5\nrate: 1e-4\n")
     assert params.experiments() == ["demo"] and params.profiles() == ["smoke"]
@@ -113,6 +123,9 @@ def test_root_is_found_upwards_or_named(checkout, monkeypatch):
     assert paths.root() == checkout.root
     monkeypatch.setenv("T1_ROOT", str(below))
     refused(paths.root, "T1_ROOT", "notebooks/")
+    (checkout.root / "t1lib").mkdir()
+    monkeypatch.setenv("T1_ROOT", str(checkout.root))
+    refused(paths.root, f"would be said to be of '{checkout.root}/t1lib'", "pip install -e .")
 
 
 def test_a_profile_sets_what_nobody_else_has_set(checkout):

@@ -106,6 +106,12 @@ def test_what_fails_is_a_row_and_the_others_go_on(capsys, monkeypatch, error, st
     assert f"tiny/gpu/fused 128: {state}, {error}" in capsys.readouterr().out
 
 
+def test_the_point_to_try_runs_whatever_lengths_are_measured():
+    """An error in a cell of which nothing is recorded would end a run that has measured all."""
+    made = {"p": SimpleNamespace(**PARAMETERS | {"lengths": [64]}), "records": Records(), "machine": H200}
+    run_cells("frontier", "imports", "points", "try", **made, run=SimpleNamespace(device=SimpleNamespace(type="cpu")))
+
+
 GIVEN = dict(
     dtype="float32", reference="float64", shapes=["A 256 4096 64", "B 8 30 4"], methods=["full"],
     compared=["64MiB", "32MiB"], tight=["B 8MiB", "M 4MiB"],

@@ -7,12 +7,13 @@ import platform
 import subprocess
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from t1lib.errors import T1Error
 from t1lib.kit.run import Run
-from t1lib.kit.tables import make_table
+from t1lib.kit.tables import make_table, mean_std
 from t1lib.measure.environment import default_profile, environment, git_state
 from t1lib.measure.records import Numbers, Records, escape_latex, format_number, gate_losses, numeric, statuses
 
@@ -60,6 +61,10 @@ def test_small_memory_is_shown_in_mib_column_by_column():
     frame = make_table([{"device (GiB)": 0.0078125, "host (GiB)": 0.25, "none (GiB)": None}, missing])
     columns = {"device (MiB)": ["8.00", "–"], "host (GiB)": ["0.250", "0.500"], "none (GiB)": ["–", "–"]}
     assert frame.to_dict("list") == columns
+
+
+def test_a_single_sample_has_no_deviation():
+    assert [mean_std(pd.Series(values)) for values in ([2.0, 4.0], [2.0], [])] == ["3.00 ± 1.41", "2.00 ± –", "–"]
 
 
 def test_numbers_round_trip(tmp_path):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from matplotlib import rc_context
 
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
@@ -129,6 +130,22 @@ def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, i
     assert kernel.run("step", "finish", ids=ids) == ""
 
 
+def test_another_cell_that_records_the_same_says_what_it_replaces(checkout, kernel):
+    kernel.everything()
+    kernel.cells["copy"] = kernel.cells["step"].replace("p.steps", "1")
+    told = "this cell replaces all that `[5] for step in range(p.steps):` recorded and drew: some is of one kind\n"
+    assert kernel.run("copy") == told and kernel.run("copy") == ""
+    assert kernel.run("show").endswith("[0.0] [5.0, 5.0]\n")
+
+
+def test_a_parameter_is_no_attribute_and_figures_do_not_look_as_a_matplotlibrc_says(checkout, kernel):
+    with rc_context({"figure.facecolor": "black"}):
+        kernel.cells["set"] = "p.steps = 5"
+        kernel.cells["look"] = "import matplotlib\nprint(p.steps, matplotlib.rcParams['figure.facecolor'])"
+        kernel.run("parameters", "setup")
+        assert "is set by its variable, `steps = 5`" in kernel.run("set") and kernel.run("look") == "3 white\n"
+
+
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
     finish, kernel.cells["later"] = kernel.cells.pop("finish"), "factor = 1000"
     kernel.cells["finish"] = finish
@@ -187,6 +204,7 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
 @pytest.mark.parametrize(
     ("maker", "user"),
     [
+        ("factors = [p.scale]", "found = p.values()['scale']"),
         ("factors = [p.scale]", "%time found = factors[0]"),
         ("factors = [p.scale]", "%%time\nfound = factors[0]"),
         ("factors = [p.scale]", "found = Kind().go()"),

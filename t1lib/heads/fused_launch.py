@@ -124,7 +124,8 @@ class Chunk:
         else:
             per_class = even_sum.new_ones(len(at)) if weight is None else weight[frequent.clamp(min=0)]
             torch.outer(-per_class, even_sum, out=sums)
-        self.known |= {"frequent": frequent, "frequent_number": repeated.sum(dtype=torch.int32), "slot": slot}
+        self.known |= {"frequent": frequent, "frequent_number": repeated.sum(dtype=torch.int32)}
+        self.known |= {"slot": slot, "place": at}
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
         kernel[grid](**{name: self.known[name] for name in kernel.arg_names if name not in given}, **given)
@@ -173,9 +174,18 @@ class Chunk:
             sum_rows(out, z, self.tokens.number, self.start, self.size, factor)
 
     def add_targets(self, segment_end: Tensor) -> None:
-        """After all chunks, add the targets' own terms to dW and dBias, rounded once."""
-        grid = len(self.tokens.order), 1 if self.dw is None else ceil(self.hidden, 512)
-        self.launch(products.target_rows, *grid, segment_end=segment_end, HEIGHT=16, BLOCK=512, num_warps=4)
+        """After all chunks, add the targets' own terms to dW and dBias, rounded once. Frequent targets have programs of
+        another shape: one shape for all takes 2 to 8 times as long, as most targets have one token."""
+        kernel, given, dw = products.target_rows, dict(segment_end=segment_end, num_warps=2), self.dw is not None
+        height, width = 1 if dw else 32, ceil(self.hidden, 1024)
+        self.launch(kernel, len(self.tokens.order), width, place=None, HEIGHT=height, BLOCK=1024, **given)
+        if dw:
+            given["number"], most, width = (
+                self.known["frequent_number"],
+                len(self.known["place"]),
+                ceil(self.hidden, 128),
+            )
+            self.launch(kernel, most, width, HEIGHT=32, BLOCK=128, **given)
 
 
 def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, factor: Tensor | None) -> None:

@@ -94,9 +94,11 @@ class Cells:
             self._makers[name] = key
         if cell.measured:
             cell.made[cell.records] = cell.run
-        # Where a frontend gives no ids, an edited cell is a new one: the old one holds samples of the same kinds.
+        # An edited cell is a new one where a frontend gives no ids, as are copies of a cell and parts of a split one
+        # anywhere: the old one holds samples of the same kinds.
         mine = _kinds(cell.rows)
-        self.known = {key: c for key, c in self.known.items() if c is cell or not mine & _kinds(c.rows)}
+        for other in [key for key, c in self.known.items() if c is not cell and mine & _kinds(c.rows)]:
+            print(f"this cell replaces all that `{self.known.pop(other).title}` recorded and drew: some is of one kind")
 
     def read_records(self) -> None:
         """The running cell sees what the others have recorded."""

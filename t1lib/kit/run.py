@@ -57,7 +57,7 @@ class Run:
         self.records = Records(self._cells.rows)
         self._driven, self._measures = folder is not None, None
         self.params = params.Live(experiment, namespace, self._require_allowed)
-        final = paths.outputs(self.params.values()["profile"], experiment)
+        final = paths.outputs(self.params.checked()["profile"], experiment)
         git_state()  # raises its errors before anything is measured
         # Taken at the start: an edit made during the run must make the run stale.
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
@@ -98,15 +98,19 @@ class Run:
         and if it would replace results from another kind of GPU; with `measure` false, if there is no finished run with
         these parameters.
         """
+        plt.rcdefaults()  # what a matplotlibrc says, such as a dark background, is not for published figures
         plt.rcParams.update(STYLE)
-        run = namespace.get(_RUN)
-        if isinstance(run, cls) and run.experiment == experiment:
-            run.params.values()
+        run, driven = namespace.get(_RUN), os.environ.get("T1_STAGING")
+        # In a copy that names its original still, what is measured or drawn would get into the original's folder.
+        named = run.experiment if isinstance(run, cls) else Path(driven).stem[1:] if driven else experiment
+        told = f"Run.start names {experiment!r} in a run of {named!r}; name that, or restart the kernel"
+        require(experiment == named, told)
+        if isinstance(run, cls):
+            run.params.checked()
             return run
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, with this machine's paths in it
         for limit in ("display.max_colwidth", "display.max_columns", "display.max_rows"):
             pd.set_option(limit, None)  # tables are shown whole
-        driven = os.environ.get("T1_STAGING")
         run = namespace[_RUN] = cls(experiment, namespace, Path(driven) if driven else None)
         run.outdir.mkdir(parents=True, exist_ok=True)
         return run
@@ -181,7 +185,7 @@ class Run:
             del self._numbers[key]
         self._numbers.save_json(self.outdir / "numbers.json")
         self._numbers.save_tex(self.outdir / "numbers.tex")
-        given = self.params.values()
+        given = self.params.checked()
         final = paths.outputs(given["profile"], self.experiment)
         if not self._measures:
             if not self._driven:

@@ -17,12 +17,12 @@ def cell(value: object) -> str:
 
 def make_table(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
     """Rows of column → value as a table of texts; a column in GiB is shown in MiB if all of its values are small."""
-    frame = pd.DataFrame(rows, dtype=object)
+    frame = pd.DataFrame(rows, dtype=object).rename(columns=str)
     for name in [name for name in frame if "(GiB)" in name]:
         values = pd.to_numeric(frame[name], errors="coerce")
         scale, unit = memory_unit(values.dropna())
         if values.notna().any() and unit != "GiB":
-            frame[name] = values * scale
+            frame[name] = (values * scale).where(values.notna(), frame[name])  # which may be a text, such as oom
             frame = frame.rename(columns={name: name.replace("(GiB)", f"({unit})")})
     return frame.map(cell)
 
@@ -35,7 +35,8 @@ def memory_unit(gib: Iterable[float]) -> tuple[float, str]:
 def to_latex(frame: pd.DataFrame, text_columns: int = 1) -> str:
     """LaTeX for any document that loads `array`, `booktabs` and `graphicx`: the first `text_columns` are left-aligned
     text, the others numbers; headers and text wrap, and what is still wider than the line is scaled down to it."""
-    most = max(14, 90 // max(len(frame.columns), 1))
+    frame = frame if len(frame.columns) else pd.DataFrame({MISSING: [MISSING]})
+    most = max(14, 90 // len(frame.columns))
     columns = [_column(name, frame[name], index < text_columns, most) for index, name in enumerate(frame.columns)]
     table = frame.map(_tex).rename(columns=_tex).style.hide(axis="index")
     body = table.to_latex(column_format="".join(columns), hrules=True).rstrip()
@@ -53,9 +54,8 @@ def _column(name: str, cells: pd.Series, text: bool, most: int) -> str:
 
 
 def mean_std(values: pd.Series) -> str:
-    """`mean ± std`, as in the reports; a dash without values."""
-    std = values.std(ddof=1) if len(values) > 1 else 0.0
-    return f"{cell(values.mean())} ± {cell(std)}" if len(values) else MISSING
+    """`mean ± std`, as in the reports; a dash without values, and for the deviation of a single one."""
+    return f"{cell(values.mean())} ± {cell(values.std(ddof=1))}" if len(values) else MISSING
 
 
 def median_iqr(values: pd.Series) -> str:
@@ -66,4 +66,6 @@ def median_iqr(values: pd.Series) -> str:
 
 def _tex(text: str) -> str:
     commands = {"±": r"\ensuremath{\pm}", "×": r"\ensuremath{\times}", MISSING: "--"}
-    return escape_latex(text).translate(str.maketrans(commands))
+    commands |= {"≤": r"\ensuremath{\le}", "≥": r"\ensuremath{\ge}", "−": r"\ensuremath{-}"}
+    guard = "{}" * text.startswith(("[", "*"))  # else LaTeX takes it for a part of the command that ended the last row
+    return guard + escape_latex(text).translate(str.maketrans(commands))

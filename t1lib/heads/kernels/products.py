@@ -103,19 +103,25 @@ def products(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def target_rows(
-    dw, db, frequent_sums, e, order, target, segment_end, row, slot, number, tokens, hidden, e_row, e_column,
+    dw, db, frequent_sums, e, order, target, segment_end, row, slot, place, number, tokens, hidden, e_row, e_column,
     frequent_sums_stride, dw_stride, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (position, block of columns): for every target y, dw[y] ← Σ_{n: y_n = y} τ_n e_n + (dw[y], or where there
-    is one frequent_sums[slot[y]]); db[y] += Σ τ_n. Sorted by target (−1: another shard's): the first of each writes."""
-    i = tl.program_id(0)
-    if i >= tl.load(number):
+    """Program (h, block of columns): with `place` for the frequent target h, whose tokens begin at position place[h],
+    dw[y] ← frequent_sums[h] + Σ_{n: y_n = y} τ_n e_n; else, where a target that is none begins at position h, dw[y] +=
+    Σ τ_n e_n. db[y] += Σ τ_n. Positions are sorted by target (−1: another shard's). HEIGHT: tokens at a time."""
+    h = tl.program_id(0)
+    if h >= tl.load(number):
         return
+    i = h if place is None else tl.load(place + h).to(tl.int32)
     y = tl.load(target + i).to(tl.int64)
     if y < 0:
         return
-    if tl.load(target + i - 1, mask=i > 0, other=-1) == y:
-        return
+    if place is None:
+        another = tl.load(target + i - 1, mask=i > 0, other=-1) == y
+        if dw is not None:
+            another |= tl.load(slot + y) >= 0
+        if another:
+            return
     end = tl.load(segment_end + i)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < hidden
@@ -132,11 +138,8 @@ def target_rows(
             parts += value * factor[:, None]
     if dw is not None:
         out = dw + y * dw_stride + d
-        where = tl.load(slot + y).to(tl.int64)
-        if where >= 0:
-            before = tl.load(frequent_sums + where * frequent_sums_stride + d, mask=inside, other=0.0)
-        else:
-            before = tl.load(out, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out, (before + tl.sum(parts, 0)).to(dw.dtype.element_ty), mask=inside)
+        before = out if place is None else frequent_sums + h.to(tl.int64) * frequent_sums_stride + d
+        sums = tl.load(before, mask=inside, other=0.0).to(tl.float32) + tl.sum(parts, 0)
+        tl.store(out, sums.to(dw.dtype.element_ty), mask=inside)
     if db is not None and tl.program_id(1) == 0:
         tl.store(db + y, tl.load(db + y) + tl.sum(factors, 0))
