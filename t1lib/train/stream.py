@@ -80,7 +80,8 @@ def stream(
     require(plan_for is None or pair, f"plan_for={shown(plan_for)}; allowed: (rows, tokens per row), each 1 or more")
     stack = stack_of(model) if layers is None else layers
     own = isinstance(stack, nn.ModuleList) and any(m is stack for m in model.modules())
-    require(own and len(stack) > 0, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's")
+    some = own and any(True for _ in stack.parameters())
+    require(some, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's, with parameters")
     again = any(getattr(layer, "gradient_checkpointing", False) for layer in stack)
     require(not again, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
     if choice is not None:
