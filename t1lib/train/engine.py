@@ -258,9 +258,9 @@ class _Locked:
         self._lock, self._function = lock, function
 
     @torch.compiler.disable
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
-            return self._function(*args)
+            return self._function(*args, **kwargs)
 
     __reduce__ = _StreamedForward.__reduce__
 
