@@ -115,7 +115,7 @@ class Outer:
         embed, weight, ids = self.embed, self.embed.weight, input
         # A checkpoint around it would run it again, when it is no longer ahead, and save other indices.
         alone = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        ahead = self._pending and self._own.grad is not None and self._own.param is weight and alone
+        ahead = self._pending and self._own.grad is not None and self._own.param is weight and alone and ids.numel() > 0
         if not ahead or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
             self.ready()
             return self._forward(ids)

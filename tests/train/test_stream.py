@@ -103,6 +103,10 @@ def penalty_first(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model.lm_head.weight.square().sum() + model_loss(model, batch)
 
 
+def none_embedded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model.get_input_embeddings()(batch["input_ids"][:0]).sum() + model_loss(model, batch)
+
+
 def generated(model: nn.Module) -> float:
     """The tokens, as one number."""
     prompt = data(1)[0]["input_ids"][:2, :3]
@@ -188,6 +192,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards of a view, all on the host": case(
         qwen3, loss=two_forwards_of_a_view, choice=Choice(outer="host", inputs="host")
     ),
+    "no tokens before others, all on the host": case(qwen3, loss=none_embedded, choice=Choice(outer="host")),
     "positions before tokens, all on the host": case(placed, choice=Choice(outer="host")),
     "a penalty first, all on the host": case(qwen3, loss=penalty_first, choice=Choice(outer="host")),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
