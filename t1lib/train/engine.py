@@ -121,9 +121,11 @@ class Engine:
         self.optimizer.take_over()
 
     def _travelling(self) -> list[nn.Parameter]:
-        """Trained matrices outside the layers, of the layers' dtype."""
-        inside = {id(p) for layer in self.stack for p in layer.parameters()}
-        found = [p for p in self.model.parameters() if id(p) not in inside and id(p) in self.optimizer.groups]
+        """Trained matrices outside the layers, of the layers' dtype, whose gradients are dense."""
+        stay = {id(p) for layer in self.stack for p in layer.parameters()}
+        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        stay |= {id(embedding.weight) for embedding in embeddings if embedding.sparse}
+        found = [p for p in self.model.parameters() if id(p) not in stay and id(p) in self.optimizer.groups]
         found = [p for p in found if p.requires_grad and p.dim() > 1 and p.is_contiguous()]
         return [p for p in found if p.dtype == self.layout.dtype]
 

@@ -69,6 +69,13 @@ def placed() -> nn.Module:
     return model
 
 
+def sparse() -> nn.Module:
+    """Gradients of its embedding are."""
+    model = blocks()
+    model.embed.sparse = True
+    return model
+
+
 def begun() -> nn.Module:
     """Gradients from before are added to."""
     model = qwen3()
@@ -191,6 +198,9 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=Choice(outer="host", inputs="host")),
     "two forwards of a view, all on the host": case(
         qwen3, loss=two_forwards_of_a_view, choice=Choice(outer="host", inputs="host")
+    ),
+    "sparse gradients, all on the host": case(
+        sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=Choice(outer="host")
     ),
     "no tokens before others, all on the host": case(qwen3, loss=none_embedded, choice=Choice(outer="host")),
     "positions before tokens, all on the host": case(placed, choice=Choice(outer="host")),
