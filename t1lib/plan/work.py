@@ -74,7 +74,7 @@ def saved_by(call: Callable[[], object], weights: Iterable[torch.Tensor]) -> int
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         found[storage.data_ptr()] = storage
-        return tensor
+        return tensor.detach()  # an output that holds its graph, and is held by it, would never be freed
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):
         call()

@@ -206,7 +206,8 @@ def kept_graph(layer: HostLayer | None) -> AbstractContextManager:
 
     def pack(tensor: Tensor) -> Any:
         own = tensor.untyped_storage().data_ptr() == start
-        return (tensor.size(), tensor.stride(), tensor.storage_offset()) if own else tensor
+        # Detached, as the output of a node would hold its graph, and be held by it: no collector frees that.
+        return (tensor.size(), tensor.stride(), tensor.storage_offset()) if own else tensor.detach()
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else layer.slot.flat.as_strided(*packed)
@@ -252,7 +253,7 @@ class Recompute:
         products = [(n, m) for n, m in layer.named_modules() if _plain(m)]
         hooks = [m.register_forward_hook(lambda *_, name=name: events.append(name)) for name, m in products]
         try:
-            with saved_tensors_hooks(lambda tensor: events.append("") or tensor, lambda tensor: tensor):
+            with saved_tensors_hooks(lambda tensor: events.append("") or tensor.detach(), lambda tensor: tensor):
                 out = call()
         finally:
             for hook in hooks:

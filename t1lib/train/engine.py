@@ -121,9 +121,11 @@ class Engine:
         self.optimizer.take_over()
 
     def _travelling(self) -> list[nn.Parameter]:
-        """Trained matrices outside the layers, of the layers' dtype."""
-        inside = {id(p) for layer in self.stack for p in layer.parameters()}
-        found = [p for p in self.model.parameters() if id(p) not in inside and id(p) in self.optimizer.groups]
+        """Trained matrices outside the layers, of the layers' dtype, whose gradients are dense."""
+        stay = {id(p) for layer in self.stack for p in layer.parameters()}
+        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        stay |= {id(embedding.weight) for embedding in embeddings if embedding.sparse}
+        found = [p for p in self.model.parameters() if id(p) not in stay and id(p) in self.optimizer.groups]
         found = [p for p in found if p.requires_grad and p.dim() > 1 and p.is_contiguous()]
         return [p for p in found if p.dtype == self.layout.dtype]
 
@@ -155,6 +157,8 @@ class Engine:
         if not self.placed:
             with torch.inference_mode(False):  # buffers are for training, too
                 if torch.is_grad_enabled():
+                    fits = hidden.dim() > 1 and hidden.numel() > 0
+                    require(fits, f"gpu_memory, and a first batch of {tuple(hidden.shape)}; allowed: rows of tokens")
                     piece = Piece(hidden, *without_caches(args, kwargs))  # a layer is run on it to see what it saves
                     self.place(planned(self, piece, *hidden.shape[:2]))
                 elif self.schedule is None:
@@ -171,6 +175,10 @@ class Engine:
         """Begin an update of everything that has gradients."""
         require(not self.closed, "a step of an optimizer that was closed; make another one, or stream again")
         if not self.placed:
+            # Their place is not known yet, and to do nothing would lose them.
+            early = "a step before the first forward, for which gpu_memory is planned; allowed: plan_for, or choice"
+            found = any(held.has_gradients for held in self.host) or any(p.grad is not None for p in self.others())
+            require(not found, early)
             return
         with self.lock, uninterrupted():
             self.optimizer.update(self.streamed | self.travelling)

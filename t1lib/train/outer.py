@@ -8,6 +8,7 @@ tightest, their device memory is released: the update rebuilds them from their m
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ class Outer:
         self._counts, self._rules = self._optimizer.counts, self._optimizer.rules()
         self.held = [OuterParam(p, self._layers + k, self._optimizer) for k, p in enumerate(params)]
         own = {id(held.param): held for held in self.held}
-        embeddings = (m for m in engine.model.modules() if isinstance(m, nn.Embedding) and id(m.weight) in own)
+        embeddings = (m for m in _looked_up(engine.model) if id(m.weight) in own)
         self._pending = self._away = False  # whether the update has not begun, and the weights' memory is released
         self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
         self._pieces = sum(len(self._schedule.travel.pieces(held)) for held in self.held)
@@ -111,12 +112,12 @@ class Outer:
                 if own and not _is_saved(held.param, storage):
                     storage.resize_(0)
 
-    def look_up(self, ids: Tensor) -> Tensor:
+    def look_up(self, input: Tensor) -> Tensor:
         """In place of the embedding's forward."""
-        embed, weight = self.embed, self.embed.weight
+        embed, weight, ids = self.embed, self.embed.weight, input
         # A checkpoint around it would run it again, when it is no longer ahead, and save other indices.
         alone = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        ahead = self._pending and self._own.grad is not None and self._own.param is weight and alone
+        ahead = self._pending and self._own.grad is not None and self._own.param is weight and alone and ids.numel() > 0
         if not ahead or embed.max_norm is not None or embed.scale_grad_by_freq or embed.sparse:
             self.ready()
             return self._forward(ids)
@@ -279,6 +280,16 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (shape, dtype), rows = ctx.like, ctx.rows
         return torch.zeros(shape, dtype=dtype, device=grad.device).index_copy_(0, rows, grad), None, None
+
+
+def _looked_up(model: nn.Module) -> Iterator[nn.Embedding]:
+    """Embeddings that look up what they are given. Others may do so elsewhere, such as positions, by a mask's shape."""
+    given = None
+    with suppress(AttributeError, NotImplementedError):
+        given = model.get_input_embeddings()  # some scale what they have looked up
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and (module is given or type(module).forward is nn.Embedding.forward):
+            yield module
 
 
 def _is_saved(param: nn.Parameter, storage: torch.UntypedStorage) -> bool:

@@ -227,8 +227,10 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         ctx.passes, ctx.index = passes, index
         ctx.args, ctx.kwargs = without_caches(args, kwargs)  # a recomputation would append to them a second time
+        before = hidden._version
         with passes.lock:
             out, ctx.saved = passes.forward(index, Piece(hidden, args, kwargs), True, wanted=ctx.needs_input_grad[1])
+        require(hidden._version == before, f"layer {index} writes to its input, from which it is to be recomputed")
         kept = ctx.saved.graphs is not None or ctx.saved.input is not None
         ctx.save_for_backward(*([] if kept else [hidden]))
         return out

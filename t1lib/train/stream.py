@@ -66,7 +66,9 @@ def stream(
     and for a host without enough memory.
     """
     require(isinstance(model, nn.Module), f"model of type {type(model).__name__}; allowed: a torch.nn.Module")
-    require("_t1_engine" not in model.__dict__, "the model is streamed already; call `close()` of its optimizer first")
+    # An engine gives the model and its layers an `_apply` of their own.
+    again = any("_apply" in vars(module) for module in model.modules())
+    require(not again, "the model, or a part of it, is streamed already; call `close()` of its optimizer first")
     whole = micro_batch is None or is_whole(micro_batch, 1)
     require(whole, f"micro_batch={shown(micro_batch)}; allowed: 1 or more, whole numbers, or None")
     check_optimizer(optimizer, model)
@@ -79,7 +81,8 @@ def stream(
     require(plan_for is None or pair, f"plan_for={shown(plan_for)}; allowed: (rows, tokens per row), each 1 or more")
     stack = stack_of(model) if layers is None else layers
     own = isinstance(stack, nn.ModuleList) and any(m is stack for m in model.modules())
-    require(own and len(stack) > 0, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's")
+    some = own and any(True for _ in stack.parameters())
+    require(some, f"layers={type(layers).__name__}; allowed: an nn.ModuleList of the model's, with parameters")
     again = any(getattr(layer, "gradient_checkpointing", False) for layer in stack)
     require(not again, "the model's gradient checkpointing is on; stream recomputes layers itself: turn it off")
     if choice is not None:

@@ -45,6 +45,37 @@ def spectral() -> nn.Module:
     return model
 
 
+class Positions(nn.Embedding):
+    """Looks up others than it is given."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(torch.arange(ids.shape[1], device=ids.device))
+
+
+class Placed(nn.Module):
+    """Embeds tokens at their positions."""
+
+    def __init__(self, tokens: nn.Embedding) -> None:
+        super().__init__()
+        self.positions, self.tokens = Positions(7, tokens.embedding_dim), tokens
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.positions(ids) + self.tokens(input=ids)
+
+
+def placed() -> nn.Module:
+    model = blocks()
+    model.embed = Placed(model.embed)
+    return model
+
+
+def sparse() -> nn.Module:
+    """Gradients of its embedding are."""
+    model = blocks()
+    model.embed.sparse = True
+    return model
+
+
 def begun() -> nn.Module:
     """Gradients from before are added to."""
     model = qwen3()
@@ -77,6 +108,10 @@ def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor
 def penalty_first(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Its backward reads the weight after that of the layers."""
     return model.lm_head.weight.square().sum() + model_loss(model, batch)
+
+
+def none_embedded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model.get_input_embeddings()(batch["input_ids"][:0]).sum() + model_loss(model, batch)
 
 
 def generated(model: nn.Module) -> float:
@@ -164,6 +199,11 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards of a view, all on the host": case(
         qwen3, loss=two_forwards_of_a_view, choice=Choice(outer="host", inputs="host")
     ),
+    "sparse gradients, all on the host": case(
+        sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=Choice(outer="host")
+    ),
+    "no tokens before others, all on the host": case(qwen3, loss=none_embedded, choice=Choice(outer="host")),
+    "positions before tokens, all on the host": case(placed, choice=Choice(outer="host")),
     "a penalty first, all on the host": case(qwen3, loss=penalty_first, choice=Choice(outer="host")),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),

@@ -127,7 +127,7 @@ def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
 
 
 @pytest.mark.parametrize("end", ["after a step", "in the middle", "broken", "closed"])
-@pytest.mark.parametrize("options", [*PLACES[:3], AT_ONCE])
+@pytest.mark.parametrize("options", [*PLACES[:3], AT_ONCE, {"gpu_memory": "1GiB"}])
 def test_what_is_dropped_is_gone(options, end):
     """Threads end, and host memory is given back, with and without `close()`."""
     leave({}, "closed")  # what is made once in a process
@@ -136,6 +136,13 @@ def test_what_is_dropped_is_gone(options, end):
     assert wait_for(lambda: gc.collect() >= 0 and not any(each() for each in references))
     assert wait_for(lambda: threads() <= running), threads() - running
     assert held_bytes() <= before
+
+
+def test_forwards_in_vain_without_growth():
+    """Whose activations are kept."""
+    with streaming(blocks(), choice=Choice(keep=4)) as (streamed, _):
+        sizes = [(model_loss(streamed, BATCHES[0]).item(), held_bytes())[1] for _ in range(3)]
+    assert sizes[2] == sizes[1]
 
 
 def test_many_steps_without_growth():

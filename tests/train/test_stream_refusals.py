@@ -74,6 +74,7 @@ WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or r
     "none of its own": lambda model: nn.ModuleList(blocks().blocks),
     "a new list of its own layers": lambda model: nn.ModuleList(model.blocks),
     "a sequence": lambda model: nn.Sequential(*model.blocks),
+    "without parameters": lambda model: setattr(model, "idle", nn.ModuleList([nn.ReLU()])) or model.idle,
 }
 
 
@@ -154,6 +155,15 @@ def test_a_budget_that_is_too_small_for_the_first_batch():
     untouched(model, lambda: streamed_with(model, gpu_memory="1MiB", plan_for=(4, 7)))
 
 
+def test_what_comes_too_early_for_a_plan():
+    """A step would be lost with the gradients that came along; a batch without rows says nothing."""
+    model, none = llama(), {name: value[:0] for name, value in BATCHES[0].items()}
+    first_backward(model)
+    with streaming(model, gpu_memory="1GiB") as (streamed, own):
+        refused(own.step, "before the first forward")
+        refused(lambda: model_loss(streamed, none), "(0, 7, 32)")
+
+
 def first_loss(model: nn.Module) -> Tensor:
     return model_loss(model, BATCHES[0])
 
@@ -211,6 +221,13 @@ def trained_in_frozen(model: nn.Module, optimizer: Any) -> None:
     first_loss(model)
 
 
+def written_input(model: nn.Module, optimizer: Any) -> None:
+    """As nothing below the layer is trained, PyTorch allows it."""
+    model.get_input_embeddings().requires_grad_(False)
+    layers_of(model)[0].input_layernorm.register_forward_pre_hook(lambda module, args: (args[0].mul_(0.9),))
+    first_loss(model)
+
+
 def cached_loss(model: nn.Module, optimizer: Any) -> None:
     with parametrize.cached():
         first_loss(model)
@@ -242,6 +259,7 @@ ONGOING: dict[str, tuple] = {
         lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen", frozen_layer, every
     ),
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
+    "a layer that writes to its input": during(written_input, "layer 0 writes to its input"),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
     "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
     "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
@@ -309,7 +327,8 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 def test_what_is_refused_changes_nothing():
     with going_on(qwen3, choice=Choice(outer="host")) as (model, optimizer):
-        refused(lambda: streamed_with(model), "streamed already")
+        for again in (model, model.model, nn.ModuleList([model])):
+            refused(lambda again=again: streamed_with(again), "streamed already")
         refused(lambda: streamed_with(qwen3(), optimizer))  # which streams another model
         refused(lambda: copy.deepcopy(model), "copy its state_dict()")
         refused(lambda: model.bfloat16(), "bfloat16", "before `stream`")
