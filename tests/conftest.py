@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: product
 PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
 START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"
 MEASURE = 'for step in range(steps):\n    run.records.put("slide", "", {"wall_ms": step * rate}, step)\n'
+SAMPLES = "variant,phase,step,metric,unit,value\nslide,,0,wall,ms,1.5\n"  # of a run that is finished
 EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
 FAST = "t1m3"  # the experiment whose run the fast tests read; it has a report
 
@@ -40,6 +41,19 @@ class Checkout:
         path.write_text(json.dumps(notebook))
         self.params(name, yaml)
         return path
+
+    def finished(self, folder: Path, name: str = "demo") -> None:
+        """Leave in `folder` a finished run of a notebook under smoke, as if `python -m t1lib run` had made it."""
+        from t1lib import fingerprint, params
+        from t1lib.measure import manifest
+
+        folder.mkdir(parents=True)
+        (folder / "samples.csv").write_text(SAMPLES)
+        (folder / "executed.ipynb").write_text("{}")
+        made_of = {"notebook": fingerprint.notebook(name), "modules": fingerprint.everything()}
+        (folder / manifest.NOTES).write_text(json.dumps({"made_of": made_of, "inputs": {}}))
+        keys = {"experiment": name, "profile": "smoke", "parameters": params.resolve(name, "smoke")}
+        manifest.write(folder, **keys, started=manifest.utc_now(), seconds=1.23)
 
     def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
         path = self.root / "params" / profile / f"{name}.yaml"
