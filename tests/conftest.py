@@ -5,10 +5,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from copies import CHECKOUT, copy_kit, python
+from filelock import FileLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: products as small as these are slower on two
 
@@ -73,28 +75,42 @@ def no_process_group_left():
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session")
+def loaded_modules() -> Callable[[], list[str]]:
+    """`fingerprint.loaded`, which parses every module that is loaded, asked once."""
+    from t1lib import fingerprint
+
+    return cache(fingerprint.loaded)
+
+
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_modules: Callable[[], list[str]]) -> Checkout:
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     monkeypatch.delenv("T1_STAGING", raising=False)
+    monkeypatch.setattr("t1lib.fingerprint.loaded", loaded_modules)
     return Checkout(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`smoke_run(*experiments)`: a checkout, a value for T1_ROOT, with finished smoke runs of these, copied from the
-    real one where they are up to date there. Other tests use it, too: copy it before changing it."""
-    root, made = copy_kit(tmp_path_factory.mktemp("smoke"), "report"), set()
+    real one where they are up to date there. Other tests use it, too, and other workers: copy it before changing it."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smoke"
 
     def run(*experiments: str) -> Path:
-        missing = sorted(set(experiments) - made)
-        for name in missing:
-            folder = Path("outputs", "smoke", name)
-            if (CHECKOUT / folder / "manifest.json").is_file():
-                shutil.copytree(CHECKOUT / folder, root / folder)
-        if missing:
-            python("-m", "t1lib", "run", *missing, "--profile", "smoke", cwd=root, T1_ROOT=str(root))
-            made.update(missing)
+        with FileLock(f"{root}.lock"):
+            missing = [name for name in sorted(set(experiments)) if not (root / f"{name}.made").exists()]
+            if not root.exists():
+                copy_kit(root, "report")
+            for name in missing:
+                folder = Path("outputs", "smoke", name)
+                if (CHECKOUT / folder / "manifest.json").is_file():
+                    shutil.copytree(CHECKOUT / folder, root / folder)
+            if missing:
+                python("-m", "t1lib", "run", *missing, "--profile", "smoke", cwd=root, T1_ROOT=str(root))
+            for name in missing:
+                (root / f"{name}.made").touch()
         return root
 
     return run

@@ -76,13 +76,13 @@ def test_odd_operands_and_options(name):
 def test_what_holds_for_every_head(own):
     every_head.test_certain_targets("fused", own, atol=3e-7)
     every_head.test_the_forwards_autocast_counts_in_the_backward_too(own, "fused")
-    every_head.test_all_tokens_ignored_or_none_at_all("fused", own, "mean", torch.float32)
+    every_head.test_all_tokens_ignored_or_none_at_all("fused", own, "mean", torch.float32, vocabulary=40)
     every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
 
 
 def test_statistics_and_numbers_that_are_none():
     """NaN and inf appear where they appear with `full`."""
-    p = single(20, 70, 16)
+    p = single(9, 70, 16)
     call = partial(linear_cross_entropy, p.e, p.w, p.target, linear_bias=p.b, return_stats=True)
     for g, w in zip(call(head="fused")[1], call(head="full")[1], strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
@@ -181,4 +181,4 @@ def test_a_patched_model_compiles_whole():
 
 def test_threads():
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda tokens: agrees(single(tokens, 40, 16)), (20, 21, 33, 47)))
+        list(pool.map(lambda tokens: agrees(single(tokens, 40, 16)), (3, 9, 20, 33)))
