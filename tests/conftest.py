@@ -44,7 +44,7 @@ class Checkout:
         self.params(name, yaml)
         return path
 
-    def finished(self, folder: Path, name: str = "demo") -> None:
+    def finish(self, folder: Path, name: str = "demo") -> None:
         """Leave in `folder` a finished run of a notebook under smoke, as if `python -m t1lib run` had made it."""
         from t1lib import fingerprint, params
         from t1lib.measure import manifest

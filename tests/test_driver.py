@@ -40,7 +40,7 @@ def test_only_what_changed_or_is_forced_is_run_again(checkout, run, capsys, monk
     checkout.add("first", MEASURE, "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__, 'a://b')")
     checkout.add("second")
     for name in ("first", "second"):
-        checkout.finished(checkout.outputs(name), name)
+        checkout.finish(checkout.outputs(name), name)
     found = told(run("all"))
     assert "first [smoke] up to date (measured 20" in found and "nothing to do: 2 experiments up to date" in found
 

@@ -22,7 +22,7 @@ def why(folder, **changes) -> str | None:
 def test_a_run_is_stale_once_its_code_or_parameters_mean_something_else(checkout):
     path = checkout.add("demo")
     folder = checkout.outputs("demo")
-    checkout.finished(folder)
+    checkout.finish(folder)
     assert why(folder) is None
     assert {"commit", "dirty", "environment", "made_of"} <= set(manifest.read(folder))
     assert why(folder, steps=3) == "parameters changed"
@@ -76,8 +76,8 @@ def test_results_of_another_gpu_are_not_replaced(checkout, monkeypatch):
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "environment", lambda: {"cpu": "Some CPU", "gpu": "Some GPU"})
-        checkout.finished(final)
-    checkout.finished(staging)
+        checkout.finish(final)
+    checkout.finish(staging)
     with pytest.raises(T1Error, match="outputs/smoke/demo was measured on Some GPU"):
         manifest.publish(staging, final)
     with pytest.raises(T1Error, match="was measured on Some GPU"):
@@ -92,8 +92,8 @@ def test_results_of_another_gpu_are_not_replaced(checkout, monkeypatch):
 def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it(checkout, monkeypatch, calls):
     checkout.add("demo")
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
-    checkout.finished(final)
-    checkout.finished(staging)
+    checkout.finish(final)
+    checkout.finish(staging)
     dying = Mock(wraps=os.replace, side_effect=[DEFAULT] * calls + [SystemExit])
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(os, "replace", dying)
@@ -102,7 +102,7 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
     assert why(final) is None
     (final / "stale.txt").write_text("of the run before")
     if not staging.exists():
-        checkout.finished(staging)
+        checkout.finish(staging)
     manifest.publish(staging, final)
     assert why(final) is None and not (final / "stale.txt").exists()
     assert [path.name for path in final.parent.iterdir()] == ["demo"]
@@ -111,11 +111,11 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
 def test_a_folder_of_results_that_is_a_link_is_replaced_again_and_again(checkout, tmp_path):
     checkout.add("demo")
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
-    checkout.finished(tmp_path / "elsewhere" / "demo")
+    checkout.finish(tmp_path / "elsewhere" / "demo")
     final.parent.mkdir(parents=True)
     final.symlink_to(tmp_path / "elsewhere" / "demo")
     for _ in range(2):
-        checkout.finished(staging)
+        checkout.finish(staging)
         manifest.publish(staging, final)
         assert why(final) is None and [path.name for path in final.parent.iterdir()] == ["demo"]
 
@@ -164,7 +164,7 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     with pytest.raises(T1Error, match="holds no finished run"):
         redraw("smoke", "demo")
     folder = checkout.outputs("demo")
-    checkout.finished(folder)
+    checkout.finish(folder)
     before = manifest.read(folder)
     assert redraw("smoke", "demo") == MADE
     assert why(folder) is None and "{demo.last}{1.50}{ms}" in (folder / "numbers.tex").read_text()
@@ -193,7 +193,7 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     with pytest.raises(T1Error, match="holds no finished run"):
         begin(measure=False)
     folder = checkout.outputs("demo")
-    checkout.finished(folder)
+    checkout.finish(folder)
     with pytest.raises(T1Error, match="was run with steps=2; steps=3 has to be measured"):
         begin(measure=False, steps=3)
     names = PARAMETERS | {"measure": False}

@@ -96,13 +96,13 @@ def test_derivatives_that_are_not_there_are_refused():
     p = single(5, 40, 16)
     call = partial(linear_cross_entropy, linear_weight=p.w, target=p.target, head="fused")
     for f, x in ((call, p.e), (lambda b: call(p.e, linear_bias=b), p.b), (lambda c: call(p.e, weight=c), p.b.abs())):
-        assert "no forward-mode derivative" in refused(partial(torch.func.jvp, f, (x,), (x,)))
+        refused(partial(torch.func.jvp, f, (x,), (x,)), "no forward-mode derivative")
     for reduction in ("mean", "none"):
         loss = call(p.e.requires_grad_(), reduction=reduction).sum()
         torch.autograd.grad(loss, p.e, retain_graph=True)
         if reduction == "mean":
-            assert "second backward" in refused(partial(torch.autograd.grad, loss, p.e, retain_graph=True))
-        assert "no second derivative" in refused(partial(torch.autograd.grad, loss, p.e, create_graph=True))
+            refused(partial(torch.autograd.grad, loss, p.e, retain_graph=True), "second backward")
+        refused(partial(torch.autograd.grad, loss, p.e, create_graph=True), "no second derivative")
 
 
 def test_the_least_workspace_makes_the_gradients_in_the_backward():

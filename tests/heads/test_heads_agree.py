@@ -50,11 +50,8 @@ def test_the_forwards_autocast_counts_in_the_backward_too(own, head="chunked"):
 def test_full_follows_the_equation(name, reduction):
     p = problem(37, 257, 16)
     o = options(name, p)
-    smooth, every, c = (
-        o.get("label_smoothing", 0.0),
-        o.get("token_weight", torch.ones(37)),
-        o.get("weight", torch.ones(257)),
-    )
+    smooth, every = o.get("label_smoothing", 0.0), o.get("token_weight", torch.ones(37))
+    c = o.get("weight", torch.ones(257))
     e, w, b = operands = leaves(p)
     losses, below = [], []
     for n, y in enumerate(p.target.tolist()):

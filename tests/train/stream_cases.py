@@ -84,10 +84,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def assert_same_weights(
-    model: nn.Module | dict[str, Tensor], other: nn.Module | dict[str, Tensor], rel: float = 0.0
-) -> None:
-    """The same bits, or `rel` of each weight's norm apart at most."""
+def assert_same_weights(model: Any, other: Any, rel: float = 0.0) -> None:
+    """Models, or what `weights` gave: the same bits, or `rel` of each weight's norm apart at most."""
     first, second = (m.state_dict() if isinstance(m, nn.Module) else m for m in (model, other))
     assert first.keys() == second.keys()
     apart = {name: (first[name].cpu() - value.cpu()).float().norm() for name, value in second.items()}
@@ -100,10 +98,9 @@ def assert_same_state(optimizer: Any, other: Any) -> None:
     first, second = optimizer.state_dict(), other.state_dict()
     for key in ("params", "lr"):
         assert [g[key] for g in first["param_groups"]] == [g[key] for g in second["param_groups"]]
-    for index in first["state"].keys() | second["state"].keys():
-        found, expected = (
-            {k: v for k, v in each["state"].get(index, {}).items() if v is not None} for each in (first, second)
-        )
+    one, two = first["state"], second["state"]
+    for index in one.keys() | two.keys():
+        found, expected = ({k: v for k, v in s.get(index, {}).items() if v is not None} for s in (one, two))
         assert found.keys() - {"step"} == expected.keys() - {"step"}, index
         for key, value in expected.items():
             assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), (index, key)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from copies import python
 from loop_cases import CLIPPED, OPTIMIZERS, assert_same, model, of_layers, ragged, run
 from refusals import refused
 from torch import nn
@@ -189,20 +188,6 @@ def test_a_closed_trainer_gives_the_model_back(mode):
     assert torch.equal(one(batch["input_ids"]).logits, plain(batch["input_ids"]).logits)
     refused(lambda: trainer.step(batch), "the trainer was closed")
     assert make_trainer(one, "slide").evaluate(batch) == loss
-
-
-SCRIPT = """
-import torch
-from t1lib.train import OptimizerSpec, build_model, make_trainer
-model = build_model("tiny", hidden_size=256, intermediate_size=1024, num_hidden_layers=2)
-trainer = make_trainer(model, "slide", optimizer=OptimizerSpec("adamw", master_weights=True))
-trainer.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
-"""
-
-
-def test_a_script_that_ends_after_a_step_ends_well(tmp_path):
-    """The interpreter waits for updates that still run."""
-    python("-c", SCRIPT, cwd=tmp_path)
 
 
 def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):

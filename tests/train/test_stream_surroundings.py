@@ -248,9 +248,7 @@ def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(maste
                 param.zero_()
         saved = own.state_dict()["state"]
         for number, param in enumerate(streamed.parameters()):
-            torch.testing.assert_close(
-                saved[number]["master"].cpu(), param.detach().cpu().float(), rtol=4e-3, atol=1e-37
-            )
+            torch.testing.assert_close(saved[number]["master"], param.detach().float(), rtol=4e-3, atol=1e-37)
         train(streamed, own, data(3))
         assert all((param == 0).float().mean() < 0.05 for param in zeroed)
 
@@ -281,12 +279,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "a gradient that is kept": case(qwen3, clip=keep_first),
     "gradients that are kept, dropped one by one": case(qwen3, clip=add_kept, zero=one_by_one),
-    "gradients that are kept, dropped by layers": case(
-        qwen3, clip=add_kept, zero=lambda model: model.model.zero_grad()
-    ),
+    "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
     # which are never zeroed, but clipped before the step, and seen after it
     "gradients of parameters in no group": case(
-        qwen3, norms_alone, clip=clip_twice, zero=lambda model: None, after=up_grad
+        qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=up_grad
     ),
     "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
 }
