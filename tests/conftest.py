@@ -100,17 +100,15 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def run(*experiments: str) -> Path:
         with FileLock(f"{root}.lock"):
-            missing = [name for name in sorted(set(experiments)) if not (root / f"{name}.made").exists()]
             if not root.exists():
                 copy_kit(root, "report")
-            for name in missing:
-                folder = Path("outputs", "smoke", name)
-                if (CHECKOUT / folder / "manifest.json").is_file():
+            for name in experiments:
+                folder, made = Path("outputs", "smoke", name), root / f"{name}.made"
+                if (CHECKOUT / folder / "manifest.json").is_file() and not made.exists():
                     shutil.copytree(CHECKOUT / folder, root / folder)
-            if missing:
-                python("-m", "t1lib", "run", *missing, "--profile", "smoke", cwd=root, T1_ROOT=str(root))
-            for name in missing:
-                (root / f"{name}.made").touch()
+                if not made.exists():
+                    python("-m", "t1lib", "run", name, "--profile", "smoke", cwd=root, T1_ROOT=str(root))
+                    made.touch()
         return root
 
     return run
