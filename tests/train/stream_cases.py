@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,10 +40,11 @@ def streaming(model: nn.Module, optimizer: Any = None, **options: Any) -> Iterat
 def compare(
     build: Callable[[], nn.Module], optimizer: Callable[..., Any] = adamw, loop: Callable[..., list[float]] = train,
     reference: Callable[[nn.Module], object] | None = None, usual: Callable[..., Any] | None = None, rel: float = 0.0,
-    device: str = "cpu", **options: Any,
+    device: str = "cpu", places: Sequence[dict[str, Any]] = ({},), **options: Any,
 ) -> None:  # fmt: skip
     """Assert that a streamed model trains as a plain one: the same bits of losses, weights, state and random numbers;
-    with `rel`, within rounding. `reference` may change the plain model, and `usual` make another optimizer for it."""
+    with `rel`, within rounding. `reference` may change the plain model, and `usual` make another optimizer for it. The
+    model is streamed once for each of `places`, which are options, too."""
     plain = build().to(device)
     other = (usual or optimizer)(plain)
     if reference is not None:
@@ -51,17 +52,19 @@ def compare(
     torch.manual_seed(7)
     expected, drawn = loop(plain, other), torch.get_rng_state()
     assert max(expected) > min(expected) * (1 + 10 * rel)
-    model = build()
-    with streaming(model, optimizer(model), device=device, **options) as (streamed, own):
-        torch.manual_seed(7)
-        assert loop(streamed, own) == pytest.approx(expected, rel=rel, abs=0.0)
-        if rel:
-            assert evaluated(streamed) == pytest.approx(evaluated(plain), rel=rel)
-        else:
-            assert torch.equal(torch.get_rng_state(), drawn)
-            assert_same_state(own, other)
-        assert_same_weights(streamed, plain, 100 * rel)
-    assert_same_weights(model, plain, 100 * rel)
+    for place in places:
+        print(place)  # told where one of several fails
+        model = build()
+        with streaming(model, optimizer(model), device=device, **options | place) as (streamed, own):
+            torch.manual_seed(7)
+            assert loop(streamed, own) == pytest.approx(expected, rel=rel, abs=0.0)
+            if rel:
+                assert evaluated(streamed) == pytest.approx(evaluated(plain), rel=rel)
+            else:
+                assert torch.equal(torch.get_rng_state(), drawn)
+                assert_same_state(own, other)
+            assert_same_weights(streamed, plain, 100 * rel)
+        assert_same_weights(model, plain, 100 * rel)
 
 
 def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw, **given: Any) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from t1lib.train import activations
 ON_HOST = Choice(inputs="host", outer="host", grads="host", host_share=0.5)
 CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1, grad_slots=1)}
 CHOICES |= {"kept": Choice(keep=2), "waiting": Choice(host_share=0.5, grads="device")}
-each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 
 
 def penalty(model: nn.Module) -> Tensor:
@@ -234,7 +233,7 @@ def test_another_thread_evaluates_meanwhile():
         evaluating.result()
 
 
-@each_choice
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("masters", ["whole", "split"])
 def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, choice):
     model = qwen3(torch.bfloat16)
@@ -289,14 +288,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@each_choice
 @pytest.mark.parametrize("name", CASES)
-def test_same_bits_as_plain_pytorch(name, choice, monkeypatch):
+def test_same_bits_as_plain_pytorch(name, monkeypatch):
     """Memory that nobody has written to holds nan."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        compare(**CASES[name], choice=choice)
+        compare(**CASES[name], places=[{"choice": choice} for choice in CHOICES.values()])
     finally:
         torch.use_deterministic_algorithms(False)
 
