@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -169,14 +169,19 @@ def _in_pieces(run: Callable, rows: int | None, hidden: Tensor, *args: Any, **kw
     return torch.cat([outputs[start] for start in starts])
 
 
+@cache
+def six_steps(build: Callable[[], nn.Module]) -> tuple[nn.Module, Any, list[float]]:
+    """A plain model after six clipped steps, its optimizer, and losses and norms."""
+    plain = build()
+    usual = adamw(plain)
+    return plain, usual, train(plain, usual, data(6), clip=own_clip)
+
+
 @contextmanager
 def going_on(build: Callable[[], nn.Module] = blocks, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
     """A streamed model after two steps, and its optimizer. After the body, four more steps are as in a plain run of six
     in which the body did nothing."""
-    batches = data(6)
-    plain, model = build(), build()
-    usual = adamw(plain)
-    expected = train(plain, usual, batches, clip=own_clip)
+    (plain, usual, expected), batches, model = six_steps(build), data(6), build()
     with streaming(model, adamw(model), **options) as (streamed, own):
         found = train(streamed, own, batches[:2], clip=own_clip)
         yield streamed, own
