@@ -5,16 +5,19 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from copies import CHECKOUT, copy_kit, python
+from filelock import FileLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: products as small as these are slower on two
 
 PARAMETERS = 'profile: str = "smoke"  # which machine\nsteps: int = 3  # measured steps\nrate: float = 0.5\n'
 START = "from t1lib.kit.run import Run\nrun = Run.start({name!r}, globals())\n"
 MEASURE = 'for step in range(steps):\n    run.records.put("slide", "", {"wall_ms": step * rate}, step)\n'
+SAMPLES = "variant,phase,step,metric,unit,value\nslide,,0,wall,ms,1.5\n"  # of a run that is finished
 EXPERIMENTS = ("cce", "chunks", "convergence", "frontier", "parallel", "t1m1", "t1m3")
 FAST = "t1m3"  # the experiment whose run the fast tests read; it has a report
 
@@ -41,6 +44,20 @@ class Checkout:
         self.params(name, yaml)
         return path
 
+    def finish(self, folder: Path, name: str = "demo") -> None:
+        """Leave in `folder` a finished run of a notebook under smoke, as if `python -m t1lib run` had made it."""
+        from t1lib import fingerprint, params
+        from t1lib.files import write_signed
+        from t1lib.measure import manifest
+
+        folder.mkdir(parents=True)
+        (folder / "samples.csv").write_text(SAMPLES)
+        (folder / "executed.ipynb").write_text("{}")
+        made_of = {"notebook": fingerprint.notebook(name), "modules": fingerprint.everything()}
+        write_signed(folder / manifest.NOTES, {"made_of": made_of, "inputs": {}})
+        keys = {"experiment": name, "profile": "smoke", "parameters": params.resolve(name, "smoke")}
+        manifest.write(folder, **keys, started=manifest.utc_now(), seconds=1.23)
+
     def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
         path = self.root / "params" / profile / f"{name}.yaml"
         path.parent.mkdir(exist_ok=True)
@@ -59,28 +76,40 @@ def no_process_group_left():
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session")
+def loaded_modules() -> Callable[[], list[str]]:
+    """`fingerprint.loaded`, which parses every module that is loaded, asked once."""
+    from t1lib import fingerprint
+
+    return cache(fingerprint.loaded)
+
+
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_modules: Callable[[], list[str]]) -> Checkout:
     monkeypatch.setenv("T1_ROOT", str(tmp_path))
     monkeypatch.delenv("T1_STAGING", raising=False)
+    monkeypatch.setattr("t1lib.fingerprint.loaded", loaded_modules)
     return Checkout(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`smoke_run(*experiments)`: a checkout, a value for T1_ROOT, with finished smoke runs of these, copied from the
-    real one where they are up to date there. Other tests use it, too: copy it before changing it."""
-    root, made = copy_kit(tmp_path_factory.mktemp("smoke"), "report"), set()
+    real one where they are up to date there. Other tests use it, too, and other workers: copy it before changing it."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smoke"
 
     def run(*experiments: str) -> Path:
-        missing = sorted(set(experiments) - made)
-        for name in missing:
-            folder = Path("outputs", "smoke", name)
-            if (CHECKOUT / folder / "manifest.json").is_file():
-                shutil.copytree(CHECKOUT / folder, root / folder)
-        if missing:
-            python("-m", "t1lib", "run", *missing, "--profile", "smoke", cwd=root, T1_ROOT=str(root))
-            made.update(missing)
+        with FileLock(f"{root}.lock"):
+            if not root.exists():
+                copy_kit(root, "report")
+            for name in experiments:
+                folder, made = Path("outputs", "smoke", name), root / f"{name}.made"
+                if (CHECKOUT / folder / "manifest.json").is_file() and not made.exists():
+                    shutil.copytree(CHECKOUT / folder, root / folder)
+                if not made.exists():
+                    python("-m", "t1lib", "run", name, "--profile", "smoke", cwd=root, T1_ROOT=str(root))
+                    made.touch()
         return root
 
     return run

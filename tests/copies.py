@@ -9,6 +9,11 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
+def names(folder: Path) -> list[str]:
+    """What lies in it."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 def copy_kit(root: Path, *more: str, source: Path = CHECKOUT) -> Path:
     """Copy to `root`, a value for T1_ROOT, the folders of a checkout that commands need, and these."""
     for name in ("docs", "notebooks", "params", *more):

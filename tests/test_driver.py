@@ -20,6 +20,7 @@ from t1lib.__main__ import main
 from t1lib.files import locked
 from t1lib.measure import manifest
 
+MEASURE = "for step in range(steps):\n    run.records.put('slide', '', {'wall_ms': step}, step)\n"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of papermill's and jupyter's own dependencies
 
 
@@ -30,71 +31,67 @@ def run():
     gc.collect()
 
 
-def test_run_then_skip_then_redo_only_what_changed_or_is_forced(checkout, run, capsys, monkeypatch):
+def test_only_what_changed_or_is_forced_is_run_again(checkout, run, capsys, monkeypatch):
     def told(code: int) -> str:
         assert code == 0
         return "".join(capsys.readouterr())
 
     monkeypatch.setattr(sys, "path", [*sys.path, os.sep])  # as of a command that begins in the root folder
-    checkout.add("first")
-    checkout.add("second", "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__, 'a://b')", yaml="")
-    found = told(run())
-    assert "2 run, 0 up to date, 0 failed" in found and "first [smoke]: started, expected time unknown" in found
-    folder = checkout.outputs("first")
-    content = manifest.read(folder)
-    assert set(content["files"]) == {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex"}
-    assert content["parameters"] == {"profile": "smoke", "steps": 2, "rate": 0.5}
-    assert sorted(path.name for path in folder.parent.glob("[!.]*")) == ["first", "second"]
-    assert not [name for name in content["files"] if str(checkout.root) in (folder / name).read_text()]
-    # The kernel is this very Python, whatever kernels a user has registered elsewhere.
-    executed = json.loads((checkout.outputs("second") / "executed.ipynb").read_text())
-    printed = [output["text"] for cell in executed["cells"] for output in cell["outputs"]]
-    [[python, package]] = printed
-    assert sys.executable.endswith(python.strip()) and package == "yaml/__init__.py a://b\n"
-
+    checkout.add("first", MEASURE, "import sys, yaml\nprint(sys.executable)\nprint(yaml.__file__, 'a://b')")
+    checkout.add("second")
+    for name in ("first", "second"):
+        checkout.finish(checkout.outputs(name), name)
     found = told(run("all"))
     assert "first [smoke] up to date (measured 20" in found and "nothing to do: 2 experiments up to date" in found
 
-    samples = folder / "samples.csv"
-    samples.write_text("made up")
+    folder = checkout.outputs("first")
+    (folder / "samples.csv").write_text("made up")
     found = told(main(["list"]))
     assert "smoke    stale    samples.csv is not as the run left it; measured 20" in found
     assert "smoke    done     measured 20" in found
     checkout.params("first", "steps: 1\n")
+    (folder.with_name(".first.partial") / "figures").mkdir(parents=True)  # left by a run that was killed
     found = told(run())
     assert "first [smoke] to run: parameters changed" in found and "second [smoke] up to date" in found
     assert "1 run, 1 up to date, 0 failed" in found and "first [smoke]: started, expected 00:" in found
-    assert len(samples.read_text().splitlines()) == 2
-    assert "1 run, 0 up to date" in told(run("second", "--force"))
+    content = manifest.read(folder)
+    assert set(content["files"]) == {"executed.ipynb", "samples.csv", "numbers.json", "numbers.tex"}
+    assert content["parameters"] == {"profile": "smoke", "steps": 1, "rate": 0.5}
+    assert len((folder / "samples.csv").read_text().splitlines()) == 2
+    assert sorted(os.listdir(folder.parent)) == [".first.lock", "first", "second"]
+    assert not [name for name in content["files"] if str(checkout.root) in (folder / name).read_text()]
+    # The kernel is this very Python, whatever kernels a user has registered elsewhere.
+    cells = json.loads((folder / "executed.ipynb").read_text())["cells"]
+    [[python, package]] = [output["text"] for cell in cells for output in cell["outputs"]]
+    assert sys.executable.endswith(python.strip()) and package == "yaml/__init__.py a://b\n"
 
-
-def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(checkout, run, capsys):
-    measure = "for step in range(steps):\n    run.records.put('slide', '', {'wall_ms': step}, step)\n"
-    table = 'run.table("any", [{"n": len(run.frame())}])'
-    checkout.add("bad", measure, table, "x = 1\nraise ValueError('boom')")
-    checkout.add("dead", "import os\nos._exit(1)")
-    checkout.add("unfinished", "run.finish = lambda: None")
-    assert run() == 1
-    told = capsys.readouterr()
-    assert "0 run, 0 up to date, 3 failed: bad, dead, unfinished" in told.out
-    assert "error: bad [smoke] cell In [6] (`x = 1`): ValueError: boom\n" in told.err
-    assert "outputs/smoke/.bad.partial/executed.ipynb" in told.err
-    assert "error: dead [smoke] cell `import os`: DeadKernelError" in told.err
-    assert "error: unfinished [smoke] the notebook ended without run.finish()" in told.err
-    left = checkout.root / "outputs/smoke/.bad.partial"
-    assert (left / "executed.ipynb").is_file() and not checkout.outputs("bad").exists()
-    rows = (left / "samples.csv").read_text().splitlines()
-    assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
-
-
-def test_a_full_disk_is_named_though_the_notebook_is_cut_short(checkout, run, capsys, monkeypatch):
     def fills_the_disk(notebook, executed, *more, **options):
         executed.write_text('{"cells": [')
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    checkout.add("demo")
     monkeypatch.setattr("papermill.execute_notebook", fills_the_disk)
-    assert run() == 1 and "OSError: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert run("second", "--force") == 1 and "OSError: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert told(run("second")).startswith("second [smoke] up to date")
+
+
+def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(checkout, run, capsys, monkeypatch):
+    table = 'run.table("any", [{"n": len(run.frame())}])'
+    checkout.add("bad", MEASURE, table, "x = 1\nraise ValueError('boom')")
+    checkout.add("dead", "import os\nos._exit(1)")
+    assert run() == 1
+    told = capsys.readouterr()
+    assert "0 run, 0 up to date, 2 failed: bad, dead" in told.out
+    assert "bad [smoke]: started, expected time unknown" in told.err
+    assert "error: bad [smoke] cell In [6] (`x = 1`): ValueError: boom\n" in told.err
+    assert "outputs/smoke/.bad.partial/executed.ipynb" in told.err
+    assert "error: dead [smoke] cell `import os`: DeadKernelError" in told.err
+    left = checkout.root / "outputs/smoke/.bad.partial"
+    assert (left / "executed.ipynb").is_file() and not checkout.outputs("bad").exists()
+    rows = (left / "samples.csv").read_text().splitlines()
+    assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
+    monkeypatch.setattr("papermill.execute_notebook", lambda *_, **__: None)
+    assert run("bad") == 1
+    assert "error: bad [smoke] the notebook ended without run.finish()" in capsys.readouterr().err
 
 
 def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
@@ -144,30 +141,27 @@ def test_list_shows_parameters_and_states_and_a_file_in_the_way_is_told(checkout
     assert run() == 2 and f"cannot write {checkout.root}/outputs/smoke: " in capsys.readouterr().err
 
 
-def test_a_reader_that_has_enough_ends_it_quietly(checkout):
-    checkout.add("demo")
-    command = [sys.executable, "-m", "t1lib", "list"]
-    listing = subprocess.Popen(command, cwd=checkout.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    listing.stdout.close()
-    assert listing.stderr.read() == b"" and listing.wait() == 1
-    listing.stderr.close()
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
 def test_an_output_of_few_characters_on_a_full_disk_or_closed_is_no_traceback(checkout, monkeypatch, capsys):
+    """Nor one whose reader has had enough."""
     checkout.add("demo", parameters='profile: str = "smoke"\nsteps: int = 3  # measured steps, ≥ 1\n')
     monkeypatch.setattr(sys, "argv", ["t1lib", "list", "demo"])
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("t1lib", run_name="__main__")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert (main(["list", "demo"]), capsys.readouterr().err) == (0, "")
+    read, write = os.pipe()
+    os.close(read)
     told = "error: [Errno 28] No space left on device\n"
-    for output, code, error in ((None, 0, ""), (open("/dev/full", "w"), 2, told)):  # noqa: SIM115
-        monkeypatch.setattr(sys, "stdout", output)
-        assert (main(["list", "demo"]), capsys.readouterr().err) == (code, error)
+    for target, code, error in (("/dev/full", 2, told), (write, 1, "")):
+        with open(target, "w") as output:  # what is left to write when it is closed is no error, either
+            monkeypatch.setattr(sys, "stdout", output)
+            assert (main(["list", "demo"]), capsys.readouterr().err) == (code, error)
 
 
 SLEEP = "import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(60)\n"
-SIGNALS = ["SIGKILL", "SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)]
+SIGNALS = ["SIGINT", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGKILL", "SIGTERM"))]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

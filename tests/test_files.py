@@ -1,13 +1,10 @@
 """Writing files and folders: afterwards they are complete or unchanged, and a failing disk gives a single error."""
 
 import pytest
+from copies import names
 
 from t1lib.errors import T1Error
 from t1lib.files import held, read_signed, signed, whole, write_signed
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_file_or_folder_is_as_it_was_until_the_new_one_is_whole(tmp_path):

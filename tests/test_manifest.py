@@ -9,22 +9,10 @@ import pytest
 from t1lib import fingerprint, paths
 from t1lib.__main__ import main
 from t1lib.errors import T1Error
-from t1lib.files import write_signed
 from t1lib.kit.run import Run, redraw
 from t1lib.measure import manifest
 
-SAMPLES = "variant,phase,step,metric,unit,value\nslide,,0,wall,ms,1.5\n"
 PARAMETERS = {"profile": "smoke", "steps": 2, "rate": 0.5}
-
-
-def finished(folder):
-    folder.mkdir(parents=True)
-    (folder / "samples.csv").write_text(SAMPLES)
-    (folder / "executed.ipynb").write_text("{}")
-    made_of = {"notebook": fingerprint.notebook("demo"), "modules": fingerprint.everything()}
-    write_signed(folder / manifest.NOTES, {"made_of": made_of, "inputs": {}})
-    keys = {"experiment": "demo", "profile": "smoke", "parameters": PARAMETERS}
-    manifest.write(folder, **keys, started=manifest.utc_now(), seconds=1.23)
 
 
 def why(folder, **changes) -> str | None:
@@ -34,7 +22,7 @@ def why(folder, **changes) -> str | None:
 def test_a_run_is_stale_once_its_code_or_parameters_mean_something_else(checkout):
     path = checkout.add("demo")
     folder = checkout.outputs("demo")
-    finished(folder)
+    checkout.finish(folder)
     assert why(folder) is None
     assert {"commit", "dirty", "environment", "made_of"} <= set(manifest.read(folder))
     assert why(folder, steps=3) == "parameters changed"
@@ -88,8 +76,8 @@ def test_results_of_another_gpu_are_not_replaced(checkout, monkeypatch):
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "environment", lambda: {"cpu": "Some CPU", "gpu": "Some GPU"})
-        finished(final)
-    finished(staging)
+        checkout.finish(final)
+    checkout.finish(staging)
     with pytest.raises(T1Error, match="outputs/smoke/demo was measured on Some GPU"):
         manifest.publish(staging, final)
     with pytest.raises(T1Error, match="was measured on Some GPU"):
@@ -104,8 +92,8 @@ def test_results_of_another_gpu_are_not_replaced(checkout, monkeypatch):
 def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it(checkout, monkeypatch, calls):
     checkout.add("demo")
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
-    finished(final)
-    finished(staging)
+    checkout.finish(final)
+    checkout.finish(staging)
     dying = Mock(wraps=os.replace, side_effect=[DEFAULT] * calls + [SystemExit])
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(os, "replace", dying)
@@ -114,7 +102,7 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
     assert why(final) is None
     (final / "stale.txt").write_text("of the run before")
     if not staging.exists():
-        finished(staging)
+        checkout.finish(staging)
     manifest.publish(staging, final)
     assert why(final) is None and not (final / "stale.txt").exists()
     assert [path.name for path in final.parent.iterdir()] == ["demo"]
@@ -123,11 +111,11 @@ def test_killed_while_publishing_leaves_the_old_run_and_the_next_one_replaces_it
 def test_a_folder_of_results_that_is_a_link_is_replaced_again_and_again(checkout, tmp_path):
     checkout.add("demo")
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
-    finished(tmp_path / "elsewhere" / "demo")
+    checkout.finish(tmp_path / "elsewhere" / "demo")
     final.parent.mkdir(parents=True)
     final.symlink_to(tmp_path / "elsewhere" / "demo")
     for _ in range(2):
-        finished(staging)
+        checkout.finish(staging)
         manifest.publish(staging, final)
         assert why(final) is None and [path.name for path in final.parent.iterdir()] == ["demo"]
 
@@ -176,7 +164,7 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     with pytest.raises(T1Error, match="holds no finished run"):
         redraw("smoke", "demo")
     folder = checkout.outputs("demo")
-    finished(folder)
+    checkout.finish(folder)
     before = manifest.read(folder)
     assert redraw("smoke", "demo") == MADE
     assert why(folder) is None and "{demo.last}{1.50}{ms}" in (folder / "numbers.tex").read_text()
@@ -194,7 +182,8 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
         redraw("smoke", "demo")
     assert manifest.read(folder) == before and manifest.damage(folder) is None
     assert [path.name for path in folder.parent.iterdir()] == ["demo"]
-    (folder / "samples.csv").write_text(SAMPLES.replace("1.5", "0.1"))
+    samples = folder / "samples.csv"
+    samples.write_text(samples.read_text().replace("1.5", "0.1"))
     with pytest.raises(T1Error, match=r"samples\.csv is not the one"):
         redraw("smoke", "demo")
 
@@ -204,7 +193,7 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     with pytest.raises(T1Error, match="holds no finished run"):
         begin(measure=False)
     folder = checkout.outputs("demo")
-    finished(folder)
+    checkout.finish(folder)
     with pytest.raises(T1Error, match="was run with steps=2; steps=3 has to be measured"):
         begin(measure=False, steps=3)
     names = PARAMETERS | {"measure": False}
@@ -225,8 +214,8 @@ def test_a_copied_notebook_that_names_its_original_still_is_refused_and_changes_
     copied.write_text(paths.notebook("demo").read_text().replace("demo.last", "mine.last"))
     checkout.params("mine", "")
     original, own = checkout.outputs("demo"), checkout.outputs("mine")
-    finished(original)
-    finished(own)
+    checkout.finish(original)
+    checkout.finish(own, "mine")
     before = manifest.read(original)
     for _ in ("by `report`", "by `run`"):
         with pytest.raises(T1Error, match=r"Run\.start names 'demo' in a run of 'mine'"):

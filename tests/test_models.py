@@ -1,7 +1,6 @@
 """Presets, random weights drawn as by the architecture, checkpoints, and decoders split into parts."""
 
 import json
-import re
 from functools import partial
 
 import pytest
@@ -87,7 +86,7 @@ def test_sizes_are_those_of_the_model_and_of_presets_the_published_ones():
 )
 def test_changes_that_make_no_model_are_named(preset, changes, message):
     for call in (partial(shape_only, preset, torch.float32, **changes), partial(build_model, preset, **changes)):
-        assert re.search(message, refused(call))
+        refused(call, match=message)
 
 
 def configured(folder, **fields) -> str:
@@ -105,8 +104,7 @@ def test_a_configuration_that_disagrees_with_the_weights_is_refused(tmp_path):
         ({"quantization_config": {"quant_method": "nope"}}, "quantised"),
         ({"hidden_size": "wide"}, "cannot load"),
     ):
-        folder = configured(tmp_path, **fields)
-        assert re.search(message, refused(partial(build_model, folder)))
+        refused(partial(build_model, configured(tmp_path, **fields)), match=message)
 
 
 def test_no_other_implementation_of_attention_is_loaded(tmp_path):
@@ -138,6 +136,4 @@ def test_a_loss_that_is_more_than_a_cross_entropy_is_refused_by_name():
             config = AutoConfig.for_model(family, **SMALL, **others, **{field: value})
             model = AutoModelForCausalLM.from_config(config)
         assert split(model).head.weight.shape == (512, 64)
-        refused(
-            partial(require_plain_loss, model), f"'{family}' has {field}={value}, which its loss depends on; allowed"
-        )
+        refused(partial(require_plain_loss, model), f"'{family}' has {field}={value}, which its loss depends on")

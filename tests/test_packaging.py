@@ -72,8 +72,11 @@ e, w, target = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16), torc
 expected = torch.nn.functional.cross_entropy(e @ w.T, target)
 for head in ("full", "chunked", "fused"):
     torch.testing.assert_close(linear_cross_entropy(e, w, target, head=head), expected)
-import t1lib.train
-print(t1lib.__file__)
+from t1lib.train import OptimizerSpec, build_model, make_trainer
+model = build_model("tiny", hidden_size=256, intermediate_size=1024, num_hidden_layers=2)
+trainer = make_trainer(model, "slide", optimizer=OptimizerSpec("adamw", master_weights=True))
+trainer.step({"input_ids": torch.ones(1, 4, dtype=torch.long)})
+print(t1lib.__file__)  # the interpreter waits for updates that still run
 """
 
 

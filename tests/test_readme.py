@@ -41,8 +41,8 @@ def test_a_snippet_runs_as_printed(code, tmp_path, monkeypatch):
             names[opened].close()
 
 
-def test_readme_is_a_page_whose_commands_are_there(capsys):
-    assert len(README.encode()) <= 12288 and len(table("Ten results")) == len(table("Where is")) == 10
+def test_commands_of_the_readme_are_there(capsys):
+    assert len(table("Ten results")) == len(table("Where is")) == 10
     targets = " ".join(re.findall(r"^([a-z ]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)).split()
     told = {command.split()[1] for command in COMMANDS if command.startswith("make")} | {"lab"}
     assert {"reproduce", "test"} < told <= set(targets)

@@ -124,8 +124,7 @@ class Chunk:
         else:
             per_class = even_sum.new_ones(len(at)) if weight is None else weight[frequent.clamp(min=0)]
             torch.outer(-per_class, even_sum, out=sums)
-        self.known |= {"frequent": frequent, "frequent_number": repeated.sum(dtype=torch.int32)}
-        self.known |= {"slot": slot, "place": at}
+        self.known |= dict(frequent=frequent, frequent_number=repeated.sum(dtype=torch.int32), slot=slot, place=at)
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
         kernel[grid](**{name: self.known[name] for name in kernel.arg_names if name not in given}, **given)

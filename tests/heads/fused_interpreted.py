@@ -76,13 +76,13 @@ def test_odd_operands_and_options(name):
 def test_what_holds_for_every_head(own):
     every_head.test_certain_targets("fused", own, atol=3e-7)
     every_head.test_the_forwards_autocast_counts_in_the_backward_too(own, "fused")
-    every_head.test_all_tokens_ignored_or_none_at_all("fused", own, "mean", torch.float32)
+    every_head.test_all_tokens_ignored_or_none_at_all("fused", own, "mean", torch.float32, vocabulary=40)
     every_head.test_what_an_ignored_token_holds_reaches_no_result("fused", own, "weighted smoothing", shape=(9, 50, 16))
 
 
 def test_statistics_and_numbers_that_are_none():
     """NaN and inf appear where they appear with `full`."""
-    p = single(20, 70, 16)
+    p = single(9, 70, 16)
     call = partial(linear_cross_entropy, p.e, p.w, p.target, linear_bias=p.b, return_stats=True)
     for g, w in zip(call(head="fused")[1], call(head="full")[1], strict=True):
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
@@ -96,13 +96,13 @@ def test_derivatives_that_are_not_there_are_refused():
     p = single(5, 40, 16)
     call = partial(linear_cross_entropy, linear_weight=p.w, target=p.target, head="fused")
     for f, x in ((call, p.e), (lambda b: call(p.e, linear_bias=b), p.b), (lambda c: call(p.e, weight=c), p.b.abs())):
-        assert "no forward-mode derivative" in refused(partial(torch.func.jvp, f, (x,), (x,)))
+        refused(partial(torch.func.jvp, f, (x,), (x,)), "no forward-mode derivative")
     for reduction in ("mean", "none"):
         loss = call(p.e.requires_grad_(), reduction=reduction).sum()
         torch.autograd.grad(loss, p.e, retain_graph=True)
         if reduction == "mean":
-            assert "second backward" in refused(partial(torch.autograd.grad, loss, p.e, retain_graph=True))
-        assert "no second derivative" in refused(partial(torch.autograd.grad, loss, p.e, create_graph=True))
+            refused(partial(torch.autograd.grad, loss, p.e, retain_graph=True), "second backward")
+        refused(partial(torch.autograd.grad, loss, p.e, create_graph=True), "no second derivative")
 
 
 def test_the_least_workspace_makes_the_gradients_in_the_backward():
@@ -181,4 +181,4 @@ def test_a_patched_model_compiles_whole():
 
 def test_threads():
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda tokens: agrees(single(tokens, 40, 16)), (20, 21, 33, 47)))
+        list(pool.map(lambda tokens: agrees(single(tokens, 40, 16)), (3, 9, 20, 33)))

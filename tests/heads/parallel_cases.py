@@ -43,8 +43,7 @@ def values() -> Cases:
     found = {name: odd[name] for name in ("a logit far above the others", "a rank all masked", "no gradients")} | {
         "tokens dealt": dict(p=p, chunks=2, sequence_parallel=True, **options("weighted smoothing", p)),
         "tokens dealt, none": dict(reduction="none", sequence_parallel=True, **options("all", few)),
-        "softcap": options("softcap", few),
-        "float32 sums, no bias": dict(accumulate="float32", reduction="sum", bias=False),
+        "float32 sums, softcap": dict(accumulate="float32", reduction="sum", bias=False, **options("softcap", few)),
         "filter, weight alone": dict(filter_eps=1e-3, grad=(False, True, False)),
     }
     common = {"p": few, "rows": FEW, "tolerance": 3e-6, "head": "fused"}

@@ -2,8 +2,6 @@
 raises the same kind of error on every process and never hangs."""
 
 import gc
-import re
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -104,12 +102,12 @@ def within_bounds() -> None:
         self.dw.copy_(guarded[1:-1])
 
     with patch.object(fused_launch.Chunk, "add_targets", between_guards):
-        agrees(problem(20, sum(FEW), 16, dtype=torch.float32), FEW, 3e-6, head="fused", bias=False)
+        agrees(problem(9, sum(FEW), 16, dtype=torch.float32), FEW, 3e-6, head="fused", bias=False)
 
 
 def compiled() -> None:
     """The compiler is told the shapes that the operator returns, of all ranks' tokens and for the largest shard."""
-    p = problem(18, sum(FEW), 16, dtype=torch.float32)
+    p = problem(9, sum(FEW), 16, dtype=torch.float32)
     call = torch.compile(linear_cross_entropy, backend="aot_eager")
     with patch.object(parallel_cases, "linear_cross_entropy", call):
         agrees(p, FEW, 3e-6, head="fused", sequence_parallel=True)
@@ -131,7 +129,6 @@ def groups_made_anew() -> None:
 
 
 P = problem(36, 257, 16, dtype=torch.float32)
-SECONDS = 5
 LAST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dtype": ({"input": P.e.double()}, {}, "disagree about input: .*float32.* on rank 0|linear_weight is"),
     "tokens": ({"input": P.e[:9], "target": P.target[:9]}, {}, r"disagree about input: .*\(36, 16\).*\(9, 16\)"),
@@ -172,7 +169,8 @@ def refusals() -> Cases:
 
 
 def refuses(last: dict[str, Any], change: dict[str, Any], message: str) -> None:
-    """With `change` on every rank, and `last` on the last one as well, each rank raises T1Error within seconds."""
+    """With `change` on every rank, and `last` on the last one as well, each rank raises T1Error: none waits for others
+    that have raised."""
     part = own_rows(ROWS)
     kwargs = {"input": P.e, "linear_weight": P.w[part].requires_grad_(), "target": P.target, "linear_bias": P.b[part]}
     kwargs |= {"group": dist.group.WORLD, "head": "fused", "sequence_parallel": False, **change}
@@ -191,10 +189,7 @@ def refuses(last: dict[str, Any], change: dict[str, Any], message: str) -> None:
 
 def raises(call: Callable[[], Any], message: str) -> None:
     AGREED.clear()  # a call that the ranks agreed to before is not compared again
-    start = time.monotonic()
-    found = refused(call)
-    assert re.search(message, found), found
-    assert time.monotonic() - start < SECONDS
+    refused(call, match=message)
 
 
 def placed() -> None:

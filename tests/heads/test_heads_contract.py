@@ -1,6 +1,5 @@
 """The contract: messages for bad arguments, workspace, autocast, statistics, products, compilation, helpers."""
 
-import re
 from functools import partial
 
 import pytest
@@ -58,7 +57,7 @@ def test_bad_arguments(case):
     change, message = BAD[case]
     if change.get("head") == "torch" and not hasattr(F, "linear_cross_entropy"):
         pytest.skip("this PyTorch has no linear_cross_entropy")
-    assert re.search(message, refused(lambda: linear_cross_entropy(**CALL | change)))
+    refused(lambda: linear_cross_entropy(**CALL | change), match=message)
 
 
 def test_torch_head_says_when_it_is_unavailable(monkeypatch):
@@ -185,11 +184,11 @@ def test_a_second_backward_is_right_or_refused_and_a_second_derivative_refused(h
     if "by" in own or (head == "chunked" and reduction == "none") or own.get("chunked") is False:
         assert torch.equal(torch.autograd.grad(loss, e, ones)[0], kept)
     else:
-        assert "second backward" in refused(lambda: torch.autograd.grad(loss, e, ones))
+        refused(lambda: torch.autograd.grad(loss, e, ones), "second backward")
     assert torch.equal(first, kept)
     if own.get("chunked") is not False:
         loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own).sum()
-        assert "no second derivative" in refused(lambda: torch.autograd.grad(loss, e, create_graph=True))
+        refused(lambda: torch.autograd.grad(loss, e, create_graph=True), "no second derivative")
 
 
 @pytest.mark.parametrize("head", ["chunked", "fused", "torch"])
@@ -202,10 +201,10 @@ def test_transforms_are_for_head_full(head):
 
     found = torch.func.vmap(torch.func.grad(loss))(p.e, p.target)
     assert_close([found], [run("full", p, torch.ones(()).double(), reduction="sum")[1]], 1e-12)
-    assert "got 40" in refused(lambda: torch.func.vmap(loss)(p.e, p.target + 40 - p.target[0]))
+    refused(lambda: torch.func.vmap(loss)(p.e, p.target + 40 - p.target[0]), "got 40")
     other = partial(loss, target=p.target, head=head)
     for call in (lambda: torch.func.grad(other)(p.e), lambda: torch.func.jvp(other, (p.e,), (p.e,))):
-        assert f'head "{head}" has no forward-mode derivative' in refused(call)
+        refused(call, f'head "{head}" has no forward-mode derivative')
 
 
 @pytest.mark.parametrize("head, own", [*TRIED, *TORCH])
@@ -236,7 +235,7 @@ def test_parse_bytes():
     sizes = {0: 0, 7: 7, "7": 7, "7B": 7, "256MiB": 2**28, "1.5GiB": 3 * 2**29, "2 KiB": 2048, "2GB": 2 * 10**9}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     for wrong in ("MiB", "1.5.1GiB", "3 miles", "256mib", "9" * 400 + "GiB", 1.5, None, True, -2):
-        assert re.search(r"bad size .*allowed: .*MiB", refused(lambda wrong=wrong: parse_bytes(wrong)))
+        refused(lambda wrong=wrong: parse_bytes(wrong), match="bad size .*allowed: .*MiB")
 
 
 def test_next_token_targets():
@@ -246,4 +245,4 @@ def test_next_token_targets():
     assert next_token_targets(ids[0], ignore_index=0).tolist() == [2, 3, 0]
     assert next_token_targets(ids[0, :1]).tolist() == [-100]
     for bad in (ids.float(), ids[None], ids[0, 0], None, [1, 2], ids.to_sparse()):
-        assert "ids must" in refused(lambda bad=bad: next_token_targets(bad))
+        refused(lambda bad=bad: next_token_targets(bad), "ids must")

@@ -143,7 +143,7 @@ def test_copies_and_files(tmp_path):
 
 
 def test_compiled_code_of_a_plain_call_is_not_taken_for_a_patched_one():
-    model, found = build("Llama"), []
+    model, found = build("Llama", num_hidden_layers=1), []
     compiled = torch.compile(model, backend="eager")
     for change in (lambda _: None, partial(patch_head, **CHUNKED), unpatch_head, patch_head):
         change(model)

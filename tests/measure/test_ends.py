@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from t1lib.errors import T1Error, UnavailableError
 from t1lib.measure.isolate import VariantFailed, is_out_of_memory, measure_variants
-from t1lib.measure.ranks import PATIENCE, measure_ranks
+from t1lib.measure.ranks import measure_ranks
 from t1lib.measure.records import Records, statuses
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -208,10 +208,9 @@ ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reas
     ],
 )
 def test_a_rank_that_fails_or_sleeps_ends_all_with_its_message(run, how, message, device):
-    began, limit = time.monotonic(), LIMIT if (how, device) == ("sleeps", "cpu") else 40.0
+    limit = LIMIT if (how, device) == ("sleeps", "cpu") else 40.0
     with pytest.raises(T1Error if how == "refuses" else VariantFailed, match=message):
         run(how=how, device=device, limit=limit)
-    assert time.monotonic() - began < limit + PATIENCE + 20
 
 
 @pytest.mark.parametrize(("how", "why"), [("oom", "no memory"), KILLED])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from copies import names
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from t1lib import signals
@@ -65,10 +66,6 @@ def largest_file(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def content(folder):
@@ -239,9 +236,7 @@ def test_a_reader_of_its_lines_that_is_gone_costs_no_step(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("times, passed_on, code", [(1, 0.0, 0), (2, 0.0, 130), (2, 60.0, 0)])
-def test_interrupted_in_its_last_checkpoint_it_finishes_that_unless_twice(
-    tmp_path, monkeypatch, times, passed_on, code
-):
+def test_interrupted_in_its_last_checkpoint_it_finishes_unless_twice(tmp_path, monkeypatch, times, passed_on, code):
     monkeypatch.setattr(signals, "PASSED_ON", passed_on)
     write, sent = checkpoint._write, []
 

@@ -3,9 +3,9 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -40,10 +40,11 @@ def streaming(model: nn.Module, optimizer: Any = None, **options: Any) -> Iterat
 def compare(
     build: Callable[[], nn.Module], optimizer: Callable[..., Any] = adamw, loop: Callable[..., list[float]] = train,
     reference: Callable[[nn.Module], object] | None = None, usual: Callable[..., Any] | None = None, rel: float = 0.0,
-    device: str = "cpu", **options: Any,
+    device: str = "cpu", places: Sequence[dict[str, Any]] = ({},), **options: Any,
 ) -> None:  # fmt: skip
     """Assert that a streamed model trains as a plain one: the same bits of losses, weights, state and random numbers;
-    with `rel`, within rounding. `reference` may change the plain model, and `usual` make another optimizer for it."""
+    with `rel`, within rounding. `reference` may change the plain model, and `usual` make another optimizer for it. The
+    model is streamed once for each of `places`, which are options, too."""
     plain = build().to(device)
     other = (usual or optimizer)(plain)
     if reference is not None:
@@ -51,17 +52,19 @@ def compare(
     torch.manual_seed(7)
     expected, drawn = loop(plain, other), torch.get_rng_state()
     assert max(expected) > min(expected) * (1 + 10 * rel)
-    model = build()
-    with streaming(model, optimizer(model), device=device, **options) as (streamed, own):
-        torch.manual_seed(7)
-        assert loop(streamed, own) == pytest.approx(expected, rel=rel, abs=0.0)
-        if rel:
-            assert evaluated(streamed) == pytest.approx(evaluated(plain), rel=rel)
-        else:
-            assert torch.equal(torch.get_rng_state(), drawn)
-            assert_same_state(own, other)
-        assert_same_weights(streamed, plain, 100 * rel)
-    assert_same_weights(model, plain, 100 * rel)
+    for place in places:
+        print(place)  # told where one of several fails
+        model = build()
+        with streaming(model, optimizer(model), device=device, **options | place) as (streamed, own):
+            torch.manual_seed(7)
+            assert loop(streamed, own) == pytest.approx(expected, rel=rel, abs=0.0)
+            if rel:
+                assert evaluated(streamed) == pytest.approx(evaluated(plain), rel=rel)
+            else:
+                assert torch.equal(torch.get_rng_state(), drawn)
+                assert_same_state(own, other)
+            assert_same_weights(streamed, plain, 100 * rel)
+        assert_same_weights(model, plain, 100 * rel)
 
 
 def case(build: Callable[..., nn.Module], optimizer: Callable[..., Any] = adamw, **given: Any) -> dict[str, Any]:
@@ -84,10 +87,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def assert_same_weights(
-    model: nn.Module | dict[str, Tensor], other: nn.Module | dict[str, Tensor], rel: float = 0.0
-) -> None:
-    """The same bits, or `rel` of each weight's norm apart at most."""
+def assert_same_weights(model: Any, other: Any, rel: float = 0.0) -> None:
+    """Models, or what `weights` gave: the same bits, or `rel` of each weight's norm apart at most."""
     first, second = (m.state_dict() if isinstance(m, nn.Module) else m for m in (model, other))
     assert first.keys() == second.keys()
     apart = {name: (first[name].cpu() - value.cpu()).float().norm() for name, value in second.items()}
@@ -100,10 +101,9 @@ def assert_same_state(optimizer: Any, other: Any) -> None:
     first, second = optimizer.state_dict(), other.state_dict()
     for key in ("params", "lr"):
         assert [g[key] for g in first["param_groups"]] == [g[key] for g in second["param_groups"]]
-    for index in first["state"].keys() | second["state"].keys():
-        found, expected = (
-            {k: v for k, v in each["state"].get(index, {}).items() if v is not None} for each in (first, second)
-        )
+    one, two = first["state"], second["state"]
+    for index in one.keys() | two.keys():
+        found, expected = ({k: v for k, v in s.get(index, {}).items() if v is not None} for s in (one, two))
         assert found.keys() - {"step"} == expected.keys() - {"step"}, index
         for key, value in expected.items():
             assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), (index, key)
@@ -169,14 +169,19 @@ def _in_pieces(run: Callable, rows: int | None, hidden: Tensor, *args: Any, **kw
     return torch.cat([outputs[start] for start in starts])
 
 
+@cache
+def six_steps(build: Callable[[], nn.Module]) -> tuple[nn.Module, Any, list[float]]:
+    """A plain model after six clipped steps, its optimizer, and losses and norms."""
+    plain = build()
+    usual = adamw(plain)
+    return plain, usual, train(plain, usual, data(6), clip=own_clip)
+
+
 @contextmanager
 def going_on(build: Callable[[], nn.Module] = blocks, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
     """A streamed model after two steps, and its optimizer. After the body, four more steps are as in a plain run of six
     in which the body did nothing."""
-    batches = data(6)
-    plain, model = build(), build()
-    usual = adamw(plain)
-    expected = train(plain, usual, batches, clip=own_clip)
+    (plain, usual, expected), batches, model = six_steps(build), data(6), build()
     with streaming(model, adamw(model), **options) as (streamed, own):
         found = train(streamed, own, batches[:2], clip=own_clip)
         yield streamed, own

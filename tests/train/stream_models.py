@@ -126,9 +126,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return inner.blocks if isinstance(inner, Blocks) else inner.base_model.get_submodule("layers")
 
 
-def adapted(
-    dtype: torch.dtype = torch.float32, dropout: float = 0.05, base: Callable[..., Any] = qwen3, **options: Any
-) -> nn.Module:
+def adapted(dtype: torch.dtype = torch.float32, dropout: float = 0.05, base: Any = qwen3, **options: Any) -> nn.Module:
     """A model with adapters that are not zero, as after some training."""
     peft = pytest.importorskip("peft")
     options = {"target_modules": ["q_proj", "v_proj", "down_proj"], **options}

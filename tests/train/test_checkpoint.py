@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from copies import names
 from loop_cases import OPTIMIZERS, assert_same, even, model
 from refusals import refused
 
@@ -30,10 +31,6 @@ def trained():
     trainer = a_trainer()
     trainer.step(even(1)[0])
     return trainer
-
-
-def names(folder) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 class Killed(BaseException):

@@ -26,10 +26,8 @@ from t1lib.text.session import LanguageSession
 from t1lib.train.checkpoint import META
 from t1lib.train.ranks import EXIT_LOST
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the worker forks, and gloo listens on lo"),
-]
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the worker forks, and gloo listens on lo")
+pytestmark = [pytest.mark.slow, LINUX]
 
 SMALL = ["train", "--model", "tiny", "--change", "num_hidden_layers", "2", "--limit", "300KB", "--vocabulary", "300",
          "--seq", "16", "--batch", "5", "--device", "cpu", "--head", "chunked", "--schedule", "constant"]  # fmt: skip

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, Granit
 from t1lib.plan.cost import HOST_GRADS, Choice
 
 FOUR = data(4)
+ON_HOST = Choice(outer="host", inputs="host")
 RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 
 
@@ -195,10 +196,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a loss of logits and embeddings": case(qwen3, loss=logits_loss, clip=own_clip),
     "two forwards": case(qwen3, loss=two_forwards, clip=own_clip),
     # the first forward's output layer reads its weight when layers of the second have run their backward
-    "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=Choice(outer="host", inputs="host")),
-    "two forwards of a view, all on the host": case(
-        qwen3, loss=two_forwards_of_a_view, choice=Choice(outer="host", inputs="host")
-    ),
+    "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=ON_HOST),
+    "two forwards of a view, all on the host": case(qwen3, loss=two_forwards_of_a_view, choice=ON_HOST),
     "sparse gradients, all on the host": case(
         sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=Choice(outer="host")
     ),

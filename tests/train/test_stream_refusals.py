@@ -255,9 +255,7 @@ ONGOING: dict[str, tuple] = {
         lambda m, o: (first_loss(m) + m.model.layers[0].mlp.up_proj.weight.sum()).backward(), "update_in_backward"
     ),
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
-    "unfrozen": during(
-        lambda m, o: first_backward(m.requires_grad_(True)), "layer 0 was unfrozen", frozen_layer, every
-    ),
+    "unfrozen": during(lambda m, o: first_backward(m.requires_grad_(True)), "0 was unfrozen", frozen_layer, every),
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
     "a layer that writes to its input": during(written_input, "layer 0 writes to its input"),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
@@ -337,10 +335,9 @@ def test_what_is_refused_changes_nothing():
         others = {name: param.detach() for name, param in model.named_parameters()}
         refused(lambda: torch.func.functional_call(model, others, kwargs=BATCHES[0]), "layer 0", "another")
         model.eval()
-        found = model(BATCHES[0]["input_ids"][:1], use_cache=True)
-        refused(
-            lambda: model(BATCHES[0]["input_ids"][:1, :1], past_key_values=found.past_key_values), "past_key_values"
-        )
+        ids = BATCHES[0]["input_ids"][:1]
+        found = model(ids, use_cache=True)
+        refused(lambda: model(ids[:, :1], past_key_values=found.past_key_values), "past_key_values")
         model.train()
         hook = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad)
         two = model_loss(model, BATCHES[0]) + model_loss(model, BATCHES[1])

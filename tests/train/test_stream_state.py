@@ -5,7 +5,7 @@ import gc
 import io
 import weakref
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ AT_ONCE = pytest.param({"update_in_backward": True}, id="at once")
 FIRST, SECOND = data(6)[:3], data(6)[3:]
 
 
+@cache
 def unbroken(build, optimizer=adamw) -> tuple[nn.Module, Any, list[float]]:
     """A plain model after six steps, its optimizer, and the losses of the last three."""
     plain = build()

@@ -21,7 +21,6 @@ from t1lib.train import activations
 ON_HOST = Choice(inputs="host", outer="host", grads="host", host_share=0.5)
 CHOICES = {"default": None, "on host": ON_HOST, "resident": Choice(resident=2, slots=1, grad_slots=1)}
 CHOICES |= {"kept": Choice(keep=2), "waiting": Choice(host_share=0.5, grads="device")}
-each_choice = pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 
 
 def penalty(model: nn.Module) -> Tensor:
@@ -234,7 +233,7 @@ def test_another_thread_evaluates_meanwhile():
         evaluating.result()
 
 
-@each_choice
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("masters", ["whole", "split"])
 def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(masters, choice):
     model = qwen3(torch.bfloat16)
@@ -248,9 +247,8 @@ def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(maste
                 param.zero_()
         saved = own.state_dict()["state"]
         for number, param in enumerate(streamed.parameters()):
-            torch.testing.assert_close(
-                saved[number]["master"].cpu(), param.detach().cpu().float(), rtol=4e-3, atol=1e-37
-            )
+            master, weight = saved[number]["master"].cpu(), param.detach().cpu().float()
+            torch.testing.assert_close(master, weight, rtol=4e-3, atol=1e-37)
         train(streamed, own, data(3))
         assert all((param == 0).float().mean() < 0.05 for param in zeroed)
 
@@ -281,25 +279,22 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "a gradient that is kept": case(qwen3, clip=keep_first),
     "gradients that are kept, dropped one by one": case(qwen3, clip=add_kept, zero=one_by_one),
-    "gradients that are kept, dropped by layers": case(
-        qwen3, clip=add_kept, zero=lambda model: model.model.zero_grad()
-    ),
+    "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
     # which are never zeroed, but clipped before the step, and seen after it
     "gradients of parameters in no group": case(
-        qwen3, norms_alone, clip=clip_twice, zero=lambda model: None, after=up_grad
+        qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=up_grad
     ),
     "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
 }
 
 
-@each_choice
 @pytest.mark.parametrize("name", CASES)
-def test_same_bits_as_plain_pytorch(name, choice, monkeypatch):
+def test_same_bits_as_plain_pytorch(name, monkeypatch):
     """Memory that nobody has written to holds nan."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        compare(**CASES[name], choice=choice)
+        compare(**CASES[name], places=[{"choice": choice} for choice in CHOICES.values()])
     finally:
         torch.use_deterministic_algorithms(False)
 

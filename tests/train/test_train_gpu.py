@@ -43,9 +43,7 @@ def here(build: Callable[..., nn.Module] = qwen3, optimizer: Callable[..., Any] 
 
 CASES: dict[str, dict[str, Any]] = {
     **{kind: here(build) for kind, build in MODELS.items()},
-    "parameters without a gradient": here(
-        partly_used, partial(adamw, lr=1e-3, weight_decay=0.5), choice=PLACES["two places"]
-    ),
+    "without a gradient": here(partly_used, partial(adamw, lr=1e-3, weight_decay=0.5), choice=PLACES["two places"]),
     # the GPU's own random numbers are replayed
     "adapters, little dropout": here(partial(adapted, dropout=0.05), **pieces(None)),
     "adapters, much dropout": here(partial(adapted, dropout=0.5), **pieces(None)),
