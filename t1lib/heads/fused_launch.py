@@ -108,7 +108,8 @@ class Chunk:
     def find_frequent(self, segment_end: Tensor, even_sum: Tensor | None) -> None:
         """The most frequent targets, each of two tokens or more: their rows of dW add up in float32 over the chunks, in
         `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`. `frequent` (H) int32: classes, the
-        first `frequent_number` () of which are used; `slot` (V + 1) int16: the place of a class among them, or −1."""
+        first `frequent_number` () of which are used; `place` (H): the position at which the tokens of each begin;
+        `slot` (V + 1) int16: a class's index among them, or −1."""
         key, target, vocab, weight = self.tokens.key, self.tokens.target, self.opts.vocab, self.opts.local_class_weight
         sums, device = self.memory["frequent_sums"], key.device
         length = segment_end - torch.arange(len(key), dtype=torch.int32, device=device)
