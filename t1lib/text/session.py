@@ -70,7 +70,8 @@ class LanguageSession:
     def held_out(self, tokens: int, path: str) -> dict[str, float]:
         """Write the head's inputs on held-out text to `path`: hidden states after the norm (N, D), weight (V, D),
         targets (N), without a row's last position, which has no target. Returns their mean loss and N as `tokens`:
-        fewer than asked for if the held-out text is shorter. For modes that keep the model on the device."""
+        fewer than asked for if the held-out text is shorter. For modes that keep the model on the device, and models
+        without dropout or a softcap (the loss is of the plain logits, in the model's training mode)."""
         parts, rows = self.trainer.parts, self.corpus.held_out
         weight, states, targets = parts.head.weight.detach(), [], []
         for ids in rows[: -(-tokens // (rows.shape[1] - 1))].to(weight.device).split(8):
