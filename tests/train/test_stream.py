@@ -297,9 +297,9 @@ def test_the_next_gradients_take_any_host_buffer_that_is_free(monkeypatch):
 
         def updates(layer, *given):
             if layer.index == last:
-                submitted.wait(5)  # all buffers are taken: the next update is that of the latest layer
+                submitted.wait(60)  # all buffers are taken: the next update is that of the latest layer
             elif layer.index == last - 1:
-                waited.append(sent.wait(5))
+                waited.append(sent.wait(60))
             update(layer, *given)
 
         monkeypatch.setattr(schedule, "begin", begins)
