@@ -27,7 +27,12 @@ ARGUMENTS = (
 
 
 def fused(
-    tensors: Tensors, settings: Settings, *, chunks: int | None = None, accumulate: str | None = None
+    tensors: Tensors,
+    settings: Settings,
+    *,
+    chunks: int | None = None,
+    accumulate: str | None = None,
+    tail: str | None = None,
 ) -> tuple[Tensor, HeadStats | None]:
     """Cross-entropy of a linear layer's outputs by Triton kernels; how it works is in docs/heads.md.
 
@@ -36,6 +41,8 @@ def fused(
     chunks      in place of workspace: number of chunks of tokens, rounded to whole row tiles
     accumulate  None: in 16 bits dW is rounded once per chunk, but the targets' own terms, and the rows of the 1024 most
                 frequent targets, once in all. "float32": all is, with four products instead of three
+    tail        "fp8": where the forward makes the gradients on a Hopper GPU, dE and dW multiply what is small of the
+                logits' gradient in FP8 (docs/fp8.md); elsewhere, and under reduction "none", as without it
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper. Elsewhere, for float64, and for bfloat16
     in Triton's interpreter, head `chunked` computes (with filter_eps `full`). Raises `T1Error` for a bad argument, a
@@ -44,6 +51,9 @@ def fused(
     options.check_chunks(chunks, settings)
     if accumulate is not None:
         choose("accumulate", accumulate, ("float32",))
+    if tail is not None:
+        choose("tail", tail, ("fp8",))
+        _check_tail(tensors, settings, chunks, accumulate)
     if not kernels_run(tensors.input):
         grouped = settings.shards is not None  # neither `full` nor a split by vocabulary knows of shards
         lacks = 'under a group accumulate="float32" is for CUDA tensors up to 32 bits per element; allowed here: None'
@@ -51,8 +61,31 @@ def fused(
         if settings.filter_eps is not None and not grouped:
             return full(tensors, settings)
         return chunked_head(tensors, settings, **({"by": "vocabulary"} if accumulate else {"chunks": chunks}))
-    loss, *stats = forward_op(*tensors, *_packed(tensors, settings, chunks or 0, accumulate is not None))[:4]
+    loss, *stats = forward_op(
+        *tensors, *_packed(tensors, settings, chunks or 0, accumulate is not None, tail is not None)
+    )[:4]
     return loss, HeadStats(*stats) if settings.return_stats else None
+
+
+def _check_tail(tensors: Tensors, s: Settings, chunks: int | None, accumulate: str | None) -> None:
+    """Raise `T1Error` where FP8 cannot be had and other numbers than wanted would come out."""
+    steep = s.softcap if s.softcap is not None and s.softcap < TIGHT else None
+    others = dict(chunks=chunks, accumulate=accumulate, filter_eps=s.filter_eps, softcap=steep)
+    others |= {"label_smoothing": s.label_smoothing or None, "a group": s.shards and "given"}
+    others = [f"{name}={value}" for name, value in others.items() if value is not None]
+    require(not others, f'tail="fp8" goes without {", ".join(others)}: leave one of them out')
+    device = tensors.input.device
+    compute = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else tensors.input.dtype
+    require(compute == torch.bfloat16, f'tail="fp8" is for bfloat16 operands, got {compute}: leave it out')
+    if device.type == "cuda":
+        least = torch.cuda.get_device_capability(device)
+        require(least >= (8, 9), f'tail="fp8" needs a GPU with FP8 (compute capability 8.9), got {least}: leave it out')
+
+
+def _tail_runs(input: Tensor, w: Tensor) -> bool:
+    """Whether the FP8 kernels do: on Hopper, for rows of the weight that its copy engine takes."""
+    hopper = input.is_cuda and fused_plan.device_of(input.device).kind == "hopper"
+    return hopper and w.dim() == 2 and w.shape[1] % 8 == 0
 
 
 def kernels_run(input: Tensor) -> bool:
@@ -68,21 +101,22 @@ def kernels_run(input: Tensor) -> bool:
     return runs and triton is not None
 
 
-def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool) -> tuple[list, list, str, list]:
+def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: bool) -> tuple[list, list, str, list]:
     """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
-    statistics, sequence. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
+    statistics, sequence, FP8. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
     input, w, _, b, *_ = tensors
     autocast = torch.is_autocast_enabled(input.device.type)
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
-    early = any(needs) and not exact_sum and _is_early(tensors, s, compute)
+    tail = tail and s.reduction != "none" and _tail_runs(input, w)
+    early = any(needs) and not exact_sum and (tail or _is_early(tensors, s, compute))
     rows, sequence, group = [], False, ""
     if s.shards is not None:
         rows, sequence, group = list(s.shards.rows), s.shards.sequence, s.shards.group.group_name
     numbers = [s.label_smoothing, s.softcap or 0.0, s.z_loss, s.filter_eps or 0.0]
     sizes = [s.ignore_index, -1 if s.workspace is None else s.workspace, chunks, *rows]
     words = f"{s.reduction} {DTYPES[compute] if autocast else '-'} {group}"
-    return numbers, sizes, words, [*needs, early, exact_sum, s.return_stats, sequence]
+    return numbers, sizes, words, [*needs, early, exact_sum, s.return_stats, sequence, tail]
 
 
 def _is_early(tensors: Tensors, s: Settings, compute: torch.dtype) -> bool:
@@ -113,7 +147,7 @@ class Operands:
         if group:  # by its name, because an operator cannot take a group
             from t1lib.heads.parallel import Shards
 
-            shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[-1])
+            shards = Shards(torch.distributed.distributed_c10d._resolve_process_group(group), tuple(rows), flags[6])
         settings = Settings(
             reduction, ignore_index, smooth, softcap or None, z_loss, None if workspace < 0 else workspace,
             filter_eps or None, shards=shards,
@@ -131,7 +165,18 @@ class Operands:
         self.device = fused_plan.device_of(e.device)
 
     def plan(self, kind: str) -> fused_plan.Plan:
+        if kind == "tail":
+            from t1lib.heads import fused_tail
+
+            return fused_tail.plan(self.shape, self.opts.settings.workspace, self.device.units)
         return fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
+
+    def layout(self, kind: str, plan: fused_plan.Plan) -> dict[str, fused_plan.Buffer]:
+        if kind == "tail":
+            from t1lib.heads import fused_tail
+
+            return fused_tail.layout(self.shape, plan)
+        return fused_plan.layout(self.shape, plan, kind == "early")
 
 
 @torch.library.custom_op(
@@ -141,12 +186,17 @@ def forward_op(*call):
     """(loss, lse, logprob, correct, what the backward needs: of them, or if a token counts; dE, dW, dBias or empty)"""
     from t1lib.heads import fused_run  # needs Triton
 
-    tensors, (*needs, early, _, return_stats, _) = Tensors(*call[:6]), call[9]
+    tensors, (*needs, early, _, return_stats, _, _) = Tensors(*call[:6]), call[9]
     with torch.cuda.device_of(tensors.input) if tensors.input.is_cuda else INTERPRETER:  # where Triton launches
         o = Operands(tensors, *call[6:], check=True)
         if any(needs) and not early:  # a workspace too small for the backward is refused here already
             o.plan("late")
-        tokens, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
+        if early and call[9][7]:
+            from t1lib.heads import fused_tail
+
+            tokens, gradients = fused_tail.gradients(o)
+        else:
+            tokens, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
         lse, logprob, correct, pull, saved = tokens.results()
         loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [tensors.input.new_empty(0) for _ in range(3)]
         if return_stats:
@@ -158,7 +208,7 @@ def forward_op(*call):
 def _(*call):
     tensors, (_, sizes, words, flags) = Tensors(*call[:6]), call[6:]
     (reduction, _, group), shape, new = words.split(" "), tensors.target.shape, tensors.input.new_empty
-    tokens = tensors.target.numel() * (len(sizes[3:]) if group and flags[-1] else 1)
+    tokens = tensors.target.numel() * (len(sizes[3:]) if group and flags[6] else 1)
     loss = new(shape if reduction == "none" else (), dtype=torch.float32)
     stats = [new(shape, dtype=t) if flags[5] else new(0) for t in (torch.float32, torch.float32, torch.bool)]
     saved = new((), dtype=torch.bool) if flags[3] else new((2, tokens), dtype=torch.float32)

@@ -9,13 +9,13 @@ from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, ceil, layout, splits_of, up
+from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, ceil, splits_of, up
 from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import Options
 
 try:
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+    from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
 
     from t1lib.heads.kernels import hopper
@@ -74,17 +74,17 @@ class Chunk:
     def __init__(self, o: Operands, kind: str) -> None:
         _, dw, db = o.needs if kind != "loss" else (False,) * 3
         self.o, self.plan, self.opts = o, o.plan(kind), o.opts
-        self.tokens = Tokens(o.opts, by_target=kind == "early" and (dw or db))
+        self.tokens = Tokens(o.opts, by_target=kind in ("early", "tail") and (dw or db))
         self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=o.e.device) if dw else None
         self.db = torch.zeros(o.opts.vocab, dtype=torch.float32, device=o.e.device) if db else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
-        self.memory = memory = allocate(o.e.device, layout(o.shape, self.plan, kind == "early"))
+        self.memory = memory = allocate(o.e.device, o.layout(kind, self.plan))
         self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens
         self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
-        missing = "z", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
+        missing = "z", "marks", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
         matrices = dict.fromkeys(missing) | memory | {"w": o.w, "dw": self.dw}  # some are found later
         beyond = up(o.opts.vocab, WHOLE)
-        matrices["columns"] = memory["z"][:, beyond:] if "frequent_sums" in memory else None
+        matrices["columns"] = memory["z"][:, beyond:] if kind == "early" and "frequent_sums" in memory else None
         self.known = {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()} | matrices
         self.known |= dict(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
@@ -92,13 +92,13 @@ class Chunk:
             capacity=self.plan.capacity, hidden=self.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
             db=self.db, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
             M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
-            SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
+            SCALED=kind in ("early", "tail"), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
 
-    def each(self) -> Iterator[None]:
+    def each(self, block: int | None = None) -> Iterator[None]:
         t = self.tiles
-        for start, size in self.plan.bounds(len(self.tokens.order), t.m):
+        for start, size in self.plan.bounds(len(self.tokens.order), block or t.m):
             self.start, self.size, height = start, size, up(size, t.m)
             self.known |= {"start": start, "size": size}
             self.splits = splits_of(height // t.m, ceil(self.opts.vocab, t.n), self.o.device.units)
@@ -144,8 +144,8 @@ class Chunk:
         given = dict(first=first, held=vocab if z is None else z.shape[1], group=group, splits=splits, FLAGS=flags)
         grid = o.device.units if gradient else ceil(self.size, t.m) * splits
         if hopper is not None and self.tma and aligned(o.w) and o.w.element_size() == 2:
-            boxes = dict(x=_boxes(x, 64, 64), w=_boxes(o.w, t.n, 64), z=_boxes(z, 64, 64))  # as `hopper` says
-            self.launch(hopper.logits, grid, **boxes, **given, S=STAGES, num_warps=4)
+            operands = dict(x=boxes(x, 64), w=boxes(o.w, t.n), z=boxes(z, 64))
+            self.launch(hopper.logits, grid, **operands, **given, S=STAGES, num_warps=4)
         else:
             tiles = dict(x=self._tile(x, t.m, t.k), w=self._tile(o.w, t.n, t.k), z=self._tile(z, t.m, t.n))
             self.launch(logits.logits, grid, **tiles, **given, num_warps=t.warps, num_stages=t.stages)
@@ -201,7 +201,9 @@ def aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
-def _boxes(matrix: Tensor | None, height: int, width: int) -> Any:
-    box = [height, width]
-    shared = NVMMASharedLayout.get_default_for(box, bfloat16)
-    return None if matrix is None else Boxes.from_tensor(matrix, box, shared)
+def boxes(matrix: Tensor | None, height: int) -> Any:
+    """A descriptor of so many rows and 128 bytes of columns, as `hopper` takes them."""
+    if matrix is None:
+        return None
+    box = [height, 128 // matrix.element_size()]
+    return Boxes.from_tensor(matrix, box, NVMMASharedLayout(128, 8 * matrix.element_size(), 2))

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import NEVER, exponentials, gradients, load_factors, settled_offset, store_sums, work_of
 
+LARGEST = gl.constexpr(432.0)  # from here on e4m3 rounds to 448, its largest number
+
 
 @gluon.jit
 def _ring(a, b, S: gl.constexpr):
@@ -78,15 +80,22 @@ def _put(target, row, column, buffer, value):
 
 @gluon.jit
 def _put_tile(target, row, column, buffers, value):
-    """Write a (64, N) tile, in four pieces that take turns in two buffers."""
+    """Write a (64, N) tile, in four pieces that take turns in two buffers; of 8 bits (`tail`), in two, every 16 columns
+    in the order of `tail.place_of`."""
     Q: gl.constexpr = value.shape[1] // 4
+    if target.dtype == gl.float8e4nv:
+        value = value.reshape((64, Q // 4, 2, 4, 2)).permute((0, 1, 3, 2, 4)).reshape((64, 4 * Q))
     left, right = value.reshape((64, 2, 2 * Q)).permute((0, 2, 1)).split()
-    p0, p1 = left.reshape((64, 2, Q)).permute((0, 2, 1)).split()
-    p2, p3 = right.reshape((64, 2, Q)).permute((0, 2, 1)).split()
-    _put(target, row, column, buffers.index(0), p0)
-    _put(target, row, column + Q, buffers.index(1), p1)
-    _put(target, row, column + 2 * Q, buffers.index(0), p2)
-    _put(target, row, column + 3 * Q, buffers.index(1), p3)
+    if target.dtype == gl.float8e4nv:
+        _put(target, row, column, buffers.index(0), left)
+        _put(target, row, column + 2 * Q, buffers.index(1), right)
+    else:
+        p0, p1 = left.reshape((64, 2, Q)).permute((0, 2, 1)).split()
+        p2, p3 = right.reshape((64, 2, Q)).permute((0, 2, 1)).split()
+        _put(target, row, column, buffers.index(0), p0)
+        _put(target, row, column + Q, buffers.index(1), p1)
+        _put(target, row, column + 2 * Q, buffers.index(0), p2)
+        _put(target, row, column + 3 * Q, buffers.index(1), p3)
 
 
 @gluon.jit
@@ -97,7 +106,7 @@ def _reciprocal(x):
 
 @gluon.jit
 def _multiply_tiles(
-    a, ring, buffers, half, z, vectors, work, sizes, softcap, filter_eps,
+    a, ring, buffers, half, z, marks, vectors, work, sizes, softcap, filter_eps,
     N: gl.constexpr, S: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's half of each of this program's tiles, finished as `logits` says."""
@@ -140,6 +149,8 @@ def _multiply_tiles(
             p, found = exponentials(z2, softcap, slope, unit, columns, shift, found, class_weight, vocab, FLAGS)
         if z is not None:
             _put_tile(z, m * 128 + half, n * N, buffers, p)
+        if marks is not None:
+            gl.store(marks + rows * across + n, (gl.max(p, 1) >= LARGEST).to(gl.int8))
     if not FLAGS.gradient:
         store_sums(sums + split * capacity + rows, splits * capacity, found, unit, shift, flag + m, FLAGS)
     tma.store_wait(0)
@@ -147,11 +158,12 @@ def _multiply_tiles(
 
 @gluon.jit(do_not_specialize=tiles.VARYING)
 def logits(
-    x, w, z, bias, class_weight, row, packed_target, flag, sums,
+    x, w, z, marks, bias, class_weight, row, packed_target, flag, sums,
     number, tokens, start, size, capacity, hidden, vocab, first, held, group, splits, softcap, filter_eps,
     FLAGS: gl.constexpr, N: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """As `kernels.logits.logits`."""
+    """As `kernels.logits.logits`. marks (capacity, tiles of N columns) ← whether a row has an exponential in this tile
+    that is LARGEST in FP8."""
     live = tiles.live_rows(number, start, size)
     needed, work = work_of(live, size, held, splits, group, flag, 128, N, FLAGS)
     vectors = (bias, class_weight, row, packed_target, flag, sums)
@@ -165,7 +177,7 @@ def logits(
             c0 = ring[3]
             c1 = ring[3]
         gl.warp_specialize([
-            (_multiply_tiles, (ring[0], ring, c0, 0, z, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
-            (_multiply_tiles, (ring[1], ring, c1, 64, z, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
+            (_multiply_tiles, (ring[0], ring, c0, 0, z, marks, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
+            (_multiply_tiles, (ring[1], ring, c1, 64, z, marks, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
             (_copy_tiles, (x, w, ring, work, group, first, hidden, N, S, FLAGS)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -1,0 +1,236 @@
+"""Head `fused` with tail="fp8": gradients in the forward, of which dE and dW multiply in FP8 what is small of the
+logits' gradient. The mathematics are in docs/fp8.md. Per chunk: a sample of the logits → offsets → exponentials in FP8
+→ those rows again whose offset was wrong → statistics → scale → dE, dW → what large exponentials lack."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
+
+from t1lib.heads.fused import Operands
+from t1lib.heads.fused_launch import CACHED, Chunk, Tokens, boxes, sum_rows
+from t1lib.heads.fused_plan import (
+    DEFAULT_WORKSPACE,
+    FREQUENT,
+    SLACK,
+    TOKEN_BYTES,
+    Buffer,
+    Plan,
+    Shape,
+    ceil,
+    layout_bytes,
+    up,
+)
+from t1lib.heads.fused_run import Gradients, InputGradient, targets
+from t1lib.heads.kernels import hopper, large, logits, rows, tail
+from t1lib.heads.kernels.large import SLOTS
+from t1lib.heads.kernels.tiles import TOKEN
+from t1lib.heads.options import need_workspace
+
+SAMPLE = 128  # one of so many columns is looked at for a row's offset
+BLOCK = 256  # tokens of a tile of dE
+SPLITS = 64  # the most ranges of the vocabulary in which exponentials are made
+PARTS = 8  # the most partial sums of dE
+RANGES = 8  # the most ranges of classes in which dE is made: each takes a launch, and a copy of its part of the weight
+STAGES = 4
+UNIT = 4  # steps that a tile's results take, measured on an H100 as the two below
+LAUNCH = 30
+COPY = 1.3e-6  # steps per element of the weight
+LARGE_BYTES = 32 * SLOTS.value  # per row: a sort's keys, order, and copies of both
+
+
+def layout(shape: Shape, plan: Plan) -> dict[str, Buffer]:
+    """The buffers of a plan; `plan.columns`: classes whose rows of the weight are in FP8 at a time."""
+    high, hidden, byte, narrow = plan.capacity, shape.hidden, torch.uint8, shape.compute
+    found = {"x": Buffer(high, hidden, narrow), "sums": Buffer(3 * plan.splits, high)}
+    found |= {"packed_target": Buffer(1, high, torch.int32), "flag": Buffer(1, high, torch.int32)}
+    found |= {"z": Buffer(high, up(shape.vocab, 16), byte), "large": Buffer(high, SLOTS.value, torch.int32)}
+    found |= {"marks": Buffer(1, high * ceil(up(shape.vocab, 16), 256), torch.int8)}
+    found |= {"excess": Buffer(high, SLOTS.value), "top": Buffer(2, high), "count": Buffer(1, high, torch.int32)}
+    if shape.de:
+        found |= {"w8": Buffer(plan.columns, hidden, byte), "de": Buffer(plan.parts * high, hidden)}
+    if shape.dw:
+        found |= {
+            "x8": Buffer(up(hidden, 64), high, byte),
+            "frequent_sums": Buffer(min(FREQUENT, shape.tokens), hidden),
+        }
+    return found
+
+
+@lru_cache(maxsize=1024)
+def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
+    """The fastest plan that fits, of those with the fewest chunks or up to two more; `T1Error` with the least workspace
+    if none fits."""
+    default = DEFAULT_WORKSPACE + TOKEN_BYTES * shape.tokens + shape.copies
+    budget, blocks = default if workspace is None else workspace, ceil(shape.tokens, BLOCK)
+    fit, counts, need = [], 0, 0
+    for capacity in sorted({ceil(blocks, n) * BLOCK for n in range(1, blocks + 1)}, reverse=True):
+        before = len(fit)
+        for ranges in range(1, RANGES + 1 if shape.de else 2):
+            for parts in range(1, PARTS + 1 if shape.de else 2):
+                columns = up(ceil(shape.vocab, ranges), 128)
+                found = Plan(capacity, ceil(blocks, capacity // BLOCK), columns, SPLITS, parts)
+                need = bytes_needed(shape, found)
+                if need > budget:
+                    break
+                fit.append((cost(shape, found, ranges, units), found))
+        counts += len(fit) > before
+        if counts == 3:
+            break
+    if not fit:
+        least = Plan(BLOCK, blocks, up(ceil(shape.vocab, RANGES), 128), SPLITS)
+        need_workspace(workspace, bytes_needed(shape, least), "fused")
+    return min(fit)[1]
+
+
+def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
+    """Of dE, dW and the weight's copies, in steps: the time of 128 × 256 × 128 on one processor."""
+    blocks = ceil(shape.hidden, 128) * (found.capacity // BLOCK)
+    unit = ceil(ceil(found.columns, 128), found.parts) + UNIT
+    de = ranges * (ceil(blocks * found.parts, units) * unit + LAUNCH) * shape.de
+    dw = ceil(ceil(shape.vocab, 128) * ceil(shape.hidden, 256), units) * (found.capacity // 128 + UNIT) * shape.dw
+    copies = shape.vocab * shape.hidden * COPY * shape.de * (1 if ranges > 1 else 1 / found.chunks)
+    return found.chunks * (de + dw + copies)
+
+
+def bytes_needed(shape: Shape, found: Plan) -> int:
+    loose = (TOKEN_BYTES * shape.tokens + 2 * shape.vocab + 24 * shape.hidden) + shape.copies
+    return layout_bytes(layout(shape, found)) + LARGE_BYTES * found.capacity + loose + SLACK
+
+
+class Tail(Chunk):
+    """A chunk whose exponentials are in FP8. gain_w: by how much the weight is multiplied for that."""
+
+    def __init__(self, o: Operands) -> None:
+        super().__init__(o, "tail")
+        m = self.memory
+        self.z = m["z"].view(torch.float8_e4m3fn)
+        self.known |= dict(large=m["large"], excess=m["excess"], count=m["count"], width=m["z"].shape[1], columns=None)
+        self.gain_w = gain_of(torch.linalg.vector_norm(o.w, float("inf")).float())
+
+    def sample(self) -> None:
+        """offset ← a guess from some of the columns."""
+        o, t, every = self.o, self.tiles, max(1, min(SAMPLE, self.opts.vocab // 1024))
+        w = o.w[::every]
+        splits = max(1, min(self.splits, ceil(len(w), t.n)))
+        flags = logits.Flags(False, False, self.known["PRECISE"], False, len(w) % t.n != 0)
+        group = max(1, CACHED // (t.m * self.hidden * 2))
+        self.launch(
+            hopper.logits, ceil(self.size, t.m) * splits, x=boxes(self.x, 64), w=boxes(w, t.n), z=None, marks=None,
+            bias=None if o.b is None else o.b[::every].contiguous(), vocab=len(w), held=len(w), first=0, group=group,
+            splits=splits, FLAGS=flags, S=4, num_warps=4,
+        )  # fmt: skip
+        self.offsets(splits, every)
+        self.memory["flag"].zero_()
+
+    def offsets(self, splits: int, every: int) -> None:
+        given = dict(splits=splits, every=every, SPLITS=next_power_of_2(splits), GUESS=every > 0)
+        self.launch(large.offsets, self.size, **given)
+
+    def exponentials(self) -> None:
+        """z, and the tokens' statistics."""
+        self.sample()
+        self.logits(self.z)
+        for _ in range(2):  # rows whose offset was wrong: after an overflow it is only near the right one
+            self.offsets(self.splits, 0)
+            self.logits(self.z, redo=True)
+            self.memory["flag"].zero_()
+        self.launch(rows.finish_rows, self.size, splits=self.splits, SPLITS=next_power_of_2(self.splits))
+        y = self.memory["packed_target"]
+        place = (y & ~14) | ((y >> 2) & 2) | ((y & 6) << 1)  # `tail.place_of`; −1 stays negative
+        z = self.memory["z"]
+        self.launch(rows.scale_rows, self.size, z=z, packed_target=torch.where(y < 0, y, place))
+
+    def input_gradient(self) -> None:
+        w8, hidden, vocab = self.memory["w8"], self.hidden, self.opts.vocab
+        for first in range(0, vocab, len(w8)):
+            count = min(len(w8), vocab - first)
+            if self.start == 0 or len(w8) < vocab:
+                grid = ceil(up(count, 16), 32), ceil(hidden, 128)
+                given = dict(w8=w8, gain=self.gain_w, first=first, count=up(count, 16), w8_stride=w8.stride(0))
+                self.launch(tail.narrow_weight, *grid, **given, HEIGHT=32, BLOCK=128, num_warps=4)
+            self.products(
+                pairs(w8[: up(count, 16)]), box(self.z, 256, 128), self.memory["de"], self.gain_w, first=first,
+                columns=count, height=self.plan.capacity, BY_ROW=True, ADD=first > 0, parts=self.plan.parts,
+            )  # fmt: skip
+
+    def weight_gradient(self) -> None:
+        x8, top, units = self.memory["x8"], self.memory["top"][0], ceil(self.plan.capacity, 64)
+        self.launch(tail.largest_scaled, self.size, out=top)
+        gain = gain_of(top[: self.size].amax())
+        strides = dict(x8=x8, x8_stride=x8.stride(0), gain=gain)
+        self.launch(tail.narrow_hidden, units, ceil(len(x8), 64), **strides, M=64, BLOCK=64, num_warps=4)
+        b = box(x8.view(torch.float8_e4m3fn), 256, 128)
+        self.products(
+            pairs(self.memory["z"]), b, self.dw, gain, first=0, columns=0, height=self.opts.vocab, BY_ROW=False,
+            ADD=self.start > 0, parts=1,
+        )  # fmt: skip
+
+    def products(self, a, b, out: Tensor, gain: Tensor, **given) -> None:
+        self.launch(
+            tail.products, self.o.device.units, a=a, b=b, out=out, gain=gain, stride=out.stride(0), S=STAGES,
+            num_warps=4, **given,
+        )  # fmt: skip
+
+    def large_entries(self) -> None:
+        size, found = self.size, self.memory["large"]
+        self.launch(large.row_terms, size, BLOCK=next_power_of_2(self.hidden), num_warps=4)
+        if self.dw is not None or self.db is not None:
+            classes, order = torch.sort(found[:size].view(-1), stable=True)
+            entries = self.memory["count"][0, :size].sum()
+            given = dict(classes=classes, order=order, entries=entries, HEIGHT=4, BLOCK=1024, num_warps=4)
+            self.launch(large.class_terms, 8 * self.o.device.units, **given)
+
+    def add_bias(self) -> None:
+        width = self.memory["z"].shape[1]
+        out = torch.zeros(1, width, dtype=torch.float32, device=self.z.device)
+        sum_rows(out, self.z, self.tokens.number, self.start, self.size, self.tokens.fields["scale"][self.start :])
+        self.db += out.view(-1, 2, 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1)[: self.opts.vocab]
+
+
+def gradients(o: Operands) -> tuple[Tokens, Gradients]:
+    """As `fused_run.early`."""
+    c = Tail(o)
+    tokens, segment_end = c.tokens, None
+    tokens.row[TOKEN.value : TOKEN.value + 4] = torch.stack(o.opts.factors(1.0))[:, tokens.order]
+    targets(c)
+    de = InputGradient(c) if o.needs[0] else None
+    for _ in c.each(BLOCK):
+        c.exponentials()
+        if segment_end is None and (o.needs[1] or o.needs[2]):
+            segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
+            if o.needs[1]:
+                c.find_frequent(segment_end, None)
+        c.launch(large.find, c.size, z=c.memory["z"], BLOCK=1024)
+        if de is not None:
+            c.input_gradient()
+        if c.dw is not None:
+            c.weight_gradient()
+        if c.db is not None:
+            c.add_bias()
+        c.large_entries()
+        if de is not None:
+            de.add()
+    if segment_end is not None:
+        if o.needs[1]:
+            c.memory["frequent_sums"].copy_(c.dw[c.known["frequent"].clamp(min=0)])
+        c.add_targets(segment_end)
+    return tokens, (None if de is None else de.finish(), c.dw, c.db)
+
+
+def gain_of(top: Tensor) -> Tensor:
+    """What makes the largest number 448; no infinity from zeros."""
+    return tail.LARGEST.value / top.clamp(min=1e-30)
+
+
+def box(matrix: Tensor, height: int, width: int, swizzle: int = 128):
+    bits = matrix.element_size() * 8
+    return Boxes.from_tensor(matrix, [height, width], NVMMASharedLayout(swizzle, bits, 2))
+
+
+def pairs(matrix: Tensor):
+    """Boxes of 128 rows and 64 columns of bytes, two of which are one number."""
+    return box(matrix.view(torch.int16), 128, 32, 64)
