@@ -33,7 +33,7 @@ def fused(
     chunks: int | None = None,
     accumulate: str | None = None,
     tail: str | None = None,
-) -> tuple[Tensor, HeadStats | None]:
+) -> tuple[Tensor, HeadStats | None]:  # fmt: skip
     """Cross-entropy of a linear layer's outputs by Triton kernels; how it works is in docs/heads.md.
 
     workspace   copies of a weight in another dtype than the products' (float32 under autocast) or without unit stride
@@ -103,7 +103,8 @@ def kernels_run(input: Tensor) -> bool:
 
 def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: bool) -> tuple[list, list, str, list]:
     """The operators' other arguments: numbers, sizes, words, and flags: which gradients, `early`, exact sums,
-    statistics, sequence, FP8. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace that."""
+    statistics, sequence, FP8. Shapes, and values of tensors, are checked in the operator: the compiler cannot trace
+    that."""
     input, w, _, b, *_ = tensors
     autocast = torch.is_autocast_enabled(input.device.type)
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype

@@ -106,10 +106,11 @@ def _reciprocal(x):
 
 @gluon.jit
 def _multiply_tiles(
-    a, ring, buffers, half, z, marks, vectors, work, sizes, softcap, filter_eps,
+    a, ring, buffers, half, out, vectors, work, sizes, softcap, filter_eps,
     N: gl.constexpr, S: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's half of each of this program's tiles, finished as `logits` says."""
+    z, marks = out
     bias, class_weight, row, packed_target, flag, sums = vectors
     m, split, begin, end, stride, blocks, across = work
     tokens, start, live, capacity, vocab, hidden, first, group, splits = sizes
@@ -176,8 +177,9 @@ def logits(
         else:
             c0 = ring[3]
             c1 = ring[3]
+        out = (z, marks)
         gl.warp_specialize([
-            (_multiply_tiles, (ring[0], ring, c0, 0, z, marks, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
-            (_multiply_tiles, (ring[1], ring, c1, 64, z, marks, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
+            (_multiply_tiles, (ring[0], ring, c0, 0, out, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
+            (_multiply_tiles, (ring[1], ring, c1, 64, out, vectors, work, sizes, softcap, filter_eps, N, S, FLAGS)),
             (_copy_tiles, (x, w, ring, work, group, first, hidden, N, S, FLAGS)),
         ], [4, 1], [240, 24])  # fmt: skip
