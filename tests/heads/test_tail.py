@@ -1,0 +1,234 @@
+"""tail="fp8": what is refused, the plan, the plain twin's errors on a CPU; on Hopper the kernels'."""
+
+import pytest
+import torch
+from head_cases import Problem, options, problem, run
+from refusals import refused
+from torch import Tensor
+
+from t1lib.errors import T1Error
+from t1lib.heads import linear_cross_entropy, parse_bytes
+from t1lib.heads.fused_plan import Shape
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+E4M3 = torch.float8_e4m3fn
+STATES = ("flat", "trained", "peaked")
+
+
+def state(kind: str, tokens: int, vocab: int, hidden: int, device: str = "cpu", seed: int = 0) -> Problem:
+    """Operands whose softmax is flat, or has a few large entries that the target may be among."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(vocab, hidden, generator=g) * {"flat": 0.3, "trained": 2.0, "peaked": 3.0}[kind] / hidden**0.5
+    e = torch.randn(tokens, hidden, generator=g)
+    chance = 1 / torch.arange(1.0, vocab + 1)
+    target = torch.multinomial(chance, tokens, replacement=True, generator=g)
+    if kind != "flat":
+        for classes in (target, *torch.multinomial(chance, 3 * tokens, True, generator=g).view(3, tokens)):
+            most = 12 if kind == "trained" else 20
+            height = most * torch.rand(tokens, 1, generator=g)
+            e += height * w[classes] / w[classes].norm(dim=1, keepdim=True) ** 2
+    target[1::5] = -100
+    return Problem(e.bfloat16().to(device), w.bfloat16().to(device), None, target.to(device))
+
+
+def twin(p: Problem) -> tuple[Tensor, Tensor]:
+    """dE and dW of the mean loss as docs/fp8.md says, in plain PyTorch."""
+    valid = p.target >= 0
+    x, w, y = p.e[valid].float(), p.w.float(), p.target[valid, None]
+    z = x @ w.T
+    own = (z.gather(1, y) - z.logsumexp(1, keepdim=True)).exp()
+    p_others = z.softmax(1).scatter(1, y, 0.0)
+    rest = (p_others.sum(1) - p_others.amax(1)).clamp(min=1e-5)[:, None]
+    unit = rest / (20 * 448)
+    codes = (p_others / unit).clamp(max=448.0).to(E4M3).float()
+    excess = torch.where(codes == 448.0, p_others / unit - 448.0, 0.0)
+    factor = 1 / len(x)
+    scaled = unit * factor * x
+    by_w, by_x = 448 / w.abs().max(), 448 / scaled.abs().max()
+    w8, x8 = (w * by_w).to(E4M3).float() / by_w, (scaled * by_x).to(E4M3).float() / by_x
+    tau = (own - 1) * factor
+    de = torch.zeros_like(p.e)
+    de[valid] = (factor * unit * (codes @ w8 + excess @ w) + tau * w[y[:, 0]]).bfloat16()
+    dw = codes.T @ x8 + excess.T @ scaled
+    return de, dw.index_add_(0, y[:, 0], tau * x).bfloat16()
+
+
+def errors(got, exact) -> list[float]:
+    return [float((g.double() - x.double()).norm() / x.double().norm()) for g, x in zip(got, exact, strict=True)]
+
+
+def exact_of(p: Problem, **kwargs) -> tuple:
+    return run("full", p.to(torch.float64), torch.ones((), device=p.e.device).double(), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtype": torch.float32}, {"dtype": torch.float16}, {"tail": "fp4"}, {"label_smoothing": 0.1},
+        {"filter_eps": 1e-3}, {"accumulate": "float32"}, {"chunks": 2}, {"softcap": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_it_goes_without_is_refused(given):
+    p = problem(9, 40, 16, dtype=given.pop("dtype", torch.bfloat16), bias=False)
+    refused(lambda: linear_cross_entropy(p.e, p.w, p.target, **{"tail": "fp8"} | given), "tail")
+
+
+def test_elsewhere_it_computes_as_without():
+    p = problem(9, 40, 16, dtype=torch.bfloat16)
+    for reduction in ("mean", "none"):
+        one = torch.ones(() if reduction == "mean" else 9)
+        for got, want in zip(
+            *(run("fused", p, one, reduction=reduction, **o) for o in ({"tail": "fp8"}, {})), strict=True
+        ):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("workspace", [None, "1GiB", "512MiB", "256MiB"])
+@pytest.mark.parametrize("sizes", [(8192, 256000, 2304), (12289, 50257, 1600), (300, 1000, 64)])
+def test_the_plan_keeps_to_the_workspace(sizes, workspace):
+    fused_tail = pytest.importorskip("t1lib.heads.fused_tail")
+    shape, budget = Shape(*sizes, torch.bfloat16, True, True), workspace and parse_bytes(workspace)
+    found = fused_tail.plan(shape, budget, 132)
+    assert fused_tail.bytes_needed(shape, found) <= (budget or 2**30 + 192 * sizes[0])
+    assert found.capacity * found.chunks >= sizes[0]
+    for lacking in (2**20, 10):
+        with pytest.raises(T1Error, match="the least that works is") as error:
+            fused_tail.plan(shape, lacking, 132)
+        least = int(str(error.value).split("least that works is ")[1].split()[0])
+        fused_tail.plan(shape, least, 132)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_the_twin_is_as_exact_as_full(kind):
+    p = state(kind, 300, 4000, 96)
+    exact = exact_of(p)[1:3]
+    plain, own = errors(run("full", p, torch.ones(()))[1:3], exact), errors(twin(p), exact)
+    assert all(o <= 1.05 * f for o, f in zip(own, plain, strict=True)), (own, plain)
+
+
+def on_gpu(test):
+    for mark in on_hopper:
+        test = mark(test)
+    return test
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("sizes", [(1000, 5003, 264), (700, 20011, 512)])
+def test_errors_are_the_twins_and_below_fulls(kind, sizes):
+    p, one = state(kind, *sizes, device="cuda"), torch.ones((), device="cuda")
+    exact = exact_of(p)
+    full, got, again = (run(h, p, one, **o) for h, o in (("full", {}), *2 * (("fused", {"tail": "fp8"}),)))
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    assert abs(got[0] - exact[0]) <= 2e-6 * exact[0]
+    found, bound, other = (errors(x, exact[1:3]) for x in (got[1:3], full[1:3], twin(p)))
+    assert all(g <= 1.05 * f and g <= 1.3 * t for g, f, t in zip(found, bound, other, strict=True)), (
+        found,
+        bound,
+        other,
+    )
+
+
+@on_gpu
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", ["plain", "weight", "softcap", "z_loss", "token_weight", "all but smoothing"])
+def test_options(name, chunked):
+    p = problem(1100, 5000, 264, dtype=torch.bfloat16, device="cuda")
+    one, given = torch.ones((), device="cuda"), options(name, p)
+    given |= {"workspace": "16MiB"} if chunked else {"reduction": "sum"}
+    exact, full = exact_of(p, **given | {"workspace": None}), run("full", p, one, **given | {"workspace": None})
+    got = run("fused", p, one, tail="fp8", **given)
+    for g, f in zip(errors(got[1:], exact[1:]), errors(full[1:], exact[1:]), strict=True):
+        assert g <= max(1.05 * f, 4e-3)
+    assert errors(got[:1], exact[:1])[0] <= 3e-6
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "grad", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
+)
+def test_only_what_is_wanted_is_computed(grad):
+    p, one = problem(400, 3000, 64, dtype=torch.bfloat16, device="cuda"), torch.ones((), device="cuda")
+    every, some = (run("fused", p, one, tail="fp8", grad=g) for g in ((True,) * 3, grad))
+    expected = [g for g, wanted in zip(every[1:], grad, strict=True) if wanted]
+    assert all(torch.equal(a, b) for a, b in zip(expected, some[1:], strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("many", [1, 90, 300, 1200])
+def test_large_entries_that_no_sample_sees(many):
+    """With 5000 classes every fourth one is looked at: `many` others hold nearly all of the softmax."""
+    p, one = state("flat", 600, 5000, 64, "cuda"), torch.ones((), device="cuda")
+    p.w.zero_()
+    p.w[1 : 4 * many : 4, 0] = 1.0
+    p.w[:, 1:] = 0.02 * torch.randn(5000, 63, device="cuda")
+    p.e[:, 0] = torch.linspace(5.0, 60.0, 600, device="cuda")
+    exact, full, got = exact_of(p), run("full", p, one), run("fused", p, one, tail="fp8")
+    for g, f in zip(errors(got[:3], exact[:3]), errors(full[:3], exact[:3]), strict=True):
+        assert g <= max(1.05 * f, 4e-3)
+
+
+def odd(change: str) -> Problem:
+    p = state("trained", 500, 3000, 128, "cuda")
+    match change:
+        case "outliers":
+            p.w[17, 3], p.e[11, 5] = 1e4 * p.w.abs().median(), 1e4 * p.e.abs().median()
+        case "zeros":
+            p.e[3:9], p.w[100:300] = 0, 0
+        case "all zero":
+            p.e.zero_(), p.w.zero_()
+        case "all ignored":
+            p.target.fill_(-100)
+        case "ignored nan":
+            p.e[1] = torch.nan
+        case _:
+            where, value = change.split()
+            getattr(p, where)[7, 5] = float(value)
+    return p
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "change",
+    ["outliers", "zeros", "all zero", "all ignored", "ignored nan", "e nan", "e inf", "w nan", "w inf", "w -inf"],
+)
+def test_odd_numbers_are_right_or_those_of_full(change):
+    p, one = odd(change), torch.ones((), device="cuda")
+    exact, full, got = exact_of(p), run("full", p, one), run("fused", p, one, tail="fp8")
+    for g, f, x in zip(got[:3], full[:3], exact[:3], strict=True):
+        finite = x.isfinite() & f.isfinite()
+        assert not (g.isfinite() & ~f.isfinite()).any() or change.startswith("w")  # never a number where there is none
+        if finite.all():
+            assert (g.double() - x).norm() <= 1.05 * max((f.double() - x).norm(), 3e-3 * x.norm())
+
+
+@on_gpu
+@pytest.mark.parametrize("budget", ["24MiB", "64MiB", "256MiB"])
+def test_workspace_is_kept(budget):
+    from test_heads_gpu import workspace_of
+
+    p = problem(2048, 32000, 256, dtype=torch.bfloat16, bias=False, device="cuda")
+    needed = workspace_of(p, lambda e, w: linear_cross_entropy(e, w, p.target, tail="fp8", workspace=budget))
+    assert needed <= parse_bytes(budget)
+
+
+@on_gpu
+def test_compiled_under_autocast_and_in_a_second_backward():
+    p = state("trained", 512, 3000, 128, "cuda")
+    e, w = p.e.float().requires_grad_(), p.w.float().requires_grad_()
+
+    def call(e, w):
+        with torch.autocast("cuda", torch.bfloat16):
+            return linear_cross_entropy(e, w, p.target, tail="fp8")
+
+    plain = torch.autograd.grad(call(e, w), (e, w))
+    loss = torch.compile(call, fullgraph=True)(e, w)
+    for a, b in zip(plain, torch.autograd.grad(loss, (e, w), retain_graph=True), strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+    loss = linear_cross_entropy(e.bfloat16(), w.bfloat16(), p.target, tail="fp8")
+    loss.backward(retain_graph=True)
+    with pytest.raises(T1Error, match="backward"):
+        loss.backward()
