@@ -2,6 +2,7 @@
 logits' gradient. The mathematics are in docs/fp8.md. Per chunk: a sample of the logits → offsets → exponentials in FP8
 → those rows again whose offset was wrong → statistics → scale → dE, dW → what large exponentials lack."""
 
+import math
 from functools import lru_cache
 
 import torch
@@ -12,18 +13,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
 
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_launch import CACHED, Chunk, Tokens, boxes, sum_rows
-from t1lib.heads.fused_plan import (
-    DEFAULT_WORKSPACE,
-    FREQUENT,
-    SLACK,
-    TOKEN_BYTES,
-    Buffer,
-    Plan,
-    Shape,
-    ceil,
-    layout_bytes,
-    up,
-)
+from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape
+
+from t1lib.heads.fused_plan import ceil, layout_bytes, up  # isort: skip
 from t1lib.heads.fused_run import Gradients, InputGradient, targets
 from t1lib.heads.kernels import hopper, large, logits, rows, tail
 from t1lib.heads.kernels.large import SLOTS
@@ -49,14 +41,12 @@ def layout(shape: Shape, plan: Plan) -> dict[str, Buffer]:
     found |= {"packed_target": Buffer(1, high, torch.int32), "flag": Buffer(1, high, torch.int32)}
     found |= {"z": Buffer(high, up(shape.vocab, 16), byte), "large": Buffer(high, SLOTS.value, torch.int32)}
     found |= {"marks": Buffer(1, high * ceil(up(shape.vocab, 16), 256), torch.int8)}
-    found |= {"excess": Buffer(high, SLOTS.value), "top": Buffer(2, high), "count": Buffer(1, high, torch.int32)}
+    found |= {"excess": Buffer(high, SLOTS.value), "count": Buffer(1, high, torch.int32)}
     if shape.de:
         found |= {"w8": Buffer(plan.columns, hidden, byte), "de": Buffer(plan.parts * high, hidden)}
     if shape.dw:
-        found |= {
-            "x8": Buffer(up(hidden, 64), high, byte),
-            "frequent_sums": Buffer(min(FREQUENT, shape.tokens), hidden),
-        }
+        found["x8"] = Buffer(up(hidden, 64), high, byte)
+        found["frequent_sums"] = Buffer(min(FREQUENT, shape.tokens), hidden)
     return found
 
 
@@ -66,15 +56,14 @@ def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
     if none fits."""
     default = DEFAULT_WORKSPACE + TOKEN_BYTES * shape.tokens + shape.copies
     budget, blocks = default if workspace is None else workspace, ceil(shape.tokens, BLOCK)
-    fit, counts, need = [], 0, 0
+    fit, counts = [], 0
     for capacity in sorted({ceil(blocks, n) * BLOCK for n in range(1, blocks + 1)}, reverse=True):
         before = len(fit)
         for ranges in range(1, RANGES + 1 if shape.de else 2):
             for parts in range(1, PARTS + 1 if shape.de else 2):
                 columns = up(ceil(shape.vocab, ranges), 128)
                 found = Plan(capacity, ceil(blocks, capacity // BLOCK), columns, SPLITS, parts)
-                need = bytes_needed(shape, found)
-                if need > budget:
+                if bytes_needed(shape, found) > budget:
                     break
                 fit.append((cost(shape, found, ranges, units), found))
         counts += len(fit) > before
@@ -91,7 +80,8 @@ def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
     blocks = ceil(shape.hidden, 128) * (found.capacity // BLOCK)
     unit = ceil(ceil(found.columns, 128), found.parts) + UNIT
     de = ranges * (ceil(blocks * found.parts, units) * unit + LAUNCH) * shape.de
-    dw = ceil(ceil(shape.vocab, 128) * ceil(shape.hidden, 256), units) * (found.capacity // 128 + UNIT) * shape.dw
+    tiles = ceil(shape.vocab, 128) * ceil(shape.hidden, 128) / 2  # half ones take half the time
+    dw = math.ceil(tiles / units) * (found.capacity // 128 + UNIT) * shape.dw
     copies = shape.vocab * shape.hidden * COPY * shape.de * (1 if ranges > 1 else 1 / found.chunks)
     return found.chunks * (de + dw + copies)
 
@@ -109,7 +99,7 @@ class Tail(Chunk):
         m = self.memory
         self.z = m["z"].view(torch.float8_e4m3fn)
         self.known |= dict(large=m["large"], excess=m["excess"], count=m["count"], width=m["z"].shape[1], columns=None)
-        self.gain_w = gain_of(torch.linalg.vector_norm(o.w, float("inf")).float())
+        self.gain_w = gain_of(torch.linalg.vector_norm(o.w, torch.inf)) if o.needs[0] else None
 
     def sample(self) -> None:
         """offset ← a guess from some of the columns."""
@@ -158,15 +148,14 @@ class Tail(Chunk):
             )  # fmt: skip
 
     def weight_gradient(self) -> None:
-        x8, top, units = self.memory["x8"], self.memory["top"][0], ceil(self.plan.capacity, 64)
-        self.launch(tail.largest_scaled, self.size, out=top)
-        gain = gain_of(top[: self.size].amax())
-        strides = dict(x8=x8, x8_stride=x8.stride(0), gain=gain)
-        self.launch(tail.narrow_hidden, units, ceil(len(x8), 64), **strides, M=64, BLOCK=64, num_warps=4)
-        b = box(x8.view(torch.float8_e4m3fn), 256, 128)
+        x8, scale = self.memory["x8"], self.tokens.fields["scale"][self.start : self.start + self.size]
+        top = torch.linalg.vector_norm(self.x[: self.size], torch.inf, dim=1)
+        gain = gain_of((top * scale).abs().amax())
+        grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
+        self.launch(tail.narrow_hidden, *grid, x8=x8, x8_stride=x8.stride(0), gain=gain, M=64, BLOCK=64, num_warps=4)
         self.products(
-            pairs(self.memory["z"]), b, self.dw, gain, first=0, columns=0, height=self.opts.vocab, BY_ROW=False,
-            ADD=self.start > 0, parts=1,
+            pairs(self.memory["z"]), box(x8.view(torch.float8_e4m3fn), 256, 128), self.dw, gain, first=0, columns=0,
+            height=self.opts.vocab, BY_ROW=False, ADD=self.start > 0, parts=1,
         )  # fmt: skip
 
     def products(self, a, b, out: Tensor, gain: Tensor, **given) -> None:
@@ -223,7 +212,7 @@ def gradients(o: Operands) -> tuple[Tokens, Gradients]:
 
 def gain_of(top: Tensor) -> Tensor:
     """What makes the largest number 448; no infinity from zeros."""
-    return tail.LARGEST.value / top.clamp(min=1e-30)
+    return tail.LARGEST.value / top.float().clamp(min=1e-30)
 
 
 def box(matrix: Tensor, height: int, width: int, swizzle: int = 128):

@@ -19,7 +19,7 @@ LARGEST = gl.constexpr(432.0)  # from here on e4m3 rounds to 448, its largest nu
 
 
 @gluon.jit
-def _ring(a, b, S: gl.constexpr):
+def ring_of(a, b, S: gl.constexpr):
     """The ring: shared memory for S boxes of the descriptors, A's halves and B; and barriers for full and for empty."""
     a0 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
     a1 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
@@ -170,7 +170,7 @@ def logits(
     vectors = (bias, class_weight, row, packed_target, flag, sums)
     sizes = (tokens, start, live, capacity, vocab, hidden, first, group, splits)
     if needed:
-        ring = _ring(x, w, S)
+        ring = ring_of(x, w, S)
         if z is not None:
             c0 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)
             c1 = gl.allocate_shared_memory(z.dtype, [2] + z.block_shape, z.layout)

@@ -10,15 +10,10 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from t1lib.heads.kernels import tiles
+from t1lib.heads.kernels.hopper import ring_of
 
 LARGEST = tl.constexpr(448.0)  # of e4m3
 MARK = tl.constexpr(0x7E)  # its code: of all exponentials that are as large or larger
@@ -73,20 +68,6 @@ def narrow_weight(
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
-def largest_scaled(x, row, out, number, tokens, start, size, hidden, x_stride, BLOCK: tl.constexpr):
-    """Program per row: out ← the largest |scale · x|, 0 where no token is."""
-    i = tl.program_id(0)
-    live = i < tiles.live_rows(number, start, size)
-    top = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, hidden, BLOCK):
-        d = begin + tl.arange(0, BLOCK)
-        value = tl.load(x + i.to(tl.int64) * x_stride + d, mask=(d < hidden) & live, other=0.0)
-        top = tl.maximum(top, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
-    scale = tl.load(row + start + i + tiles.SCALE * tokens, mask=live, other=0.0)
-    tl.store(out + i, tl.max(top, 0) * tl.abs(scale))
-
-
-@triton.jit(do_not_specialize=tiles.VARYING)
 def narrow_hidden(
     x, x8, row, gain, number, tokens, start, size, capacity, hidden, x_stride, x8_stride,
     M: tl.constexpr, BLOCK: tl.constexpr,
@@ -104,21 +85,6 @@ def narrow_hidden(
     line = (d & ~63) | ((d & 14) << 2) | ((d & 48) >> 3) | (d & 1)
     at = x8 + line.to(tl.int64)[None, :] * x8_stride + place_of(i)[:, None]
     tl.store(at, value.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=(i < capacity)[:, None])
-
-
-@gluon.jit
-def _ring(a, b, S: gl.constexpr):
-    """As in `hopper`: S stages of A's halves and of B; barriers for full and for empty."""
-    a0 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
-    a1 = gl.allocate_shared_memory(a.dtype, [S] + a.block_shape, a.layout)
-    b0 = gl.allocate_shared_memory(b.dtype, [S] + b.block_shape, b.layout)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(S):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    fence_async_shared()
-    return a0, a1, b0, full, empty
 
 
 @gluon.jit
@@ -173,9 +139,10 @@ def _product(a, b, j: gl.constexpr, into, add):
 
 
 @gluon.jit
-def _multiply(it, steps, a, b, full, empty, S: gl.constexpr):
-    """Four (64, 64) sums over `steps` stages, in float32 registers. Two products are under way at a time; the third one
-    may take the first one's registers when that is added (the second wait on c0 and c1 is for this order alone)."""
+def _multiply(it, steps, a, b, full, empty, HALF: gl.constexpr, S: gl.constexpr):
+    """Four (64, 64) sums over `steps` stages, or the first two of them (HALF), in float32 registers. Two products are
+    under way at a time; the third one takes the first one's registers when that is added, which the second wait on c0,
+    like that on c1, is for."""
     c0 = gl.zeros((64, 64), gl.float32, SUMS)
     c1 = gl.zeros((64, 64), gl.float32, SUMS)
     c2 = gl.zeros((64, 64), gl.float32, SUMS)
@@ -190,17 +157,22 @@ def _multiply(it, steps, a, b, full, empty, S: gl.constexpr):
         p1 = _product(x, y, 1, gl.zeros((64, 64), gl.float32, SUMS), False)
         p0 = warpgroup_mma_wait(num_outstanding=1, deps=(p0,))
         c0 += p0
-        c0 = warpgroup_mma_wait(num_outstanding=1, deps=(c0,))
-        p2 = _product(x, y, 2, p0, never)
-        p1 = warpgroup_mma_wait(num_outstanding=1, deps=(p1,))
-        c1 += p1
-        c1 = warpgroup_mma_wait(num_outstanding=1, deps=(c1,))
-        p3 = _product(x, y, 3, p1, never)
-        p2 = warpgroup_mma_wait(num_outstanding=1, deps=(p2,))
-        c2 += p2
-        p3 = warpgroup_mma_wait(num_outstanding=0, deps=(p3,))
-        mbarrier.arrive(empty.index(s), count=1)
-        c3 += p3
+        if HALF:
+            p1 = warpgroup_mma_wait(num_outstanding=0, deps=(p1,))
+            mbarrier.arrive(empty.index(s), count=1)
+            c1 += p1
+        else:
+            c0 = warpgroup_mma_wait(num_outstanding=1, deps=(c0,))
+            p2 = _product(x, y, 2, p0, never)
+            p1 = warpgroup_mma_wait(num_outstanding=1, deps=(p1,))
+            c1 += p1
+            c1 = warpgroup_mma_wait(num_outstanding=1, deps=(c1,))
+            p3 = _product(x, y, 3, p1, never)
+            p2 = warpgroup_mma_wait(num_outstanding=1, deps=(p2,))
+            c2 += p2
+            p3 = warpgroup_mma_wait(num_outstanding=0, deps=(p3,))
+            mbarrier.arrive(empty.index(s), count=1)
+            c3 += p3
         it += 1
     return c0, c1, c2, c3, it
 
@@ -238,13 +210,16 @@ def _put_weight(dw, sums, v, d, vocab, hidden, stride, unit, ADD: gl.constexpr):
 
 @gluon.jit
 def _multiply_tiles(ring, a, half, out, work, sizes, unit, BY_ROW: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr):
-    height, hidden, stride = sizes
+    height, hidden, stride, width = sizes
     it = 0
     for index in range(gl.program_id(0), work[0], gl.num_programs(0)):
         m, n, part, begin, end = _unit(index, work, BY_ROW)
-        c0, c1, c2, c3, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], S)
         row = m * 128 + half
         column = n * 256
+        if width - column > 128:
+            c0, c1, c2, c3, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], False, S)
+        else:
+            c0, c1, c2, c3, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], True, S)
         if BY_ROW:
             to = out + part.to(gl.int64) * height * stride
             _put_input(to, c0, row, column, height, hidden, stride, unit, ADD)
@@ -273,13 +248,15 @@ def products(
         down = gl.cdiv(hidden, 128)
         across = gl.cdiv(rows, 256)
         steps = gl.cdiv(columns, 128)
+        width = rows
     else:
         down = gl.cdiv(height, 128)
         across = gl.cdiv(hidden, 256)
         steps = gl.cdiv(rows, 128)
+        width = hidden
     work = (down * across * parts, down, across, gl.cdiv(steps, parts), steps)
-    sizes = (height, hidden, stride)
-    ring = _ring(a, b, S)
+    sizes = (height, hidden, stride, width)
+    ring = ring_of(a, b, S)
     gl.warp_specialize([
         (_multiply_tiles, (ring, ring[0], 0, out, work, sizes, unit, BY_ROW, ADD, S)),
         (_multiply_tiles, (ring, ring[1], 64, out, work, sizes, unit, BY_ROW, ADD, S)),
