@@ -42,7 +42,8 @@ def fused(
     accumulate  None: in 16 bits dW is rounded once per chunk, but the targets' own terms, and the rows of the 1024 most
                 frequent targets, once in all. "float32": all is, with four products instead of three
     tail        "fp8": where the forward makes the gradients on a Hopper GPU, dE and dW multiply what is small of the
-                logits' gradient in FP8 (docs/fp8.md); elsewhere, and under reduction "none", as without it
+                logits' gradient in FP8 (docs/fp8.md). Elsewhere, under reduction "none", and for a weight whose rows
+                do not start on 16-byte boundaries: as without it
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper. Elsewhere, for float64, and for bfloat16
     in Triton's interpreter, head `chunked` computes (with filter_eps `full`). Raises `T1Error` for a bad argument, a
@@ -82,12 +83,6 @@ def _check_tail(tensors: Tensors, s: Settings, chunks: int | None, accumulate: s
         require(least >= (8, 9), f'tail="fp8" needs a GPU with FP8 (compute capability 8.9), got {least}: leave it out')
 
 
-def _tail_runs(input: Tensor, w: Tensor) -> bool:
-    """Whether the FP8 kernels do: on Hopper, for rows of the weight that its copy engine takes."""
-    hopper = input.is_cuda and fused_plan.device_of(input.device).kind == "hopper"
-    return hopper and w.dim() == 2 and w.shape[1] % 8 == 0
-
-
 def kernels_run(input: Tensor) -> bool:
     """Whether the kernels take this input: on CUDA, or in Triton's interpreter, up to 32 bits per element. Products of
     bfloat16 (also from autocast) are wrong in the interpreter, without an error."""
@@ -109,7 +104,8 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: b
     autocast = torch.is_autocast_enabled(input.device.type)
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
-    tail = tail and s.reduction != "none" and _tail_runs(input, w)
+    hopper = input.is_cuda and fused_plan.device_of(input.device).kind == "hopper"
+    tail = tail and hopper and s.reduction != "none"
     early = any(needs) and not exact_sum and (tail or _is_early(tensors, s, compute))
     rows, sequence, group = [], False, ""
     if s.shards is not None:
@@ -185,14 +181,14 @@ class Operands:
 )
 def forward_op(*call):
     """(loss, lse, logprob, correct, what the backward needs: of them, or if a token counts; dE, dW, dBias or empty)"""
-    from t1lib.heads import fused_run  # needs Triton
+    from t1lib.heads import fused_launch, fused_run  # need Triton
 
-    tensors, (*needs, early, _, return_stats, _, _) = Tensors(*call[:6]), call[9]
+    tensors, (*needs, early, _, return_stats, _, tail) = Tensors(*call[:6]), call[9]
     with torch.cuda.device_of(tensors.input) if tensors.input.is_cuda else INTERPRETER:  # where Triton launches
         o = Operands(tensors, *call[6:], check=True)
         if any(needs) and not early:  # a workspace too small for the backward is refused here already
             o.plan("late")
-        if early and call[9][7]:
+        if early and tail and fused_launch.aligned(o.w):
             from t1lib.heads import fused_tail
 
             tokens, gradients = fused_tail.gradients(o)

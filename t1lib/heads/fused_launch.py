@@ -180,12 +180,8 @@ class Chunk:
         height, width = 1 if dw else 32, ceil(self.hidden, 1024)
         self.launch(kernel, len(self.tokens.order), width, place=None, HEIGHT=height, BLOCK=1024, **given)
         if dw:
-            given["number"], most, width = (
-                self.known["frequent_number"],
-                len(self.known["place"]),
-                ceil(self.hidden, 128),
-            )
-            self.launch(kernel, most, width, HEIGHT=32, BLOCK=128, **given)
+            grid, number = (len(self.known["place"]), ceil(self.hidden, 128)), self.known["frequent_number"]
+            self.launch(kernel, *grid, number=number, HEIGHT=32, BLOCK=128, **given)
 
 
 def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, factor: Tensor | None) -> None:

@@ -157,6 +157,20 @@ def test_only_what_is_wanted_is_computed(grad):
 
 
 @on_gpu
+@pytest.mark.parametrize("n, v, d", [(1, 7, 8), (3, 130, 40), (257, 2049, 72), (130, 1000, 24)])
+def test_odd_sizes_and_a_weight_of_odd_rows(n, v, d):
+    p, one = state("trained", n, v, d, "cuda"), torch.ones((), device="cuda")
+    exact, got = exact_of(p), run("fused", p, one, tail="fp8")
+    assert all(e <= 6e-3 for e in errors(got[1:], exact[1:]))
+    wide = torch.empty(v, d + 1, dtype=p.w.dtype, device="cuda")[:, 1:]
+    wide.copy_(p.w)
+    p.w = wide
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(run("fused", p, one, **o) for o in ({}, {"tail": "fp8"})), strict=True)
+    )
+
+
+@on_gpu
 @pytest.mark.parametrize("many", [1, 90, 300, 1200])
 def test_large_entries_that_no_sample_sees(many):
     """With 5000 classes every fourth one is looked at: `many` others hold nearly all of the softmax."""
