@@ -136,6 +136,15 @@ def test_each_case_is_measured_once_beside_what_it_changes_and_bars_bound_measur
     assert selected(shapes=["X 1 2 3"], tight=[])["bars"] == []
 
 
+def test_in_bfloat16_fp8_is_measured_beside_the_same_without_it():
+    made = selected(dtype="bfloat16", measure=False)
+    assert made["fp8"] == ["fused-fp8-64MiB", "fused-fp8-32MiB", "fused-fp8-1GiB"] and not selected()["fp8"]
+    for cases in made["cases"].values():
+        for name in made["fp8"]:
+            exact = cases[name.replace("-fp8", ""), ""]
+            assert cases[name, ""] == Case("fused", exact.settings | {"tail": "fp8"})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -160,6 +169,7 @@ def test_cce_takes_the_model_that_convergence_trains(profile, monkeypatch):
         p = SimpleNamespace(**params.resolve(name, profile) | {"measure": False})
         made |= run_cells(name, "imports", cell, p=p, run=ON_CPU)
     assert made["trained"] == made["variants"]["fused-gpu"]
+    assert ("fp8-gpu" in made["variants"]) == (made["p"].dtype == "bfloat16") and "fp8-gpu" not in made["exact"]
 
 
 SIZES = dict(tokens=48, vocabulary=300, hidden=16)

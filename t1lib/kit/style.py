@@ -37,6 +37,7 @@ VARIANTS: dict[str, Variant] = {
     "chunked-vocabulary": Variant("chunked, by vocabulary", _COLOURS[4], "D", "chunked,\nvocabulary"),
     "fused": Variant("fused", _COLOURS[1], "s"),
     "fused-filter": Variant("fused, filtered", _COLOURS[1], "d"),
+    "fused-fp8": Variant("fused, FP8", _COLOURS[4], "D"),
     "compile": Variant("torch.compile of full", _COLOURS[9], "P"),
     "cce": Variant("CCE", (0.3, 0.3, 0.3), "X"),
     "cce-exact": Variant("CCE, no filter", _COLOURS[7], "p"),
