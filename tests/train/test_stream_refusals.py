@@ -160,6 +160,7 @@ def test_what_comes_too_early_for_a_plan():
     model, none = llama(), {name: value[:0] for name, value in BATCHES[0].items()}
     first_backward(model)
     with streaming(model, gpu_memory="1GiB") as (streamed, own):
+        assert own.device_tensors()  # nothing is placed yet
         refused(own.step, "before the first forward")
         refused(lambda: model_loss(streamed, none), "(0, 7, 32)")
 

@@ -154,17 +154,17 @@ def prune_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
         model.t1_pruned = prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
 
 
-def up_grad(model: nn.Module) -> float:
-    return model.model.layers[0].mlp.up_proj.weight.grad.norm().item()
+def up_weight(model: nn.Module) -> nn.Parameter:
+    return layers_of(model)[0].mlp.up_proj.weight
 
 
 def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
-    return vars(model).setdefault("t1_kept", model.model.layers[0].mlp.up_proj.weight.grad).norm()
+    return vars(model).setdefault("t1_kept", up_weight(model).grad).norm()
 
 
 def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
     """Gradients that were kept are added to those of the next step."""
-    weight, kept = model.model.layers[0].mlp.up_proj.weight, vars(model).setdefault("t1_kept", [])
+    weight, kept = up_weight(model), vars(model).setdefault("t1_kept", [])
     kept.append(weight.grad)
     weight.grad = sum(kept[-2:])
     return kept[0].norm()
@@ -278,11 +278,11 @@ CASES: dict[str, dict[str, Any]] = {
     "weights that are pruned": case(qwen3, before=prune_later),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "a gradient that is kept": case(qwen3, clip=keep_first),
-    "gradients that are kept, dropped one by one": case(qwen3, clip=add_kept, zero=one_by_one),
+    "a gradient that is kept, dropped alone": case(qwen3, clip=keep_first, zero=one_by_one),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
     # which are never zeroed, but clipped before the step, and seen after it
     "gradients of parameters in no group": case(
-        qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=up_grad
+        qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=lambda m: up_weight(m).grad.norm().item()
     ),
     "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
 }
