@@ -39,7 +39,7 @@ def cases(size: int, folder: Path) -> Cases:
         "a rank without a token that counts": partial(agrees, ignored, DOUBLE, {}, **plain),
         "evaluation": evaluation,
         "gradients are reduced once": partial(reduced_once, size),
-        "saved, and on in one process or many": partial(saved_and_on, folder / f"from{size}"),
+        "saved, and on": partial(saved_and_on, folder / f"from{size}"),
         "refused: batches": bad_batches,
     }
     if size > 2:
@@ -153,28 +153,23 @@ def is_last() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
-    return make_trainer(tiny(), mode, **{**ADAMW, **options})
+def trainer(**options: Any) -> Trainer:
+    return make_trainer(tiny(), "fsdp", **ADAMW, **options)
 
 
 def saved_and_on(folder: Path) -> None:
-    """Resumed with as many processes, a run is bitwise the same; in one, from the same bits, within rounding."""
-    data, whole, one = even(TOTAL), trainer(), trainer("gpu")
+    """Bitwise the same run. (test_several.py goes on in other numbers of processes.)"""
+    data, whole = even(TOTAL), trainer()
     losses = [whole.step(batch).loss for batch in data[:SAVED]]
     save_checkpoint(whole, folder)
     state = whole.state_dict()
     losses += [whole.step(batch).loss for batch in data[SAVED:]]
     again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
     again.step(data[3])  # state that the checkpoint must overwrite
-    assert load_checkpoint(again, folder) == load_checkpoint(one, folder) == SAVED
+    assert load_checkpoint(again, folder) == SAVED
     assert_same(state, again.state_dict())
-    assert_same(state, one.state_dict())
     assert [again.step(batch).loss for batch in data[SAVED:]] == losses[SAVED:]
     assert_same(whole.state_dict(), again.state_dict())
-    assert [one.step(batch).loss for batch in data[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
-    assert_same(again.state_dict(), one.state_dict(), rel=1e-6, abs=1e-8)
-    again.load_state_dict(one.state_dict())
-    assert_same(one.state_dict(), again.state_dict())
 
 
 def full_disk(folder: Path) -> None:

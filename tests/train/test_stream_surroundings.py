@@ -170,11 +170,6 @@ def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
     return kept[0].norm()
 
 
-def one_by_one(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad = None
-
-
 def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
     late = optimizer.t1_steps = getattr(optimizer, "t1_steps", 0) + 1
     optimizer.param_groups[0]["momentum"] = 0.9 if late > 2 else 0.0
@@ -278,7 +273,9 @@ CASES: dict[str, dict[str, Any]] = {
     "weights that are pruned": case(qwen3, before=prune_later),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "a gradient that is kept": case(qwen3, clip=keep_first),
-    "a gradient that is kept, dropped alone": case(qwen3, clip=keep_first, zero=one_by_one),
+    "a gradient that is kept, dropped alone": case(
+        qwen3, clip=keep_first, zero=lambda m: [setattr(p, "grad", None) for p in m.parameters()]
+    ),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
     # which are never zeroed, but clipped before the step, and seen after it
     "gradients of parameters in no group": case(
