@@ -21,7 +21,7 @@ from stream_cases import wait_for
 from transformers import AutoModelForCausalLM
 
 from t1lib.__main__ import main
-from t1lib.errors import T1Error
+from t1lib.errors import require
 from t1lib.text.session import LanguageSession
 from t1lib.train.checkpoint import META
 from t1lib.train.ranks import EXIT_LOST
@@ -112,11 +112,10 @@ def one_message(folder: Path, arguments: list[str], message: str) -> None:
     assert not (folder / "refused").exists()
 
 
-def trouble() -> None:
-    raise T1Error("rank 1 has had enough")
-
-
-ENDS = {"fails": trouble, "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+ENDS: dict[str, Callable[[], None]] = {
+    "fails": partial(require, False, "rank 1 has had enough"),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
 
 
 def ended(name: str, folder: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, Granit
 from t1lib.plan.cost import HOST_GRADS, Choice
 
 FOUR = data(4)
-ON_HOST = Choice(outer="host", inputs="host")
+ON_HOST, OUTER = Choice(outer="host", inputs="host"), Choice(outer="host")
 RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 
 
@@ -192,11 +192,9 @@ CASES: dict[str, dict[str, Any]] = {
     # the first forward's output layer reads its weight when layers of the second have run their backward
     "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=ON_HOST),
     "two forwards of a view, all on the host": case(qwen3, loss=two_forwards_of_a_view, choice=ON_HOST),
-    "sparse gradients, all on the host": case(
-        sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=Choice(outer="host")
-    ),
-    "no tokens before others, all on the host": case(qwen3, loss=none_embedded, choice=Choice(outer="host")),
-    "positions before tokens, all on the host": case(placed, choice=Choice(outer="host")),
+    "sparse gradients, all on the host": case(sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=OUTER),
+    "no tokens before others, all on the host": case(qwen3, loss=none_embedded, choice=OUTER),
+    "positions before tokens, all on the host": case(placed, choice=OUTER),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
     "generation": case(qwen3, batches=FOUR, after=generated),

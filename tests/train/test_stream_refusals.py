@@ -61,7 +61,8 @@ def test_arguments(options, shown):
     untouched(model, lambda: streamed_with(model, **options), shown)
 
 
-WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or returns `layers`
+COUPLED = {"decoupled_weight_decay": False}
+WRONG: dict[str, Callable[[Blocks], Any]] = {  # what changes the model, or gives arguments of `stream`
     "wider": lambda model: setattr(model.blocks[2], "up", nn.Linear(32, 80)),
     "biased": lambda model: setattr(model.blocks[2], "down", nn.Linear(64, 32, bias=True)),
     "in 16 bits": lambda model: model.blocks[3].up.bfloat16() and None,
@@ -69,21 +70,29 @@ WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or r
     "shared": lambda model: setattr(model.blocks[3].up, "weight", model.blocks[1].up.weight),
     "shared with what is in no layer": lambda model: setattr(model.norm, "weight", model.blocks[0].norm.weight),
     "repeated": lambda model: model.blocks.__setitem__(3, model.blocks[0]),
-    "the model": lambda model: model,
-    "a name": lambda model: "blocks",
-    "none of its own": lambda model: nn.ModuleList(blocks().blocks),
-    "a new list of its own layers": lambda model: nn.ModuleList(model.blocks),
-    "a sequence": lambda model: nn.Sequential(*model.blocks),
-    "without parameters": lambda model: setattr(model, "idle", nn.ModuleList([nn.ReLU()])) or model.idle,
+    "the model": lambda model: {"layers": model},
+    "a name": lambda model: {"layers": "blocks"},
+    "none of its own": lambda model: {"layers": nn.ModuleList(blocks().blocks)},
+    "a new list of its own layers": lambda model: {"layers": nn.ModuleList(model.blocks)},
+    "a sequence": lambda model: {"layers": nn.Sequential(*model.blocks)},
+    "without parameters": lambda model: setattr(model, "idle", nn.ModuleList([nn.ReLU()])) or {"layers": model.idle},
+    "Adam": lambda model: {"optimizer": torch.optim.Adam(model.parameters())},
+    "an optimizer's name": lambda model: {"optimizer": "adamw"},
+    "amsgrad": lambda model: {"optimizer": adamw(model, amsgrad=True)},
+    "coupled": lambda model: {"optimizer": torch.optim.AdamW([{"params": [model.norm.weight], **COUPLED}])},
+    "of another model": lambda model: {"optimizer": adamw(blocks())},
+    "of more than the model": lambda model: {"optimizer": adamw(nn.ModuleList([model, nn.Linear(2, 2)]))},
+    "of a copy": lambda model: {"optimizer": torch.optim.SGD([nn.Parameter(model.head.weight.data)])},
 }
+SHOWN = dict.fromkeys(["in 16 bits", "all with norms in 16 bits"], "one dtype for all that streams")
+SHOWN |= {"Adam": "Adam", "amsgrad": "amsgrad", "coupled": "decoupled_weight_decay", "of more than the model": "(2, 2)"}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_layers_that_differ_or_share_or_are_no_stack_of_the_model(name):
+def test_layers_and_optimizers(name):
     model = blocks()
-    layers = WRONG[name](model)
-    shown = "one dtype for all that streams" if "16 bits" in name else ""
-    untouched(model, lambda: streamed_with(model, **({} if layers is None else {"layers": layers})), shown)
+    given = WRONG[name](model) or {}
+    untouched(model, lambda: streamed_with(model, **given), SHOWN.get(name, ""))
 
 
 def test_models_that_are_refused():
@@ -94,24 +103,6 @@ def test_models_that_are_refused():
     model = llama()
     model.gradient_checkpointing_enable()  # `stream` recomputes already
     untouched(model, lambda: streamed_with(model))
-
-
-COUPLED = {"decoupled_weight_decay": False}
-
-
-def test_optimizers():
-    for make, shown in (
-        (lambda model: torch.optim.Adam(model.parameters()), "Adam"),
-        (lambda model: "adamw", ""),
-        (lambda model: adamw(model, amsgrad=True), "amsgrad"),
-        (lambda model: torch.optim.AdamW([{"params": [model.norm.weight], **COUPLED}]), "decoupled_weight_decay"),
-        (lambda model: adamw(blocks()), ""),
-        (lambda model: adamw(nn.ModuleList([model, nn.Linear(2, 2)])), "(2, 2)"),
-        (lambda model: torch.optim.SGD([nn.Parameter(model.head.weight.data)]), ""),
-    ):
-        model = blocks()
-        optimizer = make(model)
-        untouched(model, partial(streamed_with, model, optimizer), shown)
 
 
 RETURNED: dict[str, Callable[[Tensor], object]] = {
