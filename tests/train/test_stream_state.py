@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import product
 from types import FrameType
 from typing import Any
@@ -78,24 +77,6 @@ def test_a_run_goes_on_elsewhere(source, target, optimizer):
             assert CLIPPED(model, own, SECOND) == expected[6:]
             assert_same_weights(model, plain)
             assert_same_state(own, usual)
-
-
-@pytest.mark.parametrize("layout", [{}, {"master_weights": "split"}, {"master_weights": None}], ids=str)
-def test_a_run_in_bfloat16_goes_on(layout):
-    build = partial(qwen3, torch.bfloat16)
-    first, second, last = build(), build(), build()
-    with streaming(first, grouped(first), **layout) as (streamed, own):
-        train(streamed, own, FIRST)
-        saved = saved_of(streamed, own)
-        expected = train(streamed, own, SECOND)
-    with streaming(second, grouped(second), choice=Choice(host_share=0.0), **layout) as (streamed, own):
-        train(streamed, own, SECOND[:2])
-        load(streamed, own, saved)
-        assert train(streamed, own, SECOND) == expected
-        assert_same_weights(streamed, first)
-    widened = grouped(last)
-    widened.load_state_dict(saved["optimizer"])  # which casts to the parameters' dtype, as PyTorch does
-    assert widened.state[last.model.norm.weight]["exp_avg"].dtype == torch.bfloat16
 
 
 def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():

@@ -1,7 +1,7 @@
-"""What surrounds a streamed model: losses on its weights, layers that do not do the same every time, checkpoints of the
-user's own, parameters that no optimizer has, averages that are swapped in, gradients that are kept, other threads."""
+"""What surrounds a streamed model: losses on its weights, moody layers, the user's own checkpoints, threads."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -31,11 +31,6 @@ def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model_loss(model, batch) + penalty(model)
 
 
-def penalised_apart(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    penalty(model).backward()
-    return model_loss(model, batch)
-
-
 def penalised_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Computed before the forward, of the two matrices whose memory the backward of the layers may take."""
     before = 0.01 * sum(m.weight.square().sum() for m in (model.get_input_embeddings(), model.lm_head))
@@ -60,21 +55,20 @@ def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(inputs_embeds=model.t1_given, labels=batch["labels"]).loss
 
 
-def norm_of_given(model: nn.Module, optimizer: Any) -> Tensor:
-    return model.t1_given.grad.norm()
+def between(first: Callable[[nn.Module], object], then: Callable[[nn.Module], object]) -> Callable[..., Tensor]:
+    """A loss: `first` comes before the forward, `then` before the backward."""
 
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        first(model)
+        found = model_loss(model, batch)
+        then(model)
+        return found
 
-def evaluation_mode_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    loss = model_loss(model.train(), batch)
-    model.eval()
     return loss
 
 
-def frozen_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    weight = layers_of(model)[-1].mlp.up_proj.weight.requires_grad_(True)
-    loss = model_loss(model, batch)
-    weight.requires_grad_(False)
-    return loss
+def up_weight(model: nn.Module, layer: int = 0) -> nn.Parameter:
+    return layers_of(model)[layer].mlp.up_proj.weight
 
 
 def with_embedding(**options: Any) -> nn.Module:
@@ -93,17 +87,6 @@ def of_two_kinds() -> nn.Module:
     for name, param in model.named_parameters():
         param.requires_grad_("lora_" in name or "embed" in name)
     return model
-
-
-def use_the_other(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
-    model.set_adapter("default" if model.active_adapter == "other" else "other")
-
-
-def disabled_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    model.base_model.enable_adapter_layers()
-    loss = model_loss(model, batch)
-    model.base_model.disable_adapter_layers()
-    return loss
 
 
 def of_average(model: nn.Module) -> float:
@@ -152,10 +135,6 @@ def scale_held(model: nn.Module, optimizer: Any) -> Tensor:
 def prune_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
     if not hasattr(model, "t1_pruned"):
         model.t1_pruned = prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
-
-
-def up_weight(model: nn.Module) -> nn.Parameter:
-    return layers_of(model)[0].mlp.up_proj.weight
 
 
 def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
@@ -249,7 +228,7 @@ def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(maste
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "a loss on the weights, in a backward of its own": case(qwen3, sgd, loss=penalised_apart),
+    "a loss on the weights, in a backward of its own": case(qwen3, sgd, before=lambda m, o, b: penalty(m).backward()),
     # sums are in another order
     "a loss on the weights, accumulated": case(qwen3, sgd, loss=penalised, batches=data(8), accumulate=2, rel=1e-5),
     "a loss on the weights, computed before": case(llama, loss=penalised_before),
@@ -258,12 +237,20 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards, without accumulation": case(qwen3, sgd, loss=two_forwards) | {"accumulate": False},
     "layers that do not do the same every time": case(moody),
     "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
-    "a soft prompt": case(qwen3, loss=soft_prompt, clip=norm_of_given),
-    "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=norm_of_given),
-    "evaluation mode": case(partial(blocks, dropout=0.3), loss=evaluation_mode_before_the_backward),
-    "a weight that is frozen before the backward": case(qwen3, loss=frozen_before_the_backward),
-    "adapters of two kinds, in turns": case(of_two_kinds, before=use_the_other),
-    "adapters, disabled before the backward": case(with_embedding, loss=disabled_before_the_backward),
+    "a soft prompt": case(qwen3, loss=soft_prompt, clip=lambda m, o: m.t1_given.grad.norm()),
+    "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=lambda m, o: m.t1_given.grad.norm()),
+    "evaluation mode": case(partial(blocks, dropout=0.3), loss=between(nn.Module.train, nn.Module.eval)),
+    "a weight that is frozen before the backward": case(
+        qwen3,
+        loss=between(lambda m: up_weight(m, -1).requires_grad_(True), lambda m: up_weight(m, -1).requires_grad_(False)),
+    ),
+    "adapters of two kinds, in turns": case(
+        of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
+    ),
+    "adapters, disabled before the backward": case(
+        with_embedding,
+        loss=between(lambda m: m.base_model.enable_adapter_layers(), lambda m: m.base_model.disable_adapter_layers()),
+    ),
     "weights swapped for an average": case(qwen3, after=of_average),
     # updates of which the weights, in 16 bits, see none for a while
     "masters, weights swapped for an average": masters(qwen3, partial(adamw, lr=1e-5), after=of_average),
