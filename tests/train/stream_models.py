@@ -1,6 +1,7 @@
 """Small models for the tests of `stream`, and their batches."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,14 +113,20 @@ def blocks(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     return Blocks(**changes).to(dtype)
 
 
-def partly_used(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Layers with parameters, between others, that their outputs do not depend on."""
-    model = blocks(dtype)
-    for block in model.blocks:
-        block.qkv.unused = nn.Linear(8, 8, dtype=dtype)
+def changed(build: Callable[..., nn.Module], change: Callable[[nn.Module], object], *given: Any) -> nn.Module:
+    """The model that `build` makes, once `change` was called with it."""
+    model = build(*given)
+    change(model)
     return model
 
 
+def add_unused(model: nn.Module) -> None:
+    """Parameters, between others, that the outputs do not depend on."""
+    for block in model.blocks:
+        block.qkv.unused = nn.Linear(8, 8, dtype=block.up.weight.dtype)
+
+
+partly_used = partial(changed, blocks, add_unused)
 MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3, "llama": llama, "gemma3": gemma3, "blocks": blocks}
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from stream_cases import Masters, case, compare, masters, pieces, streaming
 from stream_loops import adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import MODELS, SHAPE, adapted, blocks, cross_entropy, data, llama, partly_used, qwen3
+from stream_models import MODELS, SHAPE, adapted, blocks, changed, cross_entropy, data, llama, partly_used, qwen3
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, GraniteConfig
 
@@ -38,14 +39,6 @@ GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
 NEOX = partial(made, GPTNeoXConfig(**SHAPE))
 
 
-def spectral() -> nn.Module:
-    """Every forward changes buffers, on which the next one depends."""
-    model = blocks()
-    for block in model.blocks:
-        nn.utils.parametrizations.spectral_norm(block.up)
-    return model
-
-
 class Placed(nn.Embedding):
     """Embeds tokens at their positions: looks up others than it is given."""
 
@@ -57,30 +50,16 @@ class Placed(nn.Embedding):
         return super().forward(torch.arange(ids.shape[1])) + self.tokens(input=ids)
 
 
-def placed() -> nn.Module:
-    model = blocks()
-    model.embed = Placed(model.embed)
-    return model
-
-
-def sparse() -> nn.Module:
-    """Gradients of its embedding are."""
-    model = blocks()
-    model.embed.sparse = True
-    return model
-
-
-def begun() -> nn.Module:
-    """Gradients from before are added to."""
-    model = qwen3()
-    model_loss(model, FOUR[0]).backward()
-    return model
-
-
-def hooked() -> nn.Module:
-    model = qwen3()
+def hook_a_weight(model: nn.Module) -> None:
     model.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    return model
+
+
+# Every forward changes buffers, on which the next one depends.
+spectral = partial(changed, blocks, lambda m: [parametrizations.spectral_norm(block.up) for block in m.blocks])
+placed = partial(changed, blocks, lambda m: setattr(m, "embed", Placed(m.embed)))
+sparse = partial(changed, blocks, lambda m: setattr(m.embed, "sparse", True))  # gradients of its embedding are
+begun = partial(changed, qwen3, lambda m: model_loss(m, FOUR[0]).backward())  # gradients from before are added to
+hooked = partial(changed, qwen3, hook_a_weight)
 
 
 def logits_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

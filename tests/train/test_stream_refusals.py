@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
-from stream_models import SHAPE, Blocks, adapted, blocks, data, layers_of, llama, qwen3
+from stream_models import SHAPE, Blocks, adapted, blocks, changed, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
@@ -150,10 +150,7 @@ def first_backward(model: nn.Module, **options: Any) -> None:
     first_loss(model).backward(**options)
 
 
-def frozen_layer() -> nn.Module:
-    model = qwen3()
-    layers_of(model)[0].requires_grad_(False)
-    return model
+frozen_layer = partial(changed, qwen3, lambda model: layers_of(model)[0].requires_grad_(False))
 
 
 def change_later(model: nn.Module, optimizer: Any, **changes: Any) -> None:

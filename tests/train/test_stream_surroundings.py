@@ -10,7 +10,7 @@ import pytest
 import torch
 from stream_cases import case, compare, masters, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
-from stream_models import VOCABULARY, Block, adapted, blocks, data, layers_of, llama, qwen3
+from stream_models import VOCABULARY, Block, adapted, blocks, changed, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -71,16 +71,13 @@ def up_weight(model: nn.Module, layer: int = 0) -> nn.Parameter:
     return layers_of(model)[layer].mlp.up_proj.weight
 
 
-def with_embedding(**options: Any) -> nn.Module:
-    """Adapters, and an embedding that is trained, too."""
-    model = adapted(dropout=0.0, **options)
+def train_embedding(model: nn.Module) -> None:
     model.get_input_embeddings().requires_grad_(True)
-    return model
 
 
 def of_two_kinds() -> nn.Module:
     """Adapters to choose from: those of DoRA, the active ones, need the values of a layer's last product."""
-    model = with_embedding(target_modules=["q_proj"])
+    model = adapted(dropout=0.0, target_modules=["q_proj"])
     config = type(model.peft_config["default"])(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
     model.add_adapter("other", config)
     model.set_adapter("other")
@@ -248,7 +245,7 @@ CASES: dict[str, dict[str, Any]] = {
         of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
     ),
     "adapters, disabled before the backward": case(
-        with_embedding,
+        partial(changed, partial(adapted, dropout=0.0), train_embedding),
         loss=between(lambda m: m.base_model.enable_adapter_layers(), lambda m: m.base_model.disable_adapter_layers()),
     ),
     "weights swapped for an average": case(qwen3, after=of_average),
