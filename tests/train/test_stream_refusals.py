@@ -239,6 +239,10 @@ ONGOING: dict[str, tuple] = {
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
     "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
+    "state that is emptied": during(lambda m, o: (o.state.clear(), train(m, o, BATCHES)), "state was emptied"),
+    "parameters taken from a group": during(
+        lambda m, o: (o.param_groups[0]["params"].clear(), train(m, o, BATCHES)), "use requires_grad_"
+    ),
     "adapters, merged and disabled": during(merged_and_disabled, "unmerge_adapter", partial(adapted, dropout=0.0)),
     "closed": during(lambda m, o: (o.close(), o.step())),
     **{f"norm {n}": during(lambda m, o, n=n: o.clip_grad_norm_(n), repr(n)) for n in (-1.0, "1", True, None, math.nan)},
