@@ -145,7 +145,6 @@ def no_number() -> None:
     assert all(torch.equal(w, after["model"][n]) for n, w in before["model"].items())
 
 
-SAVED, TOTAL = 2, 4  # steps before a checkpoint, and in all
 ADAMW = {"optimizer": OPTIMIZERS["adamw"], "head": "full"}
 
 
@@ -159,16 +158,16 @@ def trainer(**options: Any) -> Trainer:
 
 def saved_and_on(folder: Path) -> None:
     """Bitwise the same run. (test_several.py goes on in other numbers of processes.)"""
-    data, whole = even(TOTAL), trainer()
-    losses = [whole.step(batch).loss for batch in data[:SAVED]]
+    data, whole = even(4), trainer()
+    losses = [whole.step(batch).loss for batch in data[:2]]
     save_checkpoint(whole, folder)
     state = whole.state_dict()
-    losses += [whole.step(batch).loss for batch in data[SAVED:]]
+    losses += [whole.step(batch).loss for batch in data[2:]]
     again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
     again.step(data[3])  # state that the checkpoint must overwrite
-    assert load_checkpoint(again, folder) == SAVED
+    assert load_checkpoint(again, folder) == 2
     assert_same(state, again.state_dict())
-    assert [again.step(batch).loss for batch in data[SAVED:]] == losses[SAVED:]
+    assert [again.step(batch).loss for batch in data[2:]] == losses[2:]
     assert_same(whole.state_dict(), again.state_dict())
 
 

@@ -63,19 +63,18 @@ def test_options_settings_and_models(call, parts):
     refused(call, *parts)
 
 
-def ids(rows=2, length=11, **at):
-    tensor = torch.arange(rows * length).reshape(rows, length) % 97
-    for value in at.values():
-        tensor[0, 3] = value
+def ids(length=11, fourth=3):
+    tensor = torch.arange(2 * length).reshape(2, length) % 97
+    tensor[0, 3] = fourth
     return tensor
 
 
 BATCHES = {
-    "too large an id": ({"input_ids": ids(bad=97)}, ["input_ids hold 97", "allowed: 0 to 96"]),
+    "too large an id": ({"input_ids": ids(fourth=97)}, ["input_ids hold 97", "allowed: 0 to 96"]),
     "no ids": ({"labels": ids()}, ["`input_ids`", "(batch, sequence)", "found None"]),
     "no tokens": ({"input_ids": ids()[:, :0]}, ["`input_ids`", "(2, 0)"]),
     "too long": ({"input_ids": ids(length=17)}, ["17 tokens", "16 positions"]),
-    "too large a label": ({"input_ids": ids(), "labels": ids(bad=97)}, ["labels hold 97", "allowed: 0 to 96, or -100"]),
+    "too large a label": ({"input_ids": ids(), "labels": ids(fourth=97)}, ["labels hold 97", "or -100"]),
     "a key nobody reads": ({"input_ids": ids(), "lables": ids()}, ["'lables'", "allowed: input_ids, and labels"]),
     "labels shifted": ({"input_ids": ids(), "labels": ids()[:, 1:]}, ["labels (2, 10)", "input_ids (2, 11)"]),
     "no label that counts": ({"input_ids": ids(), "labels": torch.full((2, 11), -100)}, ["no label counts"]),

@@ -150,6 +150,7 @@ def test_evaluation_drops_nothing_out(mode):
     trainer, batch = make_trainer(model(attention_dropout=0.5), mode, optimizer=ADAMW), ragged(1)[0]
     loss = make_trainer(model(), "gpu").step(batch).loss
     assert trainer.evaluate(batch) == trainer.evaluate(batch) == pytest.approx(loss, rel=1e-6)
+    assert all(module.training for module in trainer.model.modules())
 
 
 @pytest.mark.parametrize("mode", ON_CPU)

@@ -78,10 +78,6 @@ def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor
     return losses[0] + nn.functional.softplus(losses[1])
 
 
-def none_embedded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model.get_input_embeddings()(batch["input_ids"][:0]).sum() + model_loss(model, batch)
-
-
 def generated(model: nn.Module) -> float:
     """The tokens, as one number."""
     prompt = data(1)[0]["input_ids"][:2, :3]
@@ -172,7 +168,9 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=ON_HOST),
     "two forwards of a view, all on the host": case(qwen3, loss=two_forwards_of_a_view, choice=ON_HOST),
     "sparse gradients, all on the host": case(sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=OUTER),
-    "no tokens before others, all on the host": case(qwen3, loss=none_embedded, choice=OUTER),
+    "no tokens before others, all on the host": case(
+        qwen3, before=lambda m, o, batch: m.get_input_embeddings()(batch["input_ids"][:0]), choice=OUTER
+    ),
     "positions before tokens, all on the host": case(placed, choice=OUTER),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
