@@ -42,19 +42,6 @@ def placed(place: dict[str, Any] | None, model: nn.Module, optimizer: Any) -> An
     return nullcontext((model, optimizer)) if place is None else streaming(model, optimizer, **place)
 
 
-def saved_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Through a file, so that nothing is shared with what runs on."""
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def load(model: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-
-
 KINDS = {"plain": None, **{place.id: place.values[0] for place in PLACES}}
 WAYS = ["plain mixed", "mixed plain", "plain host", "host plain", "streamed mixed", "plain resident", "host streamed"]
 
@@ -68,12 +55,16 @@ def test_a_run_goes_on_elsewhere(source, target, optimizer):
     used, other = optimizer(first), optimizer(second)
     with placed(KINDS[source], first, used) as (model, own):
         CLIPPED(model, own, FIRST)
-        saved = saved_of(model, own)
+        file = io.BytesIO()  # so that nothing is shared with what runs on
+        torch.save((model.state_dict(), own.state_dict()), file)
+    file.seek(0)
+    saved, state = torch.load(file, weights_only=True)
     for each, begun in [(second, other), (first, used)][: 2 if source == "plain" else 1]:
         with placed(KINDS[target], each, begun) as (model, own):
             if each is second:
                 train(model, own, SECOND[:2] if optimizer is grouped else [])
-                load(model, own, saved)
+                model.load_state_dict(saved)
+                own.load_state_dict(state)
             assert CLIPPED(model, own, SECOND) == expected[6:]
             assert_same_weights(model, plain)
             assert_same_state(own, usual)
