@@ -49,18 +49,20 @@ def test_of_the_library_tests_and_generated_files_are_left_out(tmp_path, monkeyp
     refused(read_texts, "corpus is empty: the standard library")
 
 
-def test_a_folder_gives_all_text_below_it(tmp_path):
-    (tmp_path / "deep").mkdir()
+def test_a_folder_gives_all_text_below_it_except_for_runs(tmp_path):
     lines = [{"text": "first\u2028"}, {"content": "second", "id": 3}]  # with another end of a line
     records = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n"
     for name, content in {
         "deep/a.md": b"some text", "picture.png": b"\x89PNG\x00\x01", "nul.txt": b"a\0b", ".hidden": b"no",
         "mark.TXT": b"\xef\xbb\xbfthird", "blank.txt": b" \n", "PART.JSONL": records.encode(),
+        "run.json": b"of another program", "one/run.json": b"{}", "one/metrics.csv": b"step", "one/model/a.json": b"{}",
     }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    found = {"PART.JSONL#0": "first\u2028", "PART.JSONL#1": "second"}
+    found = {"PART.JSONL#0": "first\u2028", "PART.JSONL#1": "second", "run.json": "of another program"}
     assert read_texts(tmp_path) == {"deep/a.md": "some text", "mark.TXT": "third", **found}
     assert read_texts(tmp_path / "deep" / "a.md") == {"a.md": "some text"}
+    refused(lambda: read_texts(tmp_path / "one"), "one holds a run, whose files change; move them")
     assert sum(map(len, read_texts(tmp_path, 10).values())) <= 10
 
 
@@ -110,19 +112,6 @@ def test_parquet_needs_its_library(tmp_path):
     if there:
         pandas.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
         assert read_texts(tmp_path) == {"a.parquet#0": "one", "a.parquet#1": "two"}
-
-
-def test_folders_with_a_run_are_left_out(tmp_path):
-    run = tmp_path / "runs" / "one"
-    (run / "model").mkdir(parents=True)
-    for path, content in {
-        tmp_path / "a.txt": "some text", tmp_path / "run.json": '{"kind": "of another program"}',
-        run / texts.RUN: '{"t1lib": "1", "corpus": "", "settings": {}}', run / "metrics.csv": "step,loss",
-        run / "model" / "config.json": "{}",
-    }.items():  # fmt: skip
-        path.write_text(content)
-    assert sorted(read_texts(tmp_path)) == ["a.txt", "run.json"]
-    refused(lambda: read_texts(run), "one holds a run, whose files change; move them")
 
 
 def test_linked_folders_are_read_once_and_without_end(tmp_path):
@@ -219,25 +208,22 @@ def session():
     return LanguageSession(**SETTINGS)
 
 
-def test_it_learns_and_says_what_from(session, tmp_path):
+def test_it_learns_and_says_what_from(session):
     before = session.evaluate(16)
     losses = [record.loss for record in session.train(20)]
     assert len(losses) == 20 and losses[-1] < losses[0]
     about = session.about()
     assert len(about["sha256"]) == 64 and about["vocabulary"] == 300 and about["files"] == 1
     assert session.evaluate(16) < before
-    found = session.held_out(50, str(tmp_path / "states.pt"))
-    assert found["tokens"] == 50 and 0 < found["loss"] < losses[0]
-    e, w, y = operands("real", (50, 300, 64), torch.float32, torch.device("cpu"), path=tmp_path / "states.pt")
-    assert e.shape == (50, 64) and w.shape == (300, 64)
-    assert float(linear_cross_entropy(e, w, y, head="full")) == pytest.approx(found["loss"], rel=1e-5)
 
 
 def test_its_loss_on_hidden_states_is_the_models_own(session, monkeypatch, tmp_path):
-    session.held_out(10**9, str(tmp_path / "all.pt"))
-    e, w, y = torch.load(tmp_path / "all.pt").values()
-    rows = session.corpus.held_out
-    assert len(e) == len(y) == rows.shape[0] * (rows.shape[1] - 1) and int(y.min()) >= 0
+    path, rows = tmp_path / "states.pt", session.corpus.held_out
+    assert session.held_out(50, str(path))["tokens"] == 50 == len(torch.load(path)["y"])
+    found, most = session.held_out(10**9, str(path)), rows.shape[0] * (rows.shape[1] - 1)
+    e, w, y = operands("real", (most, 300, 64), torch.float32, torch.device("cpu"), path=path)
+    assert len(e) == len(y) == found["tokens"] == most and int(y.min()) >= 0
+    assert float(linear_cross_entropy(e, w, y, head="full")) == pytest.approx(found["loss"], rel=1e-5)
     model = session.trainer.model
     with torch.no_grad():
         wanted = torch.stack([model(input_ids=ids, labels=ids).loss for ids in rows[:4].split(1)]).mean()

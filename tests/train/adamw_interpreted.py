@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from t1lib.optimizers import OptimizerSpec, Precision
+from t1lib.optimizers import Precision
 from t1lib.train.adamw import BLOCK, adamw_
 from t1lib.train.update import join, new_state, split
 
@@ -84,15 +84,6 @@ def test_the_noise_is_that_of_the_step():
         assert not torch.equal(state["exp_avg"] == state["exp_avg"][0], state["exp_avg_sq"] == state["exp_avg_sq"][0])
         moments.append(state["exp_avg"])
     assert torch.equal(moments[0], moments[1]) and not torch.equal(moments[0], moments[2])
-
-
-def test_bytes_per_parameter():
-    """State of a 2-byte parameter: 12 bytes in float32, 8 with 16-bit moments, 6 with a split master as well."""
-    weight, rule = torch.zeros(1000, dtype=torch.bfloat16), {"betas": (0.9, 0.999)}
-    for own, expected in (({}, 12), ({"moments": "bfloat16"}, 8), ({"moments": "bfloat16", "split_master": True}, 6)):
-        spec = OptimizerSpec("adamw", **own)
-        assert sum(t.nbytes for t in new_state(weight, rule, spec.precision).values()) == expected * 1000
-        assert sum(kind.itemsize for kind in spec.kinds(weight).values()) == expected
 
 
 def test_a_zero_beside_a_negative_remainder_trains_and_nan_stays_nan():

@@ -39,7 +39,7 @@ def cases(size: int, folder: Path) -> Cases:
         "a rank without a token that counts": partial(agrees, ignored, DOUBLE, {}, **plain),
         "evaluation": evaluation,
         "gradients are reduced once": partial(reduced_once, size),
-        "saved, and on in one process or many": partial(saved_and_on, folder / f"from{size}"),
+        "saved, and on": partial(saved_and_on, folder / f"from{size}"),
         "refused: batches": bad_batches,
     }
     if size > 2:
@@ -145,7 +145,6 @@ def no_number() -> None:
     assert all(torch.equal(w, after["model"][n]) for n, w in before["model"].items())
 
 
-SAVED, TOTAL = 2, 4  # steps before a checkpoint, and in all
 ADAMW = {"optimizer": OPTIMIZERS["adamw"], "head": "full"}
 
 
@@ -153,28 +152,23 @@ def is_last() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def trainer(mode: str = "fsdp", **options: Any) -> Trainer:
-    return make_trainer(tiny(), mode, **{**ADAMW, **options})
+def trainer(**options: Any) -> Trainer:
+    return make_trainer(tiny(), "fsdp", **ADAMW, **options)
 
 
 def saved_and_on(folder: Path) -> None:
-    """Resumed with as many processes, a run is bitwise the same; in one, from the same bits, within rounding."""
-    data, whole, one = even(TOTAL), trainer(), trainer("gpu")
-    losses = [whole.step(batch).loss for batch in data[:SAVED]]
+    """Bitwise the same run. (test_several.py goes on in other numbers of processes.)"""
+    data, whole = even(4), trainer()
+    losses = [whole.step(batch).loss for batch in data[:2]]
     save_checkpoint(whole, folder)
     state = whole.state_dict()
-    losses += [whole.step(batch).loss for batch in data[SAVED:]]
+    losses += [whole.step(batch).loss for batch in data[2:]]
     again = make_trainer(tiny(seed=4), "fsdp", **ADAMW)
     again.step(data[3])  # state that the checkpoint must overwrite
-    assert load_checkpoint(again, folder) == load_checkpoint(one, folder) == SAVED
+    assert load_checkpoint(again, folder) == 2
     assert_same(state, again.state_dict())
-    assert_same(state, one.state_dict())
-    assert [again.step(batch).loss for batch in data[SAVED:]] == losses[SAVED:]
+    assert [again.step(batch).loss for batch in data[2:]] == losses[2:]
     assert_same(whole.state_dict(), again.state_dict())
-    assert [one.step(batch).loss for batch in data[SAVED:]] == pytest.approx(losses[SAVED:], rel=1e-6)
-    assert_same(again.state_dict(), one.state_dict(), rel=1e-6, abs=1e-8)
-    again.load_state_dict(one.state_dict())
-    assert_same(one.state_dict(), again.state_dict())
 
 
 def full_disk(folder: Path) -> None:

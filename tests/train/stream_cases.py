@@ -170,10 +170,10 @@ def _in_pieces(run: Callable, rows: int | None, hidden: Tensor, *args: Any, **kw
 
 
 @cache
-def six_steps(build: Callable[[], nn.Module]) -> tuple[nn.Module, Any, list[float]]:
+def six_steps(build: Callable[..., Any], optimizer: Callable[..., Any] = adamw) -> tuple[nn.Module, Any, list[float]]:
     """A plain model after six clipped steps, its optimizer, and losses and norms."""
     plain = build()
-    usual = adamw(plain)
+    usual = optimizer(plain)
     return plain, usual, train(plain, usual, data(6), clip=own_clip)
 
 

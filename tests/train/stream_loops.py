@@ -41,16 +41,13 @@ def model_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def own_clip(model: nn.Module, optimizer: Any, most: float = MOST) -> Tensor:
     """By the optimizer, where it can; else the same by PyTorch's function."""
     own = getattr(optimizer, "clip_grad_norm_", partial(clip_grad_norm_, list(model.parameters())))
-    return _binding(own(most), most)
+    norm = own(most)
+    assert norm > most, "nothing was clipped"
+    return norm
 
 
 def torch_clip(model: nn.Module, optimizer: Any) -> Tensor:
-    return _binding(clip_grad_norm_(model.parameters(), MOST))
-
-
-def _binding(norm: Tensor, most: float = MOST) -> Tensor:
-    assert norm > most, "nothing was clipped"
-    return norm
+    return own_clip(model, None)
 
 
 CLIPS = {None: None, "optimizer": own_clip, "torch": torch_clip}

@@ -1,6 +1,7 @@
 """Small models for the tests of `stream`, and their batches."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ SHAPE |= {"vocab_size": VOCABULARY, "num_attention_heads": 4, "num_key_value_hea
 
 
 class Block(nn.Module):
-    """A layer that is not from transformers: its mask comes by position, its scale by name; it may drop out or fail."""
+    """A layer that is not from transformers: its mask comes by position, its scale by name; it may drop out, fail, or
+    return something else."""
 
     def __init__(self, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -30,13 +32,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("gain", torch.full((), 0.9))
         self.fault = Fault()
+        self.result: Callable[[Tensor], Any] = lambda out: out
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         hidden = self.fault.watch(hidden)
         q, k, v = self.qkv(self.norm(hidden)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale * q.shape[-1] ** -0.5)
         hidden = hidden + self.dropout(mixed.transpose(1, 2).flatten(2)) * self.gain
-        return hidden + self.down(self.dropout(nn.functional.gelu(self.up(hidden))))
+        return self.result(hidden + self.down(self.dropout(nn.functional.gelu(self.up(hidden)))))
 
 
 class Blocks(nn.Module):
@@ -110,14 +113,20 @@ def blocks(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     return Blocks(**changes).to(dtype)
 
 
-def partly_used(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Layers with parameters, between others, that their outputs do not depend on."""
-    model = blocks(dtype)
-    for block in model.blocks:
-        block.qkv.unused = nn.Linear(8, 8, dtype=dtype)
+def changed(build: Callable[..., nn.Module], change: Callable[[nn.Module], object], *given: Any) -> nn.Module:
+    """The model that `build` makes, once `change` was called with it."""
+    model = build(*given)
+    change(model)
     return model
 
 
+def add_unused(model: nn.Module) -> None:
+    """Parameters, between others, that the outputs do not depend on."""
+    for block in model.blocks:
+        block.qkv.unused = nn.Linear(8, 8, dtype=block.up.weight.dtype)
+
+
+partly_used = partial(changed, blocks, add_unused)
 MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3, "llama": llama, "gemma3": gemma3, "blocks": blocks}
 
 

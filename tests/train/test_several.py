@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,11 @@ import pytest
 import torch.distributed as dist
 from fsdp_cases import cases
 from processes import SIZES, Cases, Outcomes, as_torchrun_does, forked, free_ports, next_port, work
+from stream_cases import wait_for
 from transformers import AutoModelForCausalLM
 
 from t1lib.__main__ import main
-from t1lib.errors import T1Error
+from t1lib.errors import require
 from t1lib.text.session import LanguageSession
 from t1lib.train.checkpoint import META
 from t1lib.train.ranks import EXIT_LOST
@@ -65,8 +65,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def trains(folder: Path) -> None:
-    own = ["--mode", "fsdp", "--steps", "4", "--eval-rows", "3", "--export", "--out", str(folder)]
-    code, out, err = call(*SMALL, *own)
+    own = ["--mode", "fsdp", "--steps", "4", "--eval-rows", "3", "--export"]
+    code, out, err = call(*SMALL, *own, "--out", str(folder))
     assert code == 0, err
     first = os.environ["RANK"] == "0"
     assert ("parameters" in out and out.count("\ncheckpoint") == 1) if first else out == err == "", out + err
@@ -104,34 +104,25 @@ def in_step(number: int, happens: Callable[[], None]) -> Callable:
 def one_message(folder: Path, arguments: list[str], message: str) -> None:
     """Only the first process to see the error reports it; a launcher would end the others if they still ran."""
     code, out, err = call(*SMALL, *arguments, "--out", str(folder / "refused"))
-    told = [folder / f"{arguments[-1]}.{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    own = told[int(os.environ["RANK"])]
-    own.with_name(f"{own.name}.part").write_text(err, encoding="utf-8")
-    own.with_name(f"{own.name}.part").rename(own)  # complete as soon as the others see it
-    first = code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
-    assert out == "" and (first or (code, err) == (1, "")), (code, out, err)
-    deadline = time.monotonic() + 20
-    while not all(path.is_file() for path in told) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert sum(path.stat().st_size > 0 for path in told) == 1
+    told = folder / arguments[-1]
+    if err:
+        told.touch(exist_ok=False)  # no other one has
+        assert err.startswith("error: ") and message in err and err.count("\n") == 1, err
+    assert (code, out) == (2 if err else 1, "") and wait_for(told.exists, 20)
     assert not (folder / "refused").exists()
 
 
-def trouble() -> None:
-    raise T1Error("rank 1 has had enough")
-
-
-ENDS = {"fails": trouble, "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+ENDS: dict[str, Callable[[], None]] = {
+    "fails": partial(require, False, "rank 1 has had enough"),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
 
 
 def ended(name: str, folder: Path) -> None:
     """Run two processes, of which the second ends in its second step as `name` says; write down how both ended."""
     folder.mkdir()
-    start, ports = time.monotonic(), free_ports(2)
-    codes = forked(2, partial(_ends, ENDS[name], folder, ports))
-    outputs = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(2)]
-    result = {"codes": codes, "outputs": outputs, "seconds": time.monotonic() - start}
-    (folder / "ended.json").write_text(json.dumps(result), encoding="utf-8")
+    codes = forked(2, partial(_ends, ENDS[name], folder, free_ports(2)))
+    (folder / "codes.json").write_text(json.dumps(codes))
 
 
 def _ends(how: Callable[[], None], folder: Path, ports: list[int], rank: int) -> None:
@@ -169,15 +160,15 @@ def test_a_run_in_two_processes_then_three_then_one(outcomes, tmp_path):
 
 @pytest.mark.parametrize("name", ENDS)
 def test_one_process_ends_the_other(outcomes, name):
+    """By itself: `forked` would kill it."""
     outcomes.of(2)
-    found = json.loads((outcomes.folder / name / "ended.json").read_text(encoding="utf-8"))
-    first, last = found["outputs"]
-    assert found["seconds"] < 30 and "Traceback" not in first + last
+    found = outcomes.folder / name
+    first, last = ((found / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(2))
+    assert json.loads((found / "codes.json").read_text()) == [EXIT_LOST, 2 if name == "fails" else -9]
+    assert "Traceback" not in first + last
     if name == "fails":
-        assert found["codes"] == [EXIT_LOST, 2]
         assert "error" not in first and last == "error: rank 1 has had enough\n"
     else:
-        assert found["codes"] == [EXIT_LOST, -9]
         assert first.count("error: a process of the run was lost: ") == 1 and last == ""
 
 

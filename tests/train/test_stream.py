@@ -11,15 +11,16 @@ import pytest
 import torch
 from stream_cases import Masters, case, compare, masters, pieces, streaming
 from stream_loops import adamw, evaluated, grouped, model_loss, own_clip, sgd, torch_clip, train, two_forwards
-from stream_models import MODELS, SHAPE, adapted, blocks, cross_entropy, data, llama, partly_used, qwen3
+from stream_models import MODELS, SHAPE, adapted, blocks, changed, cross_entropy, data, llama, partly_used, qwen3
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, GraniteConfig
 
 from t1lib.plan.cost import HOST_GRADS, Choice
 
 FOUR = data(4)
-ON_HOST = Choice(outer="host", inputs="host")
+ON_HOST, OUTER = Choice(outer="host", inputs="host"), Choice(outer="host")
 RATES = partial(LambdaLR, lr_lambda=lambda step: 0.7**step)
 
 
@@ -38,56 +39,27 @@ GRANITE = partial(made, GraniteConfig(**SHAPE, logits_scaling=0.5))
 NEOX = partial(made, GPTNeoXConfig(**SHAPE))
 
 
-def spectral() -> nn.Module:
-    """Every forward changes buffers, on which the next one depends."""
-    model = blocks()
-    for block in model.blocks:
-        nn.utils.parametrizations.spectral_norm(block.up)
-    return model
-
-
-class Positions(nn.Embedding):
-    """Looks up others than it is given."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(torch.arange(ids.shape[1], device=ids.device))
-
-
-class Placed(nn.Module):
-    """Embeds tokens at their positions."""
+class Placed(nn.Embedding):
+    """Embeds tokens at their positions: looks up others than it is given."""
 
     def __init__(self, tokens: nn.Embedding) -> None:
-        super().__init__()
-        self.positions, self.tokens = Positions(7, tokens.embedding_dim), tokens
+        super().__init__(7, tokens.embedding_dim)
+        self.tokens = tokens
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.positions(ids) + self.tokens(input=ids)
+        return super().forward(torch.arange(ids.shape[1])) + self.tokens(input=ids)
 
 
-def placed() -> nn.Module:
-    model = blocks()
-    model.embed = Placed(model.embed)
-    return model
-
-
-def sparse() -> nn.Module:
-    """Gradients of its embedding are."""
-    model = blocks()
-    model.embed.sparse = True
-    return model
-
-
-def begun() -> nn.Module:
-    """Gradients from before are added to."""
-    model = qwen3()
-    model_loss(model, FOUR[0]).backward()
-    return model
-
-
-def hooked() -> nn.Module:
-    model = qwen3()
+def hook_a_weight(model: nn.Module) -> None:
     model.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    return model
+
+
+# Every forward changes buffers, on which the next one depends.
+spectral = partial(changed, blocks, lambda m: [parametrizations.spectral_norm(block.up) for block in m.blocks])
+placed = partial(changed, blocks, lambda m: setattr(m, "embed", Placed(m.embed)))
+sparse = partial(changed, blocks, lambda m: setattr(m.embed, "sparse", True))  # gradients of its embedding are
+begun = partial(changed, qwen3, lambda m: model_loss(m, FOUR[0]).backward())  # gradients from before are added to
+hooked = partial(changed, qwen3, hook_a_weight)
 
 
 def logits_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -106,15 +78,6 @@ def two_forwards_of_a_view(model: nn.Module, batch: dict[str, Tensor]) -> Tensor
     return losses[0] + nn.functional.softplus(losses[1])
 
 
-def penalty_first(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Its backward reads the weight after that of the layers."""
-    return model.lm_head.weight.square().sum() + model_loss(model, batch)
-
-
-def none_embedded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model.get_input_embeddings()(batch["input_ids"][:0]).sum() + model_loss(model, batch)
-
-
 def generated(model: nn.Module) -> float:
     """The tokens, as one number."""
     prompt = data(1)[0]["input_ids"][:2, :3]
@@ -125,6 +88,12 @@ def generated(model: nn.Module) -> float:
 def inferred(model: nn.Module, *_: Any) -> Tensor:
     with torch.inference_mode():
         return model_loss(model, data(1)[0])
+
+
+def beside_inferred(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Before the first step, too."""
+    known = inferred(model).item() * torch.no_grad()(model_loss)(model, batch)
+    return known * model_loss(model, batch)
 
 
 def without(frozen: Callable[[str], bool], build: Any = blocks) -> nn.Module:
@@ -198,17 +167,17 @@ CASES: dict[str, dict[str, Any]] = {
     # the first forward's output layer reads its weight when layers of the second have run their backward
     "two forwards, all on the host": case(qwen3, loss=two_forwards, choice=ON_HOST),
     "two forwards of a view, all on the host": case(qwen3, loss=two_forwards_of_a_view, choice=ON_HOST),
-    "sparse gradients, all on the host": case(
-        sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=Choice(outer="host")
+    "sparse gradients, all on the host": case(sparse, partial(sgd, momentum=0.0, weight_decay=0.0), choice=OUTER),
+    "no tokens before others, all on the host": case(
+        qwen3, before=lambda m, o, batch: m.get_input_embeddings()(batch["input_ids"][:0]), choice=OUTER
     ),
-    "no tokens before others, all on the host": case(qwen3, loss=none_embedded, choice=Choice(outer="host")),
-    "positions before tokens, all on the host": case(placed, choice=Choice(outer="host")),
-    "a penalty first, all on the host": case(qwen3, loss=penalty_first, choice=Choice(outer="host")),
+    "positions before tokens, all on the host": case(placed, choice=OUTER),
     "evaluation without dropout": case(partial(blocks, dropout=0.2), sgd, after=evaluated, clip=own_clip),
     "evaluation while gradients wait on the device": case(qwen3, clip=inferred, choice=Choice(grads="device")),
     "generation": case(qwen3, batches=FOUR, after=generated),
     "generation, kept": case(qwen3, batches=FOUR, after=generated, choice=Choice(resident=1, keep=4)),
     "inference mode": case(llama, after=lambda model: inferred(model).item()),
+    "inference mode first, with a budget": case(llama, loss=beside_inferred, gpu_memory="1GiB"),
     "gradients from before": case(begun, batches=FOUR),
     "gradients from before, on the device": case(begun, batches=FOUR, choice=Choice(resident=2)),
     "a hook on a weight": case(hooked),
@@ -255,15 +224,6 @@ def test_same_bits_as_plain_pytorch(name):
     compare(**CASES[name])
 
 
-def test_a_forward_in_inference_mode_before_the_first_step():
-    with streaming(llama(), gpu_memory="1GiB") as (streamed, own):
-        assert own.device_tensors()  # nothing is placed yet
-        first = inferred(streamed)
-        with torch.no_grad():
-            assert model_loss(streamed, data(1)[0]) == first
-        train(streamed, own, data(2))
-
-
 GPT2 = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
 
 
@@ -277,15 +237,8 @@ def test_a_cache_is_left_out_however_it_comes(config, choice):
         assert inferred(streamed) == inferred(plain)
 
 
-def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers():
-    model = qwen3(num_hidden_layers=HOST_GRADS + 3)
-    with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
-        train(streamed, own)
-        assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
-
-
-def test_the_next_gradients_take_any_host_buffer_that_is_free(monkeypatch):
-    """The CPU takes the latest layer first: to wait for the buffer of the earliest would be to wait for all."""
+def test_updates_of_the_cpu_in_the_backward_share_a_few_host_buffers(monkeypatch):
+    """Gradients take any that is free: the CPU takes the latest layer first, so the earliest's would be free last."""
     model, sent, submitted, waited = qwen3(num_hidden_layers=HOST_GRADS + 3), Event(), Event(), []
     with streaming(model, sgd(model), choice=Choice(host_share=1.0), update_in_backward=True) as (streamed, own):
         schedule, last = (train(streamed, own) and own._engine.schedule), HOST_GRADS + 2
@@ -305,6 +258,7 @@ def test_the_next_gradients_take_any_host_buffer_that_is_free(monkeypatch):
         monkeypatch.setattr(schedule, "begin", begins)
         monkeypatch.setattr(schedule, "_update_on_host", updates)
         train(streamed, own, data(1))
+        assert len({layer.grads.data_ptr() for layer in own._engine.host}) == HOST_GRADS
     assert waited == [True]
 
 

@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 from stream_cases import assert_same_weights, going_on, streamed_with, streaming, threads, wait_for, weights
 from stream_loops import adamw, model_loss, own_clip, sgd, torch_clip, train
-from stream_models import SHAPE, Blocks, adapted, blocks, data, layers_of, llama, qwen3
+from stream_models import SHAPE, Blocks, adapted, blocks, changed, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
@@ -61,7 +61,8 @@ def test_arguments(options, shown):
     untouched(model, lambda: streamed_with(model, **options), shown)
 
 
-WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or returns `layers`
+COUPLED = {"decoupled_weight_decay": False}
+WRONG: dict[str, Callable[[Blocks], Any]] = {  # what changes the model, or gives arguments of `stream`
     "wider": lambda model: setattr(model.blocks[2], "up", nn.Linear(32, 80)),
     "biased": lambda model: setattr(model.blocks[2], "down", nn.Linear(64, 32, bias=True)),
     "in 16 bits": lambda model: model.blocks[3].up.bfloat16() and None,
@@ -69,21 +70,29 @@ WRONG: dict[str, Callable[[Blocks], object]] = {  # what changes the model, or r
     "shared": lambda model: setattr(model.blocks[3].up, "weight", model.blocks[1].up.weight),
     "shared with what is in no layer": lambda model: setattr(model.norm, "weight", model.blocks[0].norm.weight),
     "repeated": lambda model: model.blocks.__setitem__(3, model.blocks[0]),
-    "the model": lambda model: model,
-    "a name": lambda model: "blocks",
-    "none of its own": lambda model: nn.ModuleList(blocks().blocks),
-    "a new list of its own layers": lambda model: nn.ModuleList(model.blocks),
-    "a sequence": lambda model: nn.Sequential(*model.blocks),
-    "without parameters": lambda model: setattr(model, "idle", nn.ModuleList([nn.ReLU()])) or model.idle,
+    "the model": lambda model: {"layers": model},
+    "a name": lambda model: {"layers": "blocks"},
+    "none of its own": lambda model: {"layers": nn.ModuleList(blocks().blocks)},
+    "a new list of its own layers": lambda model: {"layers": nn.ModuleList(model.blocks)},
+    "a sequence": lambda model: {"layers": nn.Sequential(*model.blocks)},
+    "without parameters": lambda model: setattr(model, "idle", nn.ModuleList([nn.ReLU()])) or {"layers": model.idle},
+    "Adam": lambda model: {"optimizer": torch.optim.Adam(model.parameters())},
+    "an optimizer's name": lambda model: {"optimizer": "adamw"},
+    "amsgrad": lambda model: {"optimizer": adamw(model, amsgrad=True)},
+    "coupled": lambda model: {"optimizer": torch.optim.AdamW([{"params": [model.norm.weight], **COUPLED}])},
+    "of another model": lambda model: {"optimizer": adamw(blocks())},
+    "of more than the model": lambda model: {"optimizer": adamw(nn.ModuleList([model, nn.Linear(2, 2)]))},
+    "of a copy": lambda model: {"optimizer": torch.optim.SGD([nn.Parameter(model.head.weight.data)])},
 }
+SHOWN = dict.fromkeys(["in 16 bits", "all with norms in 16 bits"], "one dtype for all that streams")
+SHOWN |= {"Adam": "Adam", "amsgrad": "amsgrad", "coupled": "decoupled_weight_decay", "of more than the model": "(2, 2)"}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_layers_that_differ_or_share_or_are_no_stack_of_the_model(name):
+def test_layers_and_optimizers(name):
     model = blocks()
-    layers = WRONG[name](model)
-    shown = "one dtype for all that streams" if "16 bits" in name else ""
-    untouched(model, lambda: streamed_with(model, **({} if layers is None else {"layers": layers})), shown)
+    given = WRONG[name](model) or {}
+    untouched(model, lambda: streamed_with(model, **given), SHOWN.get(name, ""))
 
 
 def test_models_that_are_refused():
@@ -96,24 +105,6 @@ def test_models_that_are_refused():
     untouched(model, lambda: streamed_with(model))
 
 
-COUPLED = {"decoupled_weight_decay": False}
-
-
-def test_optimizers():
-    for make, shown in (
-        (lambda model: torch.optim.Adam(model.parameters()), "Adam"),
-        (lambda model: "adamw", ""),
-        (lambda model: adamw(model, amsgrad=True), "amsgrad"),
-        (lambda model: torch.optim.AdamW([{"params": [model.norm.weight], **COUPLED}]), "decoupled_weight_decay"),
-        (lambda model: adamw(blocks()), ""),
-        (lambda model: adamw(nn.ModuleList([model, nn.Linear(2, 2)])), "(2, 2)"),
-        (lambda model: torch.optim.SGD([nn.Parameter(model.head.weight.data)]), ""),
-    ):
-        model = blocks()
-        optimizer = make(model)
-        untouched(model, partial(streamed_with, model, optimizer), shown)
-
-
 RETURNED: dict[str, Callable[[Tensor], object]] = {
     "tuple": lambda out: (out,), "none": lambda out: None, "number": lambda out: 1.0, "dict": lambda out: {"out": out},
 }  # fmt: skip
@@ -121,27 +112,13 @@ RETURNED: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("odd", [*RETURNED, "a scale that needs a gradient"])
 def test_what_layers_return_and_take(odd):
-    """It is seen at the first forward, which leaves the model as it was."""
-    plain, model = blocks(), blocks()
-    expected, start, changes = train(plain, adamw(plain), BATCHES), weights(model), []
-
-    def returned(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> object:
-        out = forward(*args, **kwargs)
-        return changes[0](out) if changes else out
-
-    for block in model.blocks:
-        block.forward = partial(returned, block.forward)
-    with streaming(model) as (streamed, own):
+    with going_on() as (model, _), pytest.MonkeyPatch.context() as patch:
         if odd in RETURNED:
-            changes.append(RETURNED[odd])
+            patch.setattr(model.blocks[0], "result", RETURNED[odd])
         else:
-            streamed.scale = torch.full((4, 1, 1, 1), 0.8, requires_grad=True)
+            patch.setattr(model, "scale", torch.full((4, 1, 1, 1), 0.8, requires_grad=True))
         for _ in range(3):
-            refused(lambda: first_backward(streamed), "layer 0")
-        assert_same_weights(streamed, start)
-        changes.clear()
-        streamed.scale = 0.8
-        assert train(streamed, own, BATCHES) == expected
+            refused(lambda: first_backward(model), "layer 0")
 
 
 def test_a_budget_that_is_too_small_for_the_first_batch():
@@ -160,6 +137,7 @@ def test_what_comes_too_early_for_a_plan():
     model, none = llama(), {name: value[:0] for name, value in BATCHES[0].items()}
     first_backward(model)
     with streaming(model, gpu_memory="1GiB") as (streamed, own):
+        assert own.device_tensors()  # nothing is placed yet
         refused(own.step, "before the first forward")
         refused(lambda: model_loss(streamed, none), "(0, 7, 32)")
 
@@ -172,14 +150,7 @@ def first_backward(model: nn.Module, **options: Any) -> None:
     first_loss(model).backward(**options)
 
 
-def frozen_layer() -> nn.Module:
-    model = qwen3()
-    layers_of(model)[0].requires_grad_(False)
-    return model
-
-
-def every(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters())
+frozen_layer = partial(changed, qwen3, lambda model: layers_of(model)[0].requires_grad_(False))
 
 
 def change_later(model: nn.Module, optimizer: Any, **changes: Any) -> None:
@@ -199,18 +170,14 @@ def late_backward(model: nn.Module, optimizer: Any) -> None:
     late.backward()
 
 
-def embedded_loss(model: nn.Module, optimizer: Any, differentiate: Callable[..., Callable]) -> None:
+def in_torch_func(model: nn.Module, optimizer: Any) -> None:
     embedded = model.get_input_embeddings()(BATCHES[0]["input_ids"]).detach()
-    differentiate(lambda inputs: model(inputs_embeds=inputs, labels=BATCHES[0]["labels"]).loss)(embedded)
+    torch.func.grad(lambda inputs: model(inputs_embeds=inputs, labels=BATCHES[0]["labels"]).loss)(embedded)
 
 
-def tangent(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    @torch.no_grad()
-    def along(x: Tensor) -> Tensor:
-        with forward_ad.dual_level():
-            return loss(forward_ad.make_dual(x, x))
-
-    return along
+def within(context: Callable[[], Any], model: nn.Module, optimizer: Any) -> None:
+    with context(), torch.no_grad():
+        first_loss(model)
 
 
 def trained_in_frozen(model: nn.Module, optimizer: Any) -> None:
@@ -226,11 +193,6 @@ def written_input(model: nn.Module, optimizer: Any) -> None:
     model.get_input_embeddings().requires_grad_(False)
     layers_of(model)[0].input_layernorm.register_forward_pre_hook(lambda module, args: (args[0].mul_(0.9),))
     first_loss(model)
-
-
-def cached_loss(model: nn.Module, optimizer: Any) -> None:
-    with parametrize.cached():
-        first_loss(model)
 
 
 def hooked(model: nn.Module, optimizer: Any, kind: str = "register_hook") -> None:
@@ -255,16 +217,16 @@ ONGOING: dict[str, tuple] = {
         lambda m, o: (first_loss(m) + m.model.layers[0].mlp.up_proj.weight.sum()).backward(), "update_in_backward"
     ),
     "converted": during(lambda m, o: first_backward(m.half()), build=llama),  # at once or in the next forward
-    "unfrozen": during(lambda m, o: first_backward(m.requires_grad_(True)), "0 was unfrozen", frozen_layer, every),
+    "unfrozen": during(lambda m, o: first_backward(m.requires_grad_(True)), "0 was unfrozen", frozen_layer),
     "trained within what is frozen": during(trained_in_frozen, "layer 0 is frozen", frozen_layer),
     "a layer that writes to its input": during(written_input, "layer 0 writes to its input"),
     # layers send off their gradients as they go, so nothing less than a whole backward is right
     "gradients of some": during(lambda m, o: torch.autograd.grad(first_loss(m), m.lm_head.weight), "backward()"),
     "backward to some": during(lambda m, o: first_backward(m, inputs=[m.lm_head.weight]), "backward()"),
     "a graph of the gradients": during(lambda m, o: first_backward(m, create_graph=True), "create_graph"),
-    "in torch.func": during(partial(embedded_loss, differentiate=torch.func.grad), "torch.func"),
-    "in forward mode": during(partial(embedded_loss, differentiate=tangent), "forward-mode"),
-    "parametrizations that are cached": during(cached_loss, "parametrize.cached()"),
+    "in torch.func": during(in_torch_func, "torch.func"),
+    "in forward mode": during(partial(within, forward_ad.dual_level), "forward-mode"),
+    "parametrizations that are cached": during(partial(within, parametrize.cached), "parametrize.cached()"),
     "a backward after a step": during(late_backward, "which step() has updated"),
     "accumulated, announced otherwise": during(
         lambda m, o: train(m, o, BATCHES, accumulate=2), "zero_grad", make=sgd, accumulate=False
@@ -277,6 +239,10 @@ ONGOING: dict[str, tuple] = {
     "amsgrad later": during(partial(change_later, amsgrad=True), "amsgrad"),
     "momentum later": during(partial(change_later, momentum=0.9), "momentum", make=partial(sgd, momentum=0.0)),
     "no momentum for now": during(partial(change_later, momentum=0.0), "dampening", make=partial(sgd, dampening=0.5)),
+    "state that is emptied": during(lambda m, o: (o.state.clear(), train(m, o, BATCHES)), "state was emptied"),
+    "parameters taken from a group": during(
+        lambda m, o: (o.param_groups[0]["params"].clear(), train(m, o, BATCHES)), "use requires_grad_"
+    ),
     "adapters, merged and disabled": during(merged_and_disabled, "unmerge_adapter", partial(adapted, dropout=0.0)),
     "closed": during(lambda m, o: (o.close(), o.step())),
     **{f"norm {n}": during(lambda m, o, n=n: o.clip_grad_norm_(n), repr(n)) for n in (-1.0, "1", True, None, math.nan)},

@@ -1,22 +1,30 @@
-"""A streamed model's weights, gradients and state are complete whenever they are looked at."""
+"""A streamed model's weights, gradients and state are whole whenever one looks, after errors and interrupts, too."""
 
 import copy
 import gc
 import io
+import signal
+import sys
+import threading
 import weakref
-from contextlib import nullcontext
-from functools import cache, partial
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from types import FrameType
 from typing import Any
 
 import pytest
+import stream_cases
 import torch
-from stream_cases import assert_same_state, assert_same_weights, streaming, weights
-from stream_loops import adamw, grouped, loop, own_clip, sgd, train
+from stream_cases import assert_same_state, assert_same_weights, going_on, six_steps, streaming, weights
+from stream_loops import adamw, grouped, loop, model_loss, own_clip, sgd, train
 from stream_models import blocks, data, llama, qwen3
 from torch import nn
 
 from t1lib.plan.cost import Choice
 from t1lib.train import stream
+
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 CLIPPED = loop(clip=own_clip)
 PLACES = [
@@ -25,35 +33,13 @@ PLACES = [
     pytest.param({"choice": Choice(slots=3, inputs="host", outer="host", host_share=1.0)}, id="host"),
     pytest.param({"choice": Choice(resident=4, outer="host"), "overlap": False}, id="resident"),
 ]
-AT_ONCE = pytest.param({"update_in_backward": True}, id="at once")
-FIRST, SECOND = data(6)[:3], data(6)[3:]
-
-
-@cache
-def unbroken(build, optimizer=adamw) -> tuple[nn.Module, Any, list[float]]:
-    """A plain model after six steps, its optimizer, and the losses of the last three."""
-    plain = build()
-    usual = optimizer(plain)
-    CLIPPED(plain, usual, FIRST)
-    return plain, usual, CLIPPED(plain, usual, SECOND)
+BATCHES = data(6)
+FIRST, SECOND = BATCHES[:3], BATCHES[3:]
 
 
 def placed(place: dict[str, Any] | None, model: nn.Module, optimizer: Any) -> Any:
     """The model and its optimizer, streamed or, for None, as they are."""
     return nullcontext((model, optimizer)) if place is None else streaming(model, optimizer, **place)
-
-
-def saved_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Through a file, so that nothing is shared with what runs on."""
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def load(model: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
 
 
 KINDS = {"plain": None, **{place.id: place.values[0] for place in PLACES}}
@@ -64,43 +50,29 @@ WAYS = ["plain mixed", "mixed plain", "plain host", "host plain", "streamed mixe
 @pytest.mark.parametrize("source, target", [way.split() for way in WAYS])
 def test_a_run_goes_on_elsewhere(source, target, optimizer):
     """From files in a fresh model or (AdamW) in one that was trained on something else; or with its own optimizer."""
-    plain, usual, expected = unbroken(llama, optimizer)
+    plain, usual, expected = six_steps(llama, optimizer)
     first, second = llama(), llama()
     used, other = optimizer(first), optimizer(second)
     with placed(KINDS[source], first, used) as (model, own):
         CLIPPED(model, own, FIRST)
-        saved = saved_of(model, own)
+        file = io.BytesIO()  # so that nothing is shared with what runs on
+        torch.save((model.state_dict(), own.state_dict()), file)
+    file.seek(0)
+    saved, state = torch.load(file, weights_only=True)
     for each, begun in [(second, other), (first, used)][: 2 if source == "plain" else 1]:
         with placed(KINDS[target], each, begun) as (model, own):
             if each is second:
                 train(model, own, SECOND[:2] if optimizer is grouped else [])
-                load(model, own, saved)
-            assert CLIPPED(model, own, SECOND) == expected
+                model.load_state_dict(saved)
+                own.load_state_dict(state)
+            assert CLIPPED(model, own, SECOND) == expected[6:]
             assert_same_weights(model, plain)
             assert_same_state(own, usual)
 
 
-@pytest.mark.parametrize("layout", [{}, {"master_weights": "split"}, {"master_weights": None}], ids=str)
-def test_a_run_in_bfloat16_goes_on(layout):
-    build = partial(qwen3, torch.bfloat16)
-    first, second, last = build(), build(), build()
-    with streaming(first, grouped(first), **layout) as (streamed, own):
-        train(streamed, own, FIRST)
-        saved = saved_of(streamed, own)
-        expected = train(streamed, own, SECOND)
-    with streaming(second, grouped(second), choice=Choice(host_share=0.0), **layout) as (streamed, own):
-        train(streamed, own, SECOND[:2])
-        load(streamed, own, saved)
-        assert train(streamed, own, SECOND) == expected
-        assert_same_weights(streamed, first)
-    widened = grouped(last)
-    widened.load_state_dict(saved["optimizer"])  # which casts to the parameters' dtype, as PyTorch does
-    assert widened.state[last.model.norm.weight]["exp_avg"].dtype == torch.bfloat16
-
-
 def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
     """After `close()` nothing is left of the streaming: not in the model, not in a copy of it, not on the device."""
-    plain, _, expected = unbroken(qwen3)
+    plain, _, expected = six_steps(qwen3)
     model = qwen3()
     embedding = model.model.embed_tokens
     embedding.forward = own_forward = embedding.forward  # in the module's own dictionary
@@ -120,7 +92,7 @@ def test_a_closed_model_its_copy_and_the_model_streamed_again_train_on():
     for one, place in ((copy.deepcopy(model), None), (copy.deepcopy(model), KINDS["mixed"]), (model, None)):
         with placed(place, one, adamw(one)) as (found, optimizer):
             optimizer.load_state_dict(copy.deepcopy(saved))
-            assert CLIPPED(found, optimizer, SECOND) == expected
+            assert CLIPPED(found, optimizer, SECOND) == expected[6:]
             assert_same_weights(found, plain)
 
 
@@ -145,3 +117,129 @@ def test_accelerate_saves_all_weights(tmp_path):
     train(model, optimizer, data(2))
     accelerator.load_state(tmp_path)
     torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
+
+
+@pytest.fixture(scope="module")
+def quick_collection() -> Iterator[None]:
+    """Leave what was made before these tests out of every collection."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize("options", PLACES[:3])
+def test_aborted_steps(options, error):
+    """Wherever it is, the next steps are as if it had not been tried; and there are fewer buffers than such steps."""
+    with going_on(**options) as (streamed, own):
+        before = weights(streamed)
+        for layer, call in product((0, 2, 1, 3), (1, 2, 0)):
+            fault = streamed.blocks[layer].fault
+            fault.arm(error("broken"), call)
+            try:
+                model_loss(streamed, BATCHES[2]).backward()
+            except error as raised:
+                assert str(raised) == "broken"
+                assert_same_weights(streamed, before)
+            else:  # a layer whose activations are kept is called once
+                assert call == 2 and fault.calls == 1
+                fault.arm(None)
+            own.zero_grad()
+            assert all(p.grad is None for p in streamed.parameters())
+            model_loss(streamed, BATCHES[3])  # of which an error in her own loss leaves no backward
+
+
+@contextmanager
+def interrupted(at: int) -> Iterator[list[int]]:
+    """Ctrl-C as call number `at` in `t1lib.train` begins, where Python looks for signals; gives the number of calls."""
+    calls, before = [0], sys.gettrace()
+
+    def call(frame: FrameType, event: str, argument: object) -> None:
+        if "/t1lib/train/" in frame.f_code.co_filename:
+            calls[0] += 1
+            if calls[0] == at:
+                sys.settrace(before)
+                signal.raise_signal(signal.SIGINT)  # which a handler may put off to the end of what must be whole
+
+    sys.settrace(call)
+    try:
+        yield calls
+    finally:
+        sys.settrace(before)
+
+
+def interrupt_at(at: int, options: dict[str, Any]) -> int:
+    """Interrupt a step at its call number `at`, from 1; returns how many calls it made."""
+    stepped = blocks()
+    train(stepped, adamw(stepped), BATCHES[:3], clip=own_clip)
+    with going_on(**options) as (streamed, own):
+        before, saved = weights(streamed), copy.deepcopy(own.state_dict())
+
+        def go_back() -> None:
+            streamed.load_state_dict(before)
+            own.load_state_dict(copy.deepcopy(saved))
+
+        train(streamed, own, BATCHES[:1])  # so that an update is under way
+        go_back()
+        try:
+            with interrupted(at) as calls:
+                train(streamed, own, BATCHES[2:3], clip=own_clip)
+        except KeyboardInterrupt:
+            after = weights(streamed).values()
+            whole = [all(map(torch.equal, after, each.values())) for each in (before, weights(stepped))]
+            assert any(whole), "weights of two steps"
+        go_back()
+        own.zero_grad()
+    return calls[0]
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", PLACES[:3])
+def test_an_interrupt_at_any_call(options, times):
+    """Weights are those before the step or after it, and a state that is loaded then is trained on as ever."""
+    count = interrupt_at(0, options)
+    for part in range(times):
+        interrupt_at(1 + part * count // times, options)
+
+
+def leave(options: dict[str, Any], end: str) -> list[weakref.ref]:
+    """Train, and let go of model and optimizer; `end` says in which state."""
+    model = blocks()
+    streamed, own = stream_cases.streamed_with(model, **options)
+    train(streamed, own, BATCHES)
+    if end == "broken":
+        model.blocks[2].fault.arm(ArithmeticError())
+        with pytest.raises(ArithmeticError):
+            model_loss(streamed, BATCHES[0])
+    elif end == "in the middle":
+        model_loss(streamed, BATCHES[0]).backward()
+    elif end == "closed":
+        own.close()
+    return [weakref.ref(model), weakref.ref(own), weakref.ref(model.blocks[1].up.weight)]
+
+
+@pytest.mark.parametrize("end", ["after a step", "in the middle", "broken", "closed"])
+@pytest.mark.parametrize("options", [*PLACES[:3], {"update_in_backward": True}, {"gpu_memory": "1GiB"}])
+def test_what_is_dropped_is_gone(options, end):
+    """Threads end, and host memory is given back, with and without `close()`."""
+    leave({}, "closed")  # what is made once in a process
+    before, running = stream_cases.held_bytes(), stream_cases.threads()
+    references = leave(options, end)
+    assert stream_cases.wait_for(lambda: gc.collect() >= 0 and not any(each() for each in references))
+    assert stream_cases.wait_for(lambda: stream_cases.threads() <= running), stream_cases.threads() - running
+    assert stream_cases.held_bytes() <= before
+
+
+def test_many_steps_without_growth():
+    """Nor by forwards in vain, of which activations are kept."""
+    with streaming(blocks(layers=2, hidden=16), choice=Choice(host_share=0.5, keep=1)) as (streamed, own):
+        sizes = []
+        for _ in range(3):
+            for start in range(40):
+                train(streamed, own, [BATCHES[start % 6]], clip=lambda _, optimizer: optimizer.clip_grad_norm_(0.1))
+            model_loss(streamed, BATCHES[0])
+            own.drain()
+            gc.collect()
+            sizes.append((stream_cases.held_bytes(), threading.active_count(), len(gc.get_objects())))
+    assert sizes[2][:2] == sizes[1][:2] and sizes[2][2] <= sizes[1][2] + 50

@@ -1,7 +1,7 @@
-"""What surrounds a streamed model: losses on its weights, layers that do not do the same every time, checkpoints of the
-user's own, parameters that no optimizer has, averages that are swapped in, gradients that are kept, other threads."""
+"""What surrounds a streamed model: losses on its weights, moody layers, the user's own checkpoints, threads."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 from stream_cases import case, compare, masters, streaming
 from stream_loops import adamw, evaluated, model_loss, own_clip, sgd, train, two_forwards
-from stream_models import VOCABULARY, Block, adapted, blocks, data, layers_of, llama, qwen3
+from stream_models import VOCABULARY, Block, adapted, blocks, changed, data, layers_of, llama, qwen3
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -29,11 +29,6 @@ def penalty(model: nn.Module) -> Tensor:
 
 def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model_loss(model, batch) + penalty(model)
-
-
-def penalised_apart(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    penalty(model).backward()
-    return model_loss(model, batch)
 
 
 def penalised_before(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -60,50 +55,35 @@ def of_inputs_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(inputs_embeds=model.t1_given, labels=batch["labels"]).loss
 
 
-def norm_of_given(model: nn.Module, optimizer: Any) -> Tensor:
-    return model.t1_given.grad.norm()
+def between(first: Callable[[nn.Module], object], then: Callable[[nn.Module], object]) -> Callable[..., Tensor]:
+    """A loss: `first` comes before the forward, `then` before the backward."""
 
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        first(model)
+        found = model_loss(model, batch)
+        then(model)
+        return found
 
-def evaluation_mode_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    loss = model_loss(model.train(), batch)
-    model.eval()
     return loss
 
 
-def frozen_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    weight = layers_of(model)[-1].mlp.up_proj.weight.requires_grad_(True)
-    loss = model_loss(model, batch)
-    weight.requires_grad_(False)
-    return loss
+def up_weight(model: nn.Module, layer: int = 0) -> nn.Parameter:
+    return layers_of(model)[layer].mlp.up_proj.weight
 
 
-def with_embedding(**options: Any) -> nn.Module:
-    """Adapters, and an embedding that is trained, too."""
-    model = adapted(dropout=0.0, **options)
+def train_embedding(model: nn.Module) -> None:
     model.get_input_embeddings().requires_grad_(True)
-    return model
 
 
 def of_two_kinds() -> nn.Module:
     """Adapters to choose from: those of DoRA, the active ones, need the values of a layer's last product."""
-    model = with_embedding(target_modules=["q_proj"])
+    model = adapted(dropout=0.0, target_modules=["q_proj"])
     config = type(model.peft_config["default"])(r=2, use_dora=True, target_modules=["q_proj", "down_proj"])
     model.add_adapter("other", config)
     model.set_adapter("other")
     for name, param in model.named_parameters():
         param.requires_grad_("lora_" in name or "embed" in name)
     return model
-
-
-def use_the_other(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
-    model.set_adapter("default" if model.active_adapter == "other" else "other")
-
-
-def disabled_before_the_backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    model.base_model.enable_adapter_layers()
-    loss = model_loss(model, batch)
-    model.base_model.disable_adapter_layers()
-    return loss
 
 
 def of_average(model: nn.Module) -> float:
@@ -154,25 +134,16 @@ def prune_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
         model.t1_pruned = prune.l1_unstructured(layers_of(model)[1].mlp.up_proj, "weight", 0.3)
 
 
-def up_grad(model: nn.Module) -> float:
-    return model.model.layers[0].mlp.up_proj.weight.grad.norm().item()
-
-
 def keep_first(model: nn.Module, optimizer: Any) -> Tensor:
-    return vars(model).setdefault("t1_kept", model.model.layers[0].mlp.up_proj.weight.grad).norm()
+    return vars(model).setdefault("t1_kept", up_weight(model).grad).norm()
 
 
 def add_kept(model: nn.Module, optimizer: Any) -> Tensor:
     """Gradients that were kept are added to those of the next step."""
-    weight, kept = model.model.layers[0].mlp.up_proj.weight, vars(model).setdefault("t1_kept", [])
+    weight, kept = up_weight(model), vars(model).setdefault("t1_kept", [])
     kept.append(weight.grad)
     weight.grad = sum(kept[-2:])
     return kept[0].norm()
-
-
-def one_by_one(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad = None
 
 
 def momentum_later(model: nn.Module, optimizer: Any, batch: Any) -> None:
@@ -254,7 +225,7 @@ def test_weights_written_by_hand_are_saved_with_their_masters_and_train_on(maste
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "a loss on the weights, in a backward of its own": case(qwen3, sgd, loss=penalised_apart),
+    "a loss on the weights, in a backward of its own": case(qwen3, sgd, before=lambda m, o, b: penalty(m).backward()),
     # sums are in another order
     "a loss on the weights, accumulated": case(qwen3, sgd, loss=penalised, batches=data(8), accumulate=2, rel=1e-5),
     "a loss on the weights, computed before": case(llama, loss=penalised_before),
@@ -263,12 +234,20 @@ CASES: dict[str, dict[str, Any]] = {
     "two forwards, without accumulation": case(qwen3, sgd, loss=two_forwards) | {"accumulate": False},
     "layers that do not do the same every time": case(moody),
     "a checkpoint around the embedding": case(qwen3, loss=embedding_again),
-    "a soft prompt": case(qwen3, loss=soft_prompt, clip=norm_of_given),
-    "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=norm_of_given),
-    "evaluation mode": case(partial(blocks, dropout=0.3), loss=evaluation_mode_before_the_backward),
-    "a weight that is frozen before the backward": case(qwen3, loss=frozen_before_the_backward),
-    "adapters of two kinds, in turns": case(of_two_kinds, before=use_the_other),
-    "adapters, disabled before the backward": case(with_embedding, loss=disabled_before_the_backward),
+    "a soft prompt": case(qwen3, loss=soft_prompt, clip=lambda m, o: m.t1_given.grad.norm()),
+    "gradients of inputs alone": case(qwen3, loss=of_inputs_alone, clip=lambda m, o: m.t1_given.grad.norm()),
+    "evaluation mode": case(partial(blocks, dropout=0.3), loss=between(nn.Module.train, nn.Module.eval)),
+    "a weight that is frozen before the backward": case(
+        qwen3,
+        loss=between(lambda m: up_weight(m, -1).requires_grad_(True), lambda m: up_weight(m, -1).requires_grad_(False)),
+    ),
+    "adapters of two kinds, in turns": case(
+        of_two_kinds, before=lambda m, o, b: m.set_adapter("default" if m.active_adapter == "other" else "other")
+    ),
+    "adapters, disabled before the backward": case(
+        partial(changed, partial(adapted, dropout=0.0), train_embedding),
+        loss=between(lambda m: m.base_model.enable_adapter_layers(), lambda m: m.base_model.disable_adapter_layers()),
+    ),
     "weights swapped for an average": case(qwen3, after=of_average),
     # updates of which the weights, in 16 bits, see none for a while
     "masters, weights swapped for an average": masters(qwen3, partial(adamw, lr=1e-5), after=of_average),
@@ -278,11 +257,13 @@ CASES: dict[str, dict[str, Any]] = {
     "weights that are pruned": case(qwen3, before=prune_later),
     "gradients scaled through what is held": case(qwen3, clip=scale_held),
     "a gradient that is kept": case(qwen3, clip=keep_first),
-    "gradients that are kept, dropped one by one": case(qwen3, clip=add_kept, zero=one_by_one),
+    "a gradient that is kept, dropped alone": case(
+        qwen3, clip=keep_first, zero=lambda m: [setattr(p, "grad", None) for p in m.parameters()]
+    ),
     "gradients that are kept, dropped by layers": case(qwen3, clip=add_kept, zero=lambda m: m.model.zero_grad()),
     # which are never zeroed, but clipped before the step, and seen after it
     "gradients of parameters in no group": case(
-        qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=up_grad
+        qwen3, norms_alone, clip=clip_twice, zero=lambda m: None, after=lambda m: up_weight(m).grad.norm().item()
     ),
     "momentum that is 0 in the first steps": case(qwen3, sgd, before=momentum_later),
 }

@@ -251,15 +251,3 @@ def test_refused_models_and_arguments(tmp_path):
         refused(partial(StreamTrainer, dropping(), given), name)
     refused(partial(StreamTrainer, "a name", arguments(tmp_path)), "model of type str")
     refused(partial(StreamTrainer, dropping(), str(tmp_path)), "args of type str")
-
-
-def test_an_optimizer_that_lost_state_or_parameters_within_a_run_is_refused(tmp_path):
-    for change, message in (
-        (lambda optimizer: optimizer.state.clear(), "state was emptied"),
-        (lambda optimizer: optimizer.param_groups[0]["params"].clear(), "requires_grad_"),
-    ):
-        callback = TrainerCallback()
-        callback.on_step_end = lambda *_, optimizer, change=change, **__: change(optimizer) and None
-        found = trainer(StreamTrainer, tmp_path, dropping())
-        found.add_callback(callback)
-        refused(found.train, message)
