@@ -181,9 +181,16 @@ def assert_compiles(call: Callable[..., Tensor], given: tuple[Tensor, ...], **ho
     assert_close(*found, 1e-6)
 
 
-def least_of(call: Callable[[], Any]) -> int:
-    """The least workspace, as the refusal of a smaller one names it."""
-    return int(re.search(r"the least that works is ([0-9]+) bytes", refusal(call))[1])
+def least_of(call: Callable[..., Any]) -> int:
+    """The least workspace, as refusals name it of one byte and of one byte less than that."""
+
+    def named(workspace: int) -> int:
+        message = refusal(lambda: call(workspace=workspace))
+        return int(re.search(r"the least that works is ([0-9]+) bytes", message)[1])
+
+    least = named(1)
+    assert named(least - 1) == least
+    return least
 
 
 class Recorder(TorchDispatchMode):

@@ -70,7 +70,7 @@ def counted() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         p, most = problem(36, 257, 16, dtype=dtype, bias=False), max(ROWS)
         one = Problem(p.e, p.w[:most], None, p.target % most)
-        kwargs = {"bias": False, "head": "chunked", "workspace": 1}
+        kwargs = {"bias": False, "head": "chunked"}
         alone = least_of(partial(results, in_one, one, one.target, **kwargs))
         for dealt in (False, True):
             least = least_of(partial(on_shards, p, ROWS, sequence_parallel=dealt, **kwargs))
