@@ -118,36 +118,20 @@ WORDS = "a long sentence about what was measured, where and why, which no line o
 
 
 @needs_tex
-def test_a_wide_table_fits_plain_article(tmp_path):
+def test_a_table_of_any_width_fits_plain_article_and_shows_its_texts(tmp_path):
+    """A row's first text may be what LaTeX takes for the space or the star of the command that ended the row before."""
     wide = [{"what": WORDS, "head": "chunked-vocabulary"} | {f"column {i} (ms)": 12345.678 * i for i in range(12)}] * 3
-    tables = {"wide": (wide, 2), "few": ([{"asked": WORDS, "answer": WORDS}], 2), "narrow": ([{"share": 0.5}], 1)}
-    for name, (rows, texts) in tables.items():
-        (tmp_path / f"{name}.tex").write_text(to_latex(make_table(rows), texts))
-    shown = r"\noindent\setbox0\hbox{\input{%s}}\typeout{WIDTH \the\wd0}\copy0"
-    body = "\n\n".join(shown % name for name in tables)
-    packages = r"\usepackage{array,booktabs,graphicx}"
-    (tmp_path / "paper.tex").write_text(rf"\documentclass{{article}}{packages}\begin{{document}}{body}\end{{document}}")
+    texts = ["[8192, 2304]", "[2em]", "* best", "≤ 3, ≥ 1, −1, 50 % of a_b", r"\alpha & {x} #1 $"]
+    tables = [(wide, 2), ([{"asked": WORDS, "answer": WORDS}], 2), ([{"share": 0.5}], 1), ([], 1), ([{"a": None}], 1)]
+    tables += [([{"[s]": text, 4: 1.5} for text in texts], 1)]
+    shown = r"\noindent\setbox0\hbox{%s}\typeout{WIDTH \the\wd0}\copy0"
+    body = "\n\n".join(shown % to_latex(make_table(rows), columns) for rows, columns in tables)
+    head = r"\documentclass{article}\usepackage{array,booktabs,graphicx}\begin{document}"
+    (tmp_path / "paper.tex").write_text(f"{head}{body}\\end{{document}}", encoding="utf-8")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "Overfull" not in done.stdout, done.stdout
-    wide, few, narrow = (float(found) for found in re.findall(r"WIDTH ([\d.]+)pt", done.stdout))
+    wide, few, narrow, *_ = (float(found) for found in re.findall(r"WIDTH ([\d.]+)pt", done.stdout))
     assert wide == pytest.approx(345, abs=0.1) and few <= 345.1 and narrow < 100
-
-
-@needs_tex
-def test_any_table_shows_its_texts_in_plain_article(tmp_path):
-    """A row's first text may be what LaTeX takes for the space or the star of the command that ended the row before."""
-    texts = ["[8192, 2304]", "[2em]", "* best", "≤ 3, ≥ 1, −1, 50 % of a_b", r"\alpha & {x} #1 $"]
-    tables = [make_table({"[s]": text, 4: 1.5} for text in texts), make_table([]), make_table([{"a": None}])]
-    made = "\n\n".join(map(to_latex, tables))
-    head = r"\documentclass{article}\usepackage{array,booktabs,graphicx}\begin{document}"
-    (tmp_path / "paper.tex").write_text(f"{head}{made}\\end{{document}}", encoding="utf-8")
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    shown = text_of(tmp_path / "paper.pdf")
-    assert all(text in shown for text in ("[s]", *texts[:3], "≤ 3, ≥ 1", r"\alpha & {x} #1 $"))
-
-
-def test_a_text_among_small_numbers_of_gib_is_kept():
-    assert make_table([{"x (GiB)": 0.01}, {"x (GiB)": "oom"}]).to_dict("list") == {"x (MiB)": ["10.2", "oom"]}
+    found = text_of(tmp_path / "paper.pdf")
+    assert all(text in found for text in ("[s]", *texts[:3], "≤ 3, ≥ 1", r"\alpha & {x} #1 $"))

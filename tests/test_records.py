@@ -56,10 +56,11 @@ def test_numbers_read_well_in_text_and_in_latex():
 
 
 def test_small_memory_is_shown_in_mib_column_by_column():
-    missing = {"device (GiB)": float("nan"), "host (GiB)": 0.5, "none (GiB)": None}
-    frame = make_table([{"device (GiB)": 0.0078125, "host (GiB)": 0.25, "none (GiB)": None}, missing])
-    columns = {"device (MiB)": ["8.00", "–"], "host (GiB)": ["0.250", "0.500"], "none (GiB)": ["–", "–"]}
-    assert frame.to_dict("list") == columns
+    missing = {"device (GiB)": float("nan"), "text (GiB)": "oom", "host (GiB)": 0.5, "none (GiB)": None}
+    there = {"device (GiB)": 0.0078125, "text (GiB)": 0.01, "host (GiB)": 0.25, "none (GiB)": None}
+    columns = {"device (MiB)": ["8.00", "–"], "text (MiB)": ["10.2", "oom"]}
+    columns |= {"host (GiB)": ["0.250", "0.500"], "none (GiB)": ["–", "–"]}
+    assert make_table([there, missing]).to_dict("list") == columns
 
 
 def test_a_single_sample_has_no_deviation():
