@@ -3,9 +3,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import test_heads_agree
+import test_heads_agree as agree
 import torch
-from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_no_worse, error_bounds, options, problem, run
+from head_cases import OPTION_SETS, REDUCTIONS, Problem, options, problem, run
 
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, parse_bytes
@@ -29,14 +29,9 @@ by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 )
 def test_error_is_at_most_that_of_full(head, own, reduction, name, dtype):
     """With 20011 classes, rows of logits need padding."""
-    fused = head == "fused"
-    shape = (1000, 20011, 264) if fused else (512, 20011 if dtype == torch.bfloat16 else 20000, 256)
-    p = problem(*shape, dtype=dtype, device="cuda")
-    kwargs = options(name, p) | {"reduction": reduction}
-    one = torch.ones(() if reduction == "mean" else (len(p.e),), device="cuda")
-    exact = run("full", p.to(torch.float64), one.double(), **kwargs)
-    plain, got = (run(kind, p, one, **kwargs, **extra) for kind, extra in (("full", {}), (head, own)))
-    assert_no_worse(got, plain, exact, error_bounds("plain" if fused else name, own))
+    shape = (1000, 20011, 264) if head == "fused" else (512, 20011 if dtype == torch.bfloat16 else 20000, 256)
+    ones = torch.ones(shape[0], device="cuda")
+    agree.test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction, head, shape, ones, "cuda")
 
 
 @plain_or_all
@@ -52,9 +47,9 @@ def test_kernels_for_any_gpu(name, reduction, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_holds_on_a_cpu_holds_here(head, own, dtype):
     """On CUDA a scalar takes the other operand's dtype, and rows of logits are padded."""
-    test_heads_agree.test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head, "cuda")
-    test_heads_agree.test_the_upstream_scalar_is_not_rounded_to_16_bits("cuda")
-    test_heads_agree.test_full_has_second_derivatives(torch.float32, "cuda")
+    agree.test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head, "cuda")
+    agree.test_the_upstream_scalar_is_not_rounded_to_16_bits("cuda")
+    agree.test_full_has_second_derivatives(torch.float32, "cuda")
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
