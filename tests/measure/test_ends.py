@@ -63,52 +63,47 @@ class Session:
         WAYS[how]()
 
 
-@pytest.fixture
-def measure():
-    """Measures variants of three turns, given as name → what else happens in the second; returns statuses. `turns` are
-    those that were taken, `pids` the processes, of which none is left. built: how a process ends before it is built"""
+def measure(variants, built=None, together=True):
+    """Statuses of variants of three turns, given as name → what else happens in the second; the turns that were taken,
+    and the processes, of which none is left. built: how a process ends before it is built"""
+    records, turns, pids = Records(), [], []
 
-    def measure(variants, built=None, together=True):
-        measure.records, measure.turns, measure.pids = Records(), [], []
+    def protocol(name, call):
+        for turn in "012":
+            turns.append(name + turn)
+            pids.append(call("pid"))
+            if turn == "1" and variants[name]:
+                variants[name](call, records, pids)
+            yield
 
-        def protocol(name, call):
-            for turn in "012":
-                measure.turns.append(name + turn)
-                measure.pids.append(call("pid"))
-                if turn == "1" and variants[name]:
-                    variants[name](call)
-                yield
-
-        settings = {name: {"end": (built or {}).get(name, "")} for name in variants}
-        try:
-            measure_variants(Session, settings, protocol, measure.records, together, phase="here")
-        finally:
-            assert gone(measure.pids)
-        assert {row["phase"] for row in measure.records.rows} == {"here"}
-        return statuses(measure.records.frame())
-
-    return measure
+    settings = {name: {"end": (built or {}).get(name, "")} for name in variants}
+    try:
+        measure_variants(Session, settings, protocol, records, together, phase="here")
+    finally:
+        assert gone(pids)
+    assert {row["phase"] for row in records.rows} == {"here"}
+    return statuses(records.frame()), turns, pids
 
 
 def ends(how):
-    return lambda call: call("end", how=how)
+    return lambda call, *_: call("end", how=how)
 
 
-def test_variants_run_in_processes_of_their_own_in_turn_or_one_after_the_other(measure):
-    for together, turns in ((True, "A0 B0 A1 B1 A2 B2"), (False, "A0 A1 A2 B0 B1 B2")):
-        assert measure({"A": None, "B": None}, together=together) == {"A": "ok", "B": "ok"}
-        assert measure.turns == turns.split() and len({os.getpid(), *measure.pids}) == 3
-    wrong = {"A": lambda call: measure.records.status("A", "wrong", phase="here")}
-    assert measure(wrong) == {"A": "wrong"}  # a status that the protocol gave stays
+def test_variants_run_in_processes_of_their_own_in_turn_or_one_after_the_other():
+    for together, order in ((True, "A0 B0 A1 B1 A2 B2"), (False, "A0 A1 A2 B0 B1 B2")):
+        found, turns, pids = measure({"A": None, "B": None}, together=together)
+        assert found == {"A": "ok", "B": "ok"} and turns == order.split() and len({os.getpid(), *pids}) == 3
+    wrong = {"A": lambda call, records, pids: records.status("A", "wrong", phase="here")}
+    assert measure(wrong)[0] == {"A": "wrong"}  # a status that the protocol gave stays
 
 
 @pytest.mark.parametrize(
     ("how", "status"), [("oom", "oom"), pytest.param("killed", "oom", marks=posix), ("is missing", "unavailable")]
 )
-def test_a_variant_that_cannot_run_or_be_built_is_a_status_and_the_others_run_on(measure, how, status):
-    assert measure({"A": ends(how), "B": None}) == {"A": status, "B": "ok"}
-    assert measure.turns[-2:] == ["B1", "B2"]
-    assert measure({"A": None, "B": None}, {"A": how}) == {"A": status, "B": "ok"}
+def test_a_variant_that_cannot_run_or_be_built_is_a_status_and_the_others_run_on(how, status):
+    for first, built in ((ends(how), {}), (None, {"A": how})):
+        found, turns, _ = measure({"A": first, "B": None}, built)
+        assert found == {"A": status, "B": "ok"} and turns[-2:] == ["B1", "B2"]
 
 
 @pytest.mark.parametrize(
@@ -119,19 +114,19 @@ def test_a_variant_that_cannot_run_or_be_built_is_a_status_and_the_others_run_on
         ("exits", VariantFailed, "exit code 7"),
     ],
 )
-def test_any_other_end_of_a_variant_is_an_error_with_its_traceback_or_exit_code(measure, how, error, message):
+def test_any_other_end_of_a_variant_is_an_error_with_its_traceback_or_exit_code(how, error, message):
     for second, built in ((ends(how), {}), (None, {"B": how})):
         with pytest.raises(error, match=message):
             measure({"A": None, "B": second}, built)
 
 
 @posix
-def test_an_interrupt_ends_all_variants_even_in_a_call(measure):
+def test_an_interrupt_ends_all_variants_even_in_a_call():
     """As Ctrl-C does: the signal reaches the processes, too, but it is the notebook that ends them."""
 
-    def interrupted(call):
-        for pid in (*measure.pids, os.getpid()):
-            Timer(0.5, os.kill, (pid, signal.SIGINT)).start()
+    def interrupted(call, records, pids):
+        for place, pid in enumerate((*pids, os.getpid())):
+            Timer(0.5 + place / 10, os.kill, (pid, signal.SIGINT)).start()
         call("end", how="sleeps")
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell there is none

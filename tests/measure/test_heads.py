@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,18 +63,14 @@ def test_memory_is_the_peak_beyond_inputs_and_gradients(bench):
         assert 0 < bench.memory(case)["workspace"] < 5 * logits
 
 
-def refuse(error):
-    raise error
-
-
 @pytest.mark.parametrize(
     ("measure", "status"),
     [
         (lambda: {"error_loss": 0.0, "error_dW": 0.1}, "ok"),
         (lambda: {"error_loss": 0.0, "error_dW": 0.2}, "wrong"),
         (lambda: {"error_loss": 0.0, "error_dW": math.nan}, "wrong"),
-        (lambda: refuse(torch.OutOfMemoryError("full")), "oom"),
-        (lambda: refuse(UnavailableError("not here")), "unavailable"),
+        (Mock(side_effect=torch.OutOfMemoryError("full")), "oom"),
+        (Mock(side_effect=UnavailableError("not here")), "unavailable"),
     ],
 )
 def test_only_what_is_right_is_timed(bench, measure, status, capsys):
@@ -85,7 +82,7 @@ def test_only_what_is_right_is_timed(bench, measure, status, capsys):
     bench.admit(records, "full", "mean", ALONE, 0.1)  # another case of it, which is right
     assert statuses(records.frame()) == {"full": status}
     assert "loss_error_loss" in {row["metric"] for row in records.rows}
-    own_way = partial(refuse, RuntimeError("its own way"))
+    own_way = Mock(side_effect=RuntimeError("its own way"))
     assert attempt(own_way, foreign=True) == (None, "unavailable", "RuntimeError: its own way")
     with pytest.raises(RuntimeError):
         attempt(own_way)
