@@ -171,13 +171,14 @@ def assert_no_worse(got: list[Tensor], usual: list[Tensor], exact: list[Tensor],
         assert error <= bound * least + 1e-6 * x.norm(), f"{what}: {error / least:.3f} times the usual error"
 
 
-def assert_compiles(call: Callable[..., Tensor], given: tuple[Tensor, ...], **how: Any) -> None:
-    """Assert that losses `call(*given)` and their gradients, for an upstream gradient of 0.3, stay as they are."""
+def assert_compiles(call: Callable[..., Tensor], given: tuple[Tensor, ...], *more: Any, **how: Any) -> None:
+    """Assert that losses `call(*given, *more)` and their gradients, for an upstream gradient of 0.3, stay as they are."""
     found = []
     for f in (call, torch.compile(call, **how)):
         operands = [t.detach().clone().requires_grad_() for t in given]
-        loss = f(*operands).sum()
-        found.append([loss.detach(), *torch.autograd.grad(loss, operands, torch.tensor(0.3))])
+        loss = f(*operands, *more).sum()
+        found.append([loss.detach(), *torch.autograd.grad(loss, operands, torch.full_like(loss, 0.3))])
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
     assert_close(*found, 1e-6)
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_heads_agree as agree
 import torch
-from head_cases import OPTION_SETS, REDUCTIONS, Problem, options, problem, run
+from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_compiles, options, problem, run
 
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, parse_bytes
@@ -184,17 +184,6 @@ def test_is_captured_in_a_graph():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def compiles(p, loss_of, *arguments):
-    """Assert that `loss_of(e, w, …)` has the same float32 value and the same gradients compiled as one graph."""
-    results = []
-    for f in (loss_of, torch.compile(loss_of, fullgraph=True)):
-        e, w = p.e.clone().requires_grad_(), p.w.clone().requires_grad_()
-        loss = f(e, w, *arguments)
-        results.append((loss.detach(), *torch.autograd.grad(loss, (e, w))))
-    for a, b in zip(*results, strict=True):
-        assert a.dtype == b.dtype and (a.float() - b.float()).norm() <= 1e-6 * a.float().norm()
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_copies_under_autocast_are_within_the_budget(reduction, compiled):
@@ -205,7 +194,7 @@ def test_copies_under_autocast_are_within_the_budget(reduction, compiled):
         with torch.autocast("cuda", torch.bfloat16):
             return linear_cross_entropy(e, w, p.target, head="fused", reduction=reduction, workspace=workspace)
 
-    compiles(p, lambda e, w: losses_of(e * 1.0, w).sum())
+    assert_compiles(lambda e, w: losses_of(e * 1.0, w).sum(), (p.e, p.w), fullgraph=True)
     f = torch.compile(losses_of, fullgraph=True) if compiled else losses_of
     assert workspace_of(p, f, upstream=0.7) <= parse_bytes("96MiB")
     with pytest.raises(T1Error, match="the least that works"):
@@ -221,4 +210,4 @@ def test_unknown_numbers_of_tokens_compile():
         return linear_cross_entropy((e * 1.0)[mask], w, p.target[mask], head="fused", workspace=workspace)
 
     for workspace in (2**28, 2**28 + 4096, 2**28 + 8192):
-        compiles(p, loss_of, workspace)
+        assert_compiles(loss_of, (p.e, p.w), workspace, fullgraph=True)
