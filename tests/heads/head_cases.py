@@ -172,7 +172,7 @@ def assert_no_worse(got: list[Tensor], usual: list[Tensor], exact: list[Tensor],
 
 
 def assert_compiles(call: Callable[..., Tensor], given: tuple[Tensor, ...], *more: Any, **how: Any) -> None:
-    """Assert that losses `call(*given, *more)` and their gradients, for an upstream gradient of 0.3, stay as they are."""
+    """Assert that losses `call(*given, *more)` and their gradients, for an upstream one of 0.3, stay as they are."""
     found = []
     for f in (call, torch.compile(call, **how)):
         operands = [t.detach().clone().requires_grad_() for t in given]

@@ -1,4 +1,4 @@
-"""Output layers' errors, memory and statuses, and who gets a time; peers."""
+"""Output layers' errors, memory and statuses, and who gets a time; peers; a sharded layer, in a group of one process."""
 
 import math
 from functools import partial
@@ -6,11 +6,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from refusals import refused
 
 from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy
+from t1lib.measure import parallel
 from t1lib.measure.heads import Case, HeadBench, attempt
+from t1lib.measure.parallel import Share, measure_head, ran
 from t1lib.measure.peers import PEERS, loss_function, whether_available
 from t1lib.measure.records import Records, statuses
 
@@ -127,3 +130,54 @@ def test_a_peer_computes_the_mean_loss_and_its_gradients_or_says_why_not(name):
         found, wanted = loss_function(name)(e, w, y), linear_cross_entropy(e, w, y, head="full")
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(torch.autograd.grad(found, (e, w)), torch.autograd.grad(wanted, (e, w)))
+
+
+SHARED = dict(tokens=24, vocabulary=50, hidden=8, dtype="float32", seed=0, reference="float64", iters=3, warmup=1)
+SHARED |= dict(phase="head/1", heads=["full", "chunked"], workspace="1MiB", error_bound=1e-5)
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def measured(**changes):
+    records = Records()
+    measure_head(records, torch.device("cpu"), **SHARED | changes)
+    found = {}
+    for row in records.rows:
+        found.setdefault((row["variant"], row["metric"]), []).append(row["value"])
+    return found, statuses(records.frame())
+
+
+def test_heads_are_checked_then_their_memory_taken_then_timed_in_turn_with_the_products(group):
+    found, states = measured()
+    assert states == {"full": "ok", "chunked": "ok"}
+    for head in SHARED["heads"]:
+        assert 0 < found[head, "error_dW"][0] < 1e-6 and len(found[head, "both_ms"]) == 3
+        parts = [found[head, f"{part}_mib"][0] for part in ("weight", "dW", "hidden", "dE", "workspace")]
+        assert parts[:4] == [x / 2**20 for x in (50 * 8 * 4, 50 * 8 * 4, 24 * 8 * 4, 24 * 8 * 4)]
+        assert found[head, "held_mib"] == [sum(parts)]
+    assert len(found["floor", "dW_ms"]) == 3
+    assert ("chunked", "collectives_ms") not in found  # one rank runs the ordinary head
+
+
+def test_what_is_wrong_or_shares_a_gpu_gets_no_time_and_what_cannot_run_is_a_status(group, monkeypatch):
+    found, states = measured(error_bound=1e-12)
+    assert states == {"full": "wrong", "chunked": "wrong"} and ("full", "error_dE") in found
+    assert not any("both" in metric for _, metric in found)
+    for gpus, status in ((1, "ok"), (0, "shared")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert ran(torch.device("cuda")) == status
+    monkeypatch.setattr(parallel, "ran", lambda device: "shared")
+    found, states = measured()
+    assert states == {"full": "shared", "chunked": "shared"} and ("full", "held_mib") in found
+    assert not any("ms" in metric for _, metric in found)
+
+    monkeypatch.undo()
+    results = [torch.OutOfMemoryError("too large"), {"error_dW": 0.0}]
+    monkeypatch.setattr(Share, "errors", Mock(side_effect=results))
+    found, states = measured(heads=["full", "fused", "chunked"])
+    assert states == {"full": "oom", "fused": "unavailable", "chunked": "ok"} and ("chunked", "both_ms") in found
