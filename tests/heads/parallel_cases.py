@@ -10,12 +10,12 @@ import head_cases
 import torch
 import torch.distributed as dist
 from head_cases import OPTION_SETS, REDUCTIONS, Problem, options, problem, upstream_for
+from processes import Cases
 from torch import Tensor
 
 from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.parallel import linear_cross_entropy
 
-Cases = dict[str, Callable[[], None]]
 CHUNKED = {"head": "chunked", "chunks": 3}
 SIZE = 3
 ROWS = (90, 7, 160)  # of the weight on each rank: 257 classes in total

@@ -12,8 +12,8 @@ import parallel_cases
 import torch
 import torch.distributed as dist
 from head_cases import Problem, assert_close, least_of, problem, run
-from parallel_cases import CHUNKED, FEW, ROWS, SIZE, Cases, agrees, on_shards, own_rows, results, sixteen_bits
-from processes import next_port
+from parallel_cases import CHUNKED, FEW, ROWS, SIZE, agrees, on_shards, own_rows, results, sixteen_bits
+from processes import Cases, next_port
 from refusals import refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from head_cases import REDUCTIONS, options, problem
 from huggingface_models import assert_close, batch, build, gradients
-from parallel_cases import CHUNKED, SIZE, Cases, agrees, own_rows, sixteen_bits, values
+from parallel_cases import CHUNKED, SIZE, agrees, own_rows, sixteen_bits, values
 from parallel_manners import groups_made_anew, manners, refusals
-from processes import SIZES, Outcomes, work
+from processes import SIZES, Cases, Outcomes, work
 from refusals import refused
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

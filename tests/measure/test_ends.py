@@ -165,24 +165,19 @@ def noted(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.iterdir()]
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Runs the task on two ranks, and returns the records; no rank is left then, however it ends."""
-
-    def run(device="cpu", limit=60.0, **settings):
-        records, settings = Records(), settings | {"pids": str(tmp_path)}
-        try:
-            measure_ranks(records, task, settings, 2, name="here", variants=["A", "B"], device=device, limit=limit)
-        finally:
-            assert len(noted(tmp_path)) == 2 and gone(noted(tmp_path), 0)
-        return records
-
-    return run
+def run(folder, device="cpu", limit=60.0, **settings):
+    """The records of the task on two ranks, of which none is left, however it ends."""
+    records, settings = Records(), settings | {"pids": str(folder)}
+    try:
+        measure_ranks(records, task, settings, 2, name="here", variants=["A", "B"], device=device, limit=limit)
+    finally:
+        assert len(noted(folder)) == 2 and gone(noted(folder), 0)
+    return records
 
 
-def test_what_rank_0_records_and_prints_comes_back(run, capfd):
+def test_what_rank_0_records_and_prints_comes_back(tmp_path, capfd):
     threads = max(1, torch.get_num_threads() // 2)  # the ranks share the cores
-    found = [(row["phase"], row["metric"], row["value"]) for row in run().rows]
+    found = [(row["phase"], row["metric"], row["value"]) for row in run(tmp_path).rows]
     assert found == [("here/2", "sum", 3.0), ("here/2", "threads", threads)]
     assert capfd.readouterr() == ("this is rank 0\n", "")
 
@@ -202,15 +197,15 @@ ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reas
         pytest.param("sleeps", r"\Arank (0, )?1 of 2 took", "cuda", marks=ON_GPU),
     ],
 )
-def test_a_rank_that_fails_or_sleeps_ends_all_with_its_message(run, how, message, device):
+def test_a_rank_that_fails_or_sleeps_ends_all_with_its_message(tmp_path, how, message, device):
     limit = LIMIT if (how, device) == ("sleeps", "cpu") else 40.0
     with pytest.raises(T1Error if how == "refuses" else VariantFailed, match=message):
-        run(how=how, device=device, limit=limit)
+        run(tmp_path, device, limit, how=how)
 
 
 @pytest.mark.parametrize(("how", "why"), [("oom", "no memory"), KILLED])
-def test_no_memory_on_a_rank_is_a_status(run, capfd, how, why):
-    frame = run(how=how).frame()
+def test_no_memory_on_a_rank_is_a_status(tmp_path, capfd, how, why):
+    frame = run(tmp_path, how=how).frame()
     assert statuses(frame) == {"A": "oom", "B": "oom"} and set(frame["phase"]) == {"here/2"}
     assert capfd.readouterr() == ("".join(f"here/2: {name} is oom: rank 1 of 2: {why}\n" for name in "AB"), "")
 

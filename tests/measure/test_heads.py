@@ -1,4 +1,4 @@
-"""Output layers' errors, memory and statuses, and who gets a time; peers; a sharded layer, in a group of one process."""
+"""Output layers' errors, memory and statuses, and who gets a time; peers; a sharded layer in a group of one process."""
 
 import math
 from functools import partial
