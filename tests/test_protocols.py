@@ -1,5 +1,4 @@
-"""Protocols in the cells of notebooks: what frontier skips, and after memory ran out; the cases that cce selects, their
-workspaces, sparsity, and the model that convergence trains, too; what chunks finds of padding."""
+"""Protocols in the cells of notebooks: frontier, cce, the model that convergence trains, padding in chunks."""
 
 from functools import partial
 from multiprocessing import active_children

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,15 +72,11 @@ def options(name: str, p: Problem, seed: int = 1) -> dict:
 MASKED = {"the first chunk": slice(0, 86), "later chunks": slice(86, 200), "all but one class": slice(1, None)}
 
 
-def masked(rows: slice):
-    """A change: a bias of −inf masks these classes, of which no token has one."""
-
-    def change(p: Problem) -> None:
-        p.b[rows] = -torch.inf
-        allowed = (~p.b.isinf()).nonzero()[:, 0]
-        p.target = p.target.where(p.target < 0, allowed[p.target % len(allowed)])
-
-    return change
+def mask(p: Problem, rows: slice) -> None:
+    """Mask these classes by a bias of −inf; no token has one of them any more."""
+    p.b[rows] = -torch.inf
+    allowed = (~p.b.isinf()).nonzero()[:, 0]
+    p.target = p.target.where(p.target < 0, allowed[p.target % len(allowed)])
 
 
 def odd(change=None, given=None, n: int = 9, v: int = 40, d: int = 16, tolerance: float = 3e-6, **kwargs) -> tuple:
@@ -101,7 +98,7 @@ ODD = {
     # float32 resolves logits near 1000 to 6e-5
     "all logits large": odd(lambda p: p.b.add_(1e3), tolerance=3e-4),
     "all logits small": odd(lambda p: p.b.sub_(1e3), tolerance=3e-4, label_smoothing=0.2),
-    **{f"logits of -inf, {which}": odd(masked(rows), n=5, v=257) for which, rows in MASKED.items()},
+    **{f"logits of -inf, {which}": odd(partial(mask, rows=rows), n=5, v=257) for which, rows in MASKED.items()},
     # the kernels read both with stride 1
     "strided targets": odd(lambda p: setattr(p, "target", torch.stack([p.target, 0 * p.target], 1)[:, 0])),
     "a strided weight": odd(None, lambda p: {"weight": torch.rand(40, 2)[:, 0] + 0.2}, label_smoothing=0.3),

@@ -1,5 +1,4 @@
-"""Cases of the vocabulary-parallel heads beyond their values: DTensors, rounding, communication; and bad input, which
-raises the same kind of error on every process and never hangs."""
+"""Cases of the vocabulary-parallel heads beyond their values, and bad input, on which every process raises."""
 
 import gc
 import weakref
@@ -169,8 +168,7 @@ def refusals() -> Cases:
 
 
 def refuses(last: dict[str, Any], change: dict[str, Any], message: str) -> None:
-    """With `change` on every rank, and `last` on the last one as well, each rank raises T1Error: none waits for others
-    that have raised."""
+    """With `change` on every rank, and `last` on the last one too, each raises T1Error, and none waits for others."""
     part = own_rows(ROWS)
     kwargs = {"input": P.e, "linear_weight": P.w[part].requires_grad_(), "target": P.target, "linear_bias": P.b[part]}
     kwargs |= {"group": dist.group.WORLD, "head": "fused", "sequence_parallel": False, **change}

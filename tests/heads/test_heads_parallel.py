@@ -1,5 +1,4 @@
-"""The vocabulary-parallel heads, and `patch_head`, against one process: on two and three, which run this script, and on
-two CUDA devices through NCCL."""
+"""The vocabulary-parallel heads and `patch_head` against one process: on two, on three, and on two CUDA devices."""
 
 import copy
 import importlib

@@ -229,8 +229,7 @@ def test_an_output_layer_that_peft_trains_is_followed_and_an_adapter_on_it_refus
 
 
 def odd(change, own_loss=None) -> nn.Module:
-    """A model that does `change` to its logits (None: it does without its output layer), maybe with a loss of its own.
-    The layer has a bias."""
+    """A model that does `change` to its logits (None: it does without its output layer); that layer has a bias."""
 
     class Odd(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **kwargs):

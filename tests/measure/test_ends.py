@@ -1,5 +1,4 @@
-"""A fresh process for every variant, and ranks in processes of their own: how they take turns, what they bring back,
-how each of them can end, and that none is left behind."""
+"""A process for every variant, and ranks: turns, what they bring back, how each can end, and that none is left."""
 
 import os
 import signal
@@ -148,8 +147,7 @@ def test_what_says_that_memory_ran_out():
 
 
 def task(records, device, phase, pids, how=""):
-    """Sum the rank numbers, counted from 1. Then the last rank ends in one of `WAYS`, if one is named, and the others
-    wait for it in a collective."""
+    """Sum the ranks, counted from 1. Then the last one ends in one of `WAYS`, if named, and the others wait for it."""
     (Path(pids) / str(os.getpid())).touch()
     total = torch.tensor([dist.get_rank() + 1.0], device=device)
     dist.all_reduce(total)
