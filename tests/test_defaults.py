@@ -37,8 +37,7 @@ def test_heads(head, options):
             loss = linear_cross_entropy(*operands[:2], target, head=head, linear_bias=operands[2], **options)
             loss.backward()
         found.append([loss.detach(), *(t.grad for t in operands)])
-    for first, second in zip(*found, strict=True):
-        assert torch.equal(first, second)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(

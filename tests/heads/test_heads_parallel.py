@@ -90,10 +90,6 @@ def test_on_every_process(outcomes, size, name):
         assert not found[name], f"rank {rank}: {found[name]}"
 
 
-def test_without_a_group():
-    refused(lambda: linear_cross_entropy(None, None, None), "call torch.distributed.init_process_group")
-
-
 def compare_all(records: Records, device: torch.device, phase: str, tokens: int, rows: list[int], hidden: int) -> None:
     """The task of each rank. Calls are made twice, because the ranks compare only the first. Then one that differs."""
     sizes, rows = {"n": tokens, "v": sum(rows), "d": hidden, "device": device}, tuple(rows)
