@@ -35,10 +35,8 @@ def single(n: int, v: int, d: int, **kwargs) -> Problem:
 
 
 def agrees(p: Problem, own: dict | None = None, **kwargs) -> None:
-    """Assert that `fused` gives, finite, what `full` gives in float64."""
-    got = run(p, **kwargs, **(own or {}))
-    assert all(t.isfinite().all() for t in got)
-    assert_close(got, run_head("full", p.to(torch.float64), **kwargs), 3e-6)
+    """Assert that `fused` gives what `full` gives in float64."""
+    assert_close(run(p, **kwargs, **(own or {})), run_head("full", p.to(torch.float64), **kwargs), 3e-6)
 
 
 @pytest.mark.parametrize("reduction, name", OPTIONS)

@@ -195,8 +195,7 @@ def test_what_an_ignored_token_holds_reaches_no_result(head, own, name, shape=(3
         ignored = p.to(torch.float32)
         ignored.e = torch.where((p.target == -100)[:, None], bad, p.e)
         got = run(head, ignored, **kwargs)
-        assert all(t.isfinite().all() for t in got) and (got[1][p.target == -100] == 0).all()
-        assert got[1][p.target != -100].abs().amax(1).min() > 0
+        assert (got[1][p.target == -100] == 0).all()
         assert_close(got, want, 3e-6)
 
 
