@@ -13,11 +13,9 @@ from t1lib.heads import linear_cross_entropy
 
 needs_torch = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this PyTorch")
 TORCH = [pytest.param("torch", {"chunked": chunked}, marks=needs_torch) for chunked in (True, False)]
-CHUNKINGS = [{}, {"chunks": 1000}, {"by": "vocabulary", "chunks": 6}]
-VARIANTS = [*(("chunked", own) for own in CHUNKINGS), *TORCH]
+VARIANTS = [*(("chunked", own) for own in ({}, {"chunks": 1000}, {"by": "vocabulary", "chunks": 6})), *TORCH]
 by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 by_head = pytest.mark.parametrize("head, own", HEADS, ids=str)
-by_chunking = pytest.mark.parametrize("own", CHUNKED, ids=str)
 
 
 def lacks(head, own, name):
@@ -144,7 +142,7 @@ def test_odd_operands_and_options(head, own, name):
         assert_close(got, want, tolerance)
 
 
-@by_chunking
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head="chunked", device="cpu"):
     """Else cuBLAS takes five times as long. And what is beyond the last class reaches no result."""

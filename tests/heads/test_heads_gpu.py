@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CHUNKED = [("chunked", {}), ("chunked", {"by": "vocabulary"})]
 plain_or_all = pytest.mark.parametrize("name", ["plain", "all"])
-by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -113,7 +112,7 @@ def test_workspace_is_kept(head, own, tokens, budget, name):
 
 @pytest.mark.parametrize("head, own", [*CHUNKED, ("fused", {"chunks": 2})], ids=str)
 @plain_or_all
-@by_reduction
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_the_host_never_waits_and_fused_gives_the_same_bits(head, own, name, reduction):
     """Not even in the target's range check; the first call may wait while libraries load."""
     p = problem(700, 9000, 64, dtype=torch.bfloat16, device="cuda")
