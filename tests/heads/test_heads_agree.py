@@ -134,7 +134,7 @@ def test_the_upstream_scalar_is_not_rounded_to_16_bits(device="cpu"):
 def test_odd_operands_and_options(head, own, name):
     if name == "a filter" and head == "chunked":
         pytest.skip("not in head chunked")
-    p, kwargs, tolerance = head_cases.odd_problem(name)
+    p, kwargs, tolerance = head_cases.ODD[name]()
     for reduction in REDUCTIONS:
         kwargs["reduction"] = reduction
         got, want = run(head, p, **kwargs, **own), run("full", p.to(torch.float64), **kwargs)
