@@ -1,7 +1,6 @@
 """Results do not depend on PyTorch's default dtype and device, which those who build models often change."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -14,14 +13,12 @@ from t1lib.train import make_trainer
 SPLIT = {"split_master": True, "moments": "bfloat16"}
 
 
-@contextmanager
-def bfloat16() -> Iterator[None]:
-    before = torch.get_default_dtype()
+def bfloat16() -> ExitStack:
+    """Makes it the default dtype until the block ends."""
+    block = ExitStack()
+    block.callback(torch.set_default_dtype, torch.get_default_dtype())
     torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return block
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"z_loss": 0.01, "softcap": 5.0}], ids=str)

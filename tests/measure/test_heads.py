@@ -146,10 +146,8 @@ def group(tmp_path):
 def measured(**changes):
     records = Records()
     measure_head(records, torch.device("cpu"), **SHARED | changes)
-    found = {}
-    for row in records.rows:
-        found.setdefault((row["variant"], row["metric"]), []).append(row["value"])
-    return found, statuses(records.frame())
+    frame = records.frame()
+    return frame.groupby(["variant", "metric"])["value"].apply(list).to_dict(), statuses(frame)
 
 
 def test_heads_are_checked_then_their_memory_taken_then_timed_in_turn_with_the_products(group):
