@@ -15,7 +15,6 @@ import psutil
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
-from t1lib import paths
 from t1lib.__main__ import main
 from t1lib.files import locked
 from t1lib.measure import manifest
@@ -89,20 +88,14 @@ def test_a_failing_cell_stops_only_its_own_notebook_and_keeps_what_was_measured(
     assert (left / "executed.ipynb").is_file() and not checkout.outputs("bad").exists()
     rows = (left / "samples.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 and rows[1].startswith("slide,")
+    with locked(left.with_suffix(".lock"), "the other's"):
+        assert run("bad") == 1
+    told = capsys.readouterr().err  # names no folder, which is the other process's
+    assert "bad [smoke] is being run by another process" in told and ".partial" not in told
+    assert (left / "executed.ipynb").is_file()
     monkeypatch.setattr("papermill.execute_notebook", lambda *_, **__: None)
     assert run("bad") == 1
     assert "error: bad [smoke] the notebook ended without run.finish()" in capsys.readouterr().err
-
-
-def test_a_run_beside_another_names_no_folder_of_its(checkout, run, capsys):
-    checkout.add("demo")
-    left = paths.staging("smoke", "demo") / "executed.ipynb"
-    left.parent.mkdir(parents=True)
-    left.touch()
-    with locked(left.parent.with_suffix(".lock"), "the other's"):
-        assert run("demo") == 1
-    told = capsys.readouterr().err
-    assert "demo [smoke] is being run by another process" in told and ".partial" not in told and left.is_file()
 
 
 @pytest.mark.parametrize(

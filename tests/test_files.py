@@ -2,6 +2,7 @@
 
 import pytest
 from copies import names
+from refusals import refused
 
 from t1lib.errors import T1Error
 from t1lib.files import held, read_signed, signed, whole, write_signed
@@ -46,8 +47,6 @@ def test_a_file_with_its_checksum_is_as_it_was_written_or_refused(tmp_path):
     text = signed(content).decode()
     for spoilt in (text.replace("2.5", "2.75"), text[:-3], "", "[]", "null", "{}", "[" * 100_000, '{"sha256": 1}'):
         path.write_text(spoilt, encoding="utf-8")
-        with pytest.raises(T1Error, match=r"a\.json is damaged"):
-            read_signed(path)
+        refused(lambda: read_signed(path), "a.json is damaged")
     path.unlink()
-    with pytest.raises(T1Error, match=r"cannot read .*a\.json: No such file"):
-        read_signed(path)
+    refused(lambda: read_signed(path), match=r"cannot read .*a\.json: No such file")

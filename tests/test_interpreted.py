@@ -1,7 +1,4 @@
-"""The kernels without a GPU: the tests of three other files, by Triton's interpreter.
-
-They run in a process of their own, because Triton decides on import whether kernels are interpreted.
-"""
+"""Kernels without a GPU, by Triton's interpreter, in a process of its own: Triton decides on import what runs them."""
 
 import importlib.util
 from pathlib import Path

@@ -66,8 +66,7 @@ def test_committed_without_outputs_and_each_cell_can_be_run_again_by_itself(name
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_profile_has_parameters_of_every_experiment(name):
-    """The parameters cell has the values of smoke wherever another profile has others: that is how an edited value is
-    told from one that was not."""
+    """The parameters cell has the values of smoke, by which an edited value is told from one that was not."""
     known = params.declared(name)
     smoke = params._read_profile(name, params.BASE, known)
     assert smoke == {key: known[key].default for key in smoke}

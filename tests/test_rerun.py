@@ -24,8 +24,7 @@ CELLS = {
 
 
 class Notebook:
-    """Cells that an IPython shell in this process runs: named by their ids, as JupyterLab does, or not, as nbclient
-    does."""
+    """Cells that an IPython shell runs here: named by their ids, as by JupyterLab, or not, as by nbclient."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         InteractiveShell.clear_instance()

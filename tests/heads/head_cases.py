@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,39 +55,31 @@ def options(name: str, p: Problem, seed: int = 1) -> dict:
     g = torch.Generator().manual_seed(seed)
     weight = (torch.rand(len(p.w), generator=g, dtype=torch.float64) + 0.2).to(p.e.dtype).to(p.e.device)
     token_weight = (torch.rand(len(p.e), generator=g, dtype=torch.float64) + 0.2).to(p.e.device)
-    single = {
-        "plain": {},
-        "weight": {"weight": weight},
-        "smoothing": {"label_smoothing": 0.3},
-        "weighted smoothing": {"weight": weight, "label_smoothing": 0.3},
-        "softcap": {"softcap": 4.0},
-        "z_loss": {"z_loss": 0.05},
-        "token_weight": {"token_weight": token_weight},
-    }
-    every = {k: v for part in single.values() for k, v in part.items()}
-    without = {k: v for k, v in every.items() if k != "label_smoothing"}
-    return {**single, "all": every, "all but smoothing": without}[name]
+    every = {"weight": weight, "label_smoothing": 0.3, "softcap": 4.0, "z_loss": 0.05, "token_weight": token_weight}
+    several = {"plain": (), "smoothing": ["label_smoothing"], "weighted smoothing": ["weight", "label_smoothing"]}
+    several |= {"all": every, "all but smoothing": every.keys() - {"label_smoothing"}}
+    return {option: every[option] for option in several.get(name, [name])}
 
 
 MASKED = {"the first chunk": slice(0, 86), "later chunks": slice(86, 200), "all but one class": slice(1, None)}
 
 
-def masked(rows: slice):
-    """A change: a bias of −inf masks these classes, of which no token has one."""
-
-    def change(p: Problem) -> None:
-        p.b[rows] = -torch.inf
-        allowed = (~p.b.isinf()).nonzero()[:, 0]
-        p.target = p.target.where(p.target < 0, allowed[p.target % len(allowed)])
-
-    return change
+def mask(p: Problem, rows: slice) -> None:
+    """Mask these classes by a bias of −inf; no token has one of them any more."""
+    p.b[rows] = -torch.inf
+    allowed = (~p.b.isinf()).nonzero()[:, 0]
+    p.target = p.target.where(p.target < 0, allowed[p.target % len(allowed)])
 
 
-def odd(change=None, given=None, n: int = 9, v: int = 40, d: int = 16, tolerance: float = 3e-6, **kwargs) -> tuple:
-    """change: of a problem, in place. given: options that follow from it"""
-    return change, given, (n, v, d), tolerance, kwargs
+def odd_problem(change=None, given=None, n=9, v=40, d=16, tolerance=3e-6, **kwargs) -> tuple[Problem, dict, float]:
+    """A float32 problem, its options, the tolerance. change: of the problem. given: options that follow from it"""
+    p = problem(n, v, d, dtype=torch.float32)
+    if change is not None:
+        change(p)
+    return p, {**kwargs, **(given(p) if given else {})}, tolerance
 
 
+odd = partial(partial, odd_problem)  # a call of it, for later
 ODD = {
     "one token": odd(n=1, v=7, d=3),
     "no shape a multiple": odd(n=17, v=65, d=61),
@@ -101,30 +94,18 @@ ODD = {
     # float32 resolves logits near 1000 to 6e-5
     "all logits large": odd(lambda p: p.b.add_(1e3), tolerance=3e-4),
     "all logits small": odd(lambda p: p.b.sub_(1e3), tolerance=3e-4, label_smoothing=0.2),
-    **{f"logits of -inf, {which}": odd(masked(rows), n=5, v=257) for which, rows in MASKED.items()},
+    **{f"logits of -inf, {which}": odd(partial(mask, rows=rows), n=5, v=257) for which, rows in MASKED.items()},
     # the kernels read both with stride 1
     "strided targets": odd(lambda p: setattr(p, "target", torch.stack([p.target, 0 * p.target], 1)[:, 0])),
     "a strided weight": odd(None, lambda p: {"weight": torch.rand(40, 2)[:, 0] + 0.2}, label_smoothing=0.3),
-    "an infinite class weight": odd(None, lambda p: {"weight": torch.ones(40).index_fill(0, absent(p), torch.inf)}),
+    "an infinite class weight": odd(
+        None, lambda p: {"weight": torch.full((40,), torch.inf).index_fill(0, p.target.clamp(0), 1.0)}
+    ),
     "an infinite token weight": odd(None, lambda p: {"token_weight": torch.ones(9).where(p.target >= 0, torch.inf)}),
     # a tight one saturates: its tanh is within a few roundings of 1
     **{f"softcap {size}": odd(softcap=size, tolerance=TIGHT.get(size, 3e-6)) for size in SOFTCAPS},
 }
 """Operands and options that a head may stumble over."""
-
-
-def absent(p: Problem) -> Tensor:
-    """A class that is no token's target."""
-    return torch.tensor([next(c for c in range(len(p.w)) if c not in p.target)])
-
-
-def odd_problem(name: str) -> tuple[Problem, dict, float]:
-    """The float32 problem, its options, and the tolerance."""
-    change, given, shape, tolerance, kwargs = ODD[name]
-    p = problem(*shape, dtype=torch.float32)
-    if change is not None:
-        change(p)
-    return p, {**kwargs, **(given(p) if given else {})}, tolerance
 
 
 def upstream_for(loss: Tensor) -> Tensor:
@@ -171,19 +152,27 @@ def assert_no_worse(got: list[Tensor], usual: list[Tensor], exact: list[Tensor],
         assert error <= bound * least + 1e-6 * x.norm(), f"{what}: {error / least:.3f} times the usual error"
 
 
-def assert_compiles(call: Callable[..., Tensor], given: tuple[Tensor, ...], **how: Any) -> None:
-    """Assert that losses `call(*given)` and their gradients, for an upstream gradient of 0.3, stay as they are."""
+def assert_compiles(call: Callable[..., Tensor], given: tuple[Tensor, ...], *more: Any, **how: Any) -> None:
+    """Assert that losses `call(*given, *more)` and their gradients, for an upstream one of 0.3, stay as they are."""
     found = []
     for f in (call, torch.compile(call, **how)):
         operands = [t.detach().clone().requires_grad_() for t in given]
-        loss = f(*operands).sum()
-        found.append([loss.detach(), *torch.autograd.grad(loss, operands, torch.tensor(0.3))])
+        loss = f(*operands, *more).sum()
+        found.append([loss.detach(), *torch.autograd.grad(loss, operands, torch.full_like(loss, 0.3))])
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
     assert_close(*found, 1e-6)
 
 
-def least_of(call: Callable[[], Any]) -> int:
-    """The least workspace, as the refusal of a smaller one names it."""
-    return int(re.search(r"the least that works is ([0-9]+) bytes", refusal(call))[1])
+def least_of(call: Callable[..., Any]) -> int:
+    """The least workspace, as refusals name it of one byte and of one byte less than that."""
+
+    def named(workspace: int) -> int:
+        message = refusal(lambda: call(workspace=workspace))
+        return int(re.search(r"the least that works is ([0-9]+) bytes", message)[1])
+
+    least = named(1)
+    assert named(least - 1) == least
+    return least
 
 
 class Recorder(TorchDispatchMode):

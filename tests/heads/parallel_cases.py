@@ -10,12 +10,12 @@ import head_cases
 import torch
 import torch.distributed as dist
 from head_cases import OPTION_SETS, REDUCTIONS, Problem, options, problem, upstream_for
+from processes import Cases
 from torch import Tensor
 
 from t1lib.heads import linear_cross_entropy as in_one
 from t1lib.heads.parallel import linear_cross_entropy
 
-Cases = dict[str, Callable[[], None]]
 CHUNKED = {"head": "chunked", "chunks": 3}
 SIZE = 3
 ROWS = (90, 7, 160)  # of the weight on each rank: 257 classes in total
@@ -53,22 +53,20 @@ def values() -> Cases:
 
 def special(p: Problem, rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     """Operands and targets that few have, by name; the last rank's classes are masked in one."""
-    classes, tokens = sum(rows), len(p.e)
     found: dict[str, dict[str, Any]] = {f"gradient of {name} alone": {"grad": grad} for name, grad in GRADS.items()}
     found |= {"no gradients": {"grad": (False,) * 3}, "no bias": {"bias": False}}
     found["no tokens"] = {"p": Problem(p.e[:0], p.w, p.b, p.target[:0]), "reduction": "sum"}
     for name, target in {
         "all targets on the first rank": p.target % rows[0],
-        "all targets on the last rank": classes - 1 - p.target % rows[-1],
-        "one token counts": p.target.index_fill(0, torch.arange(1, tokens), -100),
+        "all targets on the last rank": sum(rows) - 1 - p.target % rows[-1],
+        "one token counts": p.target.index_fill(0, torch.arange(1, len(p.e)), -100),
         "all tokens ignored": torch.full_like(p.target, -100),
     }.items():
         changed = Problem(p.e, p.w, p.b, target.masked_fill(p.target < 0, -100))
         found[name] = {"p": changed, "reduction": "sum"}
     far, masked = (Problem(p.e, p.w, p.b.clone(), p.target) for _ in range(2))
     far.b[3] += 1000.0  # a class that only the first rank holds
-    masked.b[-rows[-1] :] = float("-inf")
-    masked.target = masked.target.where(masked.target < 0, masked.target % (classes - rows[-1]))
+    head_cases.mask(masked, slice(-rows[-1], None))
     return found | {"a logit far above the others": {"p": far}, "a rank all masked": {"p": masked}}
 
 

@@ -1,5 +1,4 @@
-"""Cases of the vocabulary-parallel heads beyond their values: DTensors, rounding, communication; and bad input, which
-raises the same kind of error on every process and never hangs."""
+"""Cases of the vocabulary-parallel heads beyond their values, and bad input, on which every process raises."""
 
 import gc
 import weakref
@@ -12,8 +11,8 @@ import parallel_cases
 import torch
 import torch.distributed as dist
 from head_cases import Problem, assert_close, least_of, problem, run
-from parallel_cases import CHUNKED, FEW, ROWS, SIZE, Cases, agrees, on_shards, own_rows, results, sixteen_bits
-from processes import next_port
+from parallel_cases import CHUNKED, FEW, ROWS, SIZE, agrees, on_shards, own_rows, results, sixteen_bits
+from processes import Cases, next_port
 from refusals import refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -70,7 +69,7 @@ def counted() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         p, most = problem(36, 257, 16, dtype=dtype, bias=False), max(ROWS)
         one = Problem(p.e, p.w[:most], None, p.target % most)
-        kwargs = {"bias": False, "head": "chunked", "workspace": 1}
+        kwargs = {"bias": False, "head": "chunked"}
         alone = least_of(partial(results, in_one, one, one.target, **kwargs))
         for dealt in (False, True):
             least = least_of(partial(on_shards, p, ROWS, sequence_parallel=dealt, **kwargs))
@@ -116,6 +115,7 @@ def compiled() -> None:
 def groups_made_anew() -> None:
     """A group that was destroyed is not kept alive, and what it agreed to does not hold for one of the same name."""
     p, old = problem(5, sum(FEW), 16, dtype=torch.float32), None
+    refused(lambda: linear_cross_entropy(p.e, p.w, p.target), "call torch.distributed.init_process_group")
     for rows in (FEW, FEW[::-1]):
         dist.init_process_group("gloo")
         assert old is None or old() is None
@@ -129,21 +129,23 @@ def groups_made_anew() -> None:
 
 
 P = problem(36, 257, 16, dtype=torch.float32)
+FROZEN = P.w[-ROWS[-1] :]
+STRIDED = FROZEN.t().contiguous().t().requires_grad_()
 LAST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dtype": ({"input": P.e.double()}, {}, "disagree about input: .*float32.* on rank 0|linear_weight is"),
     "tokens": ({"input": P.e[:9], "target": P.target[:9]}, {}, r"disagree about input: .*\(36, 16\).*\(9, 16\)"),
     "option": ({"softcap": 3.0}, {"softcap": None}, "disagree about softcap: None on rank 0.*3.0 on rank"),
     "workspace": ({"workspace": "2KiB"}, {"workspace": 1024}, "disagree about workspace: 1024 on rank 0.*2048 on"),
     "bad workspace": ({"workspace": "2 miles"}, {}, r"^rank \d: bad size '2 miles'"),
-    "frozen weight": ({"linear_weight": "frozen"}, {}, "disagree about linear_weight: .*requires grad.*constant"),
-    "order of a weight in memory": ({"linear_weight": "strided"}, {}, "disagree about linear_weight"),
+    "frozen weight": ({"linear_weight": FROZEN}, {}, "disagree about linear_weight: .*requires grad.*constant"),
+    "order of a weight in memory": ({"linear_weight": STRIDED}, {}, "disagree about linear_weight"),
     "class weights": ({"weight": torch.full((257,), 2.0)}, {}, "disagree about weight"),
     "deal of tokens": ({"sequence_parallel": True}, {}, "disagree about sequence_parallel: False on rank 0"),
     "target, out of range,": ({"target": P.target + 257}, {"sequence_parallel": True}, r"lie in \[0, 257\)"),
 }
 """What differs on the last rank: (its arguments, those of all ranks, the message)."""
 
-WIDE = {"input": P.e.double(), "linear_weight": "wide", "linear_bias": None}
+WIDE = {"input": P.e.double(), "linear_weight": P.w.double(), "linear_bias": None}
 EVERY: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"vocabulary": 256}, r"\[.*\], together 257, rows of .*, but there are 256 classes by vocabulary"),
     "class weights": ({"weight": torch.ones(258)}, "258 classes by class weights"),
@@ -152,11 +154,10 @@ EVERY: dict[str, tuple[dict[str, Any], str]] = {
     "float32 sums where chunked stands in": ({**WIDE, "accumulate": "float32"}, "allowed here: None"),
     "a target out of range": ({"target": P.target.clamp(min=257)}, r"lie in \[0, 257\).*got 257"),
     "workspace": ({"workspace": 1000}, "the least that works is"),
-    "no rows": ({"linear_weight": "none"}, r"\(0, 16\)"),
+    "no rows": ({"linear_weight": P.w[:0]}, r"\(0, 16\)"),
     "no group": ({"group": None}, "group must be a ProcessGroup or a one-dimensional DeviceMesh, got NoneType"),
-    "a mesh of two dimensions": ({"group": "2-D"}, "one-dimensional DeviceMesh, got 2 dimensions"),
 }
-"""What all ranks pass: (arguments, the message)."""
+"""What all ranks pass, of the weight its own rows: (arguments, the message)."""
 
 
 def refusals() -> Cases:
@@ -169,21 +170,13 @@ def refusals() -> Cases:
 
 
 def refuses(last: dict[str, Any], change: dict[str, Any], message: str) -> None:
-    """With `change` on every rank, and `last` on the last one as well, each rank raises T1Error: none waits for others
-    that have raised."""
+    """With `change` on every rank, and `last` on the last one too, each raises T1Error, and none waits for others."""
     part = own_rows(ROWS)
-    kwargs = {"input": P.e, "linear_weight": P.w[part].requires_grad_(), "target": P.target, "linear_bias": P.b[part]}
-    kwargs |= {"group": dist.group.WORLD, "head": "fused", "sequence_parallel": False, **change}
+    kwargs = {"input": P.e, "linear_weight": P.w, "target": P.target, "linear_bias": P.b[part], "head": "fused"}
+    kwargs |= {"group": dist.group.WORLD, "sequence_parallel": False, **change}
+    kwargs["linear_weight"] = kwargs["linear_weight"][part].requires_grad_()
     if dist.get_rank() == SIZE - 1:
         kwargs |= last
-    special = {
-        "frozen": lambda: P.w[part],
-        "none": lambda: P.w[:0],
-        "wide": lambda: P.w[part].double(),
-        "strided": lambda: P.w[part].t().contiguous().t().requires_grad_(),
-        "2-D": lambda: init_device_mesh("cpu", (1, SIZE)),
-    }
-    kwargs = {k: special[v]() if isinstance(v, str) and v in special else v for k, v in kwargs.items()}
     raises(lambda: linear_cross_entropy(**kwargs), message)
 
 
@@ -193,12 +186,14 @@ def raises(call: Callable[[], Any], message: str) -> None:
 
 
 def placed() -> None:
-    """Each rank raises, also when only the last one places its weight so."""
+    """Each rank raises, also when only the last one places its weight so, and for a mesh of two dimensions."""
     mesh, wrong = init_device_mesh("cpu", (SIZE,)), "linear_weight must be sharded on dimension 0.*"
     rows, columns, whole = (distribute_tensor(P.w, mesh, [way]) for way in (Shard(0), Shard(1), Replicate()))
     mine = whole if dist.get_rank() == SIZE - 1 else rows
     for w, message in ((columns, f"^{wrong}dim=1"), (mine, f"^rank {SIZE - 1}: {wrong}Replicate")):
         raises(lambda w=w: linear_cross_entropy(P.e, w, P.target, group=mesh), message)
+    wide = partial(linear_cross_entropy, P.e, P.w, P.target, group=init_device_mesh("cpu", (1, SIZE)))
+    raises(wide, "one-dimensional DeviceMesh, got 2 dimensions")
 
 
 def the_same() -> None:

@@ -1,6 +1,7 @@
 """The planner of head `fused`: budgets, layouts and shared plans, at real sizes, without a device."""
 
 import random
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -36,12 +37,9 @@ def keeps(kind: str, shape: Shape, budget: int, device: Device) -> None:
     counted = shape if kind != "loss" else shape._replace(de=False, dw=False)
     assert bytes_needed(counted, found, kind == "early") <= budget
     tile = TILES[device.kind, shape.compute.itemsize]
-    sizes, at = [], 0
-    for start, size in found.bounds(shape.tokens, tile.m):
-        assert start == min(at, shape.tokens) and size <= found.capacity
-        sizes.append(size)
-        at += size
-    assert at == shape.tokens and min(sizes[:-1], default=tile.m) % tile.m == 0
+    starts, sizes = zip(*found.bounds(shape.tokens, tile.m), strict=True)
+    assert [*starts, shape.tokens] == [0, *accumulate(sizes)] and max(sizes) <= found.capacity
+    assert min(sizes[:-1], default=tile.m) % tile.m == 0
     assert kind != "early" or found.columns == shape.vocab
 
 

@@ -13,11 +13,9 @@ from t1lib.heads import linear_cross_entropy
 
 needs_torch = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this PyTorch")
 TORCH = [pytest.param("torch", {"chunked": chunked}, marks=needs_torch) for chunked in (True, False)]
-CHUNKINGS = [{}, {"chunks": 1000}, {"by": "vocabulary", "chunks": 6}]
-VARIANTS = [*(("chunked", own) for own in CHUNKINGS), *TORCH]
+VARIANTS = [*(("chunked", own) for own in ({}, {"chunks": 1000}, {"by": "vocabulary", "chunks": 6})), *TORCH]
 by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 by_head = pytest.mark.parametrize("head, own", HEADS, ids=str)
-by_chunking = pytest.mark.parametrize("own", CHUNKED, ids=str)
 
 
 def lacks(head, own, name):
@@ -41,8 +39,7 @@ def test_the_forwards_autocast_counts_in_the_backward_too(own, head="chunked"):
     loss = linear_cross_entropy(*operands[:2], p.target, head=head, linear_bias=p.b, reduction="none", **own)
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(loss, operands[:2])
-    for got, want in zip(found, expected, strict=False):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("name", OPTION_SETS)
@@ -112,14 +109,17 @@ def test_agrees(name, head, own):
 @pytest.mark.parametrize(
     "dtype, name", [*((torch.bfloat16, name) for name in ("plain", "softcap", "all")), (torch.float16, "all")]
 )
-def test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction):
-    p = problem(150, 1000, 64, dtype=dtype)
+def test_sixteen_bit_error_is_that_of_full(
+    own, dtype, name, reduction, head="chunked", shape=(150, 1000, 64), each=None, device="cpu"
+):
+    """each: the upstream gradient of losses per token; by default it differs from token to token"""
+    p = problem(*shape, dtype=dtype, device=device)
     kwargs = options(name, p) | {"reduction": reduction}
-    one = torch.ones(()) if reduction == "mean" else None
+    one = torch.ones((), device=device) if reduction == "mean" else each
     exact = run("full", p.to(torch.float64), one, **kwargs)
-    plain, got = (run(head, p, one, **kwargs, **extra) for head, extra in (("full", {}), ("chunked", own)))
+    plain, got = (run(kind, p, one, **kwargs, **extra) for kind, extra in (("full", {}), (head, own)))
     assert plain[0].dtype == torch.float32
-    head_cases.assert_no_worse(got, plain, exact, head_cases.error_bounds(name, own))
+    head_cases.assert_no_worse(got, plain, exact, head_cases.error_bounds("plain" if head == "fused" else name, own))
 
 
 def test_the_upstream_scalar_is_not_rounded_to_16_bits(device="cpu"):
@@ -134,7 +134,7 @@ def test_the_upstream_scalar_is_not_rounded_to_16_bits(device="cpu"):
 def test_odd_operands_and_options(head, own, name):
     if name == "a filter" and head == "chunked":
         pytest.skip("not in head chunked")
-    p, kwargs, tolerance = head_cases.odd_problem(name)
+    p, kwargs, tolerance = head_cases.ODD[name]()
     for reduction in REDUCTIONS:
         kwargs["reduction"] = reduction
         got, want = run(head, p, **kwargs, **own), run("full", p.to(torch.float64), **kwargs)
@@ -142,7 +142,7 @@ def test_odd_operands_and_options(head, own, name):
         assert_close(got, want, tolerance)
 
 
-@by_chunking
+@pytest.mark.parametrize("own", CHUNKED, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head="chunked", device="cpu"):
     """Else cuBLAS takes five times as long. And what is beyond the last class reaches no result."""
@@ -193,8 +193,7 @@ def test_what_an_ignored_token_holds_reaches_no_result(head, own, name, shape=(3
         ignored = p.to(torch.float32)
         ignored.e = torch.where((p.target == -100)[:, None], bad, p.e)
         got = run(head, ignored, **kwargs)
-        assert all(t.isfinite().all() for t in got) and (got[1][p.target == -100] == 0).all()
-        assert got[1][p.target != -100].abs().amax(1).min() > 0
+        assert (got[1][p.target == -100] == 0).all()
         assert_close(got, want, 3e-6)
 
 

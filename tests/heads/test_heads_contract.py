@@ -16,7 +16,6 @@ from t1lib.heads import linear_cross_entropy, next_token_targets, parse_bytes
 N, V, D = 5, 257, 16
 GOOD = problem(N, V, D, dtype=torch.float32)
 CALL = {"input": GOOD.e, "linear_weight": GOOD.w, "target": GOOD.target}
-HUGE = 10**400
 PAIR = 2  # chunks that share a product for dW
 BAD = {
     "input scalar": ({"input": torch.tensor(1.0)}, r"input must have shape \(…, D\)"),
@@ -32,7 +31,7 @@ BAD = {
     "target uint64": ({"target": torch.full((N,), 2**64 - 100, dtype=torch.uint64)}, "class indices.*torch.uint64"),
     "target probabilities": ({"target": torch.ones(N, V) / V}, "class probabilities"),
     "target negative": ({"target": torch.full((N,), -1)}, r"target must lie in \[0, 257\).*-100; got -1"),
-    "ignore_index too large": ({"ignore_index": HUGE}, "ignore_index must be an int of 64 bits"),
+    "ignore_index too large": ({"ignore_index": 10**400}, "ignore_index must be an int of 64 bits"),
     "class weight grad": ({"weight": torch.ones(V, requires_grad=True)}, "weight requires a gradient"),
     "reduction an array": ({"reduction": torch.ones(2).numpy()}, "unknown reduction .*allowed: mean, sum, none"),
     "return_stats": ({"return_stats": "x"}, "return_stats must be True or False"),
@@ -81,8 +80,7 @@ def test_fused_is_the_default_and_another_head_computes_where_its_kernels_cannot
 def test_workspace_picks_a_chunk_or_says_the_least(own, name, dtype):
     p = problem(12, 17, D, dtype=dtype)
     kwargs = options(name, p) | own
-    least = least_of(lambda: run("chunked", p, workspace=100, **kwargs))
-    assert least_of(lambda: run("chunked", p, workspace=least - 1, **kwargs)) == least
+    least = least_of(partial(run, "chunked", p, **kwargs))
     for workspace, chunks in ((least, 17 if own else 12), ("1GiB", 1)):
         found = []
         for sized in ({"workspace": workspace}, {"chunks": chunks}):
@@ -95,8 +93,8 @@ def test_workspace_picks_a_chunk_or_says_the_least(own, name, dtype):
 
 def test_full_checks_its_workspace():
     p = problem(37, V, D, dtype=torch.bfloat16)
-    need = least_of(lambda: run("full", p, workspace=1))
-    assert need >= 37 * V * 12 and least_of(lambda: run("full", p, workspace=need - 1)) == need
+    need = least_of(partial(run, "full", p))
+    assert need >= 37 * V * 12
     assert_close(run("full", p, workspace=need), run("full", p), 0.0)
 
 
@@ -111,8 +109,8 @@ def test_autocast_casts_as_linear_does(head, own):
 
 @pytest.mark.parametrize("head, own", TRIED)
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_statistics(head, own, name):
-    p = problem(36, V, D)
+def test_statistics(head, own, name, dtype=torch.float64):
+    p = problem(36, V, D, dtype=dtype)
     p.target[:3] = F.linear(p.e, p.w, p.b).argmax(-1)[:3]
     kwargs = options(name, p) | {"linear_bias": p.b, "return_stats": True, "reduction": "none"}
     if "token_weight" in kwargs:
@@ -174,14 +172,14 @@ def test_compiled(head, own):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("head, own", [*TRIED[1:], *TORCH])
-def test_a_second_backward_is_right_or_refused_and_a_second_derivative_refused(head, own, reduction):
-    p = problem(8, 40, 3)
+def test_second_backwards_are_right_or_refused_as_are_derivatives(head, own, reduction, dtype=torch.float64):
+    p = problem(8, 40, 3, dtype=dtype)
     e = p.e.requires_grad_()
     loss = linear_cross_entropy(e, p.w, p.target, head=head, reduction=reduction, **own)
     ones = torch.ones_like(loss)
     (first,) = torch.autograd.grad(loss, e, ones, retain_graph=True)
     kept = first.clone()
-    if "by" in own or (head == "chunked" and reduction == "none") or own.get("chunked") is False:
+    if "by" in own or (head != "torch" and reduction == "none") or own.get("chunked") is False:
         assert torch.equal(torch.autograd.grad(loss, e, ones)[0], kept)
     else:
         refused(lambda: torch.autograd.grad(loss, e, ones), "second backward")

@@ -3,9 +3,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import test_heads_agree
+import test_heads_agree as agree
 import torch
-from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_no_worse, error_bounds, options, problem, run
+from head_cases import OPTION_SETS, REDUCTIONS, Problem, assert_compiles, options, problem, run
 
 from t1lib.errors import T1Error
 from t1lib.heads import linear_cross_entropy, parse_bytes
@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CHUNKED = [("chunked", {}), ("chunked", {"by": "vocabulary"})]
 plain_or_all = pytest.mark.parametrize("name", ["plain", "all"])
-by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -29,14 +28,9 @@ by_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 )
 def test_error_is_at_most_that_of_full(head, own, reduction, name, dtype):
     """With 20011 classes, rows of logits need padding."""
-    fused = head == "fused"
-    shape = (1000, 20011, 264) if fused else (512, 20011 if dtype == torch.bfloat16 else 20000, 256)
-    p = problem(*shape, dtype=dtype, device="cuda")
-    kwargs = options(name, p) | {"reduction": reduction}
-    one = torch.ones(() if reduction == "mean" else (len(p.e),), device="cuda")
-    exact = run("full", p.to(torch.float64), one.double(), **kwargs)
-    plain, got = (run(kind, p, one, **kwargs, **extra) for kind, extra in (("full", {}), (head, own)))
-    assert_no_worse(got, plain, exact, error_bounds("plain" if fused else name, own))
+    shape = (1000, 20011, 264) if head == "fused" else (512, 20011 if dtype == torch.bfloat16 else 20000, 256)
+    ones = torch.ones(shape[0], device="cuda")
+    agree.test_sixteen_bit_error_is_that_of_full(own, dtype, name, reduction, head, shape, ones, "cuda")
 
 
 @plain_or_all
@@ -52,9 +46,9 @@ def test_kernels_for_any_gpu(name, reduction, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_holds_on_a_cpu_holds_here(head, own, dtype):
     """On CUDA a scalar takes the other operand's dtype, and rows of logits are padded."""
-    test_heads_agree.test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head, "cuda")
-    test_heads_agree.test_the_upstream_scalar_is_not_rounded_to_16_bits("cuda")
-    test_heads_agree.test_full_has_second_derivatives(torch.float32, "cuda")
+    agree.test_rows_of_logits_start_on_multiples_of_eight(own, dtype, head, "cuda")
+    agree.test_the_upstream_scalar_is_not_rounded_to_16_bits("cuda")
+    agree.test_full_has_second_derivatives(torch.float32, "cuda")
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 16])
@@ -84,9 +78,7 @@ def test_offsets_beyond_32_bits():
     p = problem(40, 70, 16, dtype=torch.bfloat16, bias=False, device="cuda")
     wide = torch.empty(69 * 2**26 + 16, dtype=torch.bfloat16, device="cuda").as_strided((70, 16), (2**26, 1))
     wide.copy_(p.w)
-    want = run("fused", p)
-    for got, x in zip(run("fused", Problem(p.e, wide, None, p.target)), want, strict=True):
-        assert torch.equal(got, x)
+    assert all(map(torch.equal, run("fused", Problem(p.e, wide, None, p.target)), run("fused", p)))
 
 
 def workspace_of(p, call, upstream=1.0):
@@ -120,7 +112,7 @@ def test_workspace_is_kept(head, own, tokens, budget, name):
 
 @pytest.mark.parametrize("head, own", [*CHUNKED, ("fused", {"chunks": 2})], ids=str)
 @plain_or_all
-@by_reduction
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_the_host_never_waits_and_fused_gives_the_same_bits(head, own, name, reduction):
     """Not even in the target's range check; the first call may wait while libraries load."""
     p = problem(700, 9000, 64, dtype=torch.bfloat16, device="cuda")
@@ -169,35 +161,16 @@ def test_four_threads_at_once():
 
 def test_is_captured_in_a_graph():
     p = problem(300, 9000, 64, dtype=torch.bfloat16, bias=False, device="cuda")
-    e, w = p.e.requires_grad_(), p.w.requires_grad_()
-
-    def step():
-        e.grad = w.grad = None
-        loss = linear_cross_entropy(e, w, p.target, head="fused")
-        loss.backward()
-        return loss.detach(), e.grad, w.grad
-
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        want = [t.clone() for t in step()]
+        want = run("fused", p)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = step()
+        got = run("fused", p)
     graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def compiles(p, loss_of, *arguments):
-    """Assert that `loss_of(e, w, …)` has the same float32 value and the same gradients compiled as one graph."""
-    results = []
-    for f in (loss_of, torch.compile(loss_of, fullgraph=True)):
-        e, w = p.e.clone().requires_grad_(), p.w.clone().requires_grad_()
-        loss = f(e, w, *arguments)
-        results.append((loss.detach(), *torch.autograd.grad(loss, (e, w))))
-    for a, b in zip(*results, strict=True):
-        assert a.dtype == b.dtype and (a.float() - b.float()).norm() <= 1e-6 * a.float().norm()
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -210,7 +183,7 @@ def test_copies_under_autocast_are_within_the_budget(reduction, compiled):
         with torch.autocast("cuda", torch.bfloat16):
             return linear_cross_entropy(e, w, p.target, head="fused", reduction=reduction, workspace=workspace)
 
-    compiles(p, lambda e, w: losses_of(e * 1.0, w).sum())
+    assert_compiles(lambda e, w: losses_of(e * 1.0, w).sum(), (p.e, p.w), fullgraph=True)
     f = torch.compile(losses_of, fullgraph=True) if compiled else losses_of
     assert workspace_of(p, f, upstream=0.7) <= parse_bytes("96MiB")
     with pytest.raises(T1Error, match="the least that works"):
@@ -226,4 +199,4 @@ def test_unknown_numbers_of_tokens_compile():
         return linear_cross_entropy((e * 1.0)[mask], w, p.target[mask], head="fused", workspace=workspace)
 
     for workspace in (2**28, 2**28 + 4096, 2**28 + 8192):
-        compiles(p, loss_of, workspace)
+        assert_compiles(loss_of, (p.e, p.w), workspace, fullgraph=True)

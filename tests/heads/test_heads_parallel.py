@@ -1,5 +1,4 @@
-"""The vocabulary-parallel heads, and `patch_head`, against one process: on two and three, which run this script, and on
-two CUDA devices through NCCL."""
+"""The vocabulary-parallel heads and `patch_head` against one process: on two, on three, and on two CUDA devices."""
 
 import copy
 import importlib
@@ -14,12 +13,11 @@ import torch
 import torch.distributed as dist
 from head_cases import REDUCTIONS, options, problem
 from huggingface_models import assert_close, batch, build, gradients
-from parallel_cases import CHUNKED, SIZE, Cases, agrees, own_rows, sixteen_bits, values
+from parallel_cases import CHUNKED, SIZE, agrees, own_rows, sixteen_bits, values
 from parallel_manners import groups_made_anew, manners, refusals
-from processes import SIZES, Outcomes, work
+from processes import SIZES, Cases, Outcomes, work
 from refusals import refused
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from t1lib.heads import patch_head
@@ -27,36 +25,32 @@ from t1lib.heads.parallel import linear_cross_entropy
 from t1lib.measure.ranks import measure_ranks
 from t1lib.measure.records import Records
 
-GROUPS = {  # (modules with a group of their own, family, whether the patch comes first)
-    "own group": (("lm_head",), "Granite", False),  # a bias, and scaled logits
-    "with the norm": (("model.norm", "lm_head"), "Gemma2", True),
-    "tied": ((), "Mistral", False),
+WRAPPED = {  # (modules with a group of FSDP2 of their own, family, whether the patch comes first)
+    "FSDP2, own group": (("lm_head",), "Granite", False),  # a bias, and scaled logits
+    "FSDP2, with the norm": (("model.norm", "lm_head"), "Gemma2", True),
+    "FSDP2, tied": ((), "Mistral", False),
+    "DDP": ((), "Qwen3", False),
 }
 HEADS = {"chunked": CHUNKED, "fused": {"head": "fused", "chunks": 2}}
 
 
-def wrapped() -> Cases:
-    return {f"patch_head, FSDP2, {name}": partial(sharded, name) for name in GROUPS} | {"patch_head, DDP": replicated}
-
-
-def halves(model, whole) -> tuple[dict, list]:
-    """The arguments of this rank, whose mean with the other's, as FSDP2 takes it, is the whole's; its gradients."""
+def wrapped(case: str) -> None:
+    """Each rank computes half of the losses of four rows, whose mean, as FSDP2 and DDP take it, is the whole's."""
+    names, family, first = WRAPPED[case]
+    model, whole = build(family, num_hidden_layers=1, tie_word_embeddings="tied" in case), batch(rows=4)
     expected = gradients(model, model(**whole).loss)
     mine = {name: values[2 * dist.get_rank() :][:2] for name, values in whole.items()}
-    return {**mine, "num_items_in_batch": (whole["labels"][:, 1:] != -100).sum() / 2}, expected
-
-
-def sharded(case: str) -> None:
-    names, family, first = GROUPS[case]
-    model, whole = build(family, num_hidden_layers=1, tie_word_embeddings=case == "tied"), batch(rows=4)
-    mine, expected = halves(model, whole)
+    mine["num_items_in_batch"] = (whole["labels"][:, 1:] != -100).sum() / 2
     found = copy.deepcopy(model)
     if first:
         patch_head(found, head="chunked")
-    fully_shard(found.model.layers[0])
-    if names:
-        fully_shard([found.get_submodule(name) for name in names])
-    fully_shard(found)
+    if case == "DDP":
+        found = DistributedDataParallel(found)
+    else:
+        fully_shard(found.model.layers[0])
+        if names:
+            fully_shard([found.get_submodule(name) for name in names])
+        fully_shard(found)
     if not first:
         patch_head(found, head="chunked")
     for _ in range(2):  # a second step meets what the first one left
@@ -67,20 +61,14 @@ def sharded(case: str) -> None:
         dist.all_reduce(total)
         torch.testing.assert_close(total / 2, model(**whole).loss.detach(), rtol=1e-6, atol=0.0)
         grads = [parameter.grad for parameter in found.parameters()]
-        assert part.logits is None and all(isinstance(grad, DTensor) for grad in grads)
-        assert_close(expected, [grad.full_tensor() for grad in grads])
-
-
-def replicated() -> None:
-    model = build("Qwen3", num_hidden_layers=1)
-    mine, expected = halves(model, batch(rows=4))
-    found = patch_head(DistributedDataParallel(model), head="chunked")
-    found(**mine).loss.backward()
-    assert_close(expected, [parameter.grad for parameter in model.parameters()])
+        assert part.logits is None
+        assert_close(expected, grads if case == "DDP" else [grad.full_tensor() for grad in grads])
 
 
 def cases(size: int, folder: Path | None = None) -> Cases:
-    return {**values(), **manners(), **refusals()} if size == SIZE else wrapped()
+    if size != SIZE:
+        return {f"patch_head, {name}": partial(wrapped, name) for name in WRAPPED}
+    return {**values(), **manners(), **refusals()}
 
 
 def alone(size: int, folder: Path | None = None) -> Cases:
@@ -99,10 +87,6 @@ def outcomes(tmp_path_factory) -> Outcomes:
 def test_on_every_process(outcomes, size, name):
     for rank, found in enumerate(outcomes.of(size)):
         assert not found[name], f"rank {rank}: {found[name]}"
-
-
-def test_without_a_group():
-    refused(lambda: linear_cross_entropy(None, None, None), "call torch.distributed.init_process_group")
 
 
 def compare_all(records: Records, device: torch.device, phase: str, tokens: int, rows: list[int], hidden: int) -> None:

@@ -1,5 +1,4 @@
-"""A fresh process for every variant, and ranks in processes of their own: how they take turns, what they bring back,
-how each of them can end, and that none is left behind."""
+"""A process for every variant, and ranks: turns, what they bring back, how each can end, and that none is left."""
 
 import os
 import signal
@@ -63,52 +62,47 @@ class Session:
         WAYS[how]()
 
 
-@pytest.fixture
-def measure():
-    """Measures variants of three turns, given as name → what else happens in the second; returns statuses. `turns` are
-    those that were taken, `pids` the processes, of which none is left. built: how a process ends before it is built"""
+def measure(variants, built=None, together=True):
+    """Statuses of variants of three turns, given as name → what else happens in the second; the turns that were taken,
+    and the processes, of which none is left. built: how a process ends before it is built"""
+    records, turns, pids = Records(), [], []
 
-    def measure(variants, built=None, together=True):
-        measure.records, measure.turns, measure.pids = Records(), [], []
+    def protocol(name, call):
+        for turn in "012":
+            turns.append(name + turn)
+            pids.append(call("pid"))
+            if turn == "1" and variants[name]:
+                variants[name](call, records, pids)
+            yield
 
-        def protocol(name, call):
-            for turn in "012":
-                measure.turns.append(name + turn)
-                measure.pids.append(call("pid"))
-                if turn == "1" and variants[name]:
-                    variants[name](call)
-                yield
-
-        settings = {name: {"end": (built or {}).get(name, "")} for name in variants}
-        try:
-            measure_variants(Session, settings, protocol, measure.records, together, phase="here")
-        finally:
-            assert gone(measure.pids)
-        assert {row["phase"] for row in measure.records.rows} == {"here"}
-        return statuses(measure.records.frame())
-
-    return measure
+    settings = {name: {"end": (built or {}).get(name, "")} for name in variants}
+    try:
+        measure_variants(Session, settings, protocol, records, together, phase="here")
+    finally:
+        assert gone(pids)
+    assert {row["phase"] for row in records.rows} == {"here"}
+    return statuses(records.frame()), turns, pids
 
 
 def ends(how):
-    return lambda call: call("end", how=how)
+    return lambda call, *_: call("end", how=how)
 
 
-def test_variants_run_in_processes_of_their_own_in_turn_or_one_after_the_other(measure):
-    for together, turns in ((True, "A0 B0 A1 B1 A2 B2"), (False, "A0 A1 A2 B0 B1 B2")):
-        assert measure({"A": None, "B": None}, together=together) == {"A": "ok", "B": "ok"}
-        assert measure.turns == turns.split() and len({os.getpid(), *measure.pids}) == 3
-    wrong = {"A": lambda call: measure.records.status("A", "wrong", phase="here")}
-    assert measure(wrong) == {"A": "wrong"}  # a status that the protocol gave stays
+def test_variants_run_in_processes_of_their_own_in_turn_or_one_after_the_other():
+    for together, order in ((True, "A0 B0 A1 B1 A2 B2"), (False, "A0 A1 A2 B0 B1 B2")):
+        found, turns, pids = measure({"A": None, "B": None}, together=together)
+        assert found == {"A": "ok", "B": "ok"} and turns == order.split() and len({os.getpid(), *pids}) == 3
+    wrong = {"A": lambda call, records, pids: records.status("A", "wrong", phase="here")}
+    assert measure(wrong)[0] == {"A": "wrong"}  # a status that the protocol gave stays
 
 
 @pytest.mark.parametrize(
     ("how", "status"), [("oom", "oom"), pytest.param("killed", "oom", marks=posix), ("is missing", "unavailable")]
 )
-def test_a_variant_that_cannot_run_or_be_built_is_a_status_and_the_others_run_on(measure, how, status):
-    assert measure({"A": ends(how), "B": None}) == {"A": status, "B": "ok"}
-    assert measure.turns[-2:] == ["B1", "B2"]
-    assert measure({"A": None, "B": None}, {"A": how}) == {"A": status, "B": "ok"}
+def test_a_variant_that_cannot_run_or_be_built_is_a_status_and_the_others_run_on(how, status):
+    for first, built in ((ends(how), {}), (None, {"A": how})):
+        found, turns, _ = measure({"A": first, "B": None}, built)
+        assert found == {"A": status, "B": "ok"} and turns[-2:] == ["B1", "B2"]
 
 
 @pytest.mark.parametrize(
@@ -119,19 +113,19 @@ def test_a_variant_that_cannot_run_or_be_built_is_a_status_and_the_others_run_on
         ("exits", VariantFailed, "exit code 7"),
     ],
 )
-def test_any_other_end_of_a_variant_is_an_error_with_its_traceback_or_exit_code(measure, how, error, message):
+def test_any_other_end_of_a_variant_is_an_error_with_its_traceback_or_exit_code(how, error, message):
     for second, built in ((ends(how), {}), (None, {"B": how})):
         with pytest.raises(error, match=message):
             measure({"A": None, "B": second}, built)
 
 
 @posix
-def test_an_interrupt_ends_all_variants_even_in_a_call(measure):
+def test_an_interrupt_ends_all_variants_even_in_a_call():
     """As Ctrl-C does: the signal reaches the processes, too, but it is the notebook that ends them."""
 
-    def interrupted(call):
-        for pid in (*measure.pids, os.getpid()):
-            Timer(0.5, os.kill, (pid, signal.SIGINT)).start()
+    def interrupted(call, records, pids):
+        for place, pid in enumerate((*pids, os.getpid())):
+            Timer(0.5 + place / 10, os.kill, (pid, signal.SIGINT)).start()
         call("end", how="sleeps")
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell there is none
@@ -153,8 +147,7 @@ def test_what_says_that_memory_ran_out():
 
 
 def task(records, device, phase, pids, how=""):
-    """Sum the rank numbers, counted from 1. Then the last rank ends in one of `WAYS`, if one is named, and the others
-    wait for it in a collective."""
+    """Sum the ranks, counted from 1. Then the last one ends in one of `WAYS`, if named, and the others wait for it."""
     (Path(pids) / str(os.getpid())).touch()
     total = torch.tensor([dist.get_rank() + 1.0], device=device)
     dist.all_reduce(total)
@@ -170,24 +163,19 @@ def noted(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.iterdir()]
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Runs the task on two ranks, and returns the records; no rank is left then, however it ends."""
-
-    def run(device="cpu", limit=60.0, **settings):
-        records, settings = Records(), settings | {"pids": str(tmp_path)}
-        try:
-            measure_ranks(records, task, settings, 2, name="here", variants=["A", "B"], device=device, limit=limit)
-        finally:
-            assert len(noted(tmp_path)) == 2 and gone(noted(tmp_path), 0)
-        return records
-
-    return run
+def run(folder, device="cpu", limit=60.0, **settings):
+    """The records of the task on two ranks, of which none is left, however it ends."""
+    records, settings = Records(), settings | {"pids": str(folder)}
+    try:
+        measure_ranks(records, task, settings, 2, name="here", variants=["A", "B"], device=device, limit=limit)
+    finally:
+        assert len(noted(folder)) == 2 and gone(noted(folder), 0)
+    return records
 
 
-def test_what_rank_0_records_and_prints_comes_back(run, capfd):
+def test_what_rank_0_records_and_prints_comes_back(tmp_path, capfd):
     threads = max(1, torch.get_num_threads() // 2)  # the ranks share the cores
-    found = [(row["phase"], row["metric"], row["value"]) for row in run().rows]
+    found = [(row["phase"], row["metric"], row["value"]) for row in run(tmp_path).rows]
     assert found == [("here/2", "sum", 3.0), ("here/2", "threads", threads)]
     assert capfd.readouterr() == ("this is rank 0\n", "")
 
@@ -207,15 +195,15 @@ ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reas
         pytest.param("sleeps", r"\Arank (0, )?1 of 2 took", "cuda", marks=ON_GPU),
     ],
 )
-def test_a_rank_that_fails_or_sleeps_ends_all_with_its_message(run, how, message, device):
+def test_a_rank_that_fails_or_sleeps_ends_all_with_its_message(tmp_path, how, message, device):
     limit = LIMIT if (how, device) == ("sleeps", "cpu") else 40.0
     with pytest.raises(T1Error if how == "refuses" else VariantFailed, match=message):
-        run(how=how, device=device, limit=limit)
+        run(tmp_path, device, limit, how=how)
 
 
 @pytest.mark.parametrize(("how", "why"), [("oom", "no memory"), KILLED])
-def test_no_memory_on_a_rank_is_a_status(run, capfd, how, why):
-    frame = run(how=how).frame()
+def test_no_memory_on_a_rank_is_a_status(tmp_path, capfd, how, why):
+    frame = run(tmp_path, how=how).frame()
     assert statuses(frame) == {"A": "oom", "B": "oom"} and set(frame["phase"]) == {"here/2"}
     assert capfd.readouterr() == ("".join(f"here/2: {name} is oom: rank 1 of 2: {why}\n" for name in "AB"), "")
 

@@ -1,14 +1,19 @@
-"""Output layers' errors, memory and statuses, and who gets a time; peers."""
+"""Output layers' errors, memory and statuses, and who gets a time; peers; a sharded layer in a group of one process."""
 
 import math
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from refusals import refused
 
-from t1lib.errors import T1Error, UnavailableError
+from t1lib.errors import UnavailableError
 from t1lib.heads import linear_cross_entropy
+from t1lib.measure import parallel
 from t1lib.measure.heads import Case, HeadBench, attempt
+from t1lib.measure.parallel import Share, measure_head, ran
 from t1lib.measure.peers import PEERS, loss_function, whether_available
 from t1lib.measure.records import Records, statuses
 
@@ -45,8 +50,8 @@ def test_cases_without_gradients_of_ignored_tokens_and_of_a_frozen_weight(bench)
     ignored = Case("full", ignored=0.5)
     assert max(bench.errors(ignored).values()) < 1e-5
     assert float((bench.reference(ignored)["dE"] - kept).norm() / kept.norm()) > 1e-6
-    with pytest.raises(T1Error, match=r"unknown reference 'float16'.*float64"):
-        HeadBench(**SIZES, dtype="float32", device="cpu", reference="float16")
+    other = partial(HeadBench, **SIZES, dtype="float32", device="cpu", reference="float16")
+    refused(other, match="unknown reference 'float16'.*float64")
 
 
 def test_memory_is_the_peak_beyond_inputs_and_gradients(bench):
@@ -61,18 +66,14 @@ def test_memory_is_the_peak_beyond_inputs_and_gradients(bench):
         assert 0 < bench.memory(case)["workspace"] < 5 * logits
 
 
-def refuse(error):
-    raise error
-
-
 @pytest.mark.parametrize(
     ("measure", "status"),
     [
         (lambda: {"error_loss": 0.0, "error_dW": 0.1}, "ok"),
         (lambda: {"error_loss": 0.0, "error_dW": 0.2}, "wrong"),
         (lambda: {"error_loss": 0.0, "error_dW": math.nan}, "wrong"),
-        (lambda: refuse(torch.OutOfMemoryError("full")), "oom"),
-        (lambda: refuse(UnavailableError("not here")), "unavailable"),
+        (Mock(side_effect=torch.OutOfMemoryError("full")), "oom"),
+        (Mock(side_effect=UnavailableError("not here")), "unavailable"),
     ],
 )
 def test_only_what_is_right_is_timed(bench, measure, status, capsys):
@@ -84,7 +85,7 @@ def test_only_what_is_right_is_timed(bench, measure, status, capsys):
     bench.admit(records, "full", "mean", ALONE, 0.1)  # another case of it, which is right
     assert statuses(records.frame()) == {"full": status}
     assert "loss_error_loss" in {row["metric"] for row in records.rows}
-    own_way = partial(refuse, RuntimeError("its own way"))
+    own_way = Mock(side_effect=RuntimeError("its own way"))
     assert attempt(own_way, foreign=True) == (None, "unavailable", "RuntimeError: its own way")
     with pytest.raises(RuntimeError):
         attempt(own_way)
@@ -117,8 +118,7 @@ def test_variants_take_turns_and_one_without_memory_leaves_the_others(bench):
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_computes_the_mean_loss_and_its_gradients_or_says_why_not(name):
-    with pytest.raises(T1Error, match=r"unknown method 'ligre'.*liger"):
-        loss_function("ligre")
+    refused(lambda: loss_function("ligre"), match="unknown method 'ligre'.*liger")
     why_not = whether_available(name)
     if why_not:
         assert "\n" not in why_not
@@ -130,3 +130,52 @@ def test_a_peer_computes_the_mean_loss_and_its_gradients_or_says_why_not(name):
         found, wanted = loss_function(name)(e, w, y), linear_cross_entropy(e, w, y, head="full")
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(torch.autograd.grad(found, (e, w)), torch.autograd.grad(wanted, (e, w)))
+
+
+SHARED = dict(tokens=24, vocabulary=50, hidden=8, dtype="float32", seed=0, reference="float64", iters=3, warmup=1)
+SHARED |= dict(phase="head/1", heads=["full", "chunked"], workspace="1MiB", error_bound=1e-5)
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def measured(**changes):
+    records = Records()
+    measure_head(records, torch.device("cpu"), **SHARED | changes)
+    frame = records.frame()
+    return frame.groupby(["variant", "metric"])["value"].apply(list).to_dict(), statuses(frame)
+
+
+def test_heads_are_checked_then_their_memory_taken_then_timed_in_turn_with_the_products(group):
+    found, states = measured()
+    assert states == {"full": "ok", "chunked": "ok"}
+    for head in SHARED["heads"]:
+        assert 0 < found[head, "error_dW"][0] < 1e-6 and len(found[head, "both_ms"]) == 3
+        parts = [found[head, f"{part}_mib"][0] for part in ("weight", "dW", "hidden", "dE", "workspace")]
+        assert parts[:4] == [x / 2**20 for x in (50 * 8 * 4, 50 * 8 * 4, 24 * 8 * 4, 24 * 8 * 4)]
+        assert found[head, "held_mib"] == [sum(parts)]
+    assert len(found["floor", "dW_ms"]) == 3
+    assert ("chunked", "collectives_ms") not in found  # one rank runs the ordinary head
+
+
+def test_what_is_wrong_or_shares_a_gpu_gets_no_time_and_what_cannot_run_is_a_status(group, monkeypatch):
+    found, states = measured(error_bound=1e-12)
+    assert states == {"full": "wrong", "chunked": "wrong"} and ("full", "error_dE") in found
+    assert not any("both" in metric for _, metric in found)
+    for gpus, status in ((1, "ok"), (0, "shared")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert ran(torch.device("cuda")) == status
+    monkeypatch.setattr(parallel, "ran", lambda device: "shared")
+    found, states = measured()
+    assert states == {"full": "shared", "chunked": "shared"} and ("full", "held_mib") in found
+    assert not any("ms" in metric for _, metric in found)
+
+    monkeypatch.undo()
+    results = [torch.OutOfMemoryError("too large"), {"error_dW": 0.0}]
+    monkeypatch.setattr(Share, "errors", Mock(side_effect=results))
+    found, states = measured(heads=["full", "fused", "chunked"])
+    assert states == {"full": "oom", "fused": "unavailable", "chunked": "ok"} and ("chunked", "both_ms") in found
