@@ -155,8 +155,9 @@ class Engine:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
         require(isinstance(hidden, Tensor), f"layer {index} was called without a tensor of hidden states first")
         if not self.placed:
-            with torch.inference_mode(False):  # buffers are for training, too
-                if torch.is_grad_enabled():
+            trains = torch.is_grad_enabled()
+            with torch.inference_mode(False):  # buffers are for training, too; this enables gradients
+                if trains:
                     fits = hidden.dim() > 1 and hidden.numel() > 0
                     require(fits, f"gpu_memory, and a first batch of {tuple(hidden.shape)}; allowed: rows of tokens")
                     piece = Piece(hidden, *without_caches(args, kwargs))  # a layer is run on it to see what it saves
