@@ -11,9 +11,12 @@ from t1lib.heads import linear_cross_entropy, parse_bytes
 from t1lib.heads.fused_plan import Shape
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 E4M3 = torch.float8_e4m3fn
 STATES = ("flat", "trained", "peaked")
+
+
+def on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
 
 
 def state(kind: str, tokens: int, vocab: int, hidden: int, device: str = "cpu", seed: int = 0) -> Problem:
@@ -106,12 +109,6 @@ def test_the_twin_is_as_exact_as_full(kind):
     exact = exact_of(p)[1:3]
     plain, own = errors(run("full", p, torch.ones(()))[1:3], exact), errors(twin(p), exact)
     assert all(o <= 1.05 * f for o, f in zip(own, plain, strict=True)), (own, plain)
-
-
-def on_gpu(test):
-    for mark in on_hopper:
-        test = mark(test)
-    return test
 
 
 @on_gpu
