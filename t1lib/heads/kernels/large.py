@@ -7,20 +7,21 @@ from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import HEADROOM
 from t1lib.heads.kernels.tail import LARGEST, MARK, index_at
 
-SHARE = tl.constexpr(20)  # an exponential is large above so much of what its row sums up to, its largest one aside
-WRONG = tl.constexpr(6)  # factor by which an offset may be off; then a row has at most SLOTS large ones
-SLOTS = tl.constexpr(128)
+SHARE = tl.constexpr(128)  # an exponential is large above 1 / SHARE of what its row sums up to, its largest one aside
+WRONG = tl.constexpr(16)  # factor by which an offset may be too large
+SLOTS = tl.constexpr(256)  # the most large ones of a row: with the right offset it has at most SHARE · 448 / 432 + 2
 NOWHERE = tl.constexpr(2**31 - 1)  # the class of a slot without an entry
 
 
 @triton.jit(do_not_specialize=(*tiles.VARYING, "every"))
 def offsets(
-    row, sums, flag, number, tokens, start, size, capacity, splits, every,
+    row, sums, count, flag, number, tokens, start, size, capacity, splits, every,
     M: tl.constexpr, SPLITS: tl.constexpr, GUESS: tl.constexpr,
 ):  # fmt: skip
     """Program per row: offset ← one for which exponentials are large above 1 / SHARE of their sum, their largest one
-    and the target's aside. GUESS: from the sums over one of `every` columns; else only where the offset is wrong by
-    more than WRONG, and the block's flag is set."""
+    and the target's aside. GUESS: from the sums over one of `every` columns, without the largest of each part;
+    else only where a row has too many large ones, or its offset is too large by more than WRONG, and the block's flag
+    is set."""
     i = tl.program_id(0)
     if i >= tiles.live_rows(number, start, size):
         return
@@ -28,31 +29,39 @@ def offsets(
     part = tl.arange(0, SPLITS)
     inside = part < splits
     where = sums + part * capacity + i
-    total = tl.sum(tl.load(where, mask=inside, other=0.0), 0)
-    highest = tl.max(tl.load(where + splits * capacity, mask=inside, other=-float("inf")), 0)
+    totals = tl.load(where, mask=inside, other=0.0)
+    tops = tl.load(where + splits * capacity, mask=inside, other=-float("inf"))
+    highest = tl.max(tops, 0)
     offset = tl.load(here + tiles.OFFSET * tokens)
+    offset = tl.where(offset > -float("inf"), offset, 0.0)
     top = tl.exp2(highest - offset)
     own = tl.exp2(tl.load(here + tiles.AT * tokens) - offset)
-    rest = total - top
     if GUESS:
-        rest *= every
+        rest = tl.sum(tl.where(tops > -float("inf"), totals - tl.exp2(tops - offset), 0.0), 0) * every
     else:
+        rest = tl.sum(totals, 0) - top
         rest -= tl.where(own < 0.999 * top, own, 0.0)
     rest = tl.maximum(rest, tl.maximum(top, own) * 1e-5)  # of a row with nothing else
     off = rest / (LARGEST * SHARE)
     settled = tl.where(highest - offset > HEADROOM, highest - 8, offset + tl.log2(off))
     if GUESS:
         tl.store(here + tiles.OFFSET * tokens, settled)
-    elif (off > WRONG) | (off < 1 / WRONG):
+    elif (tl.load(count + i) > SLOTS) | (off < 1 / WRONG) | (highest - offset > HEADROOM):
         tl.store(here + tiles.OFFSET * tokens, settled)
         tl.store(flag + i // M, 1)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
-def find(z, marks, large, count, number, start, size, width, z_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+def find(
+    z, marks, large, count, flag, number, start, size, width, z_stride,
+    M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, REDO: tl.constexpr,
+):  # fmt: skip
     """Program per row: large (size, SLOTS) ← the classes of z's entries that are MARK, the rest NOWHERE; count (size).
-    `marks` says in which tiles of N columns there are some."""
+    `marks` says in which tiles of N columns there are some. REDO: only in blocks whose flag is set."""
     i = tl.program_id(0)
+    if REDO:  # noqa: SIM102 - a constant: `and` would read the flag in any case
+        if tl.load(flag + i // M) == 0:
+            return
     live = i < tiles.live_rows(number, start, size)
     across = tl.where(live, tl.cdiv(width, N), 0)
     found = 0
@@ -68,7 +77,6 @@ def find(z, marks, large, count, number, start, size, width, z_stride, N: tl.con
             tl.store(out + slot, index_at(place), mask=is_large & (slot < SLOTS))
             found += tl.sum(is_large.to(tl.int32), 0)
             tile = tl.min(tl.where(marked & (here > tile), here, BLOCK), 0)
-    found = tl.minimum(found, SLOTS)
     slot = tl.arange(0, SLOTS)
     tl.store(out + slot, tl.full([SLOTS], NOWHERE, tl.int32), mask=slot >= found)
     tl.store(count + i, found)
@@ -110,7 +118,8 @@ def row_terms(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def class_terms(
-    classes, order, entries, excess, x, row, dw, db, tokens, start, hidden, x_stride, dw_stride,
+    classes, order, entries, excess, x, row, dw, db, slot, frequent_sums, tokens, start, hidden, x_stride, dw_stride,
+    frequent_sums_stride,
     HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dw[v] += Σ excess · scale · x and db[v] += Σ excess · scale over the large entries of class v. `classes` are
@@ -124,16 +133,17 @@ def class_terms(
         if tl.load(classes + first - 1, mask=first > 0, other=-1) != v:
             d = item % blocks * BLOCK + tl.arange(0, BLOCK)
             inside = d < hidden
+            place = tl.load(slot + v).to(tl.int64) if dw is not None else 0
             sums = tl.zeros([HEIGHT, BLOCK], tl.float32)
             factors = tl.zeros([HEIGHT], tl.float32)
             more = True
             while more:
                 at = first + tl.arange(0, HEIGHT)
                 same = tl.load(classes + at, mask=at < last, other=-1) == v
-                slot = tl.load(order + at, mask=same, other=0).to(tl.int32)
-                i = slot // SLOTS
+                entry = tl.load(order + at, mask=same, other=0).to(tl.int32)
+                i = entry // SLOTS
                 factor = tl.load(row + tiles.SCALE * tokens + start + i, mask=same, other=0.0)
-                factor *= tl.load(excess + slot, mask=same, other=0.0)
+                factor *= tl.load(excess + entry, mask=same, other=0.0)
                 at = x + i.to(tl.int64)[:, None] * x_stride + d[None, :]
                 value = tl.load(at, mask=same[:, None] & inside[None, :], other=0.0).to(tl.float32)
                 sums += value * factor[:, None]
@@ -141,8 +151,13 @@ def class_terms(
                 more = tl.sum(same.to(tl.int32), 0) == HEIGHT
                 first += HEIGHT
             if dw is not None:
-                at = dw + v.to(tl.int64) * dw_stride + d
-                before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-                tl.store(at, (before + tl.sum(sums, 0)).to(dw.dtype.element_ty), mask=inside)
+                found = tl.sum(sums, 0)
+                if place < 0:
+                    out = dw + v.to(tl.int64) * dw_stride + d
+                    before = tl.load(out, mask=inside, other=0.0).to(tl.float32)
+                    tl.store(out, (before + found).to(dw.dtype.element_ty), mask=inside)
+                else:
+                    apart = frequent_sums + place * frequent_sums_stride + d
+                    tl.store(apart, tl.load(apart, mask=inside, other=0.0) + found, mask=inside)
             if db is not None and item % blocks == 0:
                 tl.store(db + v, tl.load(db + v) + tl.sum(factors, 0))
