@@ -170,19 +170,9 @@ class Operands:
         self.shape = fused_plan.Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copies, len(rows))
         self.device = fused_plan.device_of(e.device)
 
-    def plan(self, kind: str) -> fused_plan.Plan:
-        if kind == "tail":
-            from t1lib.heads import fused_tail
-
-            return fused_tail.plan(self.shape, self.opts.settings.workspace, self.device.units)
-        return fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
-
-    def layout(self, kind: str, plan: fused_plan.Plan) -> dict[str, fused_plan.Buffer]:
-        if kind == "tail":
-            from t1lib.heads import fused_tail
-
-            return fused_tail.layout(self.shape, plan)
-        return fused_plan.layout(self.shape, plan, kind == "early")
+    def plan(self, kind: str) -> tuple[fused_plan.Plan, dict[str, fused_plan.Buffer]]:
+        found = fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
+        return found, fused_plan.layout(self.shape, found, kind == "early")
 
 
 @torch.library.custom_op(

@@ -95,8 +95,11 @@ def bytes_needed(shape: Shape, found: Plan) -> int:
 class Tail(Chunk):
     """A chunk whose exponentials are in FP8. gain_w: by how much the weight is multiplied for that."""
 
+    splits_from = 16  # so that few programs do not take long for the few blocks that are computed again
+
     def __init__(self, o: Operands) -> None:
-        super().__init__(o, "tail")
+        found = plan(o.shape, o.opts.settings.workspace, o.device.units)
+        super().__init__(o, "early", (found, layout(o.shape, found)))
         m = self.memory
         self.z = m["z"].view(torch.float8_e4m3fn)
         self.known |= dict(large=m["large"], excess=m["excess"], count=m["count"], width=m["z"].shape[1], columns=None)
@@ -172,6 +175,7 @@ class Tail(Chunk):
 
     def large_entries(self) -> None:
         size, found = self.size, self.memory["large"]
+        self.memory["count"].clamp_(max=SLOTS.value)  # there are more in rows that are not numbers only
         self.launch(large.row_terms, size, BLOCK=next_power_of_2(self.hidden), num_warps=4)
         if self.dw is not None or self.db is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)

@@ -7,7 +7,7 @@ from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import HEADROOM
 from t1lib.heads.kernels.tail import LARGEST, MARK, index_at
 
-SHARE = tl.constexpr(64)  # an exponential is large above 1 / SHARE of what its row sums up to, its largest one aside
+SHARE = tl.constexpr(48)  # an exponential is large above 1 / SHARE of what its row sums up to, its largest one aside
 WRONG = tl.constexpr(16)  # factor by which an offset may be too large
 SLOTS = tl.constexpr(256)  # the most large ones of a row: with the right offset it has at most SHARE · 448 / 432 + 2
 NOWHERE = tl.constexpr(2**31 - 1)  # the class of a slot without an entry
@@ -122,13 +122,20 @@ def row_terms(
 
 
 @triton.jit
-def _entries(at, some, order, excess, x, d, inside, x_stride):
-    """Of the sorted entries `at`: excess · x (entries, columns d), and excess."""
-    entry = tl.load(order + at, mask=some, other=0).to(tl.int32)
+def _terms(entry, some, excess, x, d, inside, x_stride):
+    """Of entries: excess · x (entries, columns d), and excess."""
     factor = tl.load(excess + entry, mask=some, other=0.0)
     where = x + (entry // SLOTS).to(tl.int64)[:, None] * x_stride + d[None, :]
     value = tl.load(where, mask=some[:, None] & inside[None, :], other=0.0).to(tl.float32)
     return value * factor[:, None], factor
+
+
+@triton.jit
+def _slots(first, v, last, classes, order, COUNT: tl.constexpr):
+    """Of COUNT sorted entries from `first` on: which are of class v, their slots, whether there is one."""
+    at = first + tl.arange(0, COUNT)
+    mine = tl.load(classes + at, mask=at < last, other=-1) == v
+    return mine, tl.load(order + at, mask=at < last, other=0).to(tl.int32), tl.max(mine.to(tl.int32), 0) > 0
 
 
 @triton.jit
@@ -156,7 +163,8 @@ def class_terms(
                 rare = (begins & (place < 0))[:, None] & inside[None, :]
                 at_dw = dw + v.to(tl.int64)[:, None] * dw_stride + d[None, :]
                 found = tl.load(at_dw, mask=rare, other=0.0).to(tl.float32)
-            terms, factors = _entries(here, some, order, excess, x, d, inside, x_stride)
+            entry = tl.load(order + here, mask=some, other=0).to(tl.int32)
+            terms, factors = _terms(entry, some, excess, x, d, inside, x_stride)
             same = begins[:, None] & (v[:, None] == v[None, :])
             sums = tl.dot(same.to(tl.float32), terms, input_precision="ieee")
             totals = tl.sum(tl.where(same, factors[None, :], 0.0), 1)
@@ -165,15 +173,14 @@ def class_terms(
             if tl.load(classes + next, mask=next < last, other=-1) == longest:
                 rest = tl.zeros([MORE, BLOCK], tl.float32)
                 rest_factors = tl.zeros([MORE], tl.float32)
-                goes_on = True
+                mine, slots, goes_on = _slots(next, longest, last, classes, order, MORE)
                 while goes_on:
-                    at = next + tl.arange(0, MORE)
-                    mine = tl.load(classes + at, mask=at < last, other=-1) == longest
-                    value, factor = _entries(at, mine, order, excess, x, d, inside, x_stride)
+                    next += MORE  # looked up while the ones before are added
+                    too, ahead, more = _slots(next, longest, last, classes, order, MORE)
+                    value, factor = _terms(slots, mine, excess, x, d, inside, x_stride)
                     rest += value
                     rest_factors += factor
-                    next += MORE
-                    goes_on = tl.sum(mine.to(tl.int32), 0) == MORE
+                    mine, slots, goes_on = too, ahead, more
                 sums += tl.where((here == final)[:, None], tl.sum(rest, 0)[None, :], 0.0)
                 totals += tl.where(here == final, tl.sum(rest_factors, 0), 0.0)
             if dw is not None:
