@@ -125,7 +125,7 @@ class Tail(Chunk):
         self.launch(large.offsets, self.size, **given)
 
     def find(self, redo: bool) -> None:
-        self.launch(large.find, self.size, z=self.memory["z"], BLOCK=1024, REDO=redo, num_warps=1)
+        self.launch(large.find, self.size, z=self.memory["z"], BLOCK=1024, TILES=8, REDO=redo)
 
     def exponentials(self) -> None:
         """z, and the tokens' statistics."""
@@ -180,7 +180,7 @@ class Tail(Chunk):
         if self.dw is not None or self.db is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)
             entries = self.memory["count"][0, :size].sum()
-            given = dict(classes=classes, order=order, entries=entries, HEIGHT=16, MORE=64, BLOCK=64)
+            given = dict(classes=classes, order=order, entries=entries, HEIGHT=16, MORE=32, BLOCK=128)
             self.launch(large.class_terms, 16 * self.o.device.units, **given, num_warps=4)
 
     def add_bias(self) -> None:

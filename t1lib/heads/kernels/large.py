@@ -7,7 +7,7 @@ from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import HEADROOM
 from t1lib.heads.kernels.tail import LARGEST, MARK, index_at
 
-SHARE = tl.constexpr(48)  # an exponential is large above 1 / SHARE of what its row sums up to, its largest one aside
+SHARE = tl.constexpr(40)  # an exponential is large above 1 / SHARE of what its row sums up to, its largest one aside
 WRONG = tl.constexpr(16)  # factor by which an offset may be too large
 SLOTS = tl.constexpr(256)  # the most large ones of a row: with the right offset it has at most SHARE · 448 / 432 + 2
 NOWHERE = tl.constexpr(2**31 - 1)  # the class of a slot without an entry
@@ -20,7 +20,7 @@ def offsets(
 ):  # fmt: skip
     """Program per row: offset ← one for which exponentials are large above 1 / SHARE of their sum, their largest one
     and the target's aside. GUESS: from the sums over one of `every` columns, whose largest may or may not stand for
-    `every` others: between the two; else only where a row has too many large ones, or its offset is too large by more
+    `every` others: between the two, nearer to the latter. Else only where a row has too many large ones, or its offset is too large by more
     than WRONG, and the block's flag is set."""
     i = tl.program_id(0)
     if i >= tiles.live_rows(number, start, size):
@@ -39,7 +39,8 @@ def offsets(
     total = tl.sum(totals, 0)
     rest = total - top
     if GUESS:
-        rest = tl.sqrt(tl.maximum(rest, 1e-5 * total)) * tl.sqrt(total) * every
+        rest = tl.maximum(rest, 1e-5 * total + 1e-37)
+        rest *= tl.sqrt(tl.sqrt(total / rest)) * every
     else:
         rest -= tl.where(own < 0.999 * top, own, 0.0)
     rest = tl.maximum(rest, tl.maximum(tl.maximum(top, own) * 1e-5, 1e-30))  # of a row with nothing else
@@ -54,33 +55,40 @@ def offsets(
 
 @triton.jit(do_not_specialize=tiles.VARYING)
 def find(
-    z, marks, packed_target, large, count, flag, number, start, size, width, z_stride,
-    M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, REDO: tl.constexpr,
+    z, marks, packed_target, large, excess, count, flag, number, start, size, width, z_stride,
+    M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
     """Program per row: large (size, SLOTS) ← the classes of z's entries that are MARK, but for the target, the rest
-    NOWHERE; count (size). `marks` says in which tiles of N columns there are some. REDO: only in blocks whose flag is
-    set."""
+    NOWHERE; count (size), more than SLOTS if there are. `marks` says in which tiles of N columns there are some: these
+    are listed in `excess`, and looked through TILES at a time. REDO: only in blocks whose flag is set."""
     i = tl.program_id(0)
     if REDO:  # noqa: SIM102 - a constant: `and` would read the flag in any case
         if tl.load(flag + i // M) == 0:
             return
     live = i < tiles.live_rows(number, start, size)
     across = tl.where(live, tl.cdiv(width, N), 0)
-    found = 0
     y = tl.load(packed_target + i)
     out = large + i * SLOTS
-    here = tl.arange(0, BLOCK)
+    listed = (excess + i * SLOTS).to(tl.pointer_type(tl.int32))
+    found = 0
     for begin in range(0, across, BLOCK):
-        marked = tl.load(marks + i * tl.cdiv(width, N) + begin + here, mask=begin + here < across, other=0) != 0
-        tile = tl.min(tl.where(marked, here, BLOCK), 0)
-        while tile < BLOCK:
-            place = (begin + tile) * N + tl.arange(0, N)
-            is_large = tl.load(z + i.to(tl.int64) * z_stride + place, mask=place < width, other=0) == MARK
-            is_large = is_large & (index_at(place) != y)
+        tile = begin + tl.arange(0, BLOCK)
+        marked = tl.load(marks + i * tl.cdiv(width, N) + tile, mask=tile < across, other=0) != 0
+        at = tl.cumsum(marked.to(tl.int32), 0) - 1
+        tl.store(listed + at, tile, mask=marked & (at < SLOTS))
+        tl.debug_barrier()
+        number_of = tl.sum(marked.to(tl.int32), 0)
+        for first in range(0, tl.minimum(number_of, SLOTS), TILES):
+            which = first + tl.arange(0, TILES)
+            looked = tl.load(listed + which, mask=which < number_of, other=across)
+            place = tl.reshape(looked[:, None] * N + tl.arange(0, N)[None, :], (TILES * N,))
+            code = tl.load(z + i.to(tl.int64) * z_stride + place, mask=place < width, other=0)
+            is_large = (code == MARK) & (index_at(place) != y)
             slot = tl.cumsum(is_large.to(tl.int32), 0) - 1 + found
             tl.store(out + slot, index_at(place), mask=is_large & (slot < SLOTS))
             found += tl.sum(is_large.to(tl.int32), 0)
-            tile = tl.min(tl.where(marked & (here > tile), here, BLOCK), 0)
+        found = tl.where(number_of > SLOTS, SLOTS + 1, found)
+        tl.debug_barrier()
     slot = tl.arange(0, SLOTS)
     tl.store(out + slot, tl.full([SLOTS], NOWHERE, tl.int32), mask=slot >= found)
     tl.store(count + i, found)
@@ -91,7 +99,7 @@ def row_terms(
     large, count, excess, x, w, bias, row, de, tokens, start, hidden, x_stride, w_stride, de_stride, softcap,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: de += Σ more · w, where its large exponentials exceed LARGEST by `more`; excess ← more · scale."""
+    """Program per row: de += Σ more · w, by which its large exponentials exceed LARGEST; excess ← more · scale."""
     i = tl.program_id(0)
     found = tl.load(count + i)
     if found == 0:
