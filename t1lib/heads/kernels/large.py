@@ -20,8 +20,8 @@ def offsets(
 ):  # fmt: skip
     """Program per row: offset ← one for which exponentials are large above 1 / SHARE of their sum, their largest one
     and the target's aside. GUESS: from the sums over one of `every` columns, whose largest may or may not stand for
-    `every` others: between the two, nearer to the latter. Else only where a row has too many large ones, or its offset is too large by more
-    than WRONG, and the block's flag is set."""
+    `every` others: between the two, nearer to the latter. Else only where a row has too many large ones, or its offset
+    is too large by more than WRONG, and the block's flag is set."""
     i = tl.program_id(0)
     if i >= tiles.live_rows(number, start, size):
         return
