@@ -195,13 +195,12 @@ def _put_input(de, sums, d, i, rows, hidden, stride, unit, ADD: gl.constexpr):
 @gluon.jit
 def _put_weight(dw, sums, v, d, vocab, hidden, stride, unit, frequent, ADD: gl.constexpr):
     """dw[v + row, d + column] ← or += unit · sums, whose rows and columns `BY_CLASS` puts into order. Rows of frequent
-    targets are added to frequent_sums instead."""
-    slot, frequent_sums, frequent_sums_stride = frequent
+    targets are added to frequent_sums instead, at their `place`."""
+    place, often, frequent_sums, frequent_sums_stride = frequent
     sums = sums.reshape((4, 2, 2, 2, 2, 8, 4, 2)).permute((0, 4, 2, 3, 1, 6, 5, 7)).reshape((64, 64))
     sums = gl.convert_layout(sums, BY_CLASS)
     classes = v + gl.arange(0, 64, gl.SliceLayout(1, BY_CLASS))
     columns = d + gl.arange(0, 64, gl.SliceLayout(0, BY_CLASS))
-    place = gl.load(slot + classes, mask=classes < vocab, other=-1)
     inside = (classes < vocab)[:, None] & (columns < hidden)[None, :]
     at = dw + classes.to(gl.int64)[:, None] * stride + columns[None, :]
     sums *= unit
@@ -209,7 +208,7 @@ def _put_weight(dw, sums, v, d, vocab, hidden, stride, unit, frequent, ADD: gl.c
         gl.atomic_add(at, sums.to(dw.dtype.element_ty), mask=inside & (place < 0)[:, None], sem="relaxed")
     else:
         gl.store(at, sums.to(dw.dtype.element_ty), mask=inside)
-    if gl.max(place.to(gl.int32), 0) >= 0:
+    if often:
         apart = frequent_sums + place.to(gl.int64)[:, None] * frequent_sums_stride + columns[None, :]
         gl.atomic_add(apart, sums, mask=inside & (place >= 0)[:, None], sem="relaxed")
 
@@ -219,11 +218,16 @@ def _multiply_tiles(
     ring, a, half, out, frequent, work, sizes, unit, BY_ROW: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr
 ):
     height, hidden, stride, width = sizes
+    slot, frequent_sums, frequent_sums_stride = frequent
     it = 0
     for index in range(gl.program_id(0), work[0], gl.num_programs(0)):
         m, n, part, begin, end = _unit(index, work, BY_ROW)
         row = m * 128 + half
         column = n * 256
+        if not BY_ROW:  # looked up here, since nobody waits for it before the product
+            classes = row + gl.arange(0, 64, gl.SliceLayout(1, BY_CLASS))
+            place = gl.load(slot + classes, mask=classes < height, other=-1)
+            apart = (place, gl.max(place.to(gl.int32), 0) >= 0, frequent_sums, frequent_sums_stride)
         if width - column > 128:
             c0, c1, c2, c3, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], False, S)
         else:
@@ -235,10 +239,10 @@ def _multiply_tiles(
             _put_input(to, c2, row, column + 128, height, hidden, stride, unit, ADD)
             _put_input(to, c3, row, column + 192, height, hidden, stride, unit, ADD)
         else:
-            _put_weight(out, c0, row, column, height, hidden, stride, unit, frequent, ADD)
-            _put_weight(out, c1, row, column + 64, height, hidden, stride, unit, frequent, ADD)
-            _put_weight(out, c2, row, column + 128, height, hidden, stride, unit, frequent, ADD)
-            _put_weight(out, c3, row, column + 192, height, hidden, stride, unit, frequent, ADD)
+            _put_weight(out, c0, row, column, height, hidden, stride, unit, apart, ADD)
+            _put_weight(out, c1, row, column + 64, height, hidden, stride, unit, apart, ADD)
+            _put_weight(out, c2, row, column + 128, height, hidden, stride, unit, apart, ADD)
+            _put_weight(out, c3, row, column + 192, height, hidden, stride, unit, apart, ADD)
 
 
 @gluon.jit(do_not_specialize=(*tiles.VARYING, "columns"))
