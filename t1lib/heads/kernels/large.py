@@ -10,6 +10,7 @@ from t1lib.heads.kernels.tail import LARGEST, MARK, index_at
 SHARE = tl.constexpr(40)  # an exponential is large above 1 / SHARE of what its row sums up to, its largest one aside
 WRONG = tl.constexpr(16)  # factor by which an offset may be too large
 SLOTS = tl.constexpr(256)  # the most large ones of a row: with the right offset it has at most SHARE · 448 / 432 + 2
+OVER = tl.constexpr(512)
 NOWHERE = tl.constexpr(2**31 - 1)  # the class of a slot without an entry
 
 
@@ -59,7 +60,7 @@ def find(
     M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
     """Program per row: large (size, SLOTS) ← the classes of z's entries that are MARK, but for the target, the rest
-    NOWHERE; count (size), more than SLOTS if there are. `marks` says in which tiles of N columns there are some: these
+    NOWHERE; count (size), OVER more if there are more than SLOTS. `marks` says in which tiles of N columns there are some: these
     are listed in `excess`, and looked through TILES at a time. REDO: only in blocks whose flag is set."""
     i = tl.program_id(0)
     if REDO:  # noqa: SIM102 - a constant: `and` would read the flag in any case
@@ -71,6 +72,7 @@ def find(
     out = large + i * SLOTS
     listed = (excess + i * SLOTS).to(tl.pointer_type(tl.int32))
     found = 0
+    over = False
     for begin in range(0, across, BLOCK):
         tile = begin + tl.arange(0, BLOCK)
         marked = tl.load(marks + i * tl.cdiv(width, N) + tile, mask=tile < across, other=0) != 0
@@ -87,11 +89,11 @@ def find(
             slot = tl.cumsum(is_large.to(tl.int32), 0) - 1 + found
             tl.store(out + slot, index_at(place), mask=is_large & (slot < SLOTS))
             found += tl.sum(is_large.to(tl.int32), 0)
-        found = tl.where(number_of > SLOTS, SLOTS + 1, found)
+        over = over | (number_of > SLOTS)
         tl.debug_barrier()
     slot = tl.arange(0, SLOTS)
     tl.store(out + slot, tl.full([SLOTS], NOWHERE, tl.int32), mask=slot >= found)
-    tl.store(count + i, found)
+    tl.store(count + i, tl.minimum(found, SLOTS) + tl.where(over | (found > SLOTS), OVER, 0))
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
