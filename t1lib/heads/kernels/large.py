@@ -60,8 +60,8 @@ def find(
     M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, REDO: tl.constexpr,
 ):  # fmt: skip
     """Program per row: large (size, SLOTS) ← the classes of z's entries that are MARK, but for the target, the rest
-    NOWHERE; count (size), OVER more if there are more than SLOTS. `marks` says in which tiles of N columns there are some: these
-    are listed in `excess`, and looked through TILES at a time. REDO: only in blocks whose flag is set."""
+    NOWHERE; count (size), OVER more if there are more than SLOTS. `marks` says in which tiles of N columns there are
+    some: these are listed in `excess`, and looked through TILES at a time. REDO: only in blocks whose flag is set."""
     i = tl.program_id(0)
     if REDO:  # noqa: SIM102 - a constant: `and` would read the flag in any case
         if tl.load(flag + i // M) == 0:
