@@ -78,9 +78,18 @@ def _check_tail(tensors: Tensors, s: Settings, chunks: int | None, accumulate: s
     device = tensors.input.device
     compute = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else tensors.input.dtype
     require(compute == torch.bfloat16, f'tail="fp8" is for bfloat16 operands, got {compute}: leave it out')
+    narrow = torch.float16 in (tensors.input.dtype, tensors.linear_weight.dtype)
+    require(not narrow, 'tail="fp8" with float16 parameters, whose gradients may underflow: leave it out')
     if device.type == "cuda":
         least = torch.cuda.get_device_capability(device)
         require(least >= (8, 9), f'tail="fp8" needs a GPU with FP8 (compute capability 8.9), got {least}: leave it out')
+
+
+def _in_fp8(w: Tensor) -> bool:
+    """Whether the FP8 kernels take a weight: large enough, and rows on 16-byte boundaries, or copied anyway."""
+    if w.dim() != 2 or w.shape[0] < 2048 or w.shape[1] < 64 or w.shape[1] % 8:
+        return False
+    return w.dtype != torch.bfloat16 or w.stride(1) != 1 or w.stride(0) % 8 == 0
 
 
 def kernels_run(input: Tensor) -> bool:
@@ -105,7 +114,7 @@ def _packed(tensors: Tensors, s: Settings, chunks: int, exact_sum: bool, tail: b
     compute = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (input, w, b)]
     hopper = input.is_cuda and fused_plan.device_of(input.device).kind == "hopper"
-    tail = tail and hopper and s.reduction != "none"
+    tail = tail and hopper and s.reduction != "none" and _in_fp8(w)
     early = any(needs) and not exact_sum and (tail or _is_early(tensors, s, compute))
     rows, sequence, group = [], False, ""
     if s.shards is not None:
@@ -161,19 +170,9 @@ class Operands:
         self.shape = fused_plan.Shape(len(self.e), most, w.shape[1], compute, *self.needs[:2], copies, len(rows))
         self.device = fused_plan.device_of(e.device)
 
-    def plan(self, kind: str) -> fused_plan.Plan:
-        if kind == "tail":
-            from t1lib.heads import fused_tail
-
-            return fused_tail.plan(self.shape, self.opts.settings.workspace, self.device.units)
-        return fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
-
-    def layout(self, kind: str, plan: fused_plan.Plan) -> dict[str, fused_plan.Buffer]:
-        if kind == "tail":
-            from t1lib.heads import fused_tail
-
-            return fused_tail.layout(self.shape, plan)
-        return fused_plan.layout(self.shape, plan, kind == "early")
+    def plan(self, kind: str) -> tuple[fused_plan.Plan, dict[str, fused_plan.Buffer]]:
+        found = fused_plan.plan(kind, self.shape, self.opts.settings.workspace, self.device, self.chunks)
+        return found, fused_plan.layout(self.shape, found, kind == "early")
 
 
 @torch.library.custom_op(
@@ -188,7 +187,10 @@ def forward_op(*call):
         o = Operands(tensors, *call[6:], check=True)
         if any(needs) and not early:  # a workspace too small for the backward is refused here already
             o.plan("late")
-        if early and tail and fused_launch.aligned(o.w) and len(o.w) >= 2048 and o.w.shape[1] >= 64:
+        if early and tail:
+            require(
+                fused_launch.aligned(o.w), 'tail="fp8" with a weight that begins off a 16-byte boundary: leave it out'
+            )
             from t1lib.heads import fused_tail
 
             tokens, gradients = fused_tail.gradients(o)

@@ -9,7 +9,7 @@ from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, ceil, splits_of, up
+from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Plan, ceil, splits_of, up
 from t1lib.heads.kernels import logits, products, rows
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
 from t1lib.heads.options import Options
@@ -71,14 +71,18 @@ class Chunk:
     dw, db   gradients to be filled, (V, D) and (V) float32
     known    what kernels may ask for, by the names of their arguments: whatever a launch does not give itself"""
 
-    def __init__(self, o: Operands, kind: str) -> None:
+    splits_from = 1  # parts of the vocabulary, see `splits_of`
+
+    def __init__(self, o: Operands, kind: str, own: tuple[Plan, dict[str, Buffer]] | None = None) -> None:
+        """own: a plan and its buffers, in place of those for passes of this `kind`."""
         _, dw, db = o.needs if kind != "loss" else (False,) * 3
-        self.o, self.plan, self.opts = o, o.plan(kind), o.opts
-        self.tokens = Tokens(o.opts, by_target=kind in ("early", "tail") and (dw or db))
+        self.o, self.opts = o, o.opts
+        self.plan, layout = own or o.plan(kind)
+        self.tokens = Tokens(o.opts, by_target=kind == "early" and (dw or db))
         self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=o.e.device) if dw else None
         self.db = torch.zeros(o.opts.vocab, dtype=torch.float32, device=o.e.device) if db else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
-        self.memory = memory = allocate(o.e.device, o.layout(kind, self.plan))
+        self.memory = memory = allocate(o.e.device, layout)
         self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens
         self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
         missing = "z", "marks", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
@@ -92,7 +96,7 @@ class Chunk:
             capacity=self.plan.capacity, hidden=self.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
             db=self.db, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
             M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
-            SCALED=kind in ("early", "tail"), PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
+            SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
 
@@ -101,7 +105,8 @@ class Chunk:
         for start, size in self.plan.bounds(len(self.tokens.order), block or t.m):
             self.start, self.size, height = start, size, up(size, t.m)
             self.known |= {"start": start, "size": size}
-            self.splits = splits_of(height // t.m, ceil(self.opts.vocab, t.n), self.o.device.units)
+            tiles = ceil(self.opts.vocab, t.n)
+            self.splits = splits_of(height // t.m, tiles, self.o.device.units, self.splits_from)
             self.launch(rows.pack, height)
             yield
 

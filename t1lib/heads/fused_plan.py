@@ -94,9 +94,11 @@ def up(value: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def splits_of(blocks: int, tiles: int, units: int) -> int:
-    """Number of parts of the vocabulary for which row blocks × parts best fill the multiprocessors in whole waves."""
-    return min((ceil(blocks * s, units) * (ceil(tiles, s) + 0.3), s) for s in range(1, min(64, tiles) + 1))[1]
+def splits_of(blocks: int, tiles: int, units: int, least: int = 1) -> int:
+    """Number of parts of the vocabulary, from `least` on, for which row blocks × parts best fill the multiprocessors in
+    whole waves."""
+    parts = range(min(least, tiles), min(64, tiles) + 1)
+    return min((ceil(blocks * s, units) * (ceil(tiles, s) + 0.3), s) for s in parts)[1]
 
 
 class Buffer(NamedTuple):

@@ -55,7 +55,7 @@ def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
     """The fastest plan that fits, of those with the fewest chunks or up to two more; `T1Error` with the least workspace
     if none fits."""
     default = DEFAULT_WORKSPACE + TOKEN_BYTES * shape.tokens + shape.copies
-    budget, blocks = default if workspace is None else workspace, ceil(shape.tokens, BLOCK)
+    budget, blocks = default if workspace is None else workspace, max(ceil(shape.tokens, BLOCK), 1)
     fit, counts = [], 0
     for capacity in sorted({ceil(blocks, n) * BLOCK for n in range(1, blocks + 1)}, reverse=True):
         before = len(fit)
@@ -72,6 +72,7 @@ def plan(shape: Shape, workspace: int | None, units: int) -> Plan:
     if not fit:
         least = Plan(BLOCK, blocks, up(ceil(shape.vocab, RANGES), 128), SPLITS)
         need_workspace(workspace, bytes_needed(shape, least), "fused")
+        return least
     return min(fit)[1]
 
 
@@ -87,15 +88,18 @@ def cost(shape: Shape, found: Plan, ranges: int, units: int) -> float:
 
 
 def bytes_needed(shape: Shape, found: Plan) -> int:
-    loose = (TOKEN_BYTES * shape.tokens + 2 * shape.vocab + 24 * shape.hidden) + shape.copies
+    loose = (TOKEN_BYTES * shape.tokens + 10 * shape.vocab + 24 * shape.hidden) + shape.copies
     return layout_bytes(layout(shape, found)) + LARGE_BYTES * found.capacity + loose + SLACK
 
 
 class Tail(Chunk):
     """A chunk whose exponentials are in FP8. gain_w: by how much the weight is multiplied for that."""
 
+    splits_from = 16  # so that few programs do not take long for the few blocks that are computed again
+
     def __init__(self, o: Operands) -> None:
-        super().__init__(o, "tail")
+        found = plan(o.shape, o.opts.settings.workspace, o.device.units)
+        super().__init__(o, "early", (found, layout(o.shape, found)))
         m = self.memory
         self.z = m["z"].view(torch.float8_e4m3fn)
         self.known |= dict(large=m["large"], excess=m["excess"], count=m["count"], width=m["z"].shape[1], columns=None)
@@ -120,13 +124,18 @@ class Tail(Chunk):
         given = dict(splits=splits, every=every, SPLITS=next_power_of_2(splits), GUESS=every > 0)
         self.launch(large.offsets, self.size, **given)
 
+    def find(self, redo: bool) -> None:
+        self.launch(large.find, self.size, z=self.memory["z"], BLOCK=1024, TILES=8, REDO=redo)
+
     def exponentials(self) -> None:
         """z, and the tokens' statistics."""
         self.sample()
         self.logits(self.z)
+        self.find(redo=False)
         for _ in range(2):  # rows whose offset was wrong: after an overflow it is only near the right one
             self.offsets(self.splits, 0)
             self.logits(self.z, redo=True)
+            self.find(redo=True)
             self.memory["flag"].zero_()
         self.launch(rows.finish_rows, self.size, splits=self.splits, SPLITS=next_power_of_2(self.splits))
         y = self.memory["packed_target"]
@@ -166,12 +175,13 @@ class Tail(Chunk):
 
     def large_entries(self) -> None:
         size, found = self.size, self.memory["large"]
+        self.memory["count"].bitwise_and_(large.OVER.value - 1)  # too many are left only in rows that are not numbers
         self.launch(large.row_terms, size, BLOCK=next_power_of_2(self.hidden), num_warps=4)
         if self.dw is not None or self.db is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)
             entries = self.memory["count"][0, :size].sum()
-            given = dict(classes=classes, order=order, entries=entries, HEIGHT=4, BLOCK=1024, num_warps=4)
-            self.launch(large.class_terms, 8 * self.o.device.units, **given)
+            given = dict(classes=classes, order=order, entries=entries, HEIGHT=16, MORE=32, BLOCK=128)
+            self.launch(large.class_terms, 16 * self.o.device.units, **given, num_warps=4)
 
     def add_bias(self) -> None:
         width = self.memory["z"].shape[1]
@@ -193,7 +203,6 @@ def gradients(o: Operands) -> tuple[Tokens, Gradients]:
             segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
             if o.needs[1]:
                 c.find_frequent(segment_end, None)
-        c.launch(large.find, c.size, z=c.memory["z"], BLOCK=1024)
         if de is not None:
             c.input_gradient()
         if c.dw is not None:
@@ -204,8 +213,6 @@ def gradients(o: Operands) -> tuple[Tokens, Gradients]:
         if de is not None:
             de.add()
     if segment_end is not None:
-        if o.needs[1]:
-            c.memory["frequent_sums"].copy_(c.dw[c.known["frequent"].clamp(min=0)])
         c.add_targets(segment_end)
     return tokens, (None if de is None else de.finish(), c.dw, c.db)
 

@@ -43,7 +43,7 @@ def twin(p: Problem) -> tuple[Tensor, Tensor]:
     own = (z.gather(1, y) - z.logsumexp(1, keepdim=True)).exp()
     p_others = z.softmax(1).scatter(1, y, 0.0)
     rest = (p_others.sum(1) - p_others.amax(1)).clamp(min=1e-5)[:, None]
-    unit = rest / (20 * 448)
+    unit = rest / (40 * 448)
     codes = (p_others / unit).clamp(max=448.0).to(E4M3).float()
     excess = torch.where(codes == 448.0, p_others / unit - 448.0, 0.0)
     factor = 1 / len(x)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import NEVER, exponentials, gradients, load_factors, settled_offset, store_sums, work_of
 
-LARGEST = gl.constexpr(432.0)  # from here on e4m3 rounds to 448, its largest number
+FROM = gl.constexpr(432.0)  # from here on e4m3 rounds to 448, its largest number
 
 
 @gluon.jit
@@ -151,7 +151,7 @@ def _multiply_tiles(
         if z is not None:
             _put_tile(z, m * 128 + half, n * N, buffers, p)
         if marks is not None:
-            gl.store(marks + rows * across + n, (gl.max(p, 1) >= LARGEST).to(gl.int8))
+            gl.store(marks + rows * across + n, (gl.max(p, 1) >= FROM).to(gl.int8))
     if not FLAGS.gradient:
         store_sums(sums + split * capacity + rows, splits * capacity, found, unit, shift, flag + m, FLAGS)
     tma.store_wait(0)
@@ -164,7 +164,7 @@ def logits(
     FLAGS: gl.constexpr, N: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """As `kernels.logits.logits`. marks (capacity, tiles of N columns) ← whether a row has an exponential in this tile
-    that is LARGEST in FP8."""
+    that is 448, the largest number, in FP8."""
     live = tiles.live_rows(number, start, size)
     needed, work = work_of(live, size, held, splits, group, flag, 128, N, FLAGS)
     vectors = (bias, class_weight, row, packed_target, flag, sums)

@@ -7,20 +7,22 @@ from t1lib.heads.kernels import tiles
 from t1lib.heads.kernels.logits import HEADROOM
 from t1lib.heads.kernels.tail import LARGEST, MARK, index_at
 
-SHARE = tl.constexpr(20)  # an exponential is large above so much of what its row sums up to, its largest one aside
-WRONG = tl.constexpr(6)  # factor by which an offset may be off; then a row has at most SLOTS large ones
-SLOTS = tl.constexpr(128)
+SHARE = tl.constexpr(40)  # an exponential is large above 1 / SHARE of what its row sums up to, its largest one aside
+WRONG = tl.constexpr(16)  # factor by which an offset may be too large
+SLOTS = tl.constexpr(256)  # the most large ones of a row: with the right offset it has at most SHARE · 448 / 432 + 2
+OVER = tl.constexpr(512)
 NOWHERE = tl.constexpr(2**31 - 1)  # the class of a slot without an entry
 
 
 @triton.jit(do_not_specialize=(*tiles.VARYING, "every"))
 def offsets(
-    row, sums, flag, number, tokens, start, size, capacity, splits, every,
+    row, sums, count, flag, number, tokens, start, size, capacity, splits, every,
     M: tl.constexpr, SPLITS: tl.constexpr, GUESS: tl.constexpr,
 ):  # fmt: skip
     """Program per row: offset ← one for which exponentials are large above 1 / SHARE of their sum, their largest one
-    and the target's aside. GUESS: from the sums over one of `every` columns; else only where the offset is wrong by
-    more than WRONG, and the block's flag is set."""
+    and the target's aside. GUESS: from the sums over one of `every` columns, whose largest may or may not stand for
+    `every` others: between the two, nearer to the latter. Else only where a row has too many large ones, or its offset
+    is too large by more than WRONG, and the block's flag is set."""
     i = tl.program_id(0)
     if i >= tiles.live_rows(number, start, size):
         return
@@ -28,50 +30,70 @@ def offsets(
     part = tl.arange(0, SPLITS)
     inside = part < splits
     where = sums + part * capacity + i
-    total = tl.sum(tl.load(where, mask=inside, other=0.0), 0)
-    highest = tl.max(tl.load(where + splits * capacity, mask=inside, other=-float("inf")), 0)
+    totals = tl.load(where, mask=inside, other=0.0)
+    tops = tl.load(where + splits * capacity, mask=inside, other=-float("inf"))
+    highest = tl.max(tops, 0)
     offset = tl.load(here + tiles.OFFSET * tokens)
+    offset = tl.where(offset > -float("inf"), offset, 0.0)
     top = tl.exp2(highest - offset)
     own = tl.exp2(tl.load(here + tiles.AT * tokens) - offset)
+    total = tl.sum(totals, 0)
     rest = total - top
     if GUESS:
-        rest *= every
+        rest = tl.maximum(rest, 1e-5 * total + 1e-37)
+        rest *= tl.sqrt(tl.sqrt(total / rest)) * every
     else:
         rest -= tl.where(own < 0.999 * top, own, 0.0)
-    rest = tl.maximum(rest, tl.maximum(top, own) * 1e-5)  # of a row with nothing else
+    rest = tl.maximum(rest, tl.maximum(tl.maximum(top, own) * 1e-5, 1e-30))  # of a row with nothing else
     off = rest / (LARGEST * SHARE)
     settled = tl.where(highest - offset > HEADROOM, highest - 8, offset + tl.log2(off))
     if GUESS:
         tl.store(here + tiles.OFFSET * tokens, settled)
-    elif (off > WRONG) | (off < 1 / WRONG):
+    elif (tl.load(count + i) > SLOTS) | (off < 1 / WRONG) | (highest - offset > HEADROOM):
         tl.store(here + tiles.OFFSET * tokens, settled)
         tl.store(flag + i // M, 1)
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
-def find(z, marks, large, count, number, start, size, width, z_stride, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Program per row: large (size, SLOTS) ← the classes of z's entries that are MARK, the rest NOWHERE; count (size).
-    `marks` says in which tiles of N columns there are some."""
+def find(
+    z, marks, packed_target, large, excess, count, flag, number, start, size, width, z_stride,
+    M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, REDO: tl.constexpr,
+):  # fmt: skip
+    """Program per row: large (size, SLOTS) ← the classes of z's entries that are MARK, but for the target, the rest
+    NOWHERE; count (size), OVER more if there are more than SLOTS. `marks` says in which tiles of N columns there are
+    some: these are listed in `excess`, and looked through TILES at a time. REDO: only in blocks whose flag is set."""
     i = tl.program_id(0)
+    if REDO:  # noqa: SIM102 - a constant: `and` would read the flag in any case
+        if tl.load(flag + i // M) == 0:
+            return
     live = i < tiles.live_rows(number, start, size)
     across = tl.where(live, tl.cdiv(width, N), 0)
-    found = 0
+    y = tl.load(packed_target + i)
     out = large + i * SLOTS
-    here = tl.arange(0, BLOCK)
+    listed = (excess + i * SLOTS).to(tl.pointer_type(tl.int32))
+    found = 0
+    over = False
     for begin in range(0, across, BLOCK):
-        marked = tl.load(marks + i * tl.cdiv(width, N) + begin + here, mask=begin + here < across, other=0) != 0
-        tile = tl.min(tl.where(marked, here, BLOCK), 0)
-        while tile < BLOCK:
-            place = (begin + tile) * N + tl.arange(0, N)
-            is_large = tl.load(z + i.to(tl.int64) * z_stride + place, mask=place < width, other=0) == MARK
+        tile = begin + tl.arange(0, BLOCK)
+        marked = tl.load(marks + i * tl.cdiv(width, N) + tile, mask=tile < across, other=0) != 0
+        at = tl.cumsum(marked.to(tl.int32), 0) - 1
+        tl.store(listed + at, tile, mask=marked & (at < SLOTS))
+        tl.debug_barrier()
+        number_of = tl.sum(marked.to(tl.int32), 0)
+        for first in range(0, tl.minimum(number_of, SLOTS), TILES):
+            which = first + tl.arange(0, TILES)
+            looked = tl.load(listed + which, mask=which < number_of, other=across)
+            place = tl.reshape(looked[:, None] * N + tl.arange(0, N)[None, :], (TILES * N,))
+            code = tl.load(z + i.to(tl.int64) * z_stride + place, mask=place < width, other=0)
+            is_large = (code == MARK) & (index_at(place) != y)
             slot = tl.cumsum(is_large.to(tl.int32), 0) - 1 + found
             tl.store(out + slot, index_at(place), mask=is_large & (slot < SLOTS))
             found += tl.sum(is_large.to(tl.int32), 0)
-            tile = tl.min(tl.where(marked & (here > tile), here, BLOCK), 0)
-    found = tl.minimum(found, SLOTS)
+        over = over | (number_of > SLOTS)
+        tl.debug_barrier()
     slot = tl.arange(0, SLOTS)
     tl.store(out + slot, tl.full([SLOTS], NOWHERE, tl.int32), mask=slot >= found)
-    tl.store(count + i, found)
+    tl.store(count + i, tl.minimum(found, SLOTS) + tl.where(over | (found > SLOTS), OVER, 0))
 
 
 @triton.jit(do_not_specialize=tiles.VARYING)
@@ -79,7 +101,7 @@ def row_terms(
     large, count, excess, x, w, bias, row, de, tokens, start, hidden, x_stride, w_stride, de_stride, softcap,
     BLOCK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Program per row: excess ← by how much its large exponentials exceed LARGEST; de += Σ excess · w."""
+    """Program per row: de += Σ more · w, by which its large exponentials exceed LARGEST; excess ← more · scale."""
     i = tl.program_id(0)
     found = tl.load(count + i)
     if found == 0:
@@ -88,6 +110,7 @@ def row_terms(
     inside = d < hidden
     mine = tl.load(x + i.to(tl.int64) * x_stride + d, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(row + tiles.OFFSET * tokens + start + i)
+    scale = tl.load(row + tiles.SCALE * tokens + start + i)
     unit = softcap * tiles.LOG2E if softcap is not None else 1.0 * tiles.LOG2E
     sums = tl.zeros([BLOCK], tl.float32)
     for s in range(found):
@@ -101,48 +124,79 @@ def row_terms(
         if softcap is not None:
             more *= slope
         more -= LARGEST
-        tl.store(excess + i * SLOTS + s, more)
+        tl.store(excess + i * SLOTS + s, more * scale)
         sums += more * theirs
     if de is not None:
         at = de + i.to(tl.int64) * de_stride + d
         tl.store(at, tl.load(at, mask=inside, other=0.0) + sums, mask=inside)
 
 
-@triton.jit(do_not_specialize=tiles.VARYING)
+@triton.jit
+def _terms(entry, some, excess, x, d, inside, x_stride):
+    """Of entries: excess · x (entries, columns d), and excess."""
+    factor = tl.load(excess + entry, mask=some, other=0.0)
+    where = x + (entry // SLOTS).to(tl.int64)[:, None] * x_stride + d[None, :]
+    value = tl.load(where, mask=some[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    return value * factor[:, None], factor
+
+
+@triton.jit
+def _slots(first, v, last, classes, order, COUNT: tl.constexpr):
+    """Of COUNT sorted entries from `first` on: which are of class v, their slots, whether there is one."""
+    at = first + tl.arange(0, COUNT)
+    mine = tl.load(classes + at, mask=at < last, other=-1) == v
+    return mine, tl.load(order + at, mask=at < last, other=0).to(tl.int32), tl.max(mine.to(tl.int32), 0) > 0
+
+
+@triton.jit
 def class_terms(
-    classes, order, entries, excess, x, row, dw, db, tokens, start, hidden, x_stride, dw_stride,
-    HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    classes, order, entries, excess, x, dw, db, slot, frequent_sums, hidden, x_stride, dw_stride, frequent_sums_stride,
+    HEIGHT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dw[v] += Σ excess · scale · x and db[v] += Σ excess · scale over the large entries of class v. `classes` are
-    sorted, `order` are their slots, the first `entries` hold something. Items (position, block of columns) are dealt to
-    the programs; the first position of a class does the work for all of it."""
+    """dw[v] += Σ excess · x and db[v] += Σ excess over the large entries of class v. `classes` are sorted, `order` are
+    their slots, the first `entries` hold something. Items (HEIGHT positions, block of columns) are dealt to the
+    programs, which do all of each class that begins among these positions: of the last one MORE at a time."""
     last = tl.load(entries).to(tl.int32)
     blocks = tl.cdiv(hidden, BLOCK)
-    for item in range(tl.program_id(0), last * blocks, tl.num_programs(0)):
-        first = item // blocks
-        v = tl.load(classes + first)
-        if tl.load(classes + first - 1, mask=first > 0, other=-1) != v:
+    for item in range(tl.program_id(0), tl.cdiv(last, HEIGHT) * blocks, tl.num_programs(0)):
+        next = item // blocks * HEIGHT
+        here = next + tl.arange(0, HEIGHT)
+        some = here < last
+        v = tl.load(classes + here, mask=some, other=-1)
+        begins = some & (v != tl.load(classes + here - 1, mask=some & (here > 0), other=-1))
+        final = tl.max(tl.where(begins, here, -1), 0)
+        if final >= 0:
             d = item % blocks * BLOCK + tl.arange(0, BLOCK)
             inside = d < hidden
-            sums = tl.zeros([HEIGHT, BLOCK], tl.float32)
-            factors = tl.zeros([HEIGHT], tl.float32)
-            more = True
-            while more:
-                at = first + tl.arange(0, HEIGHT)
-                same = tl.load(classes + at, mask=at < last, other=-1) == v
-                slot = tl.load(order + at, mask=same, other=0).to(tl.int32)
-                i = slot // SLOTS
-                factor = tl.load(row + tiles.SCALE * tokens + start + i, mask=same, other=0.0)
-                factor *= tl.load(excess + slot, mask=same, other=0.0)
-                at = x + i.to(tl.int64)[:, None] * x_stride + d[None, :]
-                value = tl.load(at, mask=same[:, None] & inside[None, :], other=0.0).to(tl.float32)
-                sums += value * factor[:, None]
-                factors += factor
-                more = tl.sum(same.to(tl.int32), 0) == HEIGHT
-                first += HEIGHT
             if dw is not None:
-                at = dw + v.to(tl.int64) * dw_stride + d
-                before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-                tl.store(at, (before + tl.sum(sums, 0)).to(dw.dtype.element_ty), mask=inside)
+                place = tl.load(slot + v, mask=begins, other=-1).to(tl.int64)
+                rare = (begins & (place < 0))[:, None] & inside[None, :]
+                at_dw = dw + v.to(tl.int64)[:, None] * dw_stride + d[None, :]
+                found = tl.load(at_dw, mask=rare, other=0.0).to(tl.float32)
+            entry = tl.load(order + here, mask=some, other=0).to(tl.int32)
+            terms, factors = _terms(entry, some, excess, x, d, inside, x_stride)
+            same = begins[:, None] & (v[:, None] == v[None, :])
+            sums = tl.dot(same.to(tl.float32), terms, input_precision="ieee")
+            totals = tl.sum(tl.where(same, factors[None, :], 0.0), 1)
+            longest = tl.max(v, 0)
+            next += HEIGHT
+            if tl.load(classes + next, mask=next < last, other=-1) == longest:
+                rest = tl.zeros([MORE, BLOCK], tl.float32)
+                rest_factors = tl.zeros([MORE], tl.float32)
+                mine, slots, goes_on = _slots(next, longest, last, classes, order, MORE)
+                while goes_on:
+                    next += MORE  # looked up while the ones before are added
+                    too, ahead, more = _slots(next, longest, last, classes, order, MORE)
+                    value, factor = _terms(slots, mine, excess, x, d, inside, x_stride)
+                    rest += value
+                    rest_factors += factor
+                    mine, slots, goes_on = too, ahead, more
+                sums += tl.where((here == final)[:, None], tl.sum(rest, 0)[None, :], 0.0)
+                totals += tl.where(here == final, tl.sum(rest_factors, 0), 0.0)
+            if dw is not None:
+                tl.store(at_dw, (found + sums).to(dw.dtype.element_ty), mask=rare)
+                often = (place >= 0)[:, None] & inside[None, :]
+                apart = frequent_sums + place[:, None] * frequent_sums_stride + d[None, :]
+                tl.store(apart, tl.load(apart, mask=often, other=0.0) + sums, mask=often)
             if db is not None and item % blocks == 0:
-                tl.store(db + v, tl.load(db + v) + tl.sum(factors, 0))
+                tl.store(db + v, tl.load(db + v, mask=begins, other=0.0) + totals, mask=begins)

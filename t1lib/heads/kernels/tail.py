@@ -193,8 +193,10 @@ def _put_input(de, sums, d, i, rows, hidden, stride, unit, ADD: gl.constexpr):
 
 
 @gluon.jit
-def _put_weight(dw, sums, v, d, vocab, hidden, stride, unit, ADD: gl.constexpr):
-    """dw[v + row, d + column] ← or += unit · sums, whose rows and columns `BY_CLASS` puts into order."""
+def _put_weight(dw, sums, v, d, vocab, hidden, stride, unit, frequent, ADD: gl.constexpr):
+    """dw[v + row, d + column] ← or += unit · sums, whose rows and columns `BY_CLASS` puts into order. Rows of frequent
+    targets are added to frequent_sums instead, at their `place`."""
+    place, often, frequent_sums, frequent_sums_stride = frequent
     sums = sums.reshape((4, 2, 2, 2, 2, 8, 4, 2)).permute((0, 4, 2, 3, 1, 6, 5, 7)).reshape((64, 64))
     sums = gl.convert_layout(sums, BY_CLASS)
     classes = v + gl.arange(0, 64, gl.SliceLayout(1, BY_CLASS))
@@ -203,19 +205,29 @@ def _put_weight(dw, sums, v, d, vocab, hidden, stride, unit, ADD: gl.constexpr):
     at = dw + classes.to(gl.int64)[:, None] * stride + columns[None, :]
     sums *= unit
     if ADD:
-        gl.atomic_add(at, sums.to(dw.dtype.element_ty), mask=inside, sem="relaxed")
+        gl.atomic_add(at, sums.to(dw.dtype.element_ty), mask=inside & (place < 0)[:, None], sem="relaxed")
     else:
         gl.store(at, sums.to(dw.dtype.element_ty), mask=inside)
+    if often:
+        apart = frequent_sums + place.to(gl.int64)[:, None] * frequent_sums_stride + columns[None, :]
+        gl.atomic_add(apart, sums, mask=inside & (place >= 0)[:, None], sem="relaxed")
 
 
 @gluon.jit
-def _multiply_tiles(ring, a, half, out, work, sizes, unit, BY_ROW: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr):
+def _multiply_tiles(
+    ring, a, half, out, frequent, work, sizes, unit, BY_ROW: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr
+):
     height, hidden, stride, width = sizes
+    slot, frequent_sums, frequent_sums_stride = frequent
     it = 0
     for index in range(gl.program_id(0), work[0], gl.num_programs(0)):
         m, n, part, begin, end = _unit(index, work, BY_ROW)
         row = m * 128 + half
         column = n * 256
+        if not BY_ROW:  # looked up here, since nobody waits for it before the product
+            classes = row + gl.arange(0, 64, gl.SliceLayout(1, BY_CLASS))
+            place = gl.load(slot + classes, mask=classes < height, other=-1)
+            apart = (place, gl.max(place.to(gl.int32), 0) >= 0, frequent_sums, frequent_sums_stride)
         if width - column > 128:
             c0, c1, c2, c3, it = _multiply(it, end - begin, a, ring[2], ring[3], ring[4], False, S)
         else:
@@ -227,15 +239,16 @@ def _multiply_tiles(ring, a, half, out, work, sizes, unit, BY_ROW: gl.constexpr,
             _put_input(to, c2, row, column + 128, height, hidden, stride, unit, ADD)
             _put_input(to, c3, row, column + 192, height, hidden, stride, unit, ADD)
         else:
-            _put_weight(out, c0, row, column, height, hidden, stride, unit, ADD)
-            _put_weight(out, c1, row, column + 64, height, hidden, stride, unit, ADD)
-            _put_weight(out, c2, row, column + 128, height, hidden, stride, unit, ADD)
-            _put_weight(out, c3, row, column + 192, height, hidden, stride, unit, ADD)
+            _put_weight(out, c0, row, column, height, hidden, stride, unit, apart, ADD)
+            _put_weight(out, c1, row, column + 64, height, hidden, stride, unit, apart, ADD)
+            _put_weight(out, c2, row, column + 128, height, hidden, stride, unit, apart, ADD)
+            _put_weight(out, c3, row, column + 192, height, hidden, stride, unit, apart, ADD)
 
 
 @gluon.jit(do_not_specialize=(*tiles.VARYING, "columns"))
 def products(
-    a, b, out, gain, number, start, size, height, hidden, first, columns, parts, stride,
+    a, b, out, slot, frequent_sums, gain, number, start, size, height, hidden, first, columns, parts, stride,
+    frequent_sums_stride,
     BY_ROW: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs, tile after tile; results are divided by `gain`.
@@ -257,8 +270,9 @@ def products(
     work = (down * across * parts, down, across, gl.cdiv(steps, parts), steps)
     sizes = (height, hidden, stride, width)
     ring = ring_of(a, b, S)
+    frequent = (slot, frequent_sums, frequent_sums_stride)
     gl.warp_specialize([
-        (_multiply_tiles, (ring, ring[0], 0, out, work, sizes, unit, BY_ROW, ADD, S)),
-        (_multiply_tiles, (ring, ring[1], 64, out, work, sizes, unit, BY_ROW, ADD, S)),
+        (_multiply_tiles, (ring, ring[0], 0, out, frequent, work, sizes, unit, BY_ROW, ADD, S)),
+        (_multiply_tiles, (ring, ring[1], 64, out, frequent, work, sizes, unit, BY_ROW, ADD, S)),
         (_copy_tiles, (a, b, ring, work, first, BY_ROW, S)),
     ], [4, 1], [240, 24])  # fmt: skip
