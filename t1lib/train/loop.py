@@ -12,7 +12,7 @@ In one process, all modes compute the same numbers: in float32 on a CPU bit for 
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
 from t1lib.models import require_plain_loss, split
-from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
+from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.ranks import ALONE, Ranks
@@ -85,8 +85,9 @@ class Trainer:
         self.head_options = head_options or {}
         for option in self.head_options:
             choose("option of the head", option, HEAD_OPTIONS)
-        spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
-        self.spec = spec_for(spec, model.parameters())
+        self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
+        if not any(param.dtype.itemsize == 2 for param in model.parameters()):  # only those have masters
+            self.spec = replace(self.spec, master_weights=False, split_master=False, moments="float32")
         self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
         self._own = {n: p for n, p in model.named_parameters() if p.requires_grad}  # what is trained, by name
