@@ -35,13 +35,13 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     """
     folder, ranks = Path(folder), trainer.ranks
     path = ranks.first(partial(_begin, folder, trainer.steps))
-    parts, sums = list(trainer.state_parts()), {}
+    parts, sums = list(trainer.state_parts().items()), {}
     try:
         with ThreadPoolExecutor(1) as pool:  # a file is hashed while the next one is written
             for at in range(0, len(parts), ranks.size):
                 states = {}
-                for turn, part in enumerate(parts[at : at + ranks.size]):
-                    state = trainer.state_part(part)  # gathered by all
+                for turn, (part, names) in enumerate(parts[at : at + ranks.size]):
+                    state = trainer.state_of(names)  # gathered by all
                     if turn == ranks.rank:
                         states[f"{part}.pt"] = state
                 ranks.share(partial(_add, path, states))

@@ -11,7 +11,7 @@ In one process, all modes compute the same numbers: in float32 on a CPU bit for 
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -244,9 +244,7 @@ class Trainer:
         CPU copies. (`t1lib.train.checkpoint` writes the `state_parts` one by one.) If several processes train the
         model, all of them must call this, and all get the whole state.
         """
-        parts = [self.state_part(part) for part in self.state_parts()]
-        kinds = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in ("model", "optimizer")}
-        return {"step": self.steps, **kinds}
+        return {"step": self.steps, **self.state_of([name for name, _ in self.model.named_parameters()])}
 
     def state_parts(self) -> dict[str, list[str]]:
         """Names of the parameters that are saved together, by part: "layer-0000" and so on, and "rest"."""
@@ -257,11 +255,11 @@ class Trainer:
             parts.setdefault("rest" if layer is None else f"layer-{layer:04d}", []).append(name)
         return parts
 
-    def state_part(self, part: str) -> dict[str, dict[str, Any]]:
-        """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; whole copies on every rank."""
+    def state_of(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Weights (`model`) and optimizer state (`optimizer`) of parameters; whole copies on every rank."""
         self.drain()
         weights, states = {}, {}
-        for name in self.state_parts()[part]:
+        for name in names:
             weight = self._weight(name)
             weights[name] = self._whole(name, weight)
             if name in self._own:
