@@ -48,7 +48,8 @@ class FsdpTrainer(Trainer):
         if compute_dtype is not None:
             choose("compute_dtype", compute_dtype, ("float32", "bfloat16"))
         self._compute_dtype = compute_dtype
-        take_gpu()
+        if str(common.get("device")) != "cpu":
+            take_gpu()
         super().__init__(model, mode, **common)
 
     def _place(self) -> None:
