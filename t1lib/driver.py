@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import papermill
@@ -27,24 +27,8 @@ from t1lib.measure.environment import default_profile, require_gpu
 from t1lib.signals import EXIT_INTERRUPTED
 
 
-class Job(NamedTuple):
-    """One experiment under one profile, with its resolved parameters."""
-
-    experiment: str
-    profile: str
-    parameters: dict[str, Any]
-
-    @property
-    def label(self) -> str:
-        return f"{self.experiment} [{self.profile}]"
-
-    @property
-    def final(self) -> Path:
-        return paths.outputs(self.profile, self.experiment)
-
-
-def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> list[Job]:
-    """Return the jobs of `names` ("all", or nothing, for every experiment) after checking all of them.
+def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> tuple[str, dict[str, params.Values]]:
+    """Return the profile, and the parameters of the experiments `names` ("all", or nothing, for every one), checked.
 
     An override goes to the experiments that declare it. Raises `T1Error` for an unknown experiment,
     profile or parameter, a value of the wrong type, and an output folder that cannot be made.
@@ -54,76 +38,79 @@ def plan(names: Sequence[str], profile: str, overrides: Mapping[str, Any]) -> li
     chosen = known if not names or "all" in names else [choose("experiment", name, known) for name in names]
     profile = overrides.get("profile", default_profile()) if profile == "auto" else profile
     choose("profile", profile, [*params.profiles(), "auto"])
-    jobs = []
-    for name in dict.fromkeys(chosen):
+    resolved = {}
+    for name in chosen:
         own = {key: value for key, value in overrides.items() if key in params.declared(name)}
-        jobs.append(Job(name, profile, params.resolve(name, profile, own)))
+        resolved[name] = params.resolve(name, profile, own)
     for name in overrides:
-        choose("parameter", name, dict.fromkeys(key for job in jobs for key in job.parameters))
-    measured = all(job.parameters.get("measure", True) for job in jobs)
+        choose("parameter", name, dict.fromkeys(key for values in resolved.values() for key in values))
+    measured = all(values.get("measure", True) for values in resolved.values())
     require(measured, "-p: `measure` is False, and `run` measures; `python -m t1lib report` draws finished runs again")
     folder = paths.root() / "outputs" / profile
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    return jobs
+    return profile, resolved
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run the experiments whose outputs are not up to date; return the exit code (0, 1 or 130). If one fails, the
     others still run. Raises `T1Error` before anything runs: as `plan` does, and for a GPU profile without a GPU.
     """
-    jobs = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
+    profile, resolved = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
-    for job in jobs:
-        manifest.recover(job.final)
-        why = manifest.difference(job.final, job.experiment, job.parameters)
+    for experiment, parameters in resolved.items():
+        final = paths.outputs(profile, experiment)
+        manifest.recover(final)
+        why = manifest.difference(final, experiment, parameters)
         if why or arguments.force:
-            manifest.require_replaceable(job.final)
-            due.append(job)
-            print(f"{job.label} to run: {why or 'forced'}")
+            manifest.require_replaceable(final)
+            due.append(experiment)
+            print(f"{experiment} [{profile}] to run: {why or 'forced'}")
         else:
-            print(f"{job.label} up to date ({_measured(manifest.read(job.final))})")
+            print(f"{experiment} [{profile}] up to date ({_measured(manifest.read(final))})")
     if not due:
-        print(f"nothing to do: {len(jobs)} experiments up to date")
+        print(f"nothing to do: {len(resolved)} experiments up to date")
         return 0
-    require_gpu(jobs[0].profile)
+    require_gpu(profile)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
-        failed = [job.experiment for job in due if not _attempt(job)]
+        failed = [experiment for experiment in due if not _attempt(experiment, profile, resolved[experiment])]
     except KeyboardInterrupt:
         print("interrupted: the experiment that was running is not finished; run again to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
-    counts = f"{len(due) - len(failed)} run, {len(jobs) - len(due)} up to date, {len(failed)} failed"
-    print(f"{counts}: {', '.join(failed)}" if failed else f"{counts}; see {paths.shown(due[0].final.parent)}")
+    counts = f"{len(due) - len(failed)} run, {len(resolved) - len(due)} up to date, {len(failed)} failed"
+    print(f"{counts}: {', '.join(failed)}" if failed else f"{counts}; see {paths.shown(final.parent)}")
     return int(bool(failed))
 
 
-def _attempt(job: Job) -> bool:
+def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
     """Run one experiment, publish its folder, and say how long it takes; returns whether it finished."""
-    estimates = params.about(job.experiment).get("expected_seconds", {})
-    expected = (manifest.read(job.final) or {}).get("seconds") or estimates.get(job.profile)
+    label, final = f"{experiment} [{profile}]", paths.outputs(profile, experiment)
+    staging = paths.staging(profile, experiment)
+    estimates = params.about(experiment).get("expected_seconds", {})
+    expected = (manifest.read(final) or {}).get("seconds") or estimates.get(profile)
     about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
-    print(f"{job.label}: started, {about}", file=sys.stderr, flush=True)
-    staging = paths.staging(job.profile, job.experiment)
+    print(f"{label}: started, {about}", file=sys.stderr, flush=True)
     outcome, started, clock = "interrupted", manifest.utc_now(), time.perf_counter()
     try:
-        with locked(staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
+        with locked(staging.with_suffix(".lock"), f"{label} is being run by another process; wait for it"):
             shutil.rmtree(staging, ignore_errors=True)  # left by a run that failed or was killed
             staging.mkdir(parents=True)
-            _execute(job, staging)
-            manifest.write(staging, **job._asdict(), started=started, seconds=time.perf_counter() - clock)
-            manifest.publish(staging, job.final)
+            _execute(experiment, parameters, staging)
+            facts = {"experiment": experiment, "profile": profile, "parameters": parameters, "started": started}
+            manifest.write(staging, **facts, seconds=time.perf_counter() - clock)
+            manifest.publish(staging, final)
         outcome = "done"
     except T1Error as error:
         outcome = "failed"
-        print(f"error: {job.label} {error}", file=sys.stderr)
+        print(f"error: {label} {error}", file=sys.stderr)
     finally:
         took = tqdm.format_interval(time.perf_counter() - clock)
-        print(f"{job.label}: {outcome} after {took}", file=sys.stderr, flush=True)
+        print(f"{label}: {outcome} after {took}", file=sys.stderr, flush=True)
     return outcome == "done"
 
 
-def _execute(job: Job, staging: Path) -> None:
+def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
     """Execute an experiment's notebook into `staging`/executed.ipynb. Raises `T1Error` for a cell that fails, a kernel
     that dies, and an end without `run.finish()`; `KeyboardInterrupt` after the kernel has been shut down."""
     executed = staging / "executed.ipynb"
@@ -134,7 +121,7 @@ def _execute(job: Job, staging: Path) -> None:
     # The kernel inherits its staging folder, and that this Python's kernels come before the user's own.
     with patch.dict(os.environ, {"T1_STAGING": str(staging), "JUPYTER_PREFER_ENV_PATH": "1"}):
         try:
-            papermill.execute_notebook(paths.notebook(job.experiment), executed, job.parameters, **options)
+            papermill.execute_notebook(paths.notebook(experiment), executed, parameters, **options)
         except KeyboardInterrupt:
             # Nobody awaits the task of the interrupted cell any more; it may notice that its kernel has ended.
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)

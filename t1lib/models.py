@@ -82,23 +82,45 @@ def build_model(
     and for files that cannot be loaded, are quantised, or do not fit their configuration.
     """
     if name in PRESETS:
-        return _random_model(_preset_config(name, changes), dtype, torch.device(device), seed)
+        transformers_logging.set_verbosity_error()
+        return _random_model(shape_only(name, dtype, **changes), torch.device(device), seed)
     return _from_files(name, _config_of(name, changes), dtype).to(device).train()
+
+
+def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: object) -> PreTrainedModel:
+    """The model of a preset or checkpoint on PyTorch's device "meta": shapes without data."""
+    config = _config_of(name, changes)
+    with _loading(name), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
 
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn the errors that a checkpoint's files can cause, which are of many kinds, into a `T1Error`."""
+    """Turn what transformers raises for a model, which is of many kinds, into a `T1Error`."""
     try:
         yield
     except Exception as error:
+        if name in PRESETS:
+            last = ValueError(str(error).strip().splitlines()[-1])  # the others say where it was found
+            raise T1Error(f"{name} cannot be changed so: {reason(last)}") from error
         presets = f"presets that need no files: {', '.join(PRESETS)}"
         raise T1Error(f"cannot load {shown(name)}: {reason(error)[:85]}\n{presets}") from error
 
 
 def _config_of(name: str, changes: dict[str, object]) -> PreTrainedConfig:
-    """The configuration of a checkpoint: a directory or a hub name. Attention is computed by PyTorch, whatever
-    implementation the configuration names: that may be code to download."""
+    """The configuration of a preset, with changes, or of a checkpoint: a directory or a hub name. Attention is computed
+    by PyTorch, whatever implementation the configuration names: that may be code to download."""
+    if name in PRESETS:
+        fields = {**PRESETS[name], **changes}
+        _check(fields)
+        with _loading(name):
+            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        plain = AutoConfig.for_model(config.model_type)  # a field that it does not know would be kept without effect
+        for field in changes.keys() - {"model_type"}:
+            choose(f"field of {config.model_type}'s configuration", field, plain.to_dict())
+        return config
     require(not changes, f"{shown(name)} is no preset: its configuration cannot be changed ({', '.join(changes)})")
     local = os.path.isdir(name)  # False for a name that is too long
     hub = name.count("/") == 1 and len(name) <= 255 and not name.startswith((".", "/", "~"))
@@ -132,20 +154,6 @@ def _from_files(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreT
     return model
 
 
-def _preset_config(name: str, changes: dict[str, object]) -> PreTrainedConfig:
-    fields = {**PRESETS[name], **changes}
-    _check(fields)
-    try:
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except Exception as error:  # validators raise many kinds
-        last = ValueError(str(error).strip().splitlines()[-1])  # the others say where it was found
-        raise T1Error(f"{name} cannot be changed so: {reason(last)}") from None
-    plain = AutoConfig.for_model(config.model_type)  # a field that it does not know would be kept without effect
-    for field in changes.keys() - {"model_type"}:
-        choose(f"field of {config.model_type}'s configuration", field, plain.to_dict())
-    return config
-
-
 def _check(fields: dict[str, Any]) -> None:
     """Raise `T1Error` for fields that transformers accepts in a configuration but cannot build a model from."""
     own = f"dtype={fields.get('dtype')!r} is no change of the shape; allowed: by its own option --dtype, argument dtype"
@@ -163,20 +171,10 @@ def _check(fields: dict[str, Any]) -> None:
         choose(name, fields[name], ACT2FN)
 
 
-def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # of many kinds: the models check little themselves
-        what = f"no model of type {config.model_type!r} can be made of this configuration"
-        raise T1Error(f"{what}: {reason(error)}") from error
-
-
-def _random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
-    transformers_logging.set_verbosity_error()
-    model = _on_meta(config, dtype)
+def _random_model(model: PreTrainedModel, device: torch.device, seed: int) -> PreTrainedModel:
+    """A model of shapes alone with random weights, in training mode."""
     draw_on = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    tied = model.get_output_embeddings() if config.tie_word_embeddings else None
+    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     with torch.random.fork_rng(devices=[draw_on] if draw_on.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
         for module in model.modules():
@@ -247,14 +245,6 @@ def layer_arguments(parts: Parts, embedded: Tensor) -> tuple[Tensor, dict[str, A
         for module, forward in own:
             module.__dict__.pop("forward") if forward is None else setattr(module, "forward", forward)
     return seen[0]
-
-
-def shape_only(name: str, dtype: torch.dtype = torch.float32, /, **changes: object) -> PreTrainedModel:
-    """The model of a preset or checkpoint on PyTorch's device "meta": shapes without data."""
-    config = _preset_config(name, changes) if name in PRESETS else _config_of(name, changes)
-    model = _on_meta(config, dtype)
-    model.tie_weights()
-    return model
 
 
 def sizes(name: str, **changes: object) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """The specification of an optimizer and of its state, and the learning-rate schedule."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,10 +126,3 @@ class Schedule:
         done = min((step - self.warmup) / (self.total - self.warmup), 1.0)
         down = 1.0 - done if self.name == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
         return self.least + (1.0 - self.least) * down
-
-
-def spec_for(spec: OptimizerSpec, params: Iterable[Tensor]) -> OptimizerSpec:
-    """The spec for a model with these parameters: without masters if none of them has 16 bits."""
-    if any(param.dtype.itemsize == 2 for param in params):
-        return spec
-    return replace(spec, master_weights=False, split_master=False, moments="float32")

@@ -15,8 +15,8 @@ EXIT_INTERRUPTED = 130
 PASSED_ON = 1.0  # seconds in which a launcher, whose processes were sent a signal too, passes it on to them
 AT_ONCE = "interrupted at once; --resume goes on from the last checkpoint, if there is one"
 
-_asked: list[float] = []  # when a signal came, while training
-_training = _watched = False
+_asked: list[float] | None = None  # when signals came; None unless it trains
+_watched = False
 _message = "interrupted while starting; nothing was trained"
 
 
@@ -46,23 +46,22 @@ def _exit() -> NoReturn:
 
 
 def _hear(end: Callable[..., NoReturn], *arguments: Any) -> None:
-    now = time.monotonic()
-    if not _training or (_asked and now - _asked[0] > PASSED_ON):
+    asked, now = _asked, time.monotonic()
+    if asked is None or (asked and now - asked[0] > PASSED_ON):
         end(*arguments)
-    _asked.append(now)
+    asked.append(now)
 
 
 @contextmanager
 def noted() -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether the training within this context is asked to stop. A second signal ends it at
     once: with `KeyboardInterrupt`, if this process does not `watch`."""
-    global _training, _message
+    global _asked, _message
     before = {} if _watched else {n: signal.signal(n, lambda *at: _hear(default_int_handler, *at)) for n in SIGNALS}
-    _training, _message = True, AT_ONCE
+    _asked, _message = [], AT_ONCE
     try:
         yield lambda: bool(_asked)
     finally:
-        _training = False
-        _asked.clear()
+        _asked = None
         for number, handler in before.items():
             signal.signal(number, handler)

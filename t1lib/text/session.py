@@ -94,8 +94,8 @@ class LanguageSession:
         """Write weights, configuration and tokenizer as `from_pretrained` reads them; all ranks must call it. Raises
         `T1Error`, and leaves no folder, if it cannot be written."""
         ranks, weights = self.trainer.ranks, {}
-        for part in self.trainer.state_parts():
-            found = self.trainer.state_part(part)["model"]
+        for names in self.trainer.state_parts().values():
+            found = self.trainer.state_of(names)["model"]
             weights |= found if ranks.rank == 0 else {}
 
         def write() -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,34 +39,30 @@ def read_texts(source: str | Path = LIBRARY, limit: int | str | None = None) -> 
     that size, in the order of their names' hashes. Raises `T1Error` for a source that does not exist, a file that is
     not text, a shard that is broken, compressed or of another kind (even as one file of a folder), a folder that itself
     holds a run, and if nothing is left."""
-    if source == LIBRARY:
-        found = _below(Path(sysconfig.get_paths()["stdlib"]), library=True)
-        return _within(found, limit, "the standard library's sources")
-    path, there = Path(source), str(source) != "" and os.path.exists(source)
+    library, path, what = source == LIBRARY, Path(source), f"text in {source}"
+    if library:
+        path, what = Path(sysconfig.get_paths()["stdlib"]), "the standard library's sources"
+    there = str(source) != "" and os.path.exists(path)
     require(there, f"no corpus at {shown(str(source))}; allowed: a file, a folder, or {LIBRARY!r}")
     if path.is_file():
-        found = _records(path, path.name)
+        what, found = str(path), _records(path, path.name)
         require(found is not None, f"{path} is not UTF-8 text, nor a .jsonl or .parquet shard of a dataset")
-        return _within(found, limit, str(path))
-    require(not _holds_run(path), f"{path} holds a run, whose files change; move them, or its texts, to another folder")
-    return _within(_below(path), limit, f"text in {path}")
-
-
-def _within(texts: Iterable[tuple[str, str]], limit: int | str | None, what: str) -> dict[str, str]:
+    else:
+        require(not _holds_run(path), f"{path} holds a run, whose files change; move them, or its texts, elsewhere")
+        found = _below(path, library)
     left, kept, sizes = 2**62 if limit is None else parse_bytes(limit), {}, []
-    for name, text in sorted(texts, key=lambda entry: sha256(entry[0])):
-        if not text.strip():
-            continue
-        sizes.append(len(text.encode()))
-        if sizes[-1] <= left:
-            left -= sizes[-1]
-            kept[name] = text
+    for name, text in sorted(found, key=lambda entry: sha256(entry[0])):
+        if text.strip():
+            sizes.append(len(text.encode()))
+            if sizes[-1] <= left:
+                left -= sizes[-1]
+                kept[name] = text
     require(bool(sizes), f"the corpus is empty: {what} holds no text")
     require(bool(kept), f"{what} holds no text within limit {limit}; allowed: {min(sizes)}, its smallest text, or more")
     return kept
 
 
-def _below(root: Path, library: bool = False) -> Iterator[tuple[str, str]]:
+def _below(root: Path, library: bool) -> Iterator[tuple[str, str]]:
     """(name, text) of each text below `root`, as `read_texts` says; of the library, only in its sources. A link to a
     folder is followed unless that has been read already or lies above `root`."""
     seen = set(map(str, root.resolve().parents))

@@ -35,13 +35,13 @@ def save_checkpoint(trainer: Trainer, folder: str | Path) -> Path:
     """
     folder, ranks = Path(folder), trainer.ranks
     path = ranks.first(partial(_begin, folder, trainer.steps))
-    parts, sums = list(trainer.state_parts()), {}
+    parts, sums = list(trainer.state_parts().items()), {}
     try:
         with ThreadPoolExecutor(1) as pool:  # a file is hashed while the next one is written
             for at in range(0, len(parts), ranks.size):
                 states = {}
-                for turn, part in enumerate(parts[at : at + ranks.size]):
-                    state = trainer.state_part(part)  # gathered by all
+                for turn, (part, names) in enumerate(parts[at : at + ranks.size]):
+                    state = trainer.state_of(names)  # gathered by all
                     if turn == ranks.rank:
                         states[f"{part}.pt"] = state
                 ranks.share(partial(_add, path, states))
@@ -148,8 +148,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """A part of the state; its tensors are memory-mapped, not read."""
     try:
         part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return {kind: dict(part[kind]) for kind in KINDS}
     except Exception as error:  # of many kinds, for a file that is no part of a checkpoint
-        raise T1Error(f"cannot read {path}: {reason(error)}") from error
-    whole = isinstance(part, dict) and all(isinstance(part.get(kind), dict) for kind in KINDS)
-    require(whole, f"{path} holds no part of a state; allowed: {' and '.join(KINDS)}, by name")
-    return part
+        raise T1Error(f"cannot read {path}, which should be a part of a state: {reason(error)}") from error

@@ -21,7 +21,7 @@ from t1lib.heads.parallel import require_backend
 from t1lib.timing import PhaseTimer
 from t1lib.train.batch import Piece
 from t1lib.train.loop import Trainer
-from t1lib.train.ranks import Ranks, join, own_device
+from t1lib.train.ranks import Ranks, join, take_gpu
 from t1lib.train.wrap import wrap_layers
 
 ALIKE = ("loss", "micro_batch", "max_grad_norm", "head", "head_options", "spec")
@@ -48,6 +48,8 @@ class FsdpTrainer(Trainer):
         if compute_dtype is not None:
             choose("compute_dtype", compute_dtype, ("float32", "bfloat16"))
         self._compute_dtype = compute_dtype
+        if str(common.get("device")) != "cpu":
+            take_gpu()
         super().__init__(model, mode, **common)
 
     def _place(self) -> None:
@@ -78,8 +80,10 @@ class FsdpTrainer(Trainer):
         if self._own_group:
             join(self.device.type == "cuda")
         require_backend(dist.group.WORLD, self.device.type)
-        self.ranks, self.device = Ranks(dist.get_rank(), dist.get_world_size()), own_device(self.device)
+        self.ranks = Ranks(dist.get_rank(), dist.get_world_size())
         if not self.ranks.alone:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             several = f"loss {self.loss!r} in {self.ranks.size} processes; allowed: one process"
             require(self.loss == "cross_entropy", several)
             facts = {name: getattr(self, name) for name in ALIKE} | {"device": self.device.type}

@@ -11,8 +11,8 @@ In one process, all modes compute the same numbers: in float32 on a CPU bit for 
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from t1lib.errors import T1Error, choose, is_number, is_whole, require, shown
 from t1lib.heads import DEFAULT_HEAD, HEADS, linear_cross_entropy
 from t1lib.models import require_plain_loss, split
-from t1lib.optimizers import OptimizerSpec, Schedule, spec_for
+from t1lib.optimizers import OptimizerSpec, Schedule
 from t1lib.timing import NoTrace, PhaseTimer, Trace
 from t1lib.train.batch import Piece, check, pieces_of
 from t1lib.train.ranks import ALONE, Ranks
@@ -85,8 +85,9 @@ class Trainer:
         self.head_options = head_options or {}
         for option in self.head_options:
             choose("option of the head", option, HEAD_OPTIONS)
-        spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
-        self.spec = spec_for(spec, model.parameters())
+        self.spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
+        if not any(param.dtype.itemsize == 2 for param in model.parameters()):  # only those have masters
+            self.spec = replace(self.spec, master_weights=False, split_master=False, moments="float32")
         self.steps, self.closed = 0, False
         self.trace: Trace | NoTrace = NoTrace()  # assign a `Trace` to record the spans of the next step's work
         self._own = {n: p for n, p in model.named_parameters() if p.requires_grad}  # what is trained, by name
@@ -243,9 +244,7 @@ class Trainer:
         CPU copies. (`t1lib.train.checkpoint` writes the `state_parts` one by one.) If several processes train the
         model, all of them must call this, and all get the whole state.
         """
-        parts = [self.state_part(part) for part in self.state_parts()]
-        kinds = {kind: {n: v for part in parts for n, v in part[kind].items()} for kind in ("model", "optimizer")}
-        return {"step": self.steps, **kinds}
+        return {"step": self.steps, **self.state_of([name for name, _ in self.model.named_parameters()])}
 
     def state_parts(self) -> dict[str, list[str]]:
         """Names of the parameters that are saved together, by part: "layer-0000" and so on, and "rest"."""
@@ -256,11 +255,11 @@ class Trainer:
             parts.setdefault("rest" if layer is None else f"layer-{layer:04d}", []).append(name)
         return parts
 
-    def state_part(self, part: str) -> dict[str, dict[str, Any]]:
-        """Weights (`model`) and optimizer state (`optimizer`) of a part's parameters; whole copies on every rank."""
+    def state_of(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Weights (`model`) and optimizer state (`optimizer`) of parameters; whole copies on every rank."""
         self.drain()
         weights, states = {}, {}
-        for name in self.state_parts()[part]:
+        for name in names:
             weight = self._weight(name)
             weights[name] = self._whole(name, weight)
             if name in self._own:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from t1lib.errors import T1Error, require
+from t1lib.errors import T1Error
 from t1lib.files import remove
 from t1lib.heads.parallel import SAME, difference
 
@@ -81,16 +81,12 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def own_device(device: torch.device) -> torch.device:
-    """This process's device: with several processes, the CUDA device of its local rank, which is made current."""
-    if device.type != "cuda" or launched() == 1:
-        return device
-    if device.index is None:
-        number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        require(number < there, f"process {number} of this host, which has {there} GPUs; start at most that many on it")
-        device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
-    return device
+def take_gpu() -> None:
+    """With several processes, make the CUDA device of this one's local rank the current one, if it is there: before
+    anything, such as weights, is allocated on the first one."""
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if launched() > 1 and number < torch.cuda.device_count():
+        torch.cuda.set_device(number)
 
 
 def join(cuda: bool) -> Store:
@@ -124,9 +120,8 @@ def together() -> Iterator[Ranks]:
     if launched() == 1:
         yield ALONE
         return
-    store, number = join(torch.cuda.is_available()), int(os.environ.get("LOCAL_RANK", "0"))
-    if number < torch.cuda.device_count():  # before anything, such as weights, is allocated on the first one
-        torch.cuda.set_device(number)
+    store = join(torch.cuda.is_available())
+    take_gpu()
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     try:
         if ranks.rank == 0:

@@ -91,12 +91,8 @@ def restore_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, weight:
     """Take over what `saved_state` returned."""
     if isinstance(optimizer, ResidentOptimizer):
         optimizer.counts[param] = take_state(weight, optimizer.state_of(param), saved)
-        return
-    state = dict(_plain_state(optimizer, param))
-    step = state.pop("step", None)
-    count = take_state(weight, state, saved)
-    if step is not None:
-        step.fill_(count)
+    else:
+        take_state(weight, _plain_state(optimizer, param), saved)
 
 
 def _plain_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> State:

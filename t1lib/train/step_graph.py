@@ -1,7 +1,7 @@
 """Mode `gpu-graph`: forward, loss, backward and update as a single CUDA graph, for steps in which launches bind."""
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,6 @@ from t1lib.train.loop import Trainer
 
 WARM_UP = 3  # eager steps with batches of a shape, before one is captured
 UNTIMED = SimpleNamespace(mark=lambda phase: None)  # in place of a `PhaseTimer`: a graph has no events of its own
-
-
-class _Graph(NamedTuple):
-    graph: "torch.cuda.CUDAGraph"
-    piece: Piece  # from which the graph reads
-    results: tuple[Tensor, Tensor]  # loss and norm
 
 
 class GraphTrainer(Trainer):
@@ -36,7 +30,8 @@ class GraphTrainer(Trainer):
         plain = self.spec.precision.masters is None
         require(plain, "master_weights=True in mode 'gpu-graph'; allowed: False, or a model in float32")
         super()._place()
-        self._graphs: dict[torch.Size, _Graph] = {}
+        # By shape: the graph, the piece from which it reads, and its results.
+        self._graphs: dict[torch.Size, tuple[Any, Piece, tuple[Tensor, Tensor]]] = {}
         self._seen: dict[torch.Size, int] = {}  # eager steps by shape
         self._lr = torch.zeros((), dtype=torch.float32, device=self.device)
         options = {"capturable": True} if self.spec.name == "adamw" else {}
@@ -57,15 +52,15 @@ class GraphTrainer(Trainer):
             torch.cuda.current_stream(self.device).wait_stream(self._side)
             return found
         if shape not in self._graphs:
-            self._graphs[shape] = self._capture(piece)
-        held = self._graphs[shape]
-        held.piece.ids.copy_(piece.ids)
-        held.piece.targets.copy_(piece.targets)
-        held.graph.replay()
+            self._graphs[shape] = self._captured(piece)
+        graph, held, results = self._graphs[shape]
+        held.ids.copy_(piece.ids)
+        held.targets.copy_(piece.targets)
+        graph.replay()
         timer.mark("graph")
-        return held.results
+        return results
 
-    def _capture(self, piece: Piece) -> _Graph:
+    def _captured(self, piece: Piece) -> tuple[Any, Piece, tuple[Tensor, Tensor]]:
         held, graph = Piece(piece.ids.clone(), piece.targets.clone()), torch.cuda.CUDAGraph()
         trace, self.trace = self.trace, NoTrace()
         try:
@@ -74,4 +69,4 @@ class GraphTrainer(Trainer):
         finally:
             self.trace = trace
             self._zero_grad()
-        return _Graph(graph, held, results)
+        return graph, held, results

@@ -14,6 +14,7 @@ from t1lib.optimizers import OptimizerSpec
 from t1lib.plan.cost import Choice
 from t1lib.timing import NoTrace, Trace
 from t1lib.train import MODES, make_trainer
+from t1lib.train.fsdp import FsdpTrainer
 from t1lib.train.schedule import Schedule
 
 ADAMW, SGD, MOMENTUM = (OPTIMIZERS[name] for name in ("adamw", "sgd", "momentum"))
@@ -189,6 +190,19 @@ def test_a_closed_trainer_gives_the_model_back(mode):
     assert torch.equal(one(batch["input_ids"]).logits, plain(batch["input_ids"]).logits)
     refused(lambda: trainer.step(batch), "the trainer was closed")
     assert make_trainer(one, "slide").evaluate(batch) == loss
+
+
+def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch):
+    """In a script that says nothing about devices; as torchrun starts it."""
+    one, current = model(), [0]
+    monkeypatch.setattr(FsdpTrainer, "_place", lambda self: None)
+    for name, found in {"is_available": True, "device_count": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert make_trainer(one, "fsdp").device == torch.device("cuda", 1)
 
 
 def test_an_update_that_fails_is_the_error_of_a_step(monkeypatch):
