@@ -64,7 +64,7 @@ class Outer:
         embeddings = (m for m in _looked_up(engine.model) if id(m.weight) in own)
         self._pending = self._away = False  # whether the update has not begun, and the weights' memory is released
         self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
-        self._pieces = sum(len(self._schedule.travel.pieces(held)) for held in self.held)
+        self._pieces = sum(len(self._schedule.travel.pieces(held.param.numel())) for held in self.held)
         self._known: Mark = None  # marks when gradients are complete and rows have been read
         self._filled: Mark = None  # marks when the updated weights are on the device
         self._passed: Mark = None  # marks when the previous layer was computed

@@ -141,7 +141,6 @@ class Schedule:
         if layer.slot.holds is layer:
             layer.slot.holds = None
         layer.take_over()
-        self.travel.forget(layer)
 
     def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> HostLayer | None:
         """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes

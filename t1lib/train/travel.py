@@ -19,9 +19,6 @@ from t1lib.train.update import Scratch, update
 TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often
 
 
-Piece = tuple[slice, dict[str, Tensor]]  # a range of a traveller's elements, and the host tensors that hold it, by key
-
-
 class Span(NamedTuple):
     """Elements of a flat buffer that are updated by one rule; count: updates so far, including the coming one."""
 
@@ -75,7 +72,6 @@ class Travel:
         self.slots = [{key: zeros(dtype=dtype) for key, dtype in kinds.items()} for _ in range(count)]
         self._freed: list[Mark] = [None] * count  # marks at which a slot's content has left
         self._turn, self._scratch = 0, Scratch()
-        self._pieces: dict[int, list[Piece]] = {}  # by the traveller's index
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """A copy of a flat tensor in pieces, some of which share an allocation: small ones would waste a quarter of the
@@ -83,18 +79,9 @@ class Travel:
         blocks = flat.split(TOGETHER * self._size)
         return [piece for block in blocks for piece in block.clone().split(self._size)]
 
-    def pieces(self, traveller: Traveller) -> list[Piece]:
-        """What the host holds, cut into pieces for which a slot has room."""
-        if traveller.index not in self._pieces:
-            whole, size = traveller.on_host(), self._size
-            numel = len(next(iter(whole.values())))
-            cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
-            self._pieces[traveller.index] = [(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
-        return self._pieces[traveller.index]
-
-    def forget(self, traveller: Traveller) -> None:
-        """Its weights lie elsewhere now."""
-        self._pieces.pop(traveller.index, None)
+    def pieces(self, numel: int) -> list[slice]:
+        """So many elements in pieces for which a slot has room."""
+        return [slice(start, min(start + self._size, numel)) for start in range(0, numel, self._size)]
 
     def by_piece(self, traveller: Traveller, given: Update, together: int = TOGETHER) -> Iterator[tuple[Mark, Mark]]:
         """Queue an update, `together` pieces at a time; gives the marks at which gradients have been read, and weights
@@ -108,11 +95,13 @@ class Travel:
         lane.after(*given.known)
         if given.scale is not None:
             lane.uses(given.scale)
-        pieces = self.pieces(traveller)
+        whole = traveller.on_host()
+        pieces = self.pieces(len(next(iter(whole.values()))))
         for start in range(0, len(pieces), together):
             few, underway, marks = pieces[start : start + together], [], []
             with inward.active():
-                for at, home in few:
+                for at in few:
+                    home = {key: flat[at] for key, flat in whole.items()}
                     come = {key: flat for key, flat in home.items() if key != "weight" or not rebuilt}
                     come |= {"grad": given.grads[at]} if come_too else {}
                     underway.append((at, home, *self._bring(traveller.index, at.stop - at.start, come)))
