@@ -159,7 +159,9 @@ class HostLayer(Traveller):
                 self.set_gradient(param, param.grad)
                 param.grad = None
             if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(_gradient_came))
+                # It names no layer, as autograd would keep it, and with it the model, alive.
+                came = param.register_post_accumulate_grad_hook(lambda param: param._home.gradient_came(param))
+                self._hooks.append(came)
             param.__class__, param._home = Streamed, self  # whoever looks at it waits for what is still under way
 
     @property
@@ -350,8 +352,3 @@ class HostLayer(Traveller):
 
     def __reduce__(self) -> Any:  # `pickle` comes here, from the parameters
         raise T1Error("a streamed model cannot be pickled: save its state_dict()")
-
-
-def _gradient_came(param: Streamed) -> None:
-    """The hook of a streamed parameter. It names no layer, as autograd would keep it, and with it the model, alive."""
-    param._home.gradient_came(param)

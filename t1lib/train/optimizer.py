@@ -61,9 +61,8 @@ class StreamOptimizer(ResidentOptimizer):
         # The user's hooks stay, of `step` for instance; the same dicts, so that handles still remove them.
         vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
         self._states = 0  # parameters with state, at the last step
-        # State that waits until the engine has placed everything; None from then on.
-        self._before: dict[nn.Parameter, dict[str, Any]] | None = {p: dict(s) for p, s in optimizer.state.items()}
-        self._check(self._before)
+        self.state |= {p: dict(s) for p, s in optimizer.state.items()}  # as it was given, until all has its place
+        self._check(self.state)
         self._with_momentum = [bool(group.get("momentum")) for group in self.param_groups]
 
     @torch.no_grad()
@@ -85,7 +84,7 @@ class StreamOptimizer(ResidentOptimizer):
         emptied = "the optimizer's state was emptied; to begin anew, give load_state_dict an empty 'state'"
         require(len(self.state) >= self._states, emptied)
         self._engine.step()
-        self._states = len(self.state)
+        self._states = len(self.state) * self._engine.placed
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -147,8 +146,8 @@ class StreamOptimizer(ResidentOptimizer):
         self._engine.drain()
         own, counts, weight = self.state, self.counts, self._engine.weight_of
         try:
-            shown = {p: shown_state(weight(p), self.state_of(p), counts[p]) for p in own if counts[p]}
-            self.state = shown if self._before is None else self._before
+            if self._engine.placed:
+                self.state = {p: shown_state(weight(p), self.state_of(p), counts[p]) for p in own if counts[p]}
             return super().state_dict()
         finally:
             self.state = own
@@ -169,10 +168,10 @@ class StreamOptimizer(ResidentOptimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         found = dict(zip(params, saved, strict=True))
         self._check(found)
-        if self._before is None:
+        if self._engine.placed:
             self.take_over(found)
-        else:  # nothing has its place yet
-            self._before = found
+        else:
+            self.state = found
         for mine, given in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in given.items() if k != "params"})
 
@@ -186,10 +185,8 @@ class StreamOptimizer(ResidentOptimizer):
                 saved = {key: value for key, value in found[param].items() if key not in spare}
                 check_state(param, own, saved, repr(names[param]))
 
-    def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]] | None = None) -> None:
-        """Copy states, by parameter, into those held here; by default what has waited until everything has its place. A
-        parameter whose state is empty starts anew."""
-        found, self._before = self._before if found is None else found, None
+    def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
         weight = self._engine.weight_of
         self._engine.drain()
         for param, saved in found.items():
@@ -198,9 +195,9 @@ class StreamOptimizer(ResidentOptimizer):
 
     def device_tensors(self) -> list[Tensor]:
         """What lies on the device between steps: all that does not stream, with its state, and the streams' buffers."""
-        engine = self._engine
+        engine, held = self._engine, self.state if self._engine.placed else {}
         there = [p for p in engine.model.parameters() if id(p) not in engine.streamed]
-        state = [v for p in there if id(p) not in engine.travelling for v in self.state.get(p, {}).values()]
+        state = [v for p in there if id(p) not in engine.travelling for v in held.get(p, {}).values()]
         own = [] if engine.schedule is None else engine.schedule.device_tensors()
         return [*there, *engine.model.buffers(), *state, *own]
 
@@ -216,5 +213,5 @@ class StreamOptimizer(ResidentOptimizer):
         raise T1Error("a copy of a streamed model's optimizer would update nothing: copy its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        require(not hasattr(self, "_before"), "a group added to a streamed model's optimizer; add it before `stream`")
+        require(not hasattr(self, "_states"), "a group added to a streamed model's optimizer; add it before `stream`")
         super().add_param_group(param_group)
