@@ -18,7 +18,6 @@ from t1lib.errors import T1Error
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
 from t1lib.timing import NoTrace
-from t1lib.train.lanes import Mark
 from t1lib.train.layers import HostLayer
 from t1lib.train.schedule import Schedule
 
@@ -124,36 +123,35 @@ class Inputs:
         self.device, self.compute, self.trace = schedule.device, schedule.compute, trace
         self.inward, self.outward = schedule.inward, schedule.outward
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._leaving: list[OnHost] = []  # still on the device, while their copies may run
+        self.leaving: list[OnHost] = []  # still on the device, while their copies may run
 
     def put(self, tensor: Tensor, layer: int) -> "OnHost":
         """Queue the copy to the host. The `LEAVING` latest stay on the device for now."""
-        numel, spare = tensor.numel(), self.free[tensor.shape, tensor.dtype]
-        buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, self.device).view(tensor.shape)
-        self.outward.after(self.compute.mark())
-        with self.outward.active(), self.trace().span("out", "inputs", layer, self.outward.stream):
-            buffer.copy_(tensor, non_blocking=True)
-        before = weakref.ref(self._leaving[-1]) if self._leaving else lambda: None
-        found = OnHost(self, layer, before, buffer, tensor.detach(), self.outward.mark())
-        self._leaving.append(found)
-        if len(self._leaving) > LEAVING:  # the device's copy is free once it has left
-            first = self._leaving.pop(0)
-            self.compute.after(first._left)
-            first._left = first._tensor = None
-        return found
+        self.leaving.append(OnHost(self, tensor.detach(), layer))
+        if len(self.leaving) > LEAVING:
+            self.leaving.pop(0).leave()
+        return self.leaving[-1]
 
 
-@dataclass(eq=False)
 class OnHost:
-    """A tensor that waits on the host. before: gives the one that was put there before it, which is wanted after it"""
+    """A tensor that is copied to the host, and waits there."""
 
-    _inputs: Inputs
-    _layer: int
-    _before: "Callable[[], OnHost | None]"
-    _buffer: Tensor | None
-    _tensor: Tensor | None
-    _left: Mark
-    _back: Mark = None
+    def __init__(self, inputs: Inputs, tensor: Tensor, layer: int) -> None:
+        numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]
+        buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, inputs.device).view(tensor.shape)
+        self._inputs, self._layer, self._buffer, self._tensor = inputs, layer, buffer, tensor
+        # The one that was put there before it is wanted after it.
+        self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
+        lane = inputs.outward
+        lane.after(inputs.compute.mark())
+        with lane.active(), inputs.trace().span("out", "inputs", layer, lane.stream):
+            buffer.copy_(tensor, non_blocking=True)
+        self._left, self._back = lane.mark(), None
+
+    def leave(self) -> None:
+        """Free the device's copy once it has left."""
+        self._inputs.compute.after(self._left)
+        self._left = self._tensor = None
 
     def prefetch(self) -> None:
         """Start bringing it back."""
