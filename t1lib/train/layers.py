@@ -2,7 +2,6 @@
 same layout."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import wraps
 from typing import Any
 
@@ -130,12 +129,11 @@ class HostLayer(Traveller):
         self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
         self.trained = any(p.requires_grad for p in self.params.values())  # all of them, or none
         # What the schedule says: whether the device updates the layer, to which its state travels, or the CPU; what
-        # finishes updates and copies; places on the device, used in turn; when the copy of the weights is queued.
+        # finishes updates and copies; places on the device, used in turn.
         self.travels, self.keeps_gradients = False, True
         self.settle: Callable[[HostLayer], None] = lambda layer: None
         self.slot: Slot | None = None
         self.grad_slot: Slot | None = None
-        self.coming: Future | None = None
         self.views = layout.weights(self.flat)
         self.touched = False  # somebody may have written to the host's weights
         self.update: Update | None = None  # waits for its turn

@@ -62,7 +62,7 @@ class Schedule:
         joins = 0 < len(by_host) < len(trained) and precision.masters == "split"
         slots, grad_slots = cycle(self.weights), cycle(self.grads)
         for layer in self._order:
-            layer.slot, layer.coming = next(slots), None
+            layer.slot = next(slots)
             layer.settle, layer.keeps_gradients = self.settle, not in_backward
             layer.travels = layer in trained and layer not in by_host
             if layer in trained:
@@ -91,14 +91,14 @@ class Schedule:
         update. again: whether this is the second time in this step"""
         slot = layer.slot
         if slot.holds is not None:
-            self._arrive(slot.holds)  # a copy that is still to be queued would come too late
+            self.thread.wait(slot.holds.index)  # a copy that is still to be queued would come too late
         if layer.update is not None:
             slot.holds = layer
             self._begin_update(layer)
             return
         phase = "weights again" if again else "weights"
         slot.holds = None  # until the copy is sure to be queued
-        layer.coming = self.thread.then(layer.index, partial(self._copy_in, layer, phase, self._trace()))
+        self.thread.then(layer.index, partial(self._copy_in, layer, phase, self._trace()))
         slot.holds = layer
 
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
@@ -107,11 +107,6 @@ class Schedule:
         with lane.active(), trace.span("in", phase, layer.index, lane.stream):
             slot.flat.copy_(layer.flat, non_blocking=True)
         slot.filled = lane.mark()
-
-    def _arrive(self, layer: HostLayer) -> None:
-        if layer.coming is not None:
-            layer.coming.result()
-            layer.coming = None
 
     def bind(self, index: int, again: bool = False) -> None:
         """Point the layer's parameters at its slot, which the device finds filled."""
@@ -122,8 +117,7 @@ class Schedule:
             self._take_over_weights(layer)
         if layer.slot.holds is not layer:
             self.fetch(layer, again)
-        self._arrive(layer)
-        self.thread.check()
+        self.thread.wait(layer.index)
         self.compute.after(layer.slot.filled)
         if layer.waiting is not None and layer.update is None and not again:
             # The forward's inputs need the memory of these gradients. If there are to be more, all wait on the host.
@@ -300,7 +294,7 @@ class Schedule:
         given, slot = layer.update, layer.slot
         with uninterrupted():
             if slot.holds is layer:
-                self._arrive(layer)
+                self.thread.wait(layer.index)
                 known = (*given.known, slot.freed, slot.filled)
                 given = given._replace(known=known, onto=slot.flat, there=self._read_slots)
             *_, (layer.arrived, updated) = self.travel.by_piece(layer, given)
@@ -319,7 +313,6 @@ class Schedule:
         """Let nothing that is queued touch the layer's host memory any more."""
         self.finish(layer)
         if layer.slot.holds is layer:
-            self._arrive(layer)
             wait_for(layer.slot.filled)
 
     def drain(self) -> None:
