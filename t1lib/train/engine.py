@@ -19,7 +19,7 @@ from t1lib.plan.cost import Choice, which_stay
 from t1lib.timing import NoTrace
 from t1lib.train.activations import Piece
 from t1lib.train.lanes import UpdateThread, uninterrupted
-from t1lib.train.layers import HostLayer, Layout, streamed_names, unwatched
+from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import StreamOptimizer, clear_gradients
 from t1lib.train.outer import Outer
 from t1lib.train.passes import Passes, without_caches
@@ -208,18 +208,6 @@ class Engine:
         """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
         self.optimizer.zero_grad(set_to_none)
         clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
-
-    @unwatched
-    def weight_of(self, param: nn.Parameter) -> Tensor:
-        """The parameter's values, where it lies; updates must be finished."""
-        return param.data
-
-    def changed(self) -> None:
-        """Weights and state were loaded: what was copied of them is out of date."""
-        for held in self.host:
-            held.touched = True
-        if self.outer is not None:
-            self.outer.refresh()
 
     def drain(self) -> None:
         """Wait until all updates have ended."""

@@ -142,10 +142,10 @@ class StreamOptimizer(ResidentOptimizer):
         """As of `torch.optim`, after all updates have ended; float32 masters of 16-bit parameters are under "master".
         Tensors are the optimizer's own, not copies."""
         self._engine.drain()
-        own, counts, weight = self.state, self.counts, self._engine.weight_of
+        own, counts = self.state, self.counts
         try:
             if self._engine.placed:
-                self.state = {p: shown_state(weight(p), self.state_of(p), counts[p]) for p in own if counts[p]}
+                self.state = {p: shown_state(p.detach(), self.state_of(p), counts[p]) for p in own if counts[p]}
             return super().state_dict()
         finally:
             self.state = own
@@ -185,11 +185,9 @@ class StreamOptimizer(ResidentOptimizer):
 
     def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
-        weight = self._engine.weight_of
         self._engine.drain()
         for param, saved in found.items():
-            self.counts[param] = take_state(weight(param), self.state_of(param), saved)
-        self._engine.changed()
+            self.counts[param] = take_state(param.detach(), self.state_of(param), saved)
 
     def device_tensors(self) -> list[Tensor]:
         """What lies on the device between steps: all that does not stream, with its state, and the streams' buffers."""
