@@ -282,18 +282,16 @@ class HostLayer(Traveller):
         """Raise `T1Error` for hooks that expect whole gradients, or weights that they may change."""
         for name, param in self.params.items():
             changes = len(param._post_accumulate_grad_hooks or ()) > 1  # one is ours
-            where = f"a hook on {name!r} of layer {self.index}"
-            require(not changes, f"{where}, after its gradient is accumulated; allowed: what runs after backward()")
-            parts = f"{where}, which would see {pieces} parts of its gradient; allowed: without micro_batch"
-            require(pieces == 1 or not param._backward_hooks, parts)
-            if name not in self.absent:
-                self._refuse_hook(name)
+            where = f"a hook on {name!r} of layer {self.index}, after its gradient is accumulated"
+            require(not changes, f"{where}; allowed: what runs after backward()")
+            self._refuse_hook(name, pieces > 1)
 
-    def _refuse_hook(self, name: str) -> None:
-        """Raise `T1Error` for a hook that would see a second part of what one backward adds up."""
-        again = self.latest == torch._C._current_graph_task_id() and self.params[name]._backward_hooks
-        parts = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient"
-        require(not again, f"{parts}; allowed: one forward per backward, and no loss on the weight itself")
+    def _refuse_hook(self, name: str, parts: bool = False) -> None:
+        """Raise `T1Error` for a hook that would see a part of what one backward adds up."""
+        parts |= name not in self.absent and self.latest == torch._C._current_graph_task_id()
+        where = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient; allowed: without"
+        whole = f"{where} micro_batch, one forward per backward, and no loss on the weight itself"
+        require(not (parts and self.params[name]._backward_hooks), whole)
 
     def bind(self, views: dict[str, Tensor]) -> None:
         """Point the parameters at the device's buffer."""

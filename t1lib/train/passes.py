@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
@@ -80,8 +80,9 @@ class Passes:
         input needs a gradient"""
         keep = save and index >= self._kept
         held, modules = self._schedule.layers.get(index), [*self.stack[index].modules()]
-        if held is not None:
-            _refuse_unmerging(modules)
+        merged = any(own.get("_disable_adapters") and own.get("merged_adapters") for own in map(vars, modules))
+        unmerged = "merged adapters that are disabled, which PEFT unmerges on the way: unmerge_adapter() first"
+        require(not merged or held is None, unmerged)  # it would take them out of a copy in a slot
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         rows = None if cached else self._micro_batch
@@ -195,12 +196,6 @@ class Passes:
         key = held.slot, held.grad_slot, self.stack[index].training, wanted
         with self._trace().span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
-
-
-def _refuse_unmerging(modules: list[nn.Module]) -> None:
-    """Raise `T1Error` for adapters that PEFT would take out of the weights within the call: of a copy in a slot."""
-    merged = any(own.get("_disable_adapters") and own.get("merged_adapters") for own in map(vars, modules))
-    require(not merged, "merged adapters that are disabled, which PEFT unmerges on the way: unmerge_adapter() first")
 
 
 def _cached(values: Iterable[Any], index: int) -> list[Tensor]:
