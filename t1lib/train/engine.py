@@ -18,7 +18,7 @@ from t1lib.optimizers import Precision
 from t1lib.plan.cost import Choice, which_stay
 from t1lib.timing import NoTrace
 from t1lib.train.activations import Piece
-from t1lib.train.lanes import UpdateThread, uninterrupted
+from t1lib.train.lanes import uninterrupted
 from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import StreamOptimizer, clear_gradients
 from t1lib.train.outer import Outer
@@ -135,7 +135,7 @@ class Engine:
         """Make what runs the layers."""
         self.choice, outer = choice, self._travelling() if choice.outer == "host" else []
         self.schedule = Schedule(self, outer, trains)
-        self._ending = weakref.finalize(self, _end, self.schedule.thread, self.device)
+        self._ending = weakref.finalize(self, self.schedule.thread.close)
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
@@ -229,13 +229,6 @@ class Engine:
             self.host, self.streamed = [], set()
             self._undo.close()
             self._let_go()
-
-
-def _end(thread: UpdateThread, device: torch.device) -> None:
-    """After the last reference to an engine: nothing may still be using the memory that goes with it."""
-    thread.close()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class _Instead:

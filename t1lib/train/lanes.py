@@ -71,7 +71,7 @@ class UpdateThread:
         self._turn = itertools.count()
         self._jobs: dict[int, Future] = {}  # the last one of each number
         self._error: Exception | None = None
-        self._own = 0  # the thread's number, from its first job on
+        self._own, self._device = 0, device  # the thread's number, from its first job on
 
     def submit(self, number: int, job: Callable[[], None]) -> None:
         """Run `job` on the thread, after the earlier ones of this number."""
@@ -107,8 +107,10 @@ class UpdateThread:
             raise self._error
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread, which may itself be the one that drops an engine last."""
+        """Finish what was submitted, on the device, too, and end the thread, which may itself drop an engine last."""
         self._pool.shutdown(wait=threading.get_ident() != self._own)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _run_next(self) -> None:
         self._own = threading.get_ident()

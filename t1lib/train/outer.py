@@ -236,11 +236,6 @@ class Outer:
         if any(held.grad is not None for held in self.held):
             self.ready()
 
-    def _take_over(self) -> None:
-        """Take over what was written to the weights on the device."""
-        if any(held.known != held.now for held in self.held):
-            self.refresh()
-
     def drain(self) -> None:
         self.ready()
         for held in self.held:
@@ -249,8 +244,10 @@ class Outer:
 
     @unwatched
     @torch.no_grad()
-    def refresh(self) -> None:
-        """The weights on the device may have been changed: the host's copies follow."""
+    def _take_over(self) -> None:
+        """Take over what was written to the weights on the device."""
+        if all(held.known == held.now for held in self.held):
+            return
         for held in self.held:
             wait_for(held.left)
             if not held.param.is_contiguous():  # assigned to `p.data`
