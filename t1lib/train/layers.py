@@ -324,8 +324,7 @@ class HostLayer(Traveller):
         given = {name: param.data for name, param in self.params.items()}
         for name, value in given.items():
             require(value.shape == self.views[name].shape, f"p.data of {name!r} was given another shape")
-        own = {name: (view.data_ptr(), view.stride()) for name, view in self.views.items()}
-        if any((value.data_ptr(), value.stride()) != own[name] for name, value in given.items()):
+        if not all(self.views[name].is_set_to(value) for name, value in given.items()):
             with torch.inference_mode(False):
                 self.flat = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
                 self.views = self.layout.weights(self.flat)

@@ -130,8 +130,7 @@ class Schedule:
 
     def _take_over_weights(self, layer: HostLayer) -> None:
         """Take over what may have been written to the host's weights; no slot holds them."""
-        self.settle(layer)  # a copy may be reading the memory that is given up
-        wait_for(layer.left)
+        layer.visit()  # a copy may be using the memory that is given up
         if layer.slot.holds is layer:
             layer.slot.holds = None
         layer.take_over()
