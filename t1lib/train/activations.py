@@ -18,7 +18,6 @@ from t1lib.errors import T1Error
 from t1lib.memory import pinned_zeros
 from t1lib.plan.cost import LEAVING
 from t1lib.timing import NoTrace
-from t1lib.train.lanes import Mark
 from t1lib.train.layers import HostLayer
 from t1lib.train.schedule import Schedule
 
@@ -52,76 +51,65 @@ def split_rows(piece: Piece, rows: int | None) -> list[Piece]:
     ]
 
 
-def autocast_again(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """What brings today's autocast state back in the recomputation. Its cache of narrowed weights is off: it would keep
-    those of all layers, and those of an earlier content of their slot."""
-    kind = device.type
-    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    return partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
-
-
-class Randomness:
-    """The state of the random number generators before a layer ran. used: whether the layer drew from them"""
-
-    def __init__(self, device: torch.device) -> None:
-        self._devices = [device] if device.type == "cuda" else []
-        self._states, self.used = self._now(), False
-
-    def _now(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
-
-    def note_use(self) -> None:
-        self.used = not all(torch.equal(a, b) for a, b in zip(self._states, self._now(), strict=True))
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the same numbers once more, and go on afterwards as if they had not been drawn."""
-        if not self.used:
-            yield
-            return
-        with torch.random.fork_rng(self._devices):
-            torch.set_rng_state(self._states[0])
-            for device in self._devices:
-                torch.cuda.set_rng_state(self._states[1], device)
-            yield
-
-
 MODES = ("training", "_active_adapter", "_disable_adapters")  # how a module is to run; the latter two are PEFT's
 
 
 @dataclass(eq=False)
 class Saved:
-    """What a layer's forward leaves for its backward, by micro-batch."""
+    """What a layer's forward leaves for its backward, by micro-batch; made as the forward begins."""
 
-    autocast: Callable[[], AbstractContextManager]  # brings the forward's state back
-    modes: list[tuple[Any, ...]]  # of each of the layer's modules
+    device: torch.device
+    modes: list[dict[str, Any]]  # of each of the layer's modules
     version: int  # of the weights
     rows: int | None  # that were computed at a time
-    random: list[Randomness] = field(default_factory=list)
+    random: list[list[Tensor] | None] = field(default_factory=list)  # generators' state before it, if it drew numbers
     graphs: list[tuple[Tensor, Tensor]] | None = None  # input and output with the graph between them, if it is kept
     input: "OnHost | None" = None
 
+    def __post_init__(self) -> None:
+        """Note the autocast state, for `autocast()`. Its cache of narrowed weights is off: it would keep those of all
+        layers, and those of an earlier content of their slot."""
+        kind = self.device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self.autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
+
+    def random_state(self) -> list[Tensor]:
+        """Of the random number generators: the CPU's, and that of a GPU."""
+        cuda = self.device.type == "cuda"
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if cuda else [])]
+
+    @contextmanager
+    def drawing_again(self, number: int) -> Iterator[None]:
+        """Draw what this micro-batch drew once more, and go on afterwards as if it had not been drawn."""
+        if self.random[number] is None:
+            yield
+            return
+        own, *others = self.random[number]
+        with torch.random.fork_rng([self.device] * len(others)):
+            torch.set_rng_state(own)
+            for state in others:
+                torch.cuda.set_rng_state(state, self.device)
+            yield
+
     @staticmethod
-    def modes_of(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
-        """`MODES` of each module, None where it has no such attribute."""
-        return [tuple(map(own.get, MODES)) for own in map(vars, modules)]
+    def modes_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+        """Those of `MODES` that each module has."""
+        return [{name: own[name] for name in MODES if name in own} for own in map(vars, modules)]
 
     @contextmanager
     def modes_again(self, layer: nn.Module) -> Iterator[None]:
         """Put the layer's modules back into the modes, training or evaluation and their adapters, in which its forward
         ran."""
-        modules, changed = [*layer.modules()], []
-        for module, now, then in zip(modules, self.modes_of(modules), self.modes, strict=False):
-            if now != then:
-                changed += [(module, *entry) for entry in zip(MODES, now, then, strict=True) if entry[1] != entry[2]]
+        modules = [*layer.modules()]
+        each = zip(map(vars, modules), self.modes_of(modules), self.modes, strict=False)
+        changed = [(own, now, then) for own, now, then in each if now != then]
         try:
-            for module, name, _, then in changed:
-                setattr(module, name, then)
+            for own, _, then in changed:
+                own.update(then)
             yield
         finally:
-            for module, name, now, then in changed:
-                if getattr(module, name) == then:  # unless a hook has set it meanwhile
-                    setattr(module, name, now)
+            for own, now, then in changed:  # unless a hook has set it meanwhile
+                own.update({name: value for name, value in now.items() if own[name] == then.get(name)})
 
 
 class Inputs:
@@ -135,36 +123,35 @@ class Inputs:
         self.device, self.compute, self.trace = schedule.device, schedule.compute, trace
         self.inward, self.outward = schedule.inward, schedule.outward
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._leaving: list[OnHost] = []  # still on the device, while their copies may run
+        self.leaving: list[OnHost] = []  # still on the device, while their copies may run
 
     def put(self, tensor: Tensor, layer: int) -> "OnHost":
         """Queue the copy to the host. The `LEAVING` latest stay on the device for now."""
-        numel, spare = tensor.numel(), self.free[tensor.shape, tensor.dtype]
-        buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, self.device).view(tensor.shape)
-        self.outward.after(self.compute.mark())
-        with self.outward.active(), self.trace().span("out", "inputs", layer, self.outward.stream):
-            buffer.copy_(tensor, non_blocking=True)
-        before = weakref.ref(self._leaving[-1]) if self._leaving else lambda: None
-        found = OnHost(self, layer, before, buffer, tensor.detach(), self.outward.mark())
-        self._leaving.append(found)
-        if len(self._leaving) > LEAVING:  # the device's copy is free once it has left
-            first = self._leaving.pop(0)
-            self.compute.after(first._left)
-            first._left = first._tensor = None
-        return found
+        self.leaving.append(OnHost(self, tensor.detach(), layer))
+        if len(self.leaving) > LEAVING:
+            self.leaving.pop(0).leave()
+        return self.leaving[-1]
 
 
-@dataclass(eq=False)
 class OnHost:
-    """A tensor that waits on the host. before: gives the one that was put there before it, which is wanted after it"""
+    """A tensor that is copied to the host, and waits there."""
 
-    _inputs: Inputs
-    _layer: int
-    _before: "Callable[[], OnHost | None]"
-    _buffer: Tensor | None
-    _tensor: Tensor | None
-    _left: Mark
-    _back: Mark = None
+    def __init__(self, inputs: Inputs, tensor: Tensor, layer: int) -> None:
+        numel, spare = tensor.numel(), inputs.free[tensor.shape, tensor.dtype]
+        buffer = spare.pop() if spare else pinned_zeros(numel, tensor.dtype, inputs.device).view(tensor.shape)
+        self._inputs, self._layer, self._buffer, self._tensor = inputs, layer, buffer, tensor
+        # The one that was put there before it is wanted after it.
+        self._before = weakref.ref(inputs.leaving[-1]) if inputs.leaving else lambda: None
+        lane = inputs.outward
+        lane.after(inputs.compute.mark())
+        with lane.active(), inputs.trace().span("out", "inputs", layer, lane.stream):
+            buffer.copy_(tensor, non_blocking=True)
+        self._left, self._back = lane.mark(), None
+
+    def leave(self) -> None:
+        """Free the device's copy once it has left."""
+        self._inputs.compute.after(self._left)
+        self._left = self._tensor = None
 
     def prefetch(self) -> None:
         """Start bringing it back."""

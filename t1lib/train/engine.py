@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,8 +18,8 @@ from t1lib.optimizers import Precision
 from t1lib.plan.cost import Choice, which_stay
 from t1lib.timing import NoTrace
 from t1lib.train.activations import Piece
-from t1lib.train.lanes import UpdateThread, uninterrupted
-from t1lib.train.layers import HostLayer, Layout, streamed_names, unwatched
+from t1lib.train.lanes import uninterrupted
+from t1lib.train.layers import HostLayer, Layout, streamed_names
 from t1lib.train.optimizer import StreamOptimizer, clear_gradients
 from t1lib.train.outer import Outer
 from t1lib.train.passes import Passes, without_caches
@@ -85,7 +86,7 @@ class Engine:
         for index, layer in enumerate(self.stack):
             self._replace(layer, "forward", _Instead(me, Engine.run, index))
             self._replace(layer, "_apply", partial(_apply, self.layout.dtype, True, layer))
-        self._replace(self.model, "zero_grad", partial(_zero_grad, me, self.model))
+        self._replace(self.model, "zero_grad", _Instead(me, Engine.zero_grad))
         self._replace(self.model, "_apply", partial(_apply, self.layout.dtype, False, self.model))
         if hasattr(self.model, "config"):
             self._undo.callback(self.model.register_forward_pre_hook(refuse_recorded, with_kwargs=True).remove)
@@ -107,7 +108,8 @@ class Engine:
             self.streamed.difference_update(map(id, held.params.values()))
         self.host = list(compress(self.host, ~stay))
         self._run_with(choice, trains=True)
-        state, counts = self.optimizer.state, self.optimizer.counts
+        before, counts = self.optimizer.state, self.optimizer.counts
+        state = self.optimizer.state = defaultdict(dict)
         for held in self.host:
             views = {key: self.layout.views(flat) for key, flat in held.state.items()}
             for name, param in held.params.items():
@@ -118,7 +120,7 @@ class Engine:
             counts[held.param] = 0
             state[held.param] = {key: flat.view(held.param.shape) for key, flat in held.state.items()}
         self.placed = True
-        self.optimizer.take_over()
+        self.optimizer.take_over(before)
 
     def _travelling(self) -> list[nn.Parameter]:
         """Trained matrices outside the layers, of the layers' dtype, whose gradients are dense."""
@@ -133,7 +135,7 @@ class Engine:
         """Make what runs the layers."""
         self.choice, outer = choice, self._travelling() if choice.outer == "host" else []
         self.schedule = Schedule(self, outer, trains)
-        self._ending = weakref.finalize(self, _end, self.schedule.thread, self.device)
+        self._ending = weakref.finalize(self, self.schedule.thread.close)
         if outer:
             self.outer = Outer(self, outer)
             if self.outer.embed is not None:
@@ -202,17 +204,10 @@ class Engine:
         found = dict.fromkeys([*self.model.parameters(), *self.others()])
         return [p for p in found if id(p) not in self.streamed]
 
-    @unwatched
-    def weight_of(self, param: nn.Parameter) -> Tensor:
-        """The parameter's values, where it lies; updates must be finished."""
-        return param.data
-
-    def changed(self) -> None:
-        """Weights and state were loaded: what was copied of them is out of date."""
-        for held in self.host:
-            held.touched = True
-        if self.outer is not None:
-            self.outer.refresh()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
+        self.optimizer.zero_grad(set_to_none)
+        clear_gradients(self.unstreamed(), set_to_none)  # the optimizer may not have all of them
 
     def drain(self) -> None:
         """Wait until all updates have ended."""
@@ -236,20 +231,13 @@ class Engine:
             self._let_go()
 
 
-def _end(thread: UpdateThread, device: torch.device) -> None:
-    """After the last reference to an engine: nothing may still be using the memory that goes with it."""
-    thread.close()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class _Instead:
-    """In place of a module's forward: a method of the engine. index: the layer's, as its first argument"""
+    """In place of a module's method: one of the engine. index: of a layer, as its first argument"""
 
-    def __init__(self, engine: "weakref.ref[Engine]", method: Callable[..., Tensor], *index: int) -> None:
+    def __init__(self, engine: "weakref.ref[Engine]", method: Callable[..., Any], *index: int) -> None:
         self._engine, self._method, self._index = engine, method, index
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
         gone = "the model's optimizer is gone: keep what `stream` returned as long as the model runs"
         require(engine is not None, gone)
@@ -257,15 +245,6 @@ class _Instead:
 
     def __reduce__(self) -> Any:  # `copy.deepcopy` and `pickle` come here
         raise T1Error("a copy of a streamed model would run the original's layers: copy its state_dict()")
-
-
-def _zero_grad(me: "weakref.ref[Engine]", model: nn.Module, set_to_none: bool = True) -> None:
-    """In place of `nn.Module.zero_grad`, which looks at each gradient first, and so would wait for all updates."""
-    engine = me()
-    if engine is not None:
-        engine.optimizer.zero_grad(set_to_none)
-    rest = [p for p in model.parameters() if engine is None or id(p) not in engine.streamed]
-    clear_gradients(rest, set_to_none)  # the optimizer may not have all of them
 
 
 def _apply(

@@ -1,5 +1,6 @@
 """What streaming runs on: ordered queues of device work, marks between them, and the thread that updates layers."""
 
+import itertools
 import queue
 import signal
 import threading
@@ -67,37 +68,30 @@ class UpdateThread:
         # Its thread starts with the first job, knows no engine while it has none, and ends before the interpreter does.
         self._pool = ThreadPoolExecutor(1, "t1-update", partial(_prepare, device))
         self._waiting: queue.PriorityQueue = queue.PriorityQueue()
-        self._jobs: dict[int, Future] = {}  # that are not done
+        self._turn = itertools.count()
+        self._jobs: dict[int, Future] = {}  # the last one of each number
         self._error: Exception | None = None
-        self._own = 0  # the thread's number, from its first job on
+        self._own, self._device = 0, device  # the thread's number, from its first job on
 
-    def submit(self, number: int, update: Callable[[], None]) -> None:
-        """Run `update` on the thread, once the earlier job of this number is done."""
-        self.wait(number)
-        self._jobs[number] = Future()
-        self._waiting.put((number, update))
-        self._pool.submit(self._run_next)
+    def submit(self, number: int, job: Callable[[], None]) -> None:
+        """Run `job` on the thread, after the earlier ones of this number."""
+        with uninterrupted():  # else somebody could wait for a job that is never run
+            done = self._jobs[number] = Future()
+            self._waiting.put((number, next(self._turn), job, done))
+            self._pool.submit(self._run_next)
 
-    def then(self, number: int, action: Callable[[], None]) -> Future:
-        """Run `action` once the job of this number is done: now, or later on the thread, but not after an error. The
-        future tells when, or raises the error."""
-        done, job = Future(), self._jobs.get(number)
-
-        def act(_: Future | None = None) -> None:
-            try:
-                self.check()
-                done.set_result(action())
-            except Exception as error:
-                done.set_exception(error)
-
-        act() if job is None else job.add_done_callback(act)
-        return done
+    def then(self, number: int, job: Callable[[], None]) -> None:
+        """Run `job` once those of this number are done: now, or later on the thread."""
+        self.check()
+        if number in self._jobs and not self._jobs[number].done():
+            self.submit(number, job)
+        else:
+            job()
 
     def wait(self, number: int) -> None:
-        """Wait until the job of this number, if there is one, is done."""
-        job = self._jobs.get(number)
-        if job is not None:
-            job.result()
+        """Wait until the jobs of this number are done."""
+        if number in self._jobs:
+            self._jobs[number].result()
         self.check()
 
     def first_done(self, numbers: Iterable[int]) -> int:
@@ -113,21 +107,21 @@ class UpdateThread:
             raise self._error
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread, which may itself be the one that drops an engine last."""
+        """Finish what was submitted, on the device, too, and end the thread, which may itself drop an engine last."""
         self._pool.shutdown(wait=threading.get_ident() != self._own)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _run_next(self) -> None:
         self._own = threading.get_ident()
-        number, update = self._waiting.get()
+        _, _, job, done = self._waiting.get()
         try:
             self.check()
-            update()
+            job()
         except Exception as error:
             self._error = error
-        # Before anybody learns that it is done, and submits another one of this number, or counts what memory is held.
-        job = self._jobs.pop(number)
-        del update
-        job.set_result(None)
+        del job  # before anybody learns that it is done, and counts what memory is held
+        done.set_result(None)
 
 
 def _prepare(device: torch.device) -> None:

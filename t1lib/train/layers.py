@@ -2,7 +2,6 @@
 same layout."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import wraps
 from typing import Any
 
@@ -130,29 +129,26 @@ class HostLayer(Traveller):
         self.groups = {n: groups[id(p)] for n, p in self.params.items() if id(p) in groups}
         self.trained = any(p.requires_grad for p in self.params.values())  # all of them, or none
         # What the schedule says: whether the device updates the layer, to which its state travels, or the CPU; what
-        # finishes updates and copies; places on the device, used in turn; when the copy of the weights is queued.
+        # finishes updates and copies; places on the device, used in turn.
         self.travels, self.keeps_gradients = False, True
         self.settle: Callable[[HostLayer], None] = lambda layer: None
         self.slot: Slot | None = None
         self.grad_slot: Slot | None = None
-        self.coming: Future | None = None
         self.views = layout.weights(self.flat)
         self.touched = False  # somebody may have written to the host's weights
         self.update: Update | None = None  # waits for its turn
         self.grads: Tensor | None = None  # on the host, flat, once there are any
         self.grad_views: dict[str, Tensor] = {}
         self.waiting: list[Tensor] | None = None  # gradients on the device instead, in pieces
-        self.shown = False  # whether somebody has looked at them, and may hold them
-        self._left = False  # whether some of those that were looked at are None by now
+        self.apart: dict[str, Tensor] = {}  # those that somebody has looked at or set: hers, and what counts
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
+        self.latest = -1  # autograd's number of the last backward that gave gradients
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
-        self.apart: dict[str, Tensor] = {}  # gradients that were set while somebody held those before them
         self.written = False  # the master may have to follow weights that somebody wrote
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
@@ -161,7 +157,9 @@ class HostLayer(Traveller):
                 self.set_gradient(param, param.grad)
                 param.grad = None
             if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(_gradient_came))
+                # It names no layer, as autograd would keep it, and with it the model, alive.
+                came = param.register_post_accumulate_grad_hook(lambda param: param._home.gradient_came(param))
+                self._hooks.append(came)
             param.__class__, param._home = Streamed, self  # whoever looks at it waits for what is still under way
 
     @property
@@ -195,14 +193,16 @@ class HostLayer(Traveller):
         self.touched = True
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """`p.grad`: complete, on the host."""
+        """`p.grad`: complete, on the host, in memory of its own, which whoever looks may keep, and change."""
         name = self._name_of(param)
         if name in self.absent:
             return None
-        self.see_gradients()
-        self.shown = True
-        found = self.apart[name] if name in self.apart else self.grad_views[name]
-        return found.detach()  # another tensor, so that its memory is seen to be held
+        if name not in self.apart:
+            self.see_gradients()
+            with torch.inference_mode(False):
+                self.apart[name] = self.grad_views[name].clone()
+        self.norms = None
+        return self.apart[name]
 
     def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
         """A parameter's name. kept: raise `T1Error` if its gradient is not"""
@@ -238,11 +238,7 @@ class HostLayer(Traveller):
             given, param.grad = param.grad, None
         if name not in self.absent:
             self._refuse_hook(name)
-            self.gather()
-            self.see_gradients()
-            given = given + self.grad_views[name]
-        elif not self.has_gradients:
-            self.backward = torch._C._current_graph_task_id()
+            given = given + self.gradient(param)
         self.latest = torch._C._current_graph_task_id()
         self.set_gradient(param, given)
 
@@ -252,58 +248,30 @@ class HostLayer(Traveller):
         if value is None:
             self.apart.pop(name, None)
             self.absent.add(name)
-            self._left |= self.shown
-            return
-        self.see_gradients()
-        own = self.grad_views.get(name)
-        self.absent.discard(name)
-        if own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
-            self.apart.pop(name, None)
-        elif self.shown and self._is_held():
-            self.apart[name] = value.detach().to("cpu", self.layout.dtype, copy=True)
         else:
-            self.room_for_gradients()
-            self.grad_views[name].copy_(value)
+            self.apart[name] = value.detach().to("cpu", self.layout.dtype).view(self.layout.shapes[name])
+            self.absent.discard(name)
 
     def gather(self) -> None:
-        """Put the gradients that were set apart into the buffer, or all into another one if somebody holds it."""
-        if not self.apart:
-            return
+        """Let the buffer hold what counts, also where somebody has looked and may have changed it."""
+        self.room_for_gradients()
         self.see_gradients()
-        apart, self.apart, before = self.apart, {}, self.grad_views
-        if self._is_held():
-            self.grads, self.grad_views, self.shown = None, {}, False
-            self.room_for_gradients()
-        for name in self.params.keys() - self.absent:
-            self.grad_views[name].copy_(apart[name] if name in apart else before[name])
+        for name, grad in self.apart.items():
+            self.grad_views[name].copy_(grad)
 
     def forget_gradients(self) -> None:
         """All gradients are None from here on."""
         self.absent, self.norms, self.scale, self.apart = set(self.params), None, None, {}
-        self._left |= self.shown
-        self.shown = False
-
-    def _is_held(self) -> bool:
-        """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
-        return torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
-        self.gather()
+        """Multiply the gradients: those in the buffer as soon as somebody looks or the update reads them."""
+        if self.apart:
+            torch._foreach_mul_(list(self.apart.values()), factor.to("cpu"))
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
-        if self.shown:
-            self.see_gradients()
 
     def room_for_gradients(self) -> Tensor:
-        """The host buffer for gradients, made when it is first needed. Memory of gradients that are None by now is left
-        to whoever still holds them."""
-        if self._left and self.grads is not None and self._is_held():
-            self.settle(self)  # an update under way may be what holds them
-            wait_for(self.arrived)
-            if self._is_held():
-                self.grads, self.grad_views = None, {}
-        self._left = False
+        """The host buffer for gradients, made when it is first needed."""
         if self.grads is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
                 self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
@@ -314,18 +282,16 @@ class HostLayer(Traveller):
         """Raise `T1Error` for hooks that expect whole gradients, or weights that they may change."""
         for name, param in self.params.items():
             changes = len(param._post_accumulate_grad_hooks or ()) > 1  # one is ours
-            where = f"a hook on {name!r} of layer {self.index}"
-            require(not changes, f"{where}, after its gradient is accumulated; allowed: what runs after backward()")
-            parts = f"{where}, which would see {pieces} parts of its gradient; allowed: without micro_batch"
-            require(pieces == 1 or not param._backward_hooks, parts)
-            if name not in self.absent:
-                self._refuse_hook(name)
+            where = f"a hook on {name!r} of layer {self.index}, after its gradient is accumulated"
+            require(not changes, f"{where}; allowed: what runs after backward()")
+            self._refuse_hook(name, pieces > 1)
 
-    def _refuse_hook(self, name: str) -> None:
-        """Raise `T1Error` for a hook that would see a second part of what one backward adds up."""
-        again = self.latest == torch._C._current_graph_task_id() and self.params[name]._backward_hooks
-        parts = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient"
-        require(not again, f"{parts}; allowed: one forward per backward, and no loss on the weight itself")
+    def _refuse_hook(self, name: str, parts: bool = False) -> None:
+        """Raise `T1Error` for a hook that would see a part of what one backward adds up."""
+        parts |= name not in self.absent and self.latest == torch._C._current_graph_task_id()
+        where = f"a hook on {name!r} of layer {self.index}, which would see parts of its gradient; allowed: without"
+        whole = f"{where} micro_batch, one forward per backward, and no loss on the weight itself"
+        require(not (parts and self.params[name]._backward_hooks), whole)
 
     def bind(self, views: dict[str, Tensor]) -> None:
         """Point the parameters at the device's buffer."""
@@ -342,7 +308,6 @@ class HostLayer(Traveller):
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
         if self.has_gradients and self.keeps_gradients:
             self.gather()
-            self.see_gradients()
         for hook in self._hooks:
             hook.remove()
         for name, param in self.params.items():
@@ -359,8 +324,7 @@ class HostLayer(Traveller):
         given = {name: param.data for name, param in self.params.items()}
         for name, value in given.items():
             require(value.shape == self.views[name].shape, f"p.data of {name!r} was given another shape")
-        own = {name: (view.data_ptr(), view.stride()) for name, view in self.views.items()}
-        if any((value.data_ptr(), value.stride()) != own[name] for name, value in given.items()):
+        if not all(self.views[name].is_set_to(value) for name, value in given.items()):
             with torch.inference_mode(False):
                 self.flat = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)
                 self.views = self.layout.weights(self.flat)
@@ -378,8 +342,3 @@ class HostLayer(Traveller):
 
     def __reduce__(self) -> Any:  # `pickle` comes here, from the parameters
         raise T1Error("a streamed model cannot be pickled: save its state_dict()")
-
-
-def _gradient_came(param: Streamed) -> None:
-    """The hook of a streamed parameter. It names no layer, as autograd would keep it, and with it the model, alive."""
-    param._home.gradient_came(param)

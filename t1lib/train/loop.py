@@ -285,7 +285,7 @@ class Trainer:
 
     def _weight(self, name: str) -> Tensor:
         """This process's shard of a parameter, where it lies."""
-        return self.model.get_parameter(name).data
+        return self.model.get_parameter(name).detach()
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         """A whole copy, on the CPU, of a tensor (weights or state) of which each process has the parameter's shard."""

@@ -61,9 +61,8 @@ class StreamOptimizer(ResidentOptimizer):
         # The user's hooks stay, of `step` for instance; the same dicts, so that handles still remove them.
         vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
         self._states = 0  # parameters with state, at the last step
-        # State that waits until the engine has placed everything; None from then on.
-        self._before: dict[nn.Parameter, dict[str, Any]] | None = {p: dict(s) for p, s in optimizer.state.items()}
-        self._check(self._before)
+        self.state |= {p: dict(s) for p, s in optimizer.state.items()}  # as it was given, until all has its place
+        self._check(self.state)
         self._with_momentum = [bool(group.get("momentum")) for group in self.param_groups]
 
     @torch.no_grad()
@@ -85,7 +84,7 @@ class StreamOptimizer(ResidentOptimizer):
         emptied = "the optimizer's state was emptied; to begin anew, give load_state_dict an empty 'state'"
         require(len(self.state) >= self._states, emptied)
         self._engine.step()
-        self._states = len(self.state)
+        self._states = len(self.state) * self._engine.placed
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -94,8 +93,7 @@ class StreamOptimizer(ResidentOptimizer):
                 layer.forget_gradients()
             elif layer.has_gradients:
                 layer.gather()
-                layer.see_gradients()
-                layer.grads.zero_()
+                torch._foreach_zero_([layer.grads, *layer.apart.values()])
         clear_gradients(self._engine.others(), set_to_none)
 
     @torch.no_grad()
@@ -124,11 +122,10 @@ class StreamOptimizer(ResidentOptimizer):
             if layer.trained and (layer.norms is not None or layer.has_gradients):
                 if layer.norms is None:
                     layer.gather()
-                    layer.see_gradients()
                     found = {n: grad for n, grad in layer.grad_views.items() if n not in layer.absent}
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
                 norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
-                if layer.shown:  # she may change what she holds
+                if layer.apart:  # she may change what she holds
                     layer.norms = None
         others = [p for p in engine.unstreamed() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:
@@ -145,10 +142,10 @@ class StreamOptimizer(ResidentOptimizer):
         """As of `torch.optim`, after all updates have ended; float32 masters of 16-bit parameters are under "master".
         Tensors are the optimizer's own, not copies."""
         self._engine.drain()
-        own, counts, weight = self.state, self.counts, self._engine.weight_of
+        own, counts = self.state, self.counts
         try:
-            shown = {p: shown_state(weight(p), self.state_of(p), counts[p]) for p in own if counts[p]}
-            self.state = shown if self._before is None else self._before
+            if self._engine.placed:
+                self.state = {p: shown_state(p.detach(), self.state_of(p), counts[p]) for p in own if counts[p]}
             return super().state_dict()
         finally:
             self.state = own
@@ -169,10 +166,10 @@ class StreamOptimizer(ResidentOptimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         found = dict(zip(params, saved, strict=True))
         self._check(found)
-        if self._before is None:
+        if self._engine.placed:
             self.take_over(found)
-        else:  # nothing has its place yet
-            self._before = found
+        else:
+            self.state = found
         for mine, given in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in given.items() if k != "params"})
 
@@ -186,21 +183,17 @@ class StreamOptimizer(ResidentOptimizer):
                 saved = {key: value for key, value in found[param].items() if key not in spare}
                 check_state(param, own, saved, repr(names[param]))
 
-    def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]] | None = None) -> None:
-        """Copy states, by parameter, into those held here; by default what has waited until everything has its place. A
-        parameter whose state is empty starts anew."""
-        found, self._before = self._before if found is None else found, None
-        weight = self._engine.weight_of
+    def take_over(self, found: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Copy states, by parameter, into those held here. A parameter whose state is empty starts anew."""
         self._engine.drain()
         for param, saved in found.items():
-            self.counts[param] = take_state(weight(param), self.state_of(param), saved)
-        self._engine.changed()
+            self.counts[param] = take_state(param.detach(), self.state_of(param), saved)
 
     def device_tensors(self) -> list[Tensor]:
         """What lies on the device between steps: all that does not stream, with its state, and the streams' buffers."""
-        engine = self._engine
+        engine, held = self._engine, self.state if self._engine.placed else {}
         there = [p for p in engine.model.parameters() if id(p) not in engine.streamed]
-        state = [v for p in there if id(p) not in engine.travelling for v in self.state.get(p, {}).values()]
+        state = [v for p in there if id(p) not in engine.travelling for v in held.get(p, {}).values()]
         own = [] if engine.schedule is None else engine.schedule.device_tensors()
         return [*there, *engine.model.buffers(), *state, *own]
 
@@ -216,5 +209,5 @@ class StreamOptimizer(ResidentOptimizer):
         raise T1Error("a copy of a streamed model's optimizer would update nothing: copy its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        require(not hasattr(self, "_before"), "a group added to a streamed model's optimizer; add it before `stream`")
+        require(not hasattr(self, "_states"), "a group added to a streamed model's optimizer; add it before `stream`")
         super().add_param_group(param_group)

@@ -9,14 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from t1lib.errors import T1Error, require
 from t1lib.plan.work import launch_bound
-from t1lib.train.activations import Inputs, Piece, Randomness, Recompute, Saved, autocast_again, kept_graph, split_rows
+from t1lib.train.activations import Inputs, Piece, Recompute, Saved, kept_graph, split_rows
 from t1lib.train.graphs import LayerGraphs
 from t1lib.train.lanes import uninterrupted
 
@@ -80,17 +80,17 @@ class Passes:
         input needs a gradient"""
         keep = save and index >= self._kept
         held, modules = self._schedule.layers.get(index), [*self.stack[index].modules()]
-        modes = Saved.modes_of(modules)
-        if held is not None:
-            _refuse_unmerging(modules, modes)
+        merged = any(own.get("_disable_adapters") and own.get("merged_adapters") for own in map(vars, modules))
+        unmerged = "merged adapters that are disabled, which PEFT unmerges on the way: unmerge_adapter() first"
+        require(not merged or held is None, unmerged)  # it would take them out of a copy in a slot
         version, graphs = 0 if held is None else held.version, [] if keep else None
         cached = any(isinstance(value, Cache) for value in (*whole.args, *whole.kwargs.values()))
         rows = None if cached else self._micro_batch
-        saved, outputs = Saved(autocast_again(self.device), modes, version, rows, graphs=graphs), []
+        saved, outputs = Saved(self.device, Saved.modes_of(modules), version, rows, graphs=graphs), []
         self._schedule.bind(index)
         try:
             for piece in split_rows(whole, rows):
-                random = Randomness(self.device) if save and not keep else None
+                before = saved.random_state() if save and not keep else None
                 with saved.autocast(), self._trace().span("compute", "forward", index):
                     if keep:
                         saved.graphs.append(self._with_graph(index, piece, wanted))
@@ -104,10 +104,10 @@ class Passes:
                 lost = f"layer {index} is frozen, but something in it, or an argument, needs a gradient"
                 require(save or not out.requires_grad, lost)
                 outputs.append(out.detach())
-                if random is not None:
-                    random.note_use()
-                    saved.random.append(random)
-                    if random.used and self._graphs is not None:
+                if before is not None:
+                    drew = not all(map(torch.equal, before, saved.random_state()))
+                    saved.random.append(before if drew else None)
+                    if drew and self._graphs is not None:
                         self._graphs.stop()
             if self._outer is not None:
                 self._outer.forward_done(index)
@@ -159,11 +159,11 @@ class Passes:
                     x, out = piece
                 else:
                     with saved.autocast():
-                        if not saved.random[k].used and self._may_replay(index, piece):
+                        if saved.random[k] is None and self._may_replay(index, piece):
                             found.append(self._replay(index, piece, part, wanted, first=k == 0))
                             replayed = True
                             continue
-                        with saved.random[k].again(), self._trace().span("compute", "recompute", index):
+                        with saved.drawing_again(k), self._trace().span("compute", "recompute", index):
                             x, out = self._with_graph(index, piece, wanted, again=True)
                 if k == 0:
                     schedule.want_gradients(index)  # not before: it waits for a slot
@@ -196,13 +196,6 @@ class Passes:
         key = held.slot, held.grad_slot, self.stack[index].training, wanted
         with self._trace().span("compute", "backward", index):
             return self._graphs.run(index, key, call, piece.hidden.detach(), part, piece.args, piece.kwargs)
-
-
-def _refuse_unmerging(modules: list[nn.Module], modes: list[tuple[Any, ...]]) -> None:
-    """Raise `T1Error` for adapters that PEFT would take out of the weights within the call: of a copy in a slot."""
-    off = (module for module, mode in zip(modules, modes, strict=True) if mode[-1])
-    merged = any(vars(module).get("merged_adapters") for module in off)
-    require(not merged, "merged adapters that are disabled, which PEFT unmerges on the way: unmerge_adapter() first")
 
 
 def _cached(values: Iterable[Any], index: int) -> list[Tensor]:

@@ -62,7 +62,7 @@ class Schedule:
         joins = 0 < len(by_host) < len(trained) and precision.masters == "split"
         slots, grad_slots = cycle(self.weights), cycle(self.grads)
         for layer in self._order:
-            layer.slot, layer.coming = next(slots), None
+            layer.slot = next(slots)
             layer.settle, layer.keeps_gradients = self.settle, not in_backward
             layer.travels = layer in trained and layer not in by_host
             if layer in trained:
@@ -91,14 +91,14 @@ class Schedule:
         update. again: whether this is the second time in this step"""
         slot = layer.slot
         if slot.holds is not None:
-            self._arrive(slot.holds)  # a copy that is still to be queued would come too late
+            self.thread.wait(slot.holds.index)  # a copy that is still to be queued would come too late
         if layer.update is not None:
             slot.holds = layer
             self._begin_update(layer)
             return
         phase = "weights again" if again else "weights"
         slot.holds = None  # until the copy is sure to be queued
-        layer.coming = self.thread.then(layer.index, partial(self._copy_in, layer, phase, self._trace()))
+        self.thread.then(layer.index, partial(self._copy_in, layer, phase, self._trace()))
         slot.holds = layer
 
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
@@ -107,11 +107,6 @@ class Schedule:
         with lane.active(), trace.span("in", phase, layer.index, lane.stream):
             slot.flat.copy_(layer.flat, non_blocking=True)
         slot.filled = lane.mark()
-
-    def _arrive(self, layer: HostLayer) -> None:
-        if layer.coming is not None:
-            layer.coming.result()
-            layer.coming = None
 
     def bind(self, index: int, again: bool = False) -> None:
         """Point the layer's parameters at its slot, which the device finds filled."""
@@ -122,8 +117,7 @@ class Schedule:
             self._take_over_weights(layer)
         if layer.slot.holds is not layer:
             self.fetch(layer, again)
-        self._arrive(layer)
-        self.thread.check()
+        self.thread.wait(layer.index)
         self.compute.after(layer.slot.filled)
         if layer.waiting is not None and layer.update is None and not again:
             # The forward's inputs need the memory of these gradients. If there are to be more, all wait on the host.
@@ -136,12 +130,10 @@ class Schedule:
 
     def _take_over_weights(self, layer: HostLayer) -> None:
         """Take over what may have been written to the host's weights; no slot holds them."""
-        self.settle(layer)  # a copy may be reading the memory that is given up
-        wait_for(layer.left)
+        layer.visit()  # a copy may be using the memory that is given up
         if layer.slot.holds is layer:
             layer.slot.holds = None
         layer.take_over()
-        self.travel.forget(layer)
 
     def release(self, index: int, again: bool = False, around: bool = False, follows: bool = True) -> HostLayer | None:
         """Point the parameters back at the host; once the device has left the slot, the layer that has it next comes
@@ -171,14 +163,13 @@ class Schedule:
             require(index not in self.updated, twice)
             self.updated.add(index)
         slot, layer.reached = layer.grad_slot, set()
-        before, layer.backward = layer.backward, torch._C._current_graph_task_id()
-        layer.latest = layer.backward
+        before, layer.latest = layer.latest, torch._C._current_graph_task_id()
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
-            require(self._accumulate or before == layer.backward, beside)
+            require(self._accumulate or before == layer.latest, beside)
             layer.gather()
-            layer.see_gradients()
+            layer.apart = {}  # the sum is another tensor
             slot.flat.copy_(layer.grads, non_blocking=True)
             for name in layer.absent:
                 slot.views[name].zero_()
@@ -261,9 +252,8 @@ class Schedule:
         if layer.touched:
             self._take_over_weights(layer)
         layer.follow()
-        layer.gather()
-        if layer.scale is not None and len(layer.groups) < len(layer.params):
-            layer.see_gradients()  # the update would not multiply those that are in no group
+        if layer.apart or (layer.scale is not None and len(layer.groups) < len(layer.params)):
+            layer.gather()  # the update would not multiply gradients that are in no group
         grads, scale, mark = layer.waiting or layer.grads, layer.scale, None
         if layer.travels:
             mark = self.compute.mark()
@@ -303,7 +293,7 @@ class Schedule:
         given, slot = layer.update, layer.slot
         with uninterrupted():
             if slot.holds is layer:
-                self._arrive(layer)
+                self.thread.wait(layer.index)
                 known = (*given.known, slot.freed, slot.filled)
                 given = given._replace(known=known, onto=slot.flat, there=self._read_slots)
             *_, (layer.arrived, updated) = self.travel.by_piece(layer, given)
@@ -322,7 +312,6 @@ class Schedule:
         """Let nothing that is queued touch the layer's host memory any more."""
         self.finish(layer)
         if layer.slot.holds is layer:
-            self._arrive(layer)
             wait_for(layer.slot.filled)
 
     def drain(self) -> None:

@@ -67,13 +67,6 @@ class SlideTrainer(Trainer):
         self.engine.trace = self.trace
         return super().step(batch)
 
-    def _weight(self, name: str) -> Tensor:
-        return self.engine.weight_of(self.model.get_parameter(name))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.engine.changed()
-
     def device_tensors(self) -> list[Tensor]:
         unused = set(map(id, self._unused))
         return [t for t in self.optimizer.device_tensors() if id(t) not in unused]

@@ -5,6 +5,7 @@ parameter, and needed for launching kernels; the link is idle for most of a step
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,6 @@ from t1lib.train.lanes import Lane, Mark
 from t1lib.train.update import Scratch, update
 
 TOGETHER = 4  # pieces that the host queues at a time, so that it switches lanes less often
-
-
-Piece = tuple[slice, dict[str, Tensor]]  # a range of a traveller's elements, and the host tensors that hold it, by key
 
 
 class Span(NamedTuple):
@@ -73,9 +71,8 @@ class Travel:
         count = slots_for(sum(dtype.itemsize for dtype in kinds.values())) if kinds else 0
         zeros = partial(torch.zeros, self._size, device=device)
         self.slots = [{key: zeros(dtype=dtype) for key, dtype in kinds.items()} for _ in range(count)]
-        self._freed: list[Mark] = [None] * count  # marks at which a slot's content has left
-        self._turn, self._scratch = 0, Scratch()
-        self._pieces: dict[int, list[Piece]] = {}  # by the traveller's index
+        self._turns = cycle([[slot, None] for slot in self.slots])  # with the marks at which their content has left
+        self._scratch = Scratch()
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """A copy of a flat tensor in pieces, some of which share an allocation: small ones would waste a quarter of the
@@ -83,18 +80,9 @@ class Travel:
         blocks = flat.split(TOGETHER * self._size)
         return [piece for block in blocks for piece in block.clone().split(self._size)]
 
-    def pieces(self, traveller: Traveller) -> list[Piece]:
-        """What the host holds, cut into pieces for which a slot has room."""
-        if traveller.index not in self._pieces:
-            whole, size = traveller.on_host(), self._size
-            numel = len(next(iter(whole.values())))
-            cuts = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
-            self._pieces[traveller.index] = [(at, {key: flat[at] for key, flat in whole.items()}) for at in cuts]
-        return self._pieces[traveller.index]
-
-    def forget(self, traveller: Traveller) -> None:
-        """Its weights lie elsewhere now."""
-        self._pieces.pop(traveller.index, None)
+    def pieces(self, numel: int) -> list[slice]:
+        """So many elements in pieces for which a slot has room."""
+        return [slice(start, min(start + self._size, numel)) for start in range(0, numel, self._size)]
 
     def by_piece(self, traveller: Traveller, given: Update, together: int = TOGETHER) -> Iterator[tuple[Mark, Mark]]:
         """Queue an update, `together` pieces at a time; gives the marks at which gradients have been read, and weights
@@ -108,14 +96,21 @@ class Travel:
         lane.after(*given.known)
         if given.scale is not None:
             lane.uses(given.scale)
-        pieces = self.pieces(traveller)
+        whole = traveller.on_host()
+        pieces = self.pieces(len(next(iter(whole.values()))))
         for start in range(0, len(pieces), together):
             few, underway, marks = pieces[start : start + together], [], []
             with inward.active():
-                for at, home in few:
+                for at in few:
+                    home = {key: flat[at] for key, flat in whole.items()}
                     come = {key: flat for key, flat in home.items() if key != "weight" or not rebuilt}
                     come |= {"grad": given.grads[at]} if come_too else {}
-                    underway.append((at, home, *self._bring(traveller.index, at.stop - at.start, come)))
+                    turn = next(self._turns)
+                    slot = {key: buffer[: at.stop - at.start] for key, buffer in turn[0].items()}
+                    inward.after(turn[1])
+                    with self._trace().span("in", "state", traveller.index, inward.stream):
+                        torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
+                    underway.append((at, home, slot, turn, inward.mark()))
             with lane.active():
                 for number, (at, home, slot, _, arrived) in enumerate(underway, start):
                     lane.after(arrived)
@@ -128,19 +123,9 @@ class Travel:
                     outward.after(mark)
                     with self._trace().span("out", "state", traveller.index, outward.stream):
                         torch._foreach_copy_(list(home.values()), [slot[key] for key in home], non_blocking=True)
-                    self._freed[turn] = outward.mark()
+                    turn[1] = outward.mark()
             traveller.left = outward.mark()
             yield (inward.mark() if come_too else marks[-1]), marks[-1]
-
-    def _bring(self, index: int, size: int, come: dict[str, Tensor]) -> tuple[dict[str, Tensor], int, Mark]:
-        """Queue the copy of a piece into the next slot: that slot, its number, and the mark when it has come in."""
-        inward, turn = self.lanes[0], self._turn
-        self._turn = (turn + 1) % len(self.slots)
-        slot = {key: buffer[:size] for key, buffer in self.slots[turn].items()}
-        inward.after(self._freed[turn])
-        with self._trace().span("in", "state", index, inward.stream):
-            torch._foreach_copy_([slot[key] for key in come], list(come.values()), non_blocking=True)
-        return slot, turn, inward.mark()
 
     def _update(self, at: slice, slot: dict[str, Tensor], keys: Set[str], grad: Tensor, given: Update) -> None:
         """Update the weights, in their place in `onto` if they are there, and copy them where else they belong."""
