@@ -146,7 +146,7 @@ class HostLayer(Traveller):
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
         self.norms: dict[str, Tensor] | None = None  # of gradients that are not None, by name; None: not known
         self.arrived: Mark = None  # when `grads` are complete
-        self.latest = -1  # autograd's number of the last backward that gave gradients
+        self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
         self.written = False  # the master may have to follow weights that somebody wrote
@@ -239,6 +239,8 @@ class HostLayer(Traveller):
         if name not in self.absent:
             self._refuse_hook(name)
             given = given + self.gradient(param)
+        elif not self.has_gradients:
+            self.backward = torch._C._current_graph_task_id()
         self.latest = torch._C._current_graph_task_id()
         self.set_gradient(param, given)
 
@@ -254,10 +256,11 @@ class HostLayer(Traveller):
 
     def gather(self) -> None:
         """Let the buffer hold what counts, also where somebody has looked and may have changed it."""
-        self.room_for_gradients()
-        self.see_gradients()
-        for name, grad in self.apart.items():
-            self.grad_views[name].copy_(grad)
+        if self.apart:
+            self.room_for_gradients()
+            self.see_gradients()
+            for name, grad in self.apart.items():
+                self.grad_views[name].copy_(grad)
 
     def forget_gradients(self) -> None:
         """All gradients are None from here on."""
@@ -265,10 +268,11 @@ class HostLayer(Traveller):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients: those in the buffer as soon as somebody looks or the update reads them."""
-        if self.apart:
-            torch._foreach_mul_(list(self.apart.values()), factor.to("cpu"))
+        self.gather()
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
+        if self.apart:
+            torch._foreach_mul_(list(self.apart.values()), factor.to("cpu"))
 
     def room_for_gradients(self) -> Tensor:
         """The host buffer for gradients, made when it is first needed."""
@@ -308,6 +312,7 @@ class HostLayer(Traveller):
         """Make the parameters ordinary ones, gradients included. Updates must be finished."""
         if self.has_gradients and self.keeps_gradients:
             self.gather()
+            self.see_gradients()
         for hook in self._hooks:
             hook.remove()
         for name, param in self.params.items():

@@ -93,6 +93,7 @@ class StreamOptimizer(ResidentOptimizer):
                 layer.forget_gradients()
             elif layer.has_gradients:
                 layer.gather()
+                layer.see_gradients()
                 torch._foreach_zero_([layer.grads, *layer.apart.values()])
         clear_gradients(self._engine.others(), set_to_none)
 
@@ -122,6 +123,7 @@ class StreamOptimizer(ResidentOptimizer):
             if layer.trained and (layer.norms is not None or layer.has_gradients):
                 if layer.norms is None:
                     layer.gather()
+                    layer.see_gradients()
                     found = {n: grad for n, grad in layer.grad_views.items() if n not in layer.absent}
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
                 norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}

@@ -163,12 +163,14 @@ class Schedule:
             require(index not in self.updated, twice)
             self.updated.add(index)
         slot, layer.reached = layer.grad_slot, set()
-        before, layer.latest = layer.latest, torch._C._current_graph_task_id()
+        before, layer.backward = layer.backward, torch._C._current_graph_task_id()
+        layer.latest = layer.backward
         self.compute.after(slot.freed)
         if layer.has_gradients:
             beside = "a backward while gradients are there, with accumulate=False: call zero_grad(), or leave that out"
-            require(self._accumulate or before == layer.latest, beside)
+            require(self._accumulate or before == layer.backward, beside)
             layer.gather()
+            layer.see_gradients()
             layer.apart = {}  # the sum is another tensor
             slot.flat.copy_(layer.grads, non_blocking=True)
             for name in layer.absent:
@@ -252,8 +254,9 @@ class Schedule:
         if layer.touched:
             self._take_over_weights(layer)
         layer.follow()
-        if layer.apart or (layer.scale is not None and len(layer.groups) < len(layer.params)):
-            layer.gather()  # the update would not multiply gradients that are in no group
+        layer.gather()
+        if layer.scale is not None and len(layer.groups) < len(layer.params):
+            layer.see_gradients()  # the update would not multiply those that are in no group
         grads, scale, mark = layer.waiting or layer.grads, layer.scale, None
         if layer.travels:
             mark = self.compute.mark()
