@@ -140,7 +140,8 @@ class HostLayer(Traveller):
         self.grads: Tensor | None = None  # on the host, flat, once there are any
         self.grad_views: dict[str, Tensor] = {}
         self.waiting: list[Tensor] | None = None  # gradients on the device instead, in pieces
-        self.apart: dict[str, Tensor] = {}  # those that somebody has looked at or set: hers, and what counts
+        self.shown = False  # whether somebody has looked at them, and may hold them
+        self._left = False  # whether some of those that were looked at are None by now
         self.absent: set[str] = set(layout.shapes)  # parameters whose gradient is None
         self.reached: set[str] = set()  # parameters that this backward gave a gradient
         self.scale: Tensor | None = None  # by which clipping multiplies `grads`, and has not yet
@@ -149,6 +150,7 @@ class HostLayer(Traveller):
         self.backward = self.latest = -1  # autograd's number of the layer's last backward; of any that gave gradients
         self._hooks: list[RemovableHandle] = []
         self.version = 0  # how many updates have begun
+        self.apart: dict[str, Tensor] = {}  # gradients that were set while somebody held those before them
         self.written = False  # the master may have to follow weights that somebody wrote
         for name, param in self.params.items():
             self.views[name].copy_(param.data)
@@ -193,16 +195,14 @@ class HostLayer(Traveller):
         self.touched = True
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """`p.grad`: complete, on the host, in memory of its own, which whoever looks may keep, and change."""
+        """`p.grad`: complete, on the host."""
         name = self._name_of(param)
         if name in self.absent:
             return None
-        if name not in self.apart:
-            self.see_gradients()
-            with torch.inference_mode(False):
-                self.apart[name] = self.grad_views[name].clone()
-        self.norms = None
-        return self.apart[name]
+        self.see_gradients()
+        self.shown = True
+        found = self.apart[name] if name in self.apart else self.grad_views[name]
+        return found.detach()  # another tensor, so that its memory is seen to be held
 
     def _name_of(self, param: nn.Parameter, kept: bool = True) -> str:
         """A parameter's name. kept: raise `T1Error` if its gradient is not"""
@@ -238,7 +238,9 @@ class HostLayer(Traveller):
             given, param.grad = param.grad, None
         if name not in self.absent:
             self._refuse_hook(name)
-            given = given + self.gradient(param)
+            self.gather()
+            self.see_gradients()
+            given = given + self.grad_views[name]
         elif not self.has_gradients:
             self.backward = torch._C._current_graph_task_id()
         self.latest = torch._C._current_graph_task_id()
@@ -250,32 +252,58 @@ class HostLayer(Traveller):
         if value is None:
             self.apart.pop(name, None)
             self.absent.add(name)
+            self._left |= self.shown
+            return
+        self.see_gradients()
+        own = self.grad_views.get(name)
+        self.absent.discard(name)
+        if own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride():
+            self.apart.pop(name, None)
+        elif self.shown and self._is_held():
+            self.apart[name] = value.detach().to("cpu", self.layout.dtype, copy=True)
         else:
-            self.apart[name] = value.detach().to("cpu", self.layout.dtype).view(self.layout.shapes[name])
-            self.absent.discard(name)
+            self.room_for_gradients()
+            self.grad_views[name].copy_(value)
 
     def gather(self) -> None:
-        """Let the buffer hold what counts, also where somebody has looked and may have changed it."""
-        if self.apart:
+        """Put the gradients that were set apart into the buffer, or all into another one if somebody holds it."""
+        if not self.apart:
+            return
+        self.see_gradients()
+        apart, self.apart, before = self.apart, {}, self.grad_views
+        if self._is_held():
+            self.grads, self.grad_views, self.shown = None, {}, False
             self.room_for_gradients()
-            self.see_gradients()
-            for name, grad in self.apart.items():
-                self.grad_views[name].copy_(grad)
+        for name in self.params.keys() - self.absent:
+            self.grad_views[name].copy_(apart[name] if name in apart else before[name])
 
     def forget_gradients(self) -> None:
         """All gradients are None from here on."""
         self.absent, self.norms, self.scale, self.apart = set(self.params), None, None, {}
+        self._left |= self.shown
+        self.shown = False
+
+    def _is_held(self) -> bool:
+        """Whether more refers to the gradients' memory than the buffer, its views, and the one that is asked."""
+        return torch._C._storage_Use_Count(self.grads.untyped_storage()._cdata) > 2 + len(self.grad_views)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients: those in the buffer as soon as somebody looks or the update reads them."""
+        """Multiply the gradients, as soon as somebody looks or the update reads them; at once if she may hold some."""
         self.gather()
         self.scale = factor if self.scale is None else self.scale * factor
         self.norms = None
-        if self.apart:
-            torch._foreach_mul_(list(self.apart.values()), factor.to("cpu"))
+        if self.shown:
+            self.see_gradients()
 
     def room_for_gradients(self) -> Tensor:
-        """The host buffer for gradients, made when it is first needed."""
+        """The host buffer for gradients, made when it is first needed. Memory of gradients that are None by now is left
+        to whoever still holds them."""
+        if self._left and self.grads is not None and self._is_held():
+            self.settle(self)  # an update under way may be what holds them
+            wait_for(self.arrived)
+            if self._is_held():
+                self.grads, self.grad_views = None, {}
+        self._left = False
         if self.grads is None:
             with torch.inference_mode(False):  # an evaluation may come between backward and step
                 self.grads = pinned_zeros(self.layout.numel, self.layout.dtype, self._device)

@@ -94,7 +94,7 @@ class StreamOptimizer(ResidentOptimizer):
             elif layer.has_gradients:
                 layer.gather()
                 layer.see_gradients()
-                torch._foreach_zero_([layer.grads, *layer.apart.values()])
+                layer.grads.zero_()
         clear_gradients(self._engine.others(), set_to_none)
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class StreamOptimizer(ResidentOptimizer):
                     found = {n: grad for n, grad in layer.grad_views.items() if n not in layer.absent}
                     layer.norms = dict(zip(found, norms_of(list(found.values()), exact), strict=True))
                 norms |= {id(layer.params[name]): norm for name, norm in layer.norms.items()}
-                if layer.apart:  # she may change what she holds
+                if layer.shown:  # she may change what she holds
                     layer.norms = None
         others = [p for p in engine.unstreamed() if p.grad is not None]
         for dtype in {p.grad.dtype for p in others}:

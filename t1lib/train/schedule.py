@@ -171,7 +171,6 @@ class Schedule:
             require(self._accumulate or before == layer.backward, beside)
             layer.gather()
             layer.see_gradients()
-            layer.apart = {}  # the sum is another tensor
             slot.flat.copy_(layer.grads, non_blocking=True)
             for name in layer.absent:
                 slot.views[name].zero_()
