@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+def _outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
     """What the function returns, and the error that another process is to raise instead."""
     try:
         return function(*args, **kwargs), None
@@ -50,16 +50,16 @@ def outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple
 
 
 def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Body of the process: build the session, then answer calls until one fails or the other end closes the pipe."""
+    """Body of the process: build the session, then answer calls until the other end closes the pipe. After an error it
+    waits for that: its end would make other ranks fail, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    session, error = outcome(factory, **settings)
+    session, error = _outcome(factory, **settings)
     with suppress(EOFError, ConnectionError):
         pipe.send((None, error))
-        while error is None:
+        while True:
             method, kwargs = pipe.recv()
-            value, error = outcome(methodcaller(method, **kwargs), session)
-            pipe.send((value, error))
+            pipe.send(_outcome(methodcaller(method, **kwargs), session))
 
 
 def _end_with_parent() -> None:
@@ -69,7 +69,8 @@ def _end_with_parent() -> None:
 
 class Isolated:
     """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable. The process
-    ends with the first error. wait: until the session is built; otherwise `receive` once to do so"""
+    ends with the first error. wait: until the session is built; otherwise `receive` once to do so. lost: whether it
+    ended without an answer"""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
         # Idle variants must not spin on cores that the running one needs; OpenMP reads this when it loads.
@@ -80,6 +81,7 @@ class Isolated:
         context = mp.get_context(method)
         if method == "forkserver":  # imports are done once, before any device is touched
             context.set_forkserver_preload([__name__, factory.__module__])
+        self.lost = False
         self.pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
         self._process.start()
@@ -104,6 +106,7 @@ class Isolated:
             value, error = self.pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join(60)
+            self.lost = True
             value, error = None, VariantFailed(f"the process ended with exit code {self._process.exitcode}")
             if self._process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
                 error = VariantOutOfMemory("the process was killed: host memory")
