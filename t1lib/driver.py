@@ -105,13 +105,13 @@ def _attempt(job: Job) -> bool:
     about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
     print(f"{job.label}: started, {about}", file=sys.stderr, flush=True)
     staging = paths.staging(job.profile, job.experiment)
-    outcome, started, clock = "interrupted", manifest.utc_now(), time.perf_counter()
+    outcome, clock = "interrupted", time.perf_counter()
     try:
         with locked(staging.with_suffix(".lock"), f"{job.label} is being run by another process; wait for it"):
             shutil.rmtree(staging, ignore_errors=True)  # left by a run that failed or was killed
             staging.mkdir(parents=True)
             _execute(job, staging)
-            manifest.write(staging, **job._asdict(), started=started, seconds=time.perf_counter() - clock)
+            manifest.list_again(staging)  # with executed.ipynb
             manifest.publish(staging, job.final)
         outcome = "done"
     except T1Error as error:
@@ -145,7 +145,7 @@ def _execute(job: Job, staging: Path) -> None:
         except Exception as error:
             came = f"its notebook as far as it came: {paths.shown(executed)}"
             raise T1Error(f"{_explain(error, executed)}\n       {came}") from None
-    require((staging / manifest.NOTES).is_file(), "the notebook ended without run.finish()")
+    require(manifest.read(staging) is not None, "the notebook ended without run.finish()")
     # Absolute paths, of the checkout or where packages are, name a user's or a machine's folders: they become relative.
     text = executed.read_text(encoding="utf-8")
     folders = {folder for folder in map(Path, [paths.root(), *sys.path]) if folder.is_absolute() and folder.name}

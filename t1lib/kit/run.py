@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 
 from t1lib import fingerprint, params, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import write_signed
 from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
@@ -194,15 +193,15 @@ class Run:
         self.records.save(self.outdir / "samples.csv")
         modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
         made_of = {"notebook": self._made_of["notebook"], "modules": modules}
-        write_signed(self.outdir / manifest.NOTES, {"made_of": made_of, "inputs": self._inputs})
+        about = dict(experiment=self.experiment, profile=given["profile"], started=self._started)
+        about |= dict(parameters=given, made_of=made_of, inputs=self._inputs)
+        manifest.write(self.outdir, **about, seconds=time.perf_counter() - self._clock)
         if self._driven:
             return
         final.parent.mkdir(parents=True, exist_ok=True)
         # A copy is published: cells that are run again afterwards work on in `outdir`, and change nothing published.
         with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
             whole = shutil.copytree(self.outdir, Path(beside) / self.experiment)
-            about = dict(experiment=self.experiment, profile=given["profile"], parameters=given, started=self._started)
-            manifest.write(whole, **about, seconds=time.perf_counter() - self._clock)
             manifest.publish(whole, final)
 
 

@@ -21,7 +21,6 @@ from t1lib.measure.environment import device_name, environment, git_state
 NAME = "manifest.json"
 REPORT = "report"  # in a manifest: hash and size of the PDF that was built from the run
 DRAWN = ("figures/", "tables/", "numbers.")  # files of a run that its samples give again
-NOTES = "notes.json"  # exists during a run: what the notebook leaves for the manifest, `made_of` and `inputs`
 
 
 def utc_now() -> str:
@@ -48,16 +47,16 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if name != "measure"}
 
 
-def write(
-    folder: Path, *, experiment: str, profile: str, parameters: Mapping[str, Any], started: str, seconds: float
-) -> None:
-    """Write manifest.json for everything in `folder`, which holds the notebook's `NOTES`; these are removed. started:
-    by `utc_now`"""
-    notes = read_signed(folder / NOTES)
-    (folder / NOTES).unlink()
-    content = {"experiment": experiment, "profile": profile, "parameters": _lasting(parameters), **notes, **git_state()}
-    content |= {"environment": environment(), "started": started, "seconds": round(seconds, 1)}
-    write_signed(folder / NAME, content | {"files": _files(folder)})
+def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
+    """Write manifest.json for everything in `folder`. about: `experiment`, `profile`, `made_of`, `inputs`, and
+    `started`, by `utc_now`"""
+    content = {**about, "parameters": _lasting(parameters), **git_state(), "environment": environment()}
+    write_signed(folder / NAME, content | {"seconds": round(seconds, 1), "files": _files(folder)})
+
+
+def list_again(folder: Path) -> None:
+    """The manifest lists what `folder` holds by now."""
+    write_signed(folder / NAME, (read(folder) or {}) | {"files": _files(folder)})
 
 
 def read(folder: Path) -> dict[str, Any] | None:
