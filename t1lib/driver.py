@@ -143,7 +143,7 @@ def _execute(job: Job, staging: Path) -> None:
             raise
         except Exception as error:
             came = f"its notebook as far as it came: {paths.shown(executed)}"
-            raise T1Error(f"{_explain(error, executed)}\n       {came}") from None
+            raise T1Error(f"{_explain(error)}\n       {came}") from None
     require(manifest.read(staging) is not None, "the notebook ended without run.finish()")
     # Absolute paths, of the checkout or where packages are, name a user's or a machine's folders: they become relative.
     text = executed.read_text(encoding="utf-8")
@@ -153,20 +153,13 @@ def _execute(job: Job, staging: Path) -> None:
     executed.write_text(text, encoding="utf-8", newline="\n")
 
 
-def _explain(error: Exception, executed: Path) -> str:
-    """Return a line that names the cell and the exception."""
+def _explain(error: Exception) -> str:
+    """Return a line that names the exception and, if one failed, the cell."""
+    where, name, told = "", type(error).__name__, str(error)  # such as of a kernel that died, or a full disk
     if isinstance(error, PapermillExecutionError):
-        where = f"In [{error.exec_count}] (`{params.first_line(error.source)}`)"
+        where = f"cell In [{error.exec_count}] (`{params.first_line(error.source)}`): "
         name, told = error.ename, error.evalue or ""
-    else:
-        # The kernel died: papermill marks every cell as completed, but only cells that it reached have a start time.
-        cells: list[params.Values] = []
-        with contextlib.suppress(T1Error):  # it is missing, or cut short by a full disk
-            cells = params.code_cells(executed)
-        begun = [cell for cell in cells if cell["metadata"].get("papermill", {}).get("start_time")]
-        where = f"`{params.first_line(params.source(begun[-1])) if begun else 'before the first'}`"
-        name, told = type(error).__name__, str(error)
-    return f"cell {where}: {name}: {''.join(told.strip().splitlines()[:1])[:300]}"
+    return f"{where}{name}: {''.join(told.strip().splitlines()[:1])[:300]}"
 
 
 def _measured(content: Mapping[str, Any]) -> str:
