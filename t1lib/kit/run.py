@@ -191,8 +191,7 @@ class Run:
                 manifest.replace_drawn(self.outdir, final)
             return
         self.records.save(self.outdir / "samples.csv")
-        modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
-        made_of = {"notebook": self._made_of["notebook"], "modules": modules}
+        made_of = self._made_of | {"modules": fingerprint.used(self._made_of["modules"])}
         about = dict(experiment=self.experiment, profile=given["profile"], started=self._started)
         about |= dict(parameters=given, made_of=made_of, inputs=self._inputs)
         manifest.write(self.outdir, **about, seconds=time.perf_counter() - self._clock)
