@@ -225,11 +225,6 @@ class Live:
     def _injected(self) -> list[str]:
         return re.findall(r"^(\w+) = ", self._ran(rf"\A{INJECTED}") or "", re.M)
 
-    def values(self) -> Values:
-        """All parameters, as if each had been read; raises as `checked`."""
-        self.read_into |= self.checked()
-        return dict(self._values)
-
     def checked(self) -> Values:
         """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is
         missing, and for a profile that has no file."""

@@ -190,7 +190,7 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     run.finish()
     assert why(folder) is None and "tables/main.tex" in manifest.read(folder)["files"]
     names["measure"] = True
-    refused(run.params.values, "restart the kernel")
+    refused(run.params.checked, "restart the kernel")
 
 
 def test_a_copied_notebook_that_names_its_original_still_is_refused_and_changes_nothing_there(checkout, monkeypatch):

@@ -203,7 +203,6 @@ def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout,
 @pytest.mark.parametrize(
     ("maker", "user"),
     [
-        ("factors = [p.scale]", "found = p.values()['scale']"),
         ("factors = [p.scale]", "%time found = factors[0]"),
         ("factors = [p.scale]", "%%time\nfound = factors[0]"),
         ("factors = [p.scale]", "found = Kind().go()"),

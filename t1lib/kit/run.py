@@ -62,7 +62,7 @@ class Run:
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
         self._numbers = Numbers()
-        self._started, self._clock = manifest.utc_now(), time.perf_counter()
+        self._clock = time.perf_counter()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
         self.outdir = folder or Path(self._temporary.name) / experiment
         cuda = torch.cuda.is_available()
@@ -192,9 +192,8 @@ class Run:
             return
         self.records.save(self.outdir / "samples.csv")
         made_of = self._made_of | {"modules": fingerprint.used(self._made_of["modules"])}
-        about = dict(experiment=self.experiment, profile=given["profile"], started=self._started)
-        about |= dict(parameters=given, made_of=made_of, inputs=self._inputs)
-        manifest.write(self.outdir, **about, seconds=time.perf_counter() - self._clock)
+        about = dict(experiment=self.experiment, profile=given["profile"], made_of=made_of, inputs=self._inputs)
+        manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
         if self._driven:
             return
         final.parent.mkdir(parents=True, exist_ok=True)

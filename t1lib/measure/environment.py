@@ -16,9 +16,6 @@ from t1lib import __version__, paths
 from t1lib.errors import require
 from t1lib.memory import GIB
 
-_FOR_GPUS = "laptop", "h200"  # profiles
-_H200_GIB = 70  # least for h200: low enough for 80 GB cards, which report a few GiB less than 80
-
 
 def _output(*command: str) -> str | None:
     """What a command prints, or None if it is not installed or fails."""
@@ -64,12 +61,12 @@ def default_profile() -> str:
     gpu = _gpu()
     if gpu is None:
         return "smoke"
-    return "h200" if float(gpu["memory"]) >= _H200_GIB else "laptop"
+    return "h200" if float(gpu["memory"]) >= 70 else "laptop"  # cards of 80 GB report a few GiB less
 
 
 def require_gpu(profile: str) -> None:
     """Raise `T1Error` if the profile is for a GPU and there is none: a CPU would take days."""
-    there = profile not in _FOR_GPUS or _gpu() is not None
+    there = profile not in ("laptop", "h200") or _gpu() is not None
     require(there, f"profile {profile!r} is for a GPU, and there is no CUDA device here; allowed: smoke, auto")
 
 

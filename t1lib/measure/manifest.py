@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,6 @@ from t1lib.measure.environment import device_name, environment, git_state
 NAME = "manifest.json"
 REPORT = "report"  # in a manifest: hash and size of the PDF that was built from the run
 DRAWN = ("figures/", "tables/", "numbers.")  # files of a run that its samples give again
-
-
-def utc_now() -> str:
-    """The time in UTC as ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
@@ -47,10 +42,12 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
-    """Write manifest.json for everything in `folder`. about: `experiment`, `profile`, `made_of`, `inputs`, and
-    `started`, by `utc_now`"""
+    """Write manifest.json for everything in `folder`, of a run that has taken so many seconds. about: `experiment`,
+    `profile`, `made_of`, `inputs`"""
     content = {**about, "parameters": _lasting(parameters), **git_state(), "environment": environment()}
-    write_signed(folder / NAME, content | {"seconds": round(seconds, 1), "files": _files(folder)})
+    started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
+    content |= {"started": started, "seconds": round(seconds, 1)}
+    write_signed(folder / NAME, content | {"files": _files(folder)})
 
 
 def list_again(folder: Path) -> None:
