@@ -94,14 +94,12 @@ def doubts(folder: Path, experiment: str) -> str | None:
     The manifest must be this experiment's, the parameters the profile's, every file the one that the manifest lists,
     and the numbers must come out of the samples again.
     """
+    if why := manifest.damage(folder):
+        return why
     content = manifest.read(folder)
-    if content is None:
-        return manifest.damage(folder)
     of = content.get("experiment"), content.get("profile")
     if of != (experiment, PROFILE) or not {"samples.csv", NUMBERS} <= content["files"].keys():
         return f"{manifest.NAME} is not that of a finished run of {experiment} with profile {PROFILE}"
-    if why := manifest.damage(folder):
-        return why
     from t1lib.kit.run import run_cells  # draws, which the other commands need not load
 
     try:

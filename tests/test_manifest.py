@@ -75,15 +75,16 @@ def test_a_run_uses_the_parts_of_the_kit_of_which_something_was_imported():
 def test_results_of_another_gpu_are_not_replaced(checkout, monkeypatch):
     checkout.add("demo")
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
+    other = {"cpu": "Some CPU", "gpu": "Some GPU"}
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "environment", lambda: {"cpu": "Some CPU", "gpu": "Some GPU"})
+        patch.setattr(manifest, "environment", lambda: other)
         checkout.finish(final)
     checkout.finish(staging)
     for call in (partial(manifest.publish, staging, final), begin):
         refused(call, "outputs/smoke/demo was measured on Some GPU")
     assert main(["run", "demo", "--profile", "smoke", "--force"]) == 2
     assert manifest.device(manifest.read(final)) == "Some GPU"
-    monkeypatch.setattr(manifest, "device_name", lambda: "Some GPU")
+    monkeypatch.setattr(manifest, "environment", lambda: other)
     manifest.publish(staging, final)
 
 

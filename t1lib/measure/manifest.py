@@ -14,7 +14,7 @@ from typing import Any
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
 from t1lib.files import read_signed, whole, write_signed
-from t1lib.measure.environment import device_name, environment, git_state
+from t1lib.measure.environment import environment, git_state
 
 NAME = "manifest.json"
 REPORT = "report"  # in a manifest: hash and size of the PDF that was built from the run
@@ -137,9 +137,10 @@ def require_replaceable(final: Path) -> None:
     """Raise `T1Error` if `final` holds what another GPU has measured: only the same kind may measure it again."""
     content = read(final)
     if content is not None and "gpu" in content["environment"]:
-        told = f"{paths.shown(final)} was measured on {device(content)}, and this is {device_name()}"
+        here = device({"environment": environment()})
+        told = f"{paths.shown(final)} was measured on {device(content)}, and this is {here}"
         allowed = "allowed: another profile (copy its folder in params/), or that folder moved away"
-        require(device(content) == device_name(), f"{told}; {allowed}")
+        require(device(content) == here, f"{told}; {allowed}")
 
 
 def publish(folder: Path, final: Path) -> None:
