@@ -85,11 +85,16 @@ def measure_head(
     """
     for head in heads:
         choose("head", head, HEADS)
-    bench, cases = Share(device=device, **given), {}
+    bench, cases, lacking = Share(device=device, **given), {}, {}
+    # Known on all ranks alike: if a head failed on one alone, the others would wait for it.
+    if not kernels_run(bench.e):
+        lacking["fused"] = "its kernels need a CUDA device and Triton"
+    if bench.group is not None:
+        lacking["full"] = "it does not shard its weight"
     for head in heads:
         case = Case(head, {} if head == "full" else {"workspace": parse_bytes(workspace)})
-        if why := _lacks(bench, head):
-            records.status(head, "unavailable", phase, why)
+        if head in lacking:
+            records.status(head, "unavailable", phase, lacking[head])
         elif bench.admit(records, head, phase, case, error_bound):
             cases[head] = case
     runners: dict[Key, Runner] = {("floor", phase): bench.products}
@@ -104,14 +109,6 @@ def measure_head(
             runners[head, phase, "collectives"] = partial(_alone, bench, collectives)
     if ran(device) == "ok":
         bench.take_turns(records, runners, iters, warmup)
-
-
-def _lacks(bench: Share, head: str) -> str:
-    """Why a head cannot run on this many ranks and such a device; empty if it can. The answer is the same on all
-    ranks: if one failed alone, the others would wait for it."""
-    if head == "fused" and not kernels_run(bench.e):
-        return "its kernels need a CUDA device and Triton"
-    return "it does not shard its weight" if head == "full" and bench.group is not None else ""
 
 
 def _alone(bench: Share, collectives: list[partial[Any]], queued: bool) -> dict[str, float]:
