@@ -50,14 +50,13 @@ def _outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tupl
 
 
 def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Body of the process: build the session, then answer calls until the other end closes the pipe. After an error it
-    waits for that: its end would make other ranks fail, too."""
+    """Body of the process: build the session, then answer calls until the other end closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     session, error = _outcome(factory, **settings)
     with suppress(EOFError, ConnectionError):
         pipe.send((None, error))
-        while True:
+        while error is None:  # else the process ends, and its memory is free
             method, kwargs = pipe.recv()
             pipe.send(_outcome(methodcaller(method, **kwargs), session))
 
@@ -100,8 +99,9 @@ class Isolated:
         with suppress(ConnectionError):  # it ended during the turns of others, as `receive` will tell
             self.pipe.send((method, kwargs))
 
-    def receive(self) -> Any:
-        """The next answer: None when the session is built, then a method's result. Raises what `call` raises."""
+    def receive(self, end: bool = True) -> Any:
+        """The next answer: None when the session is built, then a method's result. Raises what `call` raises; an error
+        ends the process, unless `end` is False."""
         try:
             value, error = self.pipe.recv()
         except (EOFError, ConnectionError):
@@ -110,10 +110,11 @@ class Isolated:
             value, error = None, VariantFailed(f"the process ended with exit code {self._process.exitcode}")
             if self._process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
                 error = VariantOutOfMemory("the process was killed: host memory")
-        if error is not None:
+        if error is None:
+            return value
+        if end:
             self.close()
-            raise error
-        return value
+        raise error
 
     def close(self) -> None:
         """End the process, whatever it does. When this returns, its memory is free."""

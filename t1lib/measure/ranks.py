@@ -89,7 +89,7 @@ def _result(workers: list[Isolated], limit: float) -> Any:
     while left and (ready := connection.wait(left, max(0.0, end - time.monotonic()))):
         for rank in [left.pop(pipe) for pipe in ready]:
             try:
-                value = workers[rank].receive()
+                value = workers[rank].receive(end=False)  # its end would make the others fail, or abort them
                 result = value if rank == 0 else result
             except Exception as error:
                 failures.append((not workers[rank].lost, rank, error))
