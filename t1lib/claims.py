@@ -7,11 +7,10 @@ import argparse
 import re
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from t1lib import params, paths
@@ -23,6 +22,7 @@ PROFILE = "h200"  # that the claims are about
 FILE, PAGE = "claims.yaml", "docs/results.md"
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 NUMBERS = "numbers.json"
+FORM = "claim, published, ours (1.78 ×), within (15 %, ≤ 0.02 or exact), key (t1m3.…)"
 _TABLE = re.compile(r"(<!-- claims of (\w+) -->\n).*?(<!-- end of claims -->)", re.DOTALL)
 _NUMBER = r"(\d{1,3}(,\d{3})+(\.\d+)?|\d+(\.\d+)?(e[+-]?\d+)?)"
 
@@ -58,19 +58,15 @@ class Claim:
 def read_claims() -> list[Claim]:
     """All claims, in the order of claims.yaml. Raises `T1Error` if it cannot be read, holds none, or one that is not
     of the form that the error names."""
-    content = params.read_yaml(paths.root() / FILE)
-    lists = isinstance(content, dict) and all(isinstance(rows, list) for rows in content.values())
-    require(lists and any(content.values()), f"{FILE} holds no claims; allowed: a list for each experiment")
-    return [_claim(experiment, row) for experiment, rows in content.items() for row in rows]
-
-
-def _claim(experiment: str, row: Any) -> Claim:
-    with suppress(TypeError, ValidationError):
-        claim = Claim(**row)
-        if claim.experiment == experiment:
-            return claim
-    form = f"claim, published, ours (1.78 ×), within (15 %, ≤ 0.02 or exact), key ({experiment}.…)"
-    raise T1Error(f"{FILE}: {shown(row)}; allowed: {form}")
+    try:
+        lists = TypeAdapter(dict[str, list[Claim]]).validate_python(params.read_yaml(paths.root() / FILE))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = " ".join(map(str, (FILE, *wrong["loc"])))
+        raise T1Error(f"{place}: {shown(wrong['input'])}; allowed: a list for each experiment, of {FORM}") from None
+    claims = [claim for rows in lists.values() for claim in rows]
+    require(bool(claims), f"{FILE} holds no claims")
+    return claims
 
 
 def write_page() -> None:
