@@ -222,7 +222,7 @@ def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True)
     run = namespace[_RUN] = Run(experiment, namespace, folder)
     run.saves_figures = figures
     for cell in params.code_cells(paths.notebook(experiment)):
-        source = "" if params.holds_parameters(cell) else params.source(cell)
+        source = "" if params.holds_parameters(cell) else cell["source"]
         try:
             with redirect_stdout(io.StringIO()):
                 exec(compile(source, namespace["__name__"], "exec"), namespace)
