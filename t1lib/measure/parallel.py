@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from t1lib.errors import choose
 from t1lib.heads import parallel as sharded
 from t1lib.heads import parse_bytes
 from t1lib.heads.fused import kernels_run
@@ -20,7 +19,6 @@ from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.ranks import across, ran
 from t1lib.measure.records import Records
 from t1lib.measure.session import TrainSession
-from t1lib.measure.timing import phases_ms
 
 MIB = 2**20
 HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
@@ -83,8 +81,6 @@ def measure_head(
     workspace   per rank, of the heads that take one: all but `full`
     given       tokens, vocabulary, hidden, dtype, seed and reference of the `HeadBench`
     """
-    for head in heads:
-        choose("head", head, HEADS)
     bench, cases, lacking = Share(device=device, **given), {}, {}
     # Known on all ranks alike: if a head failed on one alone, the others would wait for it.
     if not kernels_run(bench.e):
@@ -106,14 +102,10 @@ def measure_head(
                 bench.result(case)
             sent = sum(call.args[-1].nbytes for call in collectives)
             records.put(head, phase, {"collectives": len(collectives), "exchanged_mib": sent / MIB})
-            runners[head, phase, "collectives"] = partial(_alone, bench, collectives)
+            alone = {"collectives": lambda calls=collectives: [call() for call in calls]}
+            runners[head, phase, "collectives"] = partial(bench.phases, alone)
     if ran(device) == "ok":
         bench.take_turns(records, runners, iters, warmup)
-
-
-def _alone(bench: Share, collectives: list[partial[Any]], queued: bool) -> dict[str, float]:
-    phases = {"collectives": lambda: [call() for call in collectives]}
-    return phases_ms(phases, bench.device, bench.lead if queued else None)[0]
 
 
 def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Case) -> None:
@@ -139,27 +131,24 @@ def measure_step(
     session   further arguments of `TrainSession`
     """
     session |= {"mode": mode, "device": str(device)}
-    ranks = dist.get_world_size()
-    _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
-    records.put(mode, phase, {"tokens": rows * ranks * session["seq"]})
-    records.status(mode, ran(device), phase)
-    gc.collect()  # free all that is left of that session
-    together = TrainSession(batch=rows * most, micro_batch=rows, **session)
-    for step, loss in enumerate(together.warm_up(loss_steps)):
-        records.put(mode, f"losses/{ranks}", {"loss": loss}, step)
-    together.trainer.close()
-
-
-def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, steps: int, warmup: int) -> None:
+    ranks, status = dist.get_world_size(), ran(device)
+    train = TrainSession(batch=rows * ranks, **session)
     train.warm_up(warmup)
     for step in range(steps):
         across({"": 0.0})  # all ranks begin together
         found = train.step()
         slowest = across({metric: value for metric, value in found.items() if metric != "loss"})
-        if ran(train.device) == "ok":
+        if status == "ok":
             records.put(mode, phase, found | slowest, step)
     peaks = train.memory()
     records.put(mode, phase, across({k: v for k, v in peaks.items() if k in PEAKS}))
     own, mapped = across({"": peaks["host_gib"] - peaks["mapped_gib"]}, torch.sum), across({"": peaks["mapped_gib"]})
-    records.put(mode, phase, {"host_all_gib": own[""] + mapped[""]})
+    records.put(mode, phase, {"host_all_gib": own[""] + mapped[""], "tokens": rows * ranks * session["seq"]})
+    records.status(mode, status, phase)
+    train.trainer.close()
+    del train
+    gc.collect()  # free all that is left of that session
+    train = TrainSession(batch=rows * most, micro_batch=rows, **session)
+    for step, loss in enumerate(train.warm_up(loss_steps)):
+        records.put(mode, f"losses/{ranks}", {"loss": loss}, step)
     train.trainer.close()
