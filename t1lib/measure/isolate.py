@@ -68,8 +68,7 @@ def _end_with_parent() -> None:
 
 class Isolated:
     """`factory(**settings)` in a process of its own; `call` runs its methods there. Both must be picklable. The process
-    ends with the first error. wait: until the session is built; otherwise `receive` once to do so. lost: whether it
-    ended without an answer"""
+    ends with the first error. wait: until the session is built; otherwise `receive` once to do so"""
 
     def __init__(self, factory: Callable[..., Any], settings: dict[str, Any], wait: bool = True) -> None:
         # Idle variants must not spin on cores that the running one needs; OpenMP reads this when it loads.
@@ -80,10 +79,9 @@ class Isolated:
         context = mp.get_context(method)
         if method == "forkserver":  # imports are done once, before any device is touched
             context.set_forkserver_preload([__name__, factory.__module__])
-        self.lost = False
         self.pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
-        self._process.start()
+        self.process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
+        self.process.start()
         other.close()
         if wait:
             self.receive()
@@ -105,10 +103,9 @@ class Isolated:
         try:
             value, error = self.pipe.recv()
         except (EOFError, ConnectionError):
-            self._process.join(60)
-            self.lost = True
-            value, error = None, VariantFailed(f"the process ended with exit code {self._process.exitcode}")
-            if self._process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
+            self.process.join(60)
+            value, error = None, VariantFailed(f"the process ended with exit code {self.process.exitcode}")
+            if self.process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
                 error = VariantOutOfMemory("the process was killed: host memory")
         if error is None:
             return value
@@ -119,8 +116,8 @@ class Isolated:
     def close(self) -> None:
         """End the process, whatever it does. When this returns, its memory is free."""
         self.pipe.close()
-        self._process.kill()
-        self._process.join(60)  # not for ever: to release pinned memory takes seconds, but a driver may hang
+        self.process.kill()
+        self.process.join(60)  # not for ever: to release pinned memory takes seconds, but a driver may hang
 
 
 def measure_variants(

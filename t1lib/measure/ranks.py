@@ -92,10 +92,10 @@ def _result(workers: list[Isolated], limit: float) -> Any:
                 value = workers[rank].receive(end=False)  # its end would make the others fail, or abort them
                 result = value if rank == 0 else result
             except Exception as error:
-                failures.append((not workers[rank].lost, rank, error))
+                failures.append((workers[rank].process.is_alive(), rank, error))
                 end = min(end, time.monotonic() + MOMENT)
     if failures:
-        _, rank, error = min(failures, key=itemgetter(0))
+        _, rank, error = min(failures, key=itemgetter(0))  # a lost one before those that fail because of it
         named = isinstance(error, VariantFailed | VariantOutOfMemory)
         raise type(error)(f"rank {rank} {among}: {error}") if named else error
     if left:
