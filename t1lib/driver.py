@@ -112,7 +112,6 @@ def _attempt(job: Job) -> bool:
             _execute(job, staging)
             manifest.list_again(staging)  # with executed.ipynb
             manifest.publish(staging, job.final)
-            shutil.rmtree(staging, ignore_errors=True)
         outcome = "done"
     except T1Error as error:
         outcome = "failed"

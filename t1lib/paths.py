@@ -47,7 +47,7 @@ def outputs(profile: str, experiment: str) -> Path:
 
 
 def staging(profile: str, experiment: str) -> Path:
-    """The folder that a run fills, hidden beside that of `outputs`."""
+    """The folder that a run fills: beside that of `outputs`, so that publishing is a rename in one file system."""
     return root() / "outputs" / profile / f".{experiment}.partial"
 
 

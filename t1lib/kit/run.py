@@ -4,6 +4,7 @@ makes those of a finished run again from its samples, with the notebook's own ce
 import io
 import os
 import re
+import shutil
 import tempfile
 import time
 import warnings
@@ -193,8 +194,13 @@ class Run:
         made_of = self._made_of | {"modules": fingerprint.used(self._made_of["modules"])}
         about = dict(experiment=self.experiment, profile=given["profile"], made_of=made_of, inputs=self._inputs)
         manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
-        if not self._driven:  # cells that are run again afterwards work on in `outdir`, and change nothing published
-            manifest.publish(self.outdir, final)
+        if self._driven:
+            return
+        final.parent.mkdir(parents=True, exist_ok=True)
+        # A copy is published: cells that are run again afterwards work on in `outdir`, and change nothing published.
+        with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
+            whole = shutil.copytree(self.outdir, Path(beside) / self.experiment)
+            manifest.publish(whole, final)
 
 
 def redraw(profile: str, experiment: str) -> list[str]:

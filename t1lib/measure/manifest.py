@@ -1,10 +1,11 @@
-"""The manifest of a finished run, and how its folder takes the place of the previous one.
+"""The manifest of a finished run, and how a run's staging folder replaces the previous one.
 
 Only a folder whose manifest.json lists every file with its hash, and is as it was written, counts as finished. It is
-written last; then a copy of the folder takes the place of the final one as a whole.
+written last, into the staging folder, which then takes the place of the final one: no folder holds parts of two runs.
 """
 
 import hashlib
+import os
 import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,7 @@ from typing import Any
 
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import read_signed, whole, write_signed
+from t1lib.files import read_signed, remove, write_signed, writing
 from t1lib.measure.environment import environment, git_state
 
 NAME = "manifest.json"
@@ -110,8 +111,8 @@ def require_finished(folder: Path, parameters: Mapping[str, Any]) -> dict[str, A
     content, shown = read(folder), paths.shown(folder)
     if content is None:
         raise T1Error(f"{shown} holds no finished run to draw from; `python -m t1lib run` makes one")
-    same = _entry(folder / "samples.csv") == content["files"].get("samples.csv", {})
-    require(same, f"{shown}/samples.csv is not the one that the run was finished with")
+    whole = _entry(folder / "samples.csv") == content["files"].get("samples.csv", {})
+    require(whole, f"{shown}/samples.csv is not the one that the run was finished with")
     for name, had in content["parameters"].items():
         now = parameters.get(name, had)
         require(now == had, f"{shown} was run with {name}={had!r}; {name}={now!r} has to be measured")
@@ -143,9 +144,15 @@ def require_replaceable(final: Path) -> None:
         require(device(content) == here, f"{told}; {allowed}")
 
 
-def publish(folder: Path, final: Path) -> None:
-    """Replace `final` by a copy of the complete `folder`. Raises `T1Error` if another GPU measured what `final` holds,
-    or if it cannot be replaced."""
+def publish(staging: Path, final: Path) -> None:
+    """Replace `final` by the complete `staging` folder. Raises `T1Error` if another GPU measured what `final` holds, or
+    if a file there is held open (Windows)."""
     require_replaceable(final)
-    with whole(final, ".new") as new:
-        shutil.copytree(folder, new)
+    old = final.with_name(f".{final.name}.old")
+    with writing(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        remove(old)
+        if final.exists():
+            os.replace(final, old)
+        os.replace(staging, final)
+    remove(old)
