@@ -1,4 +1,4 @@
-"""What a run was made of: its notebook's code and the parts of the kit that it used, by their meaning.
+"""What a run was made of: its notebook's code and the modules of the kit that it loaded, by their meaning.
 
 The meaning of code is what `ast` makes of it: comments, docstrings and layout do not count.
 """
@@ -47,17 +47,32 @@ def notebook(experiment: str) -> str:
     return hashlib.sha256("".join(meaning(cell["source"]) for cell in cells).encode()).hexdigest()
 
 
-def everything() -> dict[str, str]:
-    """The meaning of each module of the kit as it stands on the disk."""
+def _texts() -> dict[str, str]:
+    """The source of each module of the kit as it stands on the disk."""
     found = {}
     for path in sorted(_ROOT.rglob("*.py")):
         name = ".".join(path.relative_to(_ROOT.parent).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = meaning(path.read_text(encoding="utf-8"))
+        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8")
     return found
 
 
-def used(modules: dict[str, str]) -> dict[str, str]:
-    """Those of `modules` that lie in a part of the kit, a folder or a single module, of which this process has loaded
-    something: processes that it started may have loaded the rest."""
-    parts = {name.split(".")[1] for name in sys.modules if name.startswith("t1lib.")}
-    return {name: found for name, found in modules.items() if name == "t1lib" or name.split(".")[1] in parts}
+def everything() -> dict[str, str]:
+    """The meaning of all modules of the kit."""
+    return {name: meaning(text) for name, text in _texts().items()}
+
+
+def loaded() -> list[str]:
+    """The modules of the kit that this process has loaded, and those that they import, anywhere in them: processes that
+    it started have loaded them."""
+    waiting, found, texts = list(sys.modules), set(), _texts()
+    while waiting:
+        name = waiting.pop()
+        if name in found or name not in texts:
+            continue
+        found.add(name)
+        for node in ast.walk(ast.parse(texts[name])):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:  # names that it imports may be modules too
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return sorted(found)

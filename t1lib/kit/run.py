@@ -191,7 +191,8 @@ class Run:
                 manifest.replace_drawn(self.outdir, final)
             return
         self.records.save(self.outdir / "samples.csv")
-        made_of = self._made_of | {"modules": fingerprint.used(self._made_of["modules"])}
+        modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
+        made_of = {"notebook": self._made_of["notebook"], "modules": modules}
         about = dict(experiment=self.experiment, profile=given["profile"], made_of=made_of, inputs=self._inputs)
         manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
         if self._driven:

@@ -18,7 +18,6 @@ from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.ranks import across, ran
 from t1lib.measure.records import Records
-from t1lib.measure.session import TrainSession
 
 MIB = 2**20
 HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
@@ -130,6 +129,9 @@ def measure_step(
     most      the largest number of ranks compared: losses are of `most` · `rows` rows in micro-batches of `rows`
     session   further arguments of `TrainSession`
     """
+    # Imported here so that the notebook, which only passes this function on, does not need transformers.
+    from t1lib.measure.session import TrainSession
+
     session |= {"mode": mode, "device": str(device)}
     ranks, status = dist.get_world_size(), ran(device)
     train = TrainSession(batch=rows * ranks, **session)
