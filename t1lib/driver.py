@@ -75,6 +75,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     jobs = plan(arguments.experiments, arguments.profile, dict(arguments.parameters))
     due = []
     for job in jobs:
+        manifest.recover(job.final)
         why = manifest.difference(job.final, job.experiment, job.parameters)
         if why or arguments.force:
             manifest.require_replaceable(job.final)

@@ -1,7 +1,8 @@
 """The manifest of a finished run, and how a run's staging folder replaces the previous one.
 
 Only a folder whose manifest.json lists every file with its hash, and is as it was written, counts as finished. It is
-written last, into the staging folder, which then takes the place of the final one: no folder holds parts of two runs.
+written last, into the staging folder, which then replaces the final one by a rename: a run killed at any moment leaves
+either the old folder or the new one.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from typing import Any
 
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import read_signed, remove, write_signed, writing
+from t1lib.files import read_signed, remove, write_signed
 from t1lib.measure.environment import environment, git_state
 
 NAME = "manifest.json"
@@ -144,15 +145,29 @@ def require_replaceable(final: Path) -> None:
         require(device(content) == here, f"{told}; {allowed}")
 
 
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
+
+
+def recover(final: Path) -> None:
+    """Finish or undo the swap of a run that was killed while publishing to `final`."""
+    old = _aside(final)
+    if old.exists() and not final.exists():
+        os.replace(old, final)
+    remove(old)
+
+
 def publish(staging: Path, final: Path) -> None:
     """Replace `final` by the complete `staging` folder. Raises `T1Error` if another GPU measured what `final` holds, or
     if a file there is held open (Windows)."""
+    recover(final)
     require_replaceable(final)
-    old = final.with_name(f".{final.name}.old")
-    with writing(final):
+    try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        remove(old)
         if final.exists():
-            os.replace(final, old)
+            os.replace(final, _aside(final))
         os.replace(staging, final)
-    remove(old)
+    except OSError as error:
+        recover(final)
+        raise T1Error(f"cannot replace {paths.shown(final)} ({error.strerror}); is a file there open?") from None
+    remove(_aside(final))
