@@ -91,14 +91,13 @@ def _attempt(experiment: str, profile: str, parameters: params.Values) -> bool:
     expected = (manifest.read(final) or {}).get("seconds") or estimates.get(profile)
     about = f"expected {tqdm.format_interval(expected)}" if expected else "expected time unknown"
     print(f"{label}: started, {about}", file=sys.stderr, flush=True)
-    outcome, started, clock = "interrupted", manifest.utc_now(), time.perf_counter()
+    outcome, clock = "interrupted", time.perf_counter()
     try:
         with locked(staging.with_suffix(".lock"), f"{label} is being run by another process; wait for it"):
             shutil.rmtree(staging, ignore_errors=True)  # left by a run that failed or was killed
             staging.mkdir(parents=True)
             _execute(experiment, parameters, staging)
-            facts = {"experiment": experiment, "profile": profile, "parameters": parameters, "started": started}
-            manifest.write(staging, **facts, seconds=time.perf_counter() - clock)
+            manifest.list_again(staging)  # with executed.ipynb
             manifest.publish(staging, final)
         outcome = "done"
     except T1Error as error:
@@ -131,8 +130,8 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
             raise
         except Exception as error:
             came = f"its notebook as far as it came: {paths.shown(executed)}"
-            raise T1Error(f"{_explain(error, executed)}\n       {came}") from None
-    require((staging / manifest.NOTES).is_file(), "the notebook ended without run.finish()")
+            raise T1Error(f"{_explain(error)}\n       {came}") from None
+    require(manifest.read(staging) is not None, "the notebook ended without run.finish()")
     # Absolute paths, of the checkout or where packages are, name a user's or a machine's folders: they become relative.
     text = executed.read_text(encoding="utf-8")
     folders = {folder for folder in map(Path, [paths.root(), *sys.path]) if folder.is_absolute() and folder.name}
@@ -141,20 +140,13 @@ def _execute(experiment: str, parameters: params.Values, staging: Path) -> None:
     executed.write_text(text, encoding="utf-8", newline="\n")
 
 
-def _explain(error: Exception, executed: Path) -> str:
-    """Return a line that names the cell and the exception."""
+def _explain(error: Exception) -> str:
+    """Return a line that names the exception and, if one failed, the cell."""
+    where, name, told = "", type(error).__name__, str(error)  # such as of a kernel that died, or a full disk
     if isinstance(error, PapermillExecutionError):
-        where = f"In [{error.exec_count}] (`{params.first_line(error.source)}`)"
+        where = f"cell In [{error.exec_count}] (`{params.first_line(error.source)}`): "
         name, told = error.ename, error.evalue or ""
-    else:
-        # The kernel died: papermill marks every cell as completed, but only cells that it reached have a start time.
-        cells: list[params.Values] = []
-        with contextlib.suppress(T1Error):  # it is missing, or cut short by a full disk
-            cells = params.code_cells(executed)
-        begun = [cell for cell in cells if cell["metadata"].get("papermill", {}).get("start_time")]
-        where = f"`{params.first_line(params.source(begun[-1])) if begun else 'before the first'}`"
-        name, told = type(error).__name__, str(error)
-    return f"cell {where}: {name}: {''.join(told.strip().splitlines()[:1])[:300]}"
+    return f"{where}{name}: {''.join(told.strip().splitlines()[:1])[:300]}"
 
 
 def _measured(content: Mapping[str, Any]) -> str:

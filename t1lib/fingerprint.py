@@ -44,7 +44,7 @@ def meaning(text: str) -> str:
 def notebook(experiment: str) -> str:
     """The meaning of a notebook's code cells, less their outputs."""
     cells = params.code_cells(paths.notebook(experiment))
-    return hashlib.sha256("".join(meaning(params.source(cell)) for cell in cells).encode()).hexdigest()
+    return hashlib.sha256("".join(meaning(cell["source"]) for cell in cells).encode()).hexdigest()
 
 
 def _texts() -> dict[str, str]:

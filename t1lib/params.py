@@ -72,22 +72,18 @@ def about(experiment: str) -> Values:
     return _read_notebook(paths.notebook(experiment)).get("metadata", {}).get("t1", {})
 
 
-def source(cell: Mapping[str, Any]) -> str:
-    """A cell's source as one string (nbformat allows a list of lines)."""
-    return "".join(cell["source"])
-
-
 def first_line(text: str) -> str:
     """By which an error names a cell."""
     return text.strip().partition("\n")[0][:60]
 
 
 def code_cells(path: Path) -> list[Values]:
-    """The code cells of a notebook file. Raises `T1Error` if it is none."""
+    """The code cells of a notebook file, the source of each as one string. Raises `T1Error` if it is none."""
     try:
         cells = [cell for cell in _read_notebook(path).get("cells", []) if cell["cell_type"] == "code"]
         for cell in cells:
-            source(cell), holds_parameters(cell)
+            cell["source"] = "".join(cell["source"])  # nbformat allows a list of lines
+            holds_parameters(cell)
     except (AttributeError, LookupError, TypeError):
         raise T1Error(f"cannot read the notebook {paths.shown(path)}: it is not of nbformat 4") from None
     return cells
@@ -103,7 +99,7 @@ def declared(experiment: str) -> dict[str, Parameter]:
     for a line that is not `name: type = literal  # help` with a type in `TYPES` and a literal within the help's bound.
     """
     path = paths.notebook(choose("experiment", experiment, experiments()))
-    return _parse(source(next(filter(holds_parameters, code_cells(path)))), paths.shown(path))
+    return _parse(next(filter(holds_parameters, code_cells(path)))["source"], paths.shown(path))
 
 
 def _parse(text: str, where: str) -> dict[str, Parameter]:
@@ -224,11 +220,6 @@ class Live:
 
     def _injected(self) -> list[str]:
         return re.findall(r"^(\w+) = ", self._ran(rf"\A{INJECTED}") or "", re.M)
-
-    def values(self) -> Values:
-        """All parameters, as if each had been read; raises as `checked`."""
-        self.read_into |= self.checked()
-        return dict(self._values)
 
     def checked(self) -> Values:
         """All parameters. Raises `T1Error` for a value of the wrong type or outside its bound, for a variable that is

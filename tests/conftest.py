@@ -47,16 +47,14 @@ class Checkout:
     def finish(self, folder: Path, name: str = "demo") -> None:
         """Leave in `folder` a finished run of a notebook under smoke, as if `python -m t1lib run` had made it."""
         from t1lib import fingerprint, params
-        from t1lib.files import write_signed
         from t1lib.measure import manifest
 
         folder.mkdir(parents=True)
         (folder / "samples.csv").write_text(SAMPLES)
         (folder / "executed.ipynb").write_text("{}")
         made_of = {"notebook": fingerprint.notebook(name), "modules": fingerprint.everything()}
-        write_signed(folder / manifest.NOTES, {"made_of": made_of, "inputs": {}})
         keys = {"experiment": name, "profile": "smoke", "parameters": params.resolve(name, "smoke")}
-        manifest.write(folder, **keys, started=manifest.utc_now(), seconds=1.23)
+        manifest.write(folder, **keys, made_of=made_of, inputs={}, seconds=1.23)
 
     def params(self, name: str, yaml: str, profile: str = "smoke") -> None:
         path = self.root / "params" / profile / f"{name}.yaml"

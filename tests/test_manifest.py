@@ -75,15 +75,16 @@ def test_loaded_are_the_modules_that_were_imported_and_what_they_import():
 def test_results_of_another_gpu_are_not_replaced(checkout, monkeypatch):
     checkout.add("demo")
     final, staging = checkout.outputs("demo"), paths.staging("smoke", "demo")
+    other = {"cpu": "Some CPU", "gpu": "Some GPU"}
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "environment", lambda: {"cpu": "Some CPU", "gpu": "Some GPU"})
+        patch.setattr(manifest, "environment", lambda: other)
         checkout.finish(final)
     checkout.finish(staging)
     for call in (partial(manifest.publish, staging, final), begin):
         refused(call, "outputs/smoke/demo was measured on Some GPU")
     assert main(["run", "demo", "--profile", "smoke", "--force"]) == 2
     assert manifest.device(manifest.read(final)) == "Some GPU"
-    monkeypatch.setattr(manifest, "device_name", lambda: "Some GPU")
+    monkeypatch.setattr(manifest, "environment", lambda: other)
     manifest.publish(staging, final)
 
 
@@ -162,6 +163,7 @@ def test_redraw_needs_only_the_samples_and_leaves_all_as_it_was_if_a_cell_fails(
     assert why(folder) is None and "{demo.last}{1.50}{ms}" in (folder / "numbers.tex").read_text()
     assert {**manifest.read(folder), "files": None} == {**before, "files": None}
     monkeypatch.setattr("t1lib.claims.write_page", lambda: None)
+    monkeypatch.setenv("MPLBACKEND", "Agg")  # which `report` sets, and kernels of later tests would inherit
     for told in ("demo [smoke] is drawn", "demo [smoke] redrew"):
         assert main(["report", "--profile", "smoke", "--no-pdf"]) == 0 and told in capsys.readouterr().out
         assert why(folder) is None
@@ -190,7 +192,7 @@ def test_a_notebook_draws_its_finished_run_again_where_measure_is_false(checkout
     run.finish()
     assert why(folder) is None and "tables/main.tex" in manifest.read(folder)["files"]
     names["measure"] = True
-    refused(run.params.values, "restart the kernel")
+    refused(run.params.checked, "restart the kernel")
 
 
 def test_a_copied_notebook_that_names_its_original_still_is_refused_and_changes_nothing_there(checkout, monkeypatch):

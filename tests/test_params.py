@@ -105,7 +105,7 @@ def test_the_parameters_of_a_notebook_are_what_its_variables_say(checkout):
     checkout.add("demo", yaml="profile: smoke\n")
     names = {"profile": "smoke", "steps": 4, "rate": 1, "wall_ms": 3.0}
     found = live(names)
-    assert found.values() == {"profile": "smoke", "steps": 4, "rate": 1.0} and found.steps == 4
+    assert found.checked() == {"profile": "smoke", "steps": 4, "rate": 1.0} and found.steps == 4
     names["steps"] = 5
     assert found.steps == 5
     names["steps"] = "many"
@@ -134,11 +134,11 @@ def test_a_profile_sets_what_nobody_else_has_set(checkout):
     checkout.add("demo", yaml="steps: 3\nrate: 0.5\n")
     checkout.params("demo", "profile: mine\nsteps: 90\nrate: 2\n", "mine")
     names = {"profile": "mine", "steps": 3, "rate": 0.5, "In": ["", "# Parameters\nrate = 0.5\n"]}
-    assert live(names).values() == {"profile": "mine", "steps": 90, "rate": 0.5} and names["steps"] == 90
+    assert live(names).checked() == {"profile": "mine", "steps": 90, "rate": 0.5} and names["steps"] == 90
     edited = {"profile": "mine", "steps": 4, "rate": 0.5, "In": ["", cell]}
-    assert live(dict(edited)).values() == {"profile": "mine", "steps": 4, "rate": 2.0}
+    assert live(dict(edited)).checked() == {"profile": "mine", "steps": 4, "rate": 2.0}
     checkout.add("demo", parameters=cell, yaml="steps: 3\nrate: 0.5\n")
-    assert live(dict(edited)).values() == {"profile": "mine", "steps": 4, "rate": 2.0}
+    assert live(dict(edited)).checked() == {"profile": "mine", "steps": 4, "rate": 2.0}
     refused(lambda: live(edited | {"profile": "h200"}).steps, "unknown profile 'h200'; allowed: mine, smoke")
     paths.params_file("mine", "demo").unlink()
     refused(lambda: live(edited).steps, "params/mine/demo.yaml is missing")

@@ -53,7 +53,7 @@ class Worker:
 def run_cells(notebook: str, *names: str, **made) -> dict:
     for cell in params.code_cells(NOTEBOOKS / f"{notebook}.ipynb"):
         if cell["id"] in names:
-            exec(compile(params.source(cell), cell["id"], "exec"), made)
+            exec(compile(cell["source"], cell["id"], "exec"), made)
     return made
 
 

@@ -99,24 +99,20 @@ def _shown(value: Any) -> str:
 
 
 def _compile(folder: Path, report: str, started: str) -> None:
-    """Run TeX in `folder`, with the run's date in place of today's so that the PDF depends only on its inputs."""
+    """Run TeX in `folder`, with the run's date in place of today's so that the PDF depends only on its inputs. Raises
+    an error that names the first problem that TeX reported."""
     dates = {"SOURCE_DATE_EPOCH": f"{datetime.fromisoformat(started).timestamp():.0f}", "FORCE_SOURCE_DATE": "1"}
     environment = {**os.environ, **dates, "max_print_line": "1000"}  # else TeX breaks its messages at 79 characters
     latex = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "-file-line-error", report]
     for command in (latex, ["bibtex", report], latex, latex):
         done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
-        said = done.stdout.decode(errors="replace")
+        log = done.stdout.decode(errors="replace")
         if done.returncode:
-            _fail(said, report)
-    if _UNDEFINED.search(said):
-        _fail(said, report)
-
-
-def _fail(log: str, report: str) -> None:
-    """Raise an error that names the first problem that TeX reported."""
+            break
     if package := _NO_PACKAGE.search(log):
         how = f"{_PACKAGES}; else install it with tlmgr or MiKTeX"
         raise UnavailableError(f"this TeX lacks {package[1]}, which the reports need;\n{how}")
-    found = _ERROR.search(log) or _UNDEFINED.search(log)
-    first = found[0] if found else (log.strip().splitlines() or ["no message"])[-1]
-    raise T1Error(f"LaTeX could not build the report {report}; its PDF is as it was before:\n{first}")
+    found = _ERROR.search(log) if done.returncode else _UNDEFINED.search(log)
+    if done.returncode or found:
+        first = found[0] if found else (log.strip().splitlines() or ["no message"])[-1]
+        raise T1Error(f"LaTeX could not build the report {report}; its PDF is as it was before:\n{first}")

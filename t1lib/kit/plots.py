@@ -13,16 +13,15 @@ def draw_grouped(
     axes: Axes, frame: pd.DataFrame, phase: str, names: list[str], kinds: dict[str, tuple[str, str]], what: str
 ) -> None:
     """Memory as grouped bars, one group per variant; `kinds`: metric in GiB → (label, colour), one bar each."""
-    width = 0.8 / max(len(kinds), 1)
     scale, unit = memory_unit([median(frame, k, phase, n) for k in kinds for n in names])
-    for index, (metric, (label, colour)) in enumerate(kinds.items()):
-        where = [i + (index - (len(kinds) - 1) / 2) * width for i in range(len(names))]
-        values = [median(frame, metric, phase, m) * scale for m in names]
-        bars = axes.bar(where, values, width * 0.95, label=label, color=colour)
-        size = 6.5 if len(names) < 4 else 5.5
-        axes.bar_label(bars, fmt=lambda v: format_number(float(v)) if v else "", fontsize=size, padding=1.5)
+    made = {label: [median(frame, k, phase, n) * scale for n in names] for k, (label, _) in kinds.items()}
+    table = pd.DataFrame(made, index=[VARIANTS[name].tick() for name in names])
+    if table.size:
+        table.plot.bar(ax=axes, width=0.8, rot=0, color=[colour for _, colour in kinds.values()])
         axes.margins(y=0.12)
-    axes.set_xticks(range(len(names)), [VARIANTS[m].tick() for m in names])
+    size = 6.5 if len(names) < 4 else 5.5
+    for bars in axes.containers:
+        axes.bar_label(bars, fmt=lambda v: format_number(float(v)) if v else "", fontsize=size, padding=1.5)
     axes.set_ylabel(f"{what} ({unit})")
     axes.grid(axis="x", visible=False)
     if names and kinds:
@@ -35,12 +34,9 @@ def draw_phases(axes: Axes, frame: pd.DataFrame, setting: str, names: list[str])
     parts = pd.DataFrame({p: {n: median(frame, m, setting, n) for n in names} for p, m in metrics.items()}).fillna(0.0)
     wall = pd.Series({name: median(frame, "wall_ms", setting, name) for name in names}, dtype=float)
     parts = parts.mul(wall / parts.sum(axis=1), axis=0)  # medians of phases do not add up to that of the step
-    base = pd.Series(0.0, index=names)
-    for phase, colour in PHASE_COLOURS.items():
-        if len(names) and parts[phase].sum() > 0:
-            labels = [VARIANTS[name].label for name in names]
-            axes.barh(labels, parts[phase], left=base, color=colour, height=0.5, label=phase)
-            base = base + parts[phase]
+    parts = parts.loc[:, parts.sum() > 0].rename(index=lambda name: VARIANTS[name].label)
+    if parts.size:
+        parts.plot.barh(ax=axes, stacked=True, width=0.5, color=PHASE_COLOURS, legend=False)
     for row, name in enumerate(names):
         at, text = (wall[name], row), format_number(float(wall[name]))
         axes.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=7, bbox=BEHIND)

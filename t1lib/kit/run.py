@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 
 from t1lib import fingerprint, params, paths
 from t1lib.errors import T1Error, require
-from t1lib.files import write_signed
 from t1lib.kit.cells import Cells
 from t1lib.kit.style import STYLE
 from t1lib.kit.tables import make_table, to_latex
@@ -63,7 +62,7 @@ class Run:
         self._made_of = {"notebook": fingerprint.notebook(experiment), "modules": fingerprint.everything()}
         self._inputs: dict[str, str] = {}
         self._numbers = Numbers()
-        self._started, self._clock = manifest.utc_now(), time.perf_counter()
+        self._clock = time.perf_counter()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="t1-", ignore_cleanup_errors=True)
         self.outdir = folder or Path(self._temporary.name) / experiment
         cuda = torch.cuda.is_available()
@@ -194,15 +193,14 @@ class Run:
         self.records.save(self.outdir / "samples.csv")
         modules = {name: self._made_of["modules"].get(name) for name in fingerprint.loaded()}
         made_of = {"notebook": self._made_of["notebook"], "modules": modules}
-        write_signed(self.outdir / manifest.NOTES, {"made_of": made_of, "inputs": self._inputs})
+        about = dict(experiment=self.experiment, profile=given["profile"], made_of=made_of, inputs=self._inputs)
+        manifest.write(self.outdir, parameters=given, seconds=time.perf_counter() - self._clock, **about)
         if self._driven:
             return
         final.parent.mkdir(parents=True, exist_ok=True)
         # A copy is published: cells that are run again afterwards work on in `outdir`, and change nothing published.
         with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=final.parent) as beside:
             whole = shutil.copytree(self.outdir, Path(beside) / self.experiment)
-            about = dict(experiment=self.experiment, profile=given["profile"], parameters=given, started=self._started)
-            manifest.write(whole, **about, seconds=time.perf_counter() - self._clock)
             manifest.publish(whole, final)
 
 
@@ -231,7 +229,7 @@ def run_cells(profile: str, experiment: str, folder: Path, figures: bool = True)
     run = namespace[_RUN] = Run(experiment, namespace, folder)
     run.saves_figures = figures
     for cell in params.code_cells(paths.notebook(experiment)):
-        source = "" if params.holds_parameters(cell) else params.source(cell)
+        source = "" if params.holds_parameters(cell) else cell["source"]
         try:
             with redirect_stdout(io.StringIO()):
                 exec(compile(source, namespace["__name__"], "exec"), namespace)

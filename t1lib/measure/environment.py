@@ -16,9 +16,6 @@ from t1lib import __version__, paths
 from t1lib.errors import require
 from t1lib.memory import GIB
 
-_FOR_GPUS = "laptop", "h200"  # profiles
-_H200_GIB = 70  # least for h200: low enough for 80 GB cards, which report a few GiB less than 80
-
 
 def _output(*command: str) -> str | None:
     """What a command prints, or None if it is not installed or fails."""
@@ -28,7 +25,6 @@ def _output(*command: str) -> str | None:
         return None
 
 
-@functools.cache
 def _cpu_model() -> str:
     listed = Path("/proc/cpuinfo")
     text = listed.read_text(encoding="utf-8", errors="replace") if listed.exists() else ""
@@ -37,39 +33,33 @@ def _cpu_model() -> str:
 
 
 @functools.cache
-def _gpu() -> dict[str, str | float] | None:
-    """Name, memory (GiB) and driver of the first visible GPU, or None without CUDA. nvidia-smi is asked first, because
+def _gpu() -> dict[str, str | float]:
+    """Name, memory (GiB) and driver of the first visible GPU; empty without CUDA. nvidia-smi is asked first, because
     torch would create a CUDA context: the process that drives the runs would hold GPU memory in every measurement."""
     if not torch.cuda.is_available():
-        return None
+        return {}
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = "--query-gpu=name,memory.total,driver_version"
     answer = _output("nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits") or ""
     try:
         name, mebibytes, driver = (field.strip() for field in answer.split(","))
-        return {"name": name, "memory": round(float(mebibytes) / 1024, 1), "driver": driver}
+        gib = float(mebibytes) / 1024
     except ValueError:
-        properties = torch.cuda.get_device_properties(0)
-        return {"name": properties.name, "memory": round(properties.total_memory / GIB, 1), "driver": "unknown"}
-
-
-def device_name() -> str:
-    """The name of the first visible GPU or, without CUDA, of the CPU."""
-    gpu = _gpu()
-    return str(gpu["name"]) if gpu else _cpu_model()
+        properties, driver = torch.cuda.get_device_properties(0), "unknown"
+        name, gib = properties.name, properties.total_memory / GIB
+    return {"gpu": name, "gpu_memory_gib": round(gib, 1), "driver": driver}
 
 
 def default_profile() -> str:
     """The profile for this machine: smoke without CUDA, h200 with at least 70 GiB of GPU memory, else laptop."""
-    gpu = _gpu()
-    if gpu is None:
+    if not (gpu := _gpu()):
         return "smoke"
-    return "h200" if float(gpu["memory"]) >= _H200_GIB else "laptop"
+    return "h200" if float(gpu["gpu_memory_gib"]) >= 70 else "laptop"  # cards of 80 GB report a few GiB less
 
 
 def require_gpu(profile: str) -> None:
     """Raise `T1Error` if the profile is for a GPU and there is none: a CPU would take days."""
-    there = profile not in _FOR_GPUS or _gpu() is not None
+    there = profile not in ("laptop", "h200") or bool(_gpu())
     require(there, f"profile {profile!r} is for a GPU, and there is no CUDA device here; allowed: smoke, auto")
 
 
@@ -90,9 +80,7 @@ def environment() -> dict[str, str | int | float]:
     }
     with suppress(importlib.metadata.PackageNotFoundError):
         found["triton"] = importlib.metadata.version("triton")
-    if gpu := _gpu():
-        found |= {"gpu": gpu["name"], "gpu_memory_gib": gpu["memory"], "driver": gpu["driver"]}
-    return found
+    return found | _gpu()
 
 
 def git_state() -> dict[str, str | bool]:

@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+def _outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
     """What the function returns, and the error that another process is to raise instead."""
     try:
         return function(*args, **kwargs), None
@@ -50,16 +50,15 @@ def outcome(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple
 
 
 def _serve(pipe: Connection, factory: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Body of the process: build the session, then answer calls until one fails or the other end closes the pipe."""
+    """Body of the process: build the session, then answer calls until the other end closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    session, error = outcome(factory, **settings)
+    session, error = _outcome(factory, **settings)
     with suppress(EOFError, ConnectionError):
         pipe.send((None, error))
-        while error is None:
+        while error is None:  # else the process ends, and its memory is free
             method, kwargs = pipe.recv()
-            value, error = outcome(methodcaller(method, **kwargs), session)
-            pipe.send((value, error))
+            pipe.send(_outcome(methodcaller(method, **kwargs), session))
 
 
 def _end_with_parent() -> None:
@@ -81,8 +80,8 @@ class Isolated:
         if method == "forkserver":  # imports are done once, before any device is touched
             context.set_forkserver_preload([__name__, factory.__module__])
         self.pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
-        self._process.start()
+        self.process = context.Process(target=_serve, args=(other, factory, settings), daemon=True)
+        self.process.start()
         other.close()
         if wait:
             self.receive()
@@ -98,25 +97,27 @@ class Isolated:
         with suppress(ConnectionError):  # it ended during the turns of others, as `receive` will tell
             self.pipe.send((method, kwargs))
 
-    def receive(self) -> Any:
-        """The next answer: None when the session is built, then a method's result. Raises what `call` raises."""
+    def receive(self, end: bool = True) -> Any:
+        """The next answer: None when the session is built, then a method's result. Raises what `call` raises; an error
+        ends the process, unless `end` is False."""
         try:
             value, error = self.pipe.recv()
         except (EOFError, ConnectionError):
-            self._process.join(60)
-            value, error = None, VariantFailed(f"the process ended with exit code {self._process.exitcode}")
-            if self._process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
+            self.process.join(60)
+            value, error = None, VariantFailed(f"the process ended with exit code {self.process.exitcode}")
+            if self.process.exitcode == -getattr(signal, "SIGKILL", 9):  # as the system does when memory runs out
                 error = VariantOutOfMemory("the process was killed: host memory")
-        if error is not None:
+        if error is None:
+            return value
+        if end:
             self.close()
-            raise error
-        return value
+        raise error
 
     def close(self) -> None:
         """End the process, whatever it does. When this returns, its memory is free."""
         self.pipe.close()
-        self._process.kill()
-        self._process.join(60)  # not for ever: to release pinned memory takes seconds, but a driver may hang
+        self.process.kill()
+        self.process.join(60)  # not for ever: to release pinned memory takes seconds, but a driver may hang
 
 
 def measure_variants(

@@ -9,24 +9,18 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from t1lib import fingerprint, paths
 from t1lib.errors import T1Error, require
 from t1lib.files import read_signed, remove, write_signed
-from t1lib.measure.environment import device_name, environment, git_state
+from t1lib.measure.environment import environment, git_state
 
 NAME = "manifest.json"
 REPORT = "report"  # in a manifest: hash and size of the PDF that was built from the run
 DRAWN = ("figures/", "tables/", "numbers.")  # files of a run that its samples give again
-NOTES = "notes.json"  # exists during a run: what the notebook leaves for the manifest, `made_of` and `inputs`
-
-
-def utc_now() -> str:
-    """The time in UTC as ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
@@ -48,16 +42,18 @@ def _lasting(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if name != "measure"}
 
 
-def write(
-    folder: Path, *, experiment: str, profile: str, parameters: Mapping[str, Any], started: str, seconds: float
-) -> None:
-    """Write manifest.json for everything in `folder`, which holds the notebook's `NOTES`; these are removed. started:
-    by `utc_now`"""
-    notes = read_signed(folder / NOTES)
-    (folder / NOTES).unlink()
-    content = {"experiment": experiment, "profile": profile, "parameters": _lasting(parameters), **notes, **git_state()}
-    content |= {"environment": environment(), "started": started, "seconds": round(seconds, 1)}
+def write(folder: Path, *, parameters: Mapping[str, Any], seconds: float, **about: Any) -> None:
+    """Write manifest.json for everything in `folder`, of a run that has taken so many seconds. about: `experiment`,
+    `profile`, `made_of`, `inputs`"""
+    content = {**about, "parameters": _lasting(parameters), **git_state(), "environment": environment()}
+    started = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
+    content |= {"started": started, "seconds": round(seconds, 1)}
     write_signed(folder / NAME, content | {"files": _files(folder)})
+
+
+def list_again(folder: Path) -> None:
+    """The manifest lists what `folder` holds by now."""
+    write_signed(folder / NAME, (read(folder) or {}) | {"files": _files(folder)})
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -143,9 +139,10 @@ def require_replaceable(final: Path) -> None:
     """Raise `T1Error` if `final` holds what another GPU has measured: only the same kind may measure it again."""
     content = read(final)
     if content is not None and "gpu" in content["environment"]:
-        told = f"{paths.shown(final)} was measured on {device(content)}, and this is {device_name()}"
+        here = device({"environment": environment()})
+        told = f"{paths.shown(final)} was measured on {device(content)}, and this is {here}"
         allowed = "allowed: another profile (copy its folder in params/), or that folder moved away"
-        require(device(content) == device_name(), f"{told}; {allowed}")
+        require(device(content) == here, f"{told}; {allowed}")
 
 
 def _aside(final: Path) -> Path:

@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from t1lib.errors import choose
 from t1lib.heads import parallel as sharded
 from t1lib.heads import parse_bytes
 from t1lib.heads.fused import kernels_run
 from t1lib.measure.heads import Case, HeadBench, Key, Runner, free_cached
 from t1lib.measure.ranks import across, ran
 from t1lib.measure.records import Records
-from t1lib.measure.timing import phases_ms
 
 MIB = 2**20
 HEADS = ("full", *sharded.HEADS)  # `full` on one rank alone
@@ -82,13 +80,16 @@ def measure_head(
     workspace   per rank, of the heads that take one: all but `full`
     given       tokens, vocabulary, hidden, dtype, seed and reference of the `HeadBench`
     """
-    for head in heads:
-        choose("head", head, HEADS)
-    bench, cases = Share(device=device, **given), {}
+    bench, cases, lacking = Share(device=device, **given), {}, {}
+    # Known on all ranks alike: if a head failed on one alone, the others would wait for it.
+    if not kernels_run(bench.e):
+        lacking["fused"] = "its kernels need a CUDA device and Triton"
+    if bench.group is not None:
+        lacking["full"] = "it does not shard its weight"
     for head in heads:
         case = Case(head, {} if head == "full" else {"workspace": parse_bytes(workspace)})
-        if why := _lacks(bench, head):
-            records.status(head, "unavailable", phase, why)
+        if head in lacking:
+            records.status(head, "unavailable", phase, lacking[head])
         elif bench.admit(records, head, phase, case, error_bound):
             cases[head] = case
     runners: dict[Key, Runner] = {("floor", phase): bench.products}
@@ -100,22 +101,10 @@ def measure_head(
                 bench.result(case)
             sent = sum(call.args[-1].nbytes for call in collectives)
             records.put(head, phase, {"collectives": len(collectives), "exchanged_mib": sent / MIB})
-            runners[head, phase, "collectives"] = partial(_alone, bench, collectives)
+            alone = {"collectives": lambda calls=collectives: [call() for call in calls]}
+            runners[head, phase, "collectives"] = partial(bench.phases, alone)
     if ran(device) == "ok":
         bench.take_turns(records, runners, iters, warmup)
-
-
-def _lacks(bench: Share, head: str) -> str:
-    """Why a head cannot run on this many ranks and such a device; empty if it can. The answer is the same on all
-    ranks: if one failed alone, the others would wait for it."""
-    if head == "fused" and not kernels_run(bench.e):
-        return "its kernels need a CUDA device and Triton"
-    return "it does not shard its weight" if head == "full" and bench.group is not None else ""
-
-
-def _alone(bench: Share, collectives: list[partial[Any]], queued: bool) -> dict[str, float]:
-    phases = {"collectives": lambda: [call() for call in collectives]}
-    return phases_ms(phases, bench.device, bench.lead if queued else None)[0]
 
 
 def _file_memory(records: Records, phase: str, bench: Share, head: str, case: Case) -> None:
@@ -144,27 +133,24 @@ def measure_step(
     from t1lib.measure.session import TrainSession
 
     session |= {"mode": mode, "device": str(device)}
-    ranks = dist.get_world_size()
-    _add_times_and_memory(records, TrainSession(batch=rows * ranks, **session), mode, phase, steps, warmup)
-    records.put(mode, phase, {"tokens": rows * ranks * session["seq"]})
-    records.status(mode, ran(device), phase)
-    gc.collect()  # free all that is left of that session
-    together = TrainSession(batch=rows * most, micro_batch=rows, **session)
-    for step, loss in enumerate(together.warm_up(loss_steps)):
-        records.put(mode, f"losses/{ranks}", {"loss": loss}, step)
-    together.trainer.close()
-
-
-def _add_times_and_memory(records: Records, train: Any, mode: str, phase: str, steps: int, warmup: int) -> None:
+    ranks, status = dist.get_world_size(), ran(device)
+    train = TrainSession(batch=rows * ranks, **session)
     train.warm_up(warmup)
     for step in range(steps):
         across({"": 0.0})  # all ranks begin together
         found = train.step()
         slowest = across({metric: value for metric, value in found.items() if metric != "loss"})
-        if ran(train.device) == "ok":
+        if status == "ok":
             records.put(mode, phase, found | slowest, step)
     peaks = train.memory()
     records.put(mode, phase, across({k: v for k, v in peaks.items() if k in PEAKS}))
     own, mapped = across({"": peaks["host_gib"] - peaks["mapped_gib"]}, torch.sum), across({"": peaks["mapped_gib"]})
-    records.put(mode, phase, {"host_all_gib": own[""] + mapped[""]})
+    records.put(mode, phase, {"host_all_gib": own[""] + mapped[""], "tokens": rows * ranks * session["seq"]})
+    records.status(mode, status, phase)
+    train.trainer.close()
+    del train
+    gc.collect()  # free all that is left of that session
+    train = TrainSession(batch=rows * most, micro_batch=rows, **session)
+    for step, loss in enumerate(train.warm_up(loss_steps)):
+        records.put(mode, f"losses/{ranks}", {"loss": loss}, step)
     train.trainer.close()

@@ -2,29 +2,25 @@
 GPUs than processes, they share them: that shows that results are right, not how fast they come. No process outlives the
 call: a rank that fails or ends early ends all of them, and so does the time limit."""
 
-import faulthandler
 import io
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from multiprocessing import connection
-from pathlib import Path
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from t1lib.errors import reason
-from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory, outcome
+from t1lib.measure.isolate import Isolated, VariantFailed, VariantOutOfMemory
 from t1lib.measure.records import Records
 from t1lib.timing import synchronize
 
-PATIENCE = 3.0  # seconds beyond the limit, for ranks to write down where they are
 MOMENT = 1.0  # seconds after an error in which to see whether it came of another rank's end
 
 
@@ -67,17 +63,16 @@ def measure_ranks(
         print(f"{phase}: shared, more ranks than GPUs ({torch.cuda.device_count()})")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        with tempfile.TemporaryDirectory(prefix="t1-ranks-") as folder, ExitStack() as stack:
-            where = dict(ranks=ranks, kind=device, port=store.port, folder=Path(folder))
-            workers = [
-                stack.enter_context(closing(Isolated(Rank, where | {"rank": rank}, wait=False)))
-                for rank in range(ranks)
-            ]
+        with ExitStack() as stack:
+            workers = []
+            for rank in range(ranks):
+                where = dict(rank=rank, ranks=ranks, kind=device, port=store.port)
+                workers.append(stack.enter_context(closing(Isolated(Rank, where, wait=False))))
             for worker in workers:
                 worker.receive()
             for worker in workers:
-                worker.send("run", task=task, settings=settings | {"phase": phase}, limit=limit)
-            rows, printed = _result(workers, limit, Path(folder))
+                worker.send("run", task=task, settings=settings | {"phase": phase})
+            rows, printed = _result(workers, limit)
     except VariantOutOfMemory as error:
         for variant in variants:
             records.status(variant, "oom", phase, reason(error))
@@ -86,54 +81,42 @@ def measure_ranks(
         records.extend(rows)
 
 
-def _result(workers: list[Isolated], limit: float, folder: Path) -> Any:
-    """What rank 0 returns, once all have. Raises for the first that ends, else the first that fails, and for the time
-    limit."""
-    end, among = time.monotonic() + limit + PATIENCE, f"of {len(workers)}"
-    left, result, failure = {worker.pipe: rank for rank, worker in enumerate(workers)}, None, None
+def _result(workers: list[Isolated], limit: float) -> Any:
+    """What rank 0 returns, once all have. Raises for the first that is lost, else for the first that fails, and for the
+    time limit."""
+    end, among = time.monotonic() + limit, f"of {len(workers)}"
+    left, result, failures = {worker.pipe: rank for rank, worker in enumerate(workers)}, None, []
     while left and (ready := connection.wait(left, max(0.0, end - time.monotonic()))):
         for rank in [left.pop(pipe) for pipe in ready]:
             try:
-                value, error = workers[rank].receive()
-            except (VariantFailed, VariantOutOfMemory) as ended:
-                raise type(ended)(f"rank {rank} {among}: {ended}") from None
-            result = value if rank == 0 else result
-            if error is not None and failure is None:
-                named = isinstance(error, VariantFailed | VariantOutOfMemory)
-                failure = type(error)(f"rank {rank} {among}: {error}") if named else error
+                value = workers[rank].receive(end=False)  # its end would make the others fail, or abort them
+                result = value if rank == 0 else result
+            except Exception as error:
+                failures.append((workers[rank].process.is_alive(), rank, error))
                 end = min(end, time.monotonic() + MOMENT)
-    if failure is not None:
-        raise failure
+    if failures:
+        _, rank, error = min(failures, key=itemgetter(0))  # a lost one before those that fail because of it
+        named = isinstance(error, VariantFailed | VariantOutOfMemory)
+        raise type(error)(f"rank {rank} {among}: {error}") if named else error
     if left:
-        stacks = [f"rank {rank}:\n{(folder / str(rank)).read_text('utf-8')}" for rank in left.values()]
-        late = f"rank {', '.join(map(str, left.values()))} {among} took longer than {limit:g} s"
-        raise VariantFailed("\n".join([late, *stacks]))
+        raise VariantFailed(f"rank {', '.join(map(str, left.values()))} {among} took longer than {limit:g} s")
     return result
 
 
-@dataclass
-class Rank:
+class Rank(NamedTuple):
     """One of the processes, as it sees itself.
 
     kind    cpu or cuda
     port    of the store, on the loopback interface, through which the ranks find each other
-    folder  for a file of the stacks of all threads, named after the rank, when the time is up
     """
 
     rank: int
     ranks: int
     kind: str
     port: int
-    folder: Path
 
-    def run(self, task: Callable[..., None], settings: dict[str, Any], limit: float) -> tuple[Any, Exception | None]:
-        """The `outcome` of the task: the rows that it recorded and the text that it printed. An error is returned, not
-        raised: this process has to stay, because its end would make the others fail, too."""
-        self._stacks = (self.folder / str(self.rank)).open("w", encoding="utf-8")  # open until the process ends
-        faulthandler.dump_traceback_later(limit, file=self._stacks)
-        return outcome(self._run, task, settings)
-
-    def _run(self, task: Callable[..., None], settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    def run(self, task: Callable[..., None], settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """The rows that the task recorded and the text that it printed."""
         torch.set_num_threads(max(1, torch.get_num_threads() // self.ranks))
         records, printed = Records(), io.StringIO()
         with redirect_stdout(printed), redirect_stderr(io.StringIO()):  # every rank would give the same warnings

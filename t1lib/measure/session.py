@@ -24,16 +24,7 @@ from t1lib.train.placing import work_in
 from t1lib.train.slide import SlideTrainer
 
 PLACES = ("device", "host")  # where a plan puts things; `TrainSession.choice` gives their index
-Timeline = list[tuple[float, int, int | None]]
-
-
-def envelope(points: Timeline, bins: int = 400) -> Timeline:
-    """Thin a timeline to about `bins` points, the highest of as many neighbours in each: no peak is lost."""
-    size = -(-len(points) // bins)
-    if size == 1:
-        return points
-    highest = [max(points[at : at + size], key=itemgetter(1)) for at in range(0, len(points), size)]
-    return [points[0], *highest, points[-1]]
+POINTS = 400  # of a timeline, at most: each is the highest of as many neighbours, so no peak is lost
 
 
 class TrainSession:
@@ -114,15 +105,18 @@ class TrainSession:
         return ms, trace.spans()
 
     def timeline(self) -> list[dict[str, float]]:
-        """One step's allocations on the compute device, thinned: time, and GiB allocated and, on a GPU, reserved."""
+        """One step's allocations on the compute device: time, and GiB allocated and, on a GPU, reserved."""
         self._settle()
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
             self.step()
-        return [
-            {"at_ms": ms, "allocated_gib": live / GIB} | ({} if held is None else {"reserved_gib": held / GIB})
-            for ms, live, held in envelope(timeline.points)
-        ]
+        points, found = timeline.points, []
+        size = -(-len(points) // POINTS)
+        for at in range(0, len(points), size):
+            ms, live, held = max(points[at : at + size], key=itemgetter(1))
+            reserved = {} if held is None else {"reserved_gib": held / GIB}
+            found.append({"at_ms": ms, "allocated_gib": live / GIB} | reserved)
+        return found
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory, and
