@@ -187,7 +187,7 @@ def forward_op(*call):
         o = Operands(tensors, *call[6:], check=True)
         if any(needs) and not early:  # a workspace too small for the backward is refused here already
             o.plan("late")
-        if early and tail:
+        if early and tail and len(o.e):
             require(
                 fused_launch.aligned(o.w), 'tail="fp8" with a weight that begins off a 16-byte boundary: leave it out'
             )

@@ -175,7 +175,7 @@ class Tail(Chunk):
 
     def large_entries(self) -> None:
         size, found = self.size, self.memory["large"]
-        self.memory["count"].bitwise_and_(large.OVER.value - 1)  # too many are left only in rows that are not numbers
+        self.memory["count"].bitwise_and_(large.OVER.value - 1)  # too many are left in rows that are not numbers
         self.launch(large.row_terms, size, BLOCK=next_power_of_2(self.hidden), num_warps=4)
         if self.dw is not None or self.db is not None:
             classes, order = torch.sort(found[:size].view(-1), stable=True)

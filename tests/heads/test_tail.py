@@ -230,15 +230,17 @@ def test_compiled_under_autocast_and_in_a_second_backward():
     p = state("trained", 512, 3000, 128, "cuda")
     e, w = p.e.float().requires_grad_(), p.w.float().requires_grad_()
 
-    def call(e, w):
+    def call(e, w, target):
         with torch.autocast("cuda", torch.bfloat16):
-            return linear_cross_entropy(e, w, p.target, tail="fp8")
+            return linear_cross_entropy(e, w, target, tail="fp8")
 
-    plain = torch.autograd.grad(call(e, w), (e, w))
-    loss = torch.compile(call, fullgraph=True)(e, w)
+    plain = torch.autograd.grad(call(e, w, p.target), (e, w))
+    loss = torch.compile(call, fullgraph=True)(e, w, p.target)
     for a, b in zip(plain, torch.autograd.grad(loss, (e, w), retain_graph=True), strict=True):
         assert a.dtype == torch.float32
         assert torch.equal(a, b)
+    none = torch.autograd.grad(torch.compile(call, fullgraph=True)(e[:0], w, p.target[:0]), (w,))[0]
+    assert not none.any()
     loss = linear_cross_entropy(e.bfloat16(), w.bfloat16(), p.target, tail="fp8")
     loss.backward(retain_graph=True)
     with pytest.raises(T1Error, match="backward"):
