@@ -62,8 +62,8 @@ class Outer:
         self.held = [OuterParam(p, self._layers + k, self._optimizer) for k, p in enumerate(params)]
         own = {id(held.param): held for held in self.held}
         embeddings = (m for m in _looked_up(engine.model) if id(m.weight) in own)
-        self._pending = self._away = False  # whether an update has not begun, and the weights' memory is released
-        self._underway: Iterator[None] = iter(())  # queues the update, piece by piece
+        self._pending = self._away = False  # whether the update has not begun, and the weights' memory is released
+        self._underway: Iterator[None] = iter(())  # queues the rest of the update, piece by piece
         self._pieces = sum(len(self._schedule.travel.pieces(held.param.numel())) for held in self.held)
         self._known: Mark = None  # marks when gradients are complete and rows have been read
         self._filled: Mark = None  # marks when the updated weights are on the device
@@ -85,6 +85,7 @@ class Outer:
         last = self._layers - 1
         if self._schedule.in_backward:
             with uninterrupted():
+                self._begin_update()
                 self._schedule.travel.lanes[0].after(self._passed)
                 others = max(last, 1)
                 share = min(index + 1, others) * self._pieces // others - min(index, others) * self._pieces // others
@@ -172,7 +173,6 @@ class Outer:
         self._known = self._schedule.compute.mark()
         if self._pending:
             self._hide()
-            self._underway = self._update_by_piece()
         else:
             self.ready()
 
@@ -180,6 +180,7 @@ class Outer:
     def ready(self) -> None:
         """Make the device's further work see the updated weights."""
         with uninterrupted():
+            self._begin_update()
             for _ in self._underway:
                 pass
             self._schedule.compute.after(self._filled)
@@ -193,9 +194,12 @@ class Outer:
                 held.param.__class__ = nn.Parameter
                 held.param.__dict__.pop("_home", None)
 
+    def _begin_update(self) -> None:
+        if self._pending:
+            self._make_room()
+            self._pending, self._underway = False, self._update_by_piece()
+
     def _update_by_piece(self) -> Iterator[None]:
-        self._make_room()
-        self._pending = False
         for held in self.held:
             if held.grad is None:
                 self._refill(held)
