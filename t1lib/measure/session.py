@@ -24,7 +24,7 @@ from t1lib.train.placing import work_in
 from t1lib.train.slide import SlideTrainer
 
 PLACES = ("device", "host")  # where a plan puts things; `TrainSession.choice` gives their index
-POINTS = 400  # of a timeline, at most: each is the highest of as many neighbours, so no peak is lost
+POINTS = 400  # of a timeline, and its ends: each is the highest of as many neighbours, so no peak is lost
 
 
 class TrainSession:
@@ -110,13 +110,15 @@ class TrainSession:
         baseline = storage_bytes(self.trainer.device_tensors())
         with AllocatorTimeline(self.device, baseline) as timeline:
             self.step()
-        points, found = timeline.points, []
+        points = timeline.points
         size = -(-len(points) // POINTS)
-        for at in range(0, len(points), size):
-            ms, live, held = max(points[at : at + size], key=itemgetter(1))
-            reserved = {} if held is None else {"reserved_gib": held / GIB}
-            found.append({"at_ms": ms, "allocated_gib": live / GIB} | reserved)
-        return found
+        if size > 1:
+            highest = [max(points[at : at + size], key=itemgetter(1)) for at in range(0, len(points), size)]
+            points = [points[0], *highest, points[-1]]
+        return [
+            {"at_ms": ms, "allocated_gib": live / GIB} | ({} if held is None else {"reserved_gib": held / GIB})
+            for ms, live, held in points
+        ]
 
     def memory(self) -> dict[str, float]:
         """Memory in GiB: device peaks since `warm_up`, host peaks during set-up and since `warm_up`, pinned memory, and

@@ -48,7 +48,7 @@ class FsdpTrainer(Trainer):
         if compute_dtype is not None:
             choose("compute_dtype", compute_dtype, ("float32", "bfloat16"))
         self._compute_dtype = compute_dtype
-        if str(common.get("device")) != "cpu":
+        if str(common.get("device")) != "cpu" and not dist.is_initialized():  # else a device has been chosen
             take_gpu()
         super().__init__(model, mode, **common)
 

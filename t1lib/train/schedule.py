@@ -97,9 +97,10 @@ class Schedule:
             self._begin_update(layer)
             return
         phase = "weights again" if again else "weights"
-        slot.holds = None  # until the copy is sure to be queued
-        self.thread.then(layer.index, partial(self._copy_in, layer, phase, self._trace()))
-        slot.holds = layer
+        with uninterrupted():  # a copy that is queued for a slot that nobody knows to be taken would come too late
+            slot.holds = None  # until the copy is sure to be queued
+            self.thread.then(layer.index, partial(self._copy_in, layer, phase, self._trace()))
+            slot.holds = layer
 
     def _copy_in(self, layer: HostLayer, phase: str, trace: NoTrace) -> None:
         slot, lane = layer.slot, self.inward

@@ -205,5 +205,5 @@ def take_state(weight: Tensor, state: State, saved: State) -> int:
     elif "master" in state:
         weight.copy_(state["master"].copy_(saved.get("master", weight)))
     for key in state.keys() - {"master", "low"}:
-        state[key].zero_() if key not in saved else state[key].copy_(saved[key])
+        state[key].zero_() if key not in saved else state[key].copy_(torch.as_tensor(saved[key]))
     return int(saved.get("step", 1 if "momentum_buffer" in saved else 0))

@@ -200,6 +200,7 @@ def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert make_trainer(one, "fsdp").device == torch.device("cuda", 1)
