@@ -11,8 +11,9 @@ from t1lib.kit.style import STYLE, subplots
 def draw_metrics(metrics: Path, path: Path) -> None:
     """Draw loss, tokens/s and memory over the steps of a run's metrics.csv."""
     frame = pd.read_csv(metrics, index_col="step").dropna(axis="columns", how="all")
-    frame["smoothed"] = frame["loss"].rolling(max(len(frame) // 50, 1), center=True, min_periods=1).mean()
-    losses = frame.reindex(columns=["loss", "smoothed", "held_out_loss"]).dropna(axis="columns", how="all")
+    frame["running mean"] = frame["loss"].rolling(max(len(frame) // 50, 1), center=True, min_periods=1).mean()
+    losses = frame.rename(columns={"held_out_loss": "held-out loss"})
+    losses = losses.reindex(columns=["loss", "running mean", "held-out loss"]).dropna(axis="columns", how="all")
     memory = frame["device_gib" if "device_gib" in frame else "host_gib"]
     with plt.rc_context(STYLE):
         figure, axes = subplots(2.4, 3)
