@@ -1,6 +1,6 @@
-"""Head `fused` with tail="fp8": gradients in the forward, of which dE and dW multiply in FP8 what is small of the
-logits' gradient. The mathematics are in docs/fp8.md. Per chunk: a sample of the logits → offsets → exponentials in FP8
-→ those rows again whose offset was wrong → statistics → scale → dE, dW → what large exponentials lack."""
+"""Head `fused` with tail="fp8": gradients in the forward, whose products for dE and dW take the small entries of the
+logits' gradient in FP8. The mathematics are in docs/fp8.md. Per chunk: a sample of the logits → offsets → exponentials
+in FP8 → those rows again whose offset was wrong → statistics → scale → dE, dW → what large exponentials lack."""
 
 import math
 from functools import lru_cache
