@@ -42,8 +42,8 @@ def fused(
     accumulate  None: in 16 bits dW is rounded once per chunk, but the targets' own terms, and the rows of the 1024 most
                 frequent targets, once in all. "float32": all is, with four products instead of three
     tail        "fp8": where the forward makes the gradients on a Hopper GPU, the products for dE and dW take the small
-                entries of the logits' gradient in FP8 (docs/fp8.md). Elsewhere, under reduction "none", and for a weight of less than
-                2048 × 64 or whose rows do not start on 16-byte boundaries: as without it
+                entries of the logits' gradient in FP8 (docs/fp8.md). Elsewhere, under reduction "none", without tokens,
+                and for a weight of less than 2048 × 64 or whose rows do not start on 16-byte boundaries: as without it
 
     Runs on CUDA with bfloat16, float16 and float32 operands; tuned for Hopper. Elsewhere, for float64, and for bfloat16
     in Triton's interpreter, head `chunked` computes (with filter_eps `full`). Raises `T1Error` for a bad argument, a
