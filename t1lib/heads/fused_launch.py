@@ -137,7 +137,7 @@ class Chunk:
 
     def _tile(self, matrix: Tensor | None, height: int, width: int) -> Any:
         """The kernel argument for a matrix: a descriptor of its tiles with TMA, else the tensor, as a pointer."""
-        descriptor = matrix is not None and self.tma and aligned(matrix)
+        descriptor = matrix is not None and self.tma and len(matrix) > 0 and aligned(matrix)
         return TensorDescriptor.from_tensor(matrix, [height, width]) if descriptor else matrix
 
     def logits(self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False) -> None:

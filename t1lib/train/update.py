@@ -205,5 +205,6 @@ def take_state(weight: Tensor, state: State, saved: State) -> int:
     elif "master" in state:
         weight.copy_(state["master"].copy_(saved.get("master", weight)))
     for key in state.keys() - {"master", "low"}:
-        state[key].zero_() if key not in saved else state[key].copy_(torch.as_tensor(saved[key]))
+        value = saved.get(key, 0)
+        state[key].copy_(value) if isinstance(value, Tensor) else state[key].fill_(value)
     return int(saved.get("step", 1 if "momentum_buffer" in saved else 0))
