@@ -162,6 +162,7 @@ class Operands:
             self.opts = options.Options(tensors, settings, same_dtype=dtype == "-", check=check)
         compute = e.dtype if dtype == "-" else getattr(torch, dtype)
         self.needs, self.dw_dtype, self.chunks = flags[:3], w.dtype, 1 if flags[4] else chunks or None
+        self.check = check
         self.e = self.opts.tokens(e.reshape(-1, e.shape[-1]))
         self.w = w.to(compute) if w.stride(1) == 1 else w.to(compute).contiguous()
         self.b = None if b is None else b.to(compute).contiguous()
@@ -193,14 +194,14 @@ def forward_op(*call):
             )
             from t1lib.heads import fused_tail
 
-            tokens, gradients = fused_tail.gradients(o)
+            chunk, gradients = fused_tail.gradients(o)
         else:
-            tokens, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
-        lse, logprob, correct, pull, saved = tokens.results()
-        loss, stats = o.opts.reduce(o.opts.losses(lse, logprob, pull)), [tensors.input.new_empty(0) for _ in range(3)]
-        if return_stats:
-            stats = [x.clone() for x in o.opts.stats(lse, logprob, correct > 0)]  # operators return no views
-    return loss, *stats, o.opts.valid.any() if early else saved, *_filled(tensors, gradients)
+            chunk, gradients = fused_run.early(o) if early else (fused_run.loss_only(o), (None, None, None))
+        loss, stats, counts = chunk.results(return_stats)
+        # operators return no views
+        stats = [x.clone() for x in stats] if return_stats else [tensors.input.new_empty(0) for _ in range(3)]
+        saved = counts if early else torch.stack([chunk.fields["offset"], chunk.fields["log_total"]])
+    return loss, *stats, saved, *_filled(tensors, gradients)
 
 
 @forward_op.register_fake

@@ -1,5 +1,6 @@
 """Head `fused`: the kernels' launches, for the chunk of tokens at hand."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from t1lib.heads.fused import Operands
 from t1lib.heads.fused_plan import TILES, WHOLE, Buffer, Plan, ceil, splits_of, up
-from t1lib.heads.kernels import logits, products, rows
+from t1lib.heads.kernels import logits, products, rows, tokens
 from t1lib.heads.kernels.tiles import FIELDS, LARGE, LN2
-from t1lib.heads.options import Options
+from t1lib.heads.options import HeadStats, check_range
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -27,34 +28,6 @@ STAGES = 4  # pipeline stages of `hopper`'s kernel, 48 KiB of shared memory each
 CACHED = 10 * 2**20  # bytes of hidden states that stay in a 50 MB L2 cache while the weight streams through it
 
 
-class Tokens:
-    """The tokens in the order in which chunks take them: those that count first, the ignored ones last.
-
-    order, key    (N): the token at each position, and what they are sorted by
-    target        (N) int32: the target as a row of this process's weight, −1 if it has none
-    number        () int32: how many tokens count
-    row           (fields, N) float32: what is known of each token; `fields` are its rows by name"""
-
-    def __init__(self, opts: Options, by_target: bool) -> None:
-        """by_target: whether the tokens that count are sorted by target."""
-        if by_target:
-            key = torch.where(opts.valid, opts.target.clamp(0, opts.classes - 1), opts.classes).int()
-        else:
-            key = (~opts.valid).to(torch.uint8)  # one pass of the radix sort instead of four
-        self.key, self.order = torch.sort(key, stable=True)
-        local = torch.where(opts.valid, opts.local_target, -1)  # a target out of range is reported elsewhere
-        self.target = torch.where((local >= 0) & (local < opts.vocab), local, -1).int()[self.order]
-        self.number = opts.valid.sum(dtype=torch.int32)
-        self.row = torch.zeros(len(FIELDS.split()), len(key), dtype=torch.float32, device=key.device)
-        self.fields = dict(zip(FIELDS.split(), self.row.unbind(), strict=True))
-
-    def results(self) -> tuple[Tensor, ...]:
-        """(N) each: lse, logprob, correct and pull by token; and (2, N): offset and log_total in order, for `late`."""
-        f = self.fields
-        found = torch.stack([(f["offset"] + f["log_total"]) * LN2.value, f["logprob"], f["correct"], f["pull"]])
-        return *torch.empty_like(found).index_copy_(1, self.order, found), torch.stack([f["offset"], f["log_total"]])
-
-
 def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tensor]:
     memory = torch.empty(sum(b.nbytes for b in buffers.values()), dtype=torch.uint8, device=device)
     found, start = {}, 0
@@ -65,25 +38,30 @@ def allocate(device: torch.device, buffers: dict[str, Buffer]) -> dict[str, Tens
 
 
 class Chunk:
-    """Launches of the kernels on one chunk of tokens after another: those from position `start` on, `size` of them.
+    """Launches of the kernels: on all tokens, which come in order, those that count first; and on one chunk of them
+    after another, the tokens from position `start` on, `size` of them.
 
-    memory   the plan's buffers by name (`fused_plan.layout`)
-    dw, db   gradients to be filled, (V, D) and (V) float32
-    known    what kernels may ask for, by the names of their arguments: whatever a launch does not give itself"""
+    order, key  (N): the token at each position, and what they are sorted by
+    number      () int32: how many tokens count
+    row         (fields, N) float32: what is known of each token, in order; `fields` are its rows by name
+    memory      the plan's buffers by name (`fused_plan.layout`)
+    dw, db      gradients to be filled, (V, D) and (V) float32
+    known       what kernels may ask for, by the names of their arguments: whatever a launch does not give itself"""
 
     splits_from = 1  # parts of the vocabulary, see `splits_of`
 
-    def __init__(self, o: Operands, kind: str, own: tuple[Plan, dict[str, Buffer]] | None = None) -> None:
-        """own: a plan and its buffers, in place of those for passes of this `kind`."""
+    def __init__(
+        self, o: Operands, kind: str, upstream: Tensor | None = None, own: tuple[Plan, dict[str, Buffer]] | None = None
+    ) -> None:  # fmt: skip
+        """upstream: dL / d(loss), None for 1. own: a plan and its buffers instead of those for passes of this `kind`"""
         _, dw, db = o.needs if kind != "loss" else (False,) * 3
-        self.o, self.opts = o, o.opts
+        self.o, self.opts, device = o, o.opts, o.e.device
         self.plan, layout = own or o.plan(kind)
-        self.tokens = Tokens(o.opts, by_target=kind == "early" and (dw or db))
-        self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=o.e.device) if dw else None
-        self.db = torch.zeros(o.opts.vocab, dtype=torch.float32, device=o.e.device) if db else None
+        self.dw = torch.empty(o.w.shape, dtype=o.dw_dtype, device=device) if dw else None
+        self.db = torch.zeros(o.opts.vocab, dtype=torch.float32, device=device) if db else None
         self.tiles, self.tma = TILES[o.device.kind, o.w.element_size()], o.device.kind == "hopper"
-        self.memory = memory = allocate(o.e.device, layout)
-        self.x, self.hidden, s, t = memory["x"], o.shape.hidden, o.opts.settings, self.tokens
+        self.memory = memory = allocate(device, layout)
+        self.x, self.hidden, s = memory["x"], o.shape.hidden, o.opts.settings
         self.above = len(self.x) - self.plan.capacity  # rows of scaled copies; the packed hidden states come below them
         missing = "z", "marks", "de", "frequent_sums", "frequent", "frequent_number", "slot", "even_vector"
         matrices = dict.fromkeys(missing) | memory | {"w": o.w, "dw": self.dw}  # some are found later
@@ -92,17 +70,67 @@ class Chunk:
         self.known = {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()} | matrices
         self.known |= dict(
             e=o.e, e_row=o.e.stride(0), e_column=o.e.stride(1), bias=o.b, class_weight=o.opts.local_class_weight,
-            order=t.order, target=t.target, row=t.row, number=t.number, tokens=len(t.order), start=0, beyond=beyond,
-            capacity=self.plan.capacity, hidden=self.hidden, vocab=o.opts.vocab, above=self.above, x_rows=len(self.x),
-            db=self.db, parts=self.plan.parts, softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
+            tokens=len(o.opts.target), start=0, beyond=beyond, capacity=self.plan.capacity, hidden=self.hidden,
+            vocab=o.opts.vocab, above=self.above, x_rows=len(self.x), db=self.db, parts=self.plan.parts,
+            softcap=s.softcap, z_loss=s.z_loss or None, filter_eps=s.filter_eps,
             M=self.tiles.m, N=self.tiles.n, K=self.tiles.k, BLOCK=BLOCK, EVEN_SHARE=bool(s.label_smoothing),
             SCALED=kind == "early", PACKED=s.shards is not None, PRECISE=(s.softcap or 0.0) >= LARGE,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 and o.e.is_cuda else "ieee",
         )  # fmt: skip
+        self._put_in_order(kind == "early" and (dw or db), upstream)
+
+    def _put_in_order(self, by_target: bool, upstream: Tensor | None) -> None:
+        """by_target: whether the tokens that count are sorted by target."""
+        opts, s, size, new = self.opts, self.opts.settings, self.known["tokens"], self.opts.target.new_empty
+        self.number, opts.denominator = new((), dtype=torch.int32), new((), dtype=torch.float32)
+        self.row = torch.zeros(len(FIELDS.split()), size, dtype=torch.float32, device=opts.target.device)
+        in_range = new((), dtype=torch.bool)
+        self.fields = dict(zip(FIELDS.split(), self.row.unbind(), strict=True))
+        smooth = s.label_smoothing or None
+        self.known |= dict(
+            targets=opts.target, token_weight=opts.token_weight, class_weights=opts.class_weight, classes=opts.classes,
+            class_sum=opts.class_sum if smooth and opts.class_weight is not None else None, smooth=smooth,
+            ignore_index=s.ignore_index, in_range=in_range.view(torch.int8), number=self.number,
+            denominator=opts.denominator, row=self.row, target=new(size, dtype=torch.int32),
+            key=new(size, dtype=torch.int32 if by_target else torch.uint8),  # sorted in four passes, or in one
+        )  # fmt: skip
+        self.launch(tokens.sort_keys, 1, BY_TARGET=by_target, BLOCK=8192, num_warps=16)
+        if self.o.check:
+            check_range(opts, in_range)
+        self.key, self.order = torch.sort(self.known["key"], stable=True)
+        self.known |= dict(key=self.key, order=self.order)
+        stride, given = 0, {} if s.reduction == "mean" else {"denominator": None}
+        if s.reduction == "none" and upstream is not None:
+            upstream = opts.tokens(upstream.flatten())
+            stride = upstream.stride(0)
+        given |= dict(upstream=upstream, upstream_stride=stride, first=opts.first)
+        self.launch(tokens.fill_rows, ceil(size, BLOCK), **given)
+
+    def results(self, stats: bool) -> tuple[Tensor, HeadStats | None, Tensor]:
+        """The loss as the call returns it; its statistics, if `stats`; and whether there is a token that counts."""
+        opts, f, counts = self.opts, self.fields, self.number > 0
+        smooth, z_loss, reduction = opts.settings.label_smoothing, opts.settings.z_loss, opts.settings.reduction
+        lse = (f["offset"] + f["log_total"]) * LN2.value if stats or smooth or z_loss else None
+        losses = f["target"] * -f["logprob"]  # by the equation in `chunked`; under "mean" each is divided already
+        if smooth:
+            losses += f["even"] * (opts.class_sum * lse - f["pull"])
+        if z_loss:
+            losses += f["token"] * (z_loss * lse.square())
+        if reduction == "none":
+            loss = opts.reduce(self._by_token(losses))
+        else:
+            loss = losses.sum() if reduction == "sum" else losses.sum().where(counts, math.nan)
+        if not stats:
+            return loss, None, counts
+        lse, logprob, correct = self._by_token(torch.stack([lse, f["logprob"], f["correct"]]))
+        return loss, opts.stats(lse, logprob, correct > 0), counts
+
+    def _by_token(self, values: Tensor) -> Tensor:
+        return torch.empty_like(values).index_copy_(-1, self.order, values)
 
     def each(self, block: int | None = None) -> Iterator[None]:
         t = self.tiles
-        for start, size in self.plan.bounds(len(self.tokens.order), block or t.m):
+        for start, size in self.plan.bounds(len(self.order), block or t.m):
             self.start, self.size, height = start, size, up(size, t.m)
             self.known |= {"start": start, "size": size}
             tiles = ceil(self.opts.vocab, t.n)
@@ -110,34 +138,33 @@ class Chunk:
             self.launch(rows.pack, height)
             yield
 
-    def find_frequent(self, segment_end: Tensor, even_sum: Tensor | None) -> None:
-        """The most frequent targets, each of two tokens or more: their rows of dW add up in float32 over the chunks, in
-        `frequent_sums` (H, D), at first what label smoothing takes: −c ⊗ `even_sum`. `frequent` (H) int32: classes, the
-        first `frequent_number` () of which are used; `place` (H): the position at which the tokens of each begin;
-        `slot` (V + 1) int16: a class's index among them, or −1."""
-        key, target, vocab, weight = self.tokens.key, self.tokens.target, self.opts.vocab, self.opts.local_class_weight
-        sums, device = self.memory["frequent_sums"], key.device
-        length = segment_end - torch.arange(len(key), dtype=torch.int32, device=device)
-        length[1:].masked_fill_(key[1:] == key[:-1], 0)  # each run is counted at its first token
-        most = length.masked_fill_(target < 0, 0).sort(descending=True, stable=True)  # half the time of `topk`
-        count, at = (x[: len(sums)] for x in most)
-        repeated, frequent = count > 1, target[at]
-        slot = torch.full((vocab + 1,), -1, dtype=torch.int16, device=device)
-        place = torch.arange(len(at), dtype=torch.int16, device=device)
-        slot.scatter_(0, torch.where(repeated, frequent, vocab).long(), place)
+    def find_frequent(self, even_sum: Tensor | None = None) -> None:
+        """Once: where each target's tokens end (`segment_end`), and the most frequent targets, each of two tokens or
+        more. Their rows of dW add up in float32 over the chunks, in `frequent_sums` (H, D), at first what label
+        smoothing takes: −c ⊗ `even_sum`. `frequent` (H) int32: classes, the first `frequent_number` () of which are
+        used; `place` (H): the position at which the tokens of each begin; `slot` (V): a class's index among them, or
+        −1."""
+        if "segment_end" in self.known or (self.dw is None and self.db is None):
+            return
+        self.known["segment_end"] = torch.searchsorted(self.key, self.key, right=True, out_int32=True)
+        if self.dw is None:
+            return
+        sums, new, weight = self.memory["frequent_sums"], self.key.new_zeros, self.opts.local_class_weight
+        slot = torch.full((self.opts.vocab,), -1, dtype=torch.int16, device=self.key.device)
+        self.known |= dict(frequent=new(len(sums)), place=new(len(sums)), slot=slot, frequent_number=new(()))
+        self.launch(tokens.find_frequent, 1, most=len(sums), BINS=128, BLOCK=8192, num_warps=16)
         if even_sum is None:
             sums.zero_()
         else:
-            per_class = even_sum.new_ones(len(at)) if weight is None else weight[frequent.clamp(min=0)]
+            per_class = even_sum.new_ones(len(sums)) if weight is None else weight[self.known["frequent"].long()]
             torch.outer(-per_class, even_sum, out=sums)
-        self.known |= dict(frequent=frequent, frequent_number=repeated.sum(dtype=torch.int32), slot=slot, place=at)
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
         kernel[grid](**{name: self.known[name] for name in kernel.arg_names if name not in given}, **given)
 
     def _tile(self, matrix: Tensor | None, height: int, width: int) -> Any:
         """The kernel argument for a matrix: a descriptor of its tiles with TMA, else the tensor, as a pointer."""
-        descriptor = matrix is not None and self.tma and len(matrix) > 0 and aligned(matrix)
+        descriptor = matrix is not None and self.tma and aligned(matrix)
         return TensorDescriptor.from_tensor(matrix, [height, width]) if descriptor else matrix
 
     def logits(self, z: Tensor | None, first: int = 0, *, gradient: bool = False, redo: bool = False) -> None:
@@ -176,17 +203,19 @@ class Chunk:
         """Add the chunk's contribution to dBias, from z as in `products`, whose rows lack `factor`."""
         if self.db is not None:
             out = self.db[None, first : first + z.shape[1]]
-            sum_rows(out, z, self.tokens.number, self.start, self.size, factor)
+            sum_rows(out, z, self.number, self.start, self.size, factor)
 
-    def add_targets(self, segment_end: Tensor) -> None:
+    def add_targets(self) -> None:
         """After all chunks, add the targets' own terms to dW and dBias, rounded once. Frequent targets have programs of
         another shape: one shape for all takes 2 to 8 times as long, as most targets have one token."""
-        kernel, given, dw = products.target_rows, dict(segment_end=segment_end, num_warps=2), self.dw is not None
+        if "segment_end" not in self.known:
+            return
+        kernel, dw = products.target_rows, self.dw is not None
         height, width = 1 if dw else 32, ceil(self.hidden, 1024)
-        self.launch(kernel, len(self.tokens.order), width, place=None, HEIGHT=height, BLOCK=1024, **given)
+        self.launch(kernel, len(self.order), width, place=None, HEIGHT=height, BLOCK=1024, num_warps=2)
         if dw:
-            grid, number = (len(self.known["place"]), ceil(self.hidden, 128)), self.known["frequent_number"]
-            self.launch(kernel, *grid, number=number, HEIGHT=32, BLOCK=128, **given)
+            grid, number = (len(self.known["place"]), ceil(self.hidden, 64)), self.known["frequent_number"]
+            self.launch(kernel, *grid, number=number, HEIGHT=32, BLOCK=64, num_warps=1)
 
 
 def sum_rows(out: Tensor, x: Tensor, number: Tensor, start: int, size: int, factor: Tensor | None) -> None:

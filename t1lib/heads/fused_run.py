@@ -8,11 +8,11 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_launch import BLOCK, Chunk, Tokens, sum_rows
+from t1lib.heads.fused_launch import BLOCK, Chunk, sum_rows
 from t1lib.heads.fused_plan import ceil, up
 from t1lib.heads.kernels import logits, rows
 from t1lib.heads.kernels.logits import LEAD, NEVER
-from t1lib.heads.kernels.tiles import LN2, TOKEN
+from t1lib.heads.kernels.tiles import LN2
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -20,12 +20,12 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def targets(c: Chunk) -> None:
     """at ← the targets' logits, offset ← a first guess of the exponentials' offsets, of all tokens."""
     m = 64 if c.o.e.is_cuda else c.tiles.m
-    c.launch(logits.target_logits, ceil(len(c.tokens.order), m), M=m, num_warps=4, num_stages=3)
+    c.launch(logits.target_logits, ceil(len(c.order), m), M=m, num_warps=4, num_stages=3)
     if c.opts.settings.shards is not None:
-        at, offset = c.tokens.fields["at"], c.tokens.fields["offset"]
+        at, offset = c.fields["at"], c.fields["offset"]
         dist.all_reduce(at, group=c.opts.settings.shards.group)
-        empty = torch.arange(len(at), device=at.device) >= c.tokens.number
-        torch.floor(at, out=offset).add_(LEAD.value).masked_fill_(empty, NEVER.value)
+        empty = torch.arange(len(at), device=at.device) >= c.number
+        torch.floor(at, out=offset).add_(LEAD.value).masked_fill_(empty, 0.0)
 
 
 def statistics(c: Chunk, z: Tensor | None) -> None:
@@ -38,7 +38,7 @@ def statistics(c: Chunk, z: Tensor | None) -> None:
         return
     # these are over this shard's columns, and become those over the whole vocabulary by one collective. All is taken
     # relative to the largest offset: nearly always they are one, and no digit of the large number is lost
-    here = {name: field[c.start : c.start + c.size] for name, field in c.tokens.fields.items()}
+    here = {name: field[c.start : c.start + c.size] for name, field in c.fields.items()}
     mine = torch.stack([here[name] for name in ("offset", "log_total", "correct", "pull")])
     offset, log_total, correct, pull = shards.gather(mine).view(-1, *mine.shape).unbind(1)
     common = offset.amax(0)
@@ -59,7 +59,7 @@ class InputGradient:
         self.c, self.shards, self._pending = c, c.opts.settings.shards, None
         tokens = c.opts.shape.numel()
         spare = self.shards is not None  # a last row for those that are not of this process's tokens
-        self._rows = c.o.e.new_zeros(tokens + spare, c.hidden)
+        self._rows = c.o.e.new_empty(tokens + spare, c.hidden)  # every token is in a chunk
         self.out = self._rows[:tokens]
 
     def add(self) -> None:
@@ -69,7 +69,7 @@ class InputGradient:
         out = self.out if shards is None else c.memory["rows"][: c.size]
         c.launch(rows.finish_input_gradient, c.size, ceil(c.hidden, BLOCK), out=out, out_stride=out.stride(0))
         if shards is not None:
-            place = c.tokens.order[c.start : c.start + c.size] - shards.rank * number * shards.sequence
+            place = c.order[c.start : c.start + c.size] - shards.rank * number * shards.sequence
             place = torch.where((place >= 0) & (place < number), place, number)
             self._pending = dist.all_reduce(out, group=shards.group, async_op=True), out, place
 
@@ -88,53 +88,48 @@ def _sum_of_all(x: Tensor, factor: Tensor | None) -> Tensor:
     return out.sum(0)
 
 
-def early(o: Operands) -> tuple[Tokens, Gradients]:
+def early(o: Operands) -> tuple[Chunk, Gradients]:
     """Statistics, and gradients for an upstream gradient of 1, one chunk of tokens after another: three products."""
-    c = Chunk(o, "early")
-    tokens, opts, smooth, segment_end, even_sum = c.tokens, o.opts, o.opts.settings.label_smoothing, None, None
-    factors = torch.stack(opts.factors(1.0))
-    tokens.row[TOKEN.value : TOKEN.value + 4] = factors[:, tokens.order]
+    if not len(o.e):  # only a compiled call and one under a group get here without tokens
+        operands = zip((o.e, o.w, o.b), o.needs, strict=True)
+        return loss_only(o), tuple(torch.zeros_like(x) if needed else None for x, needed in operands)
+    c, opts, even_sum = Chunk(o, "early"), o.opts, None
     targets(c)
-    if smooth:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
-        c.known["even_vector"], even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, factors[3])
+    if opts.settings.label_smoothing:  # for dE: Σ_v c_v w_v; for dW: Σ_n E_n e_n
+        even = opts.factors(1.0)[3]
+        c.known["even_vector"], even_sum = _sum_of_all(o.w, opts.local_class_weight), _sum_of_all(o.e, even)
     de, z = InputGradient(c) if o.needs[0] else None, c.memory["z"][:, : opts.vocab]
     for _ in c.each():
         statistics(c, z)
-        if segment_end is None and (o.needs[1] or o.needs[2]):  # now that the device is busy
-            segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
-            if o.needs[1]:
-                c.find_frequent(segment_end, even_sum)
-        c.launch(rows.scale_rows, up(c.size, c.tiles.m))
+        c.find_frequent(even_sum)  # now that the device is busy
+        c.launch(rows.scale_rows, up(c.size, c.tiles.m), num_warps=8)
         c.products(z, 0, even_sum if c.start == 0 else None)
-        c.add_bias(z, 0, tokens.fields["scale"][c.start :])
+        c.add_bias(z, 0, c.fields["scale"][c.start :])
         if de is not None:
             de.add()
-    if segment_end is not None:
-        c.add_targets(segment_end)
-    if c.db is not None and smooth:  # label smoothing's even share is the same for all tokens up to a factor
-        c.db -= factors[3].sum() * (1.0 if opts.class_weight is None else opts.local_class_weight)
-    return tokens, (None if de is None else de.finish(), c.dw, c.db)
+    c.add_targets()
+    if c.db is not None and even_sum is not None:  # smoothing's even share is the same for all tokens up to a factor
+        c.db -= even.sum() * (1.0 if opts.class_weight is None else opts.local_class_weight)
+    return c, (None if de is None else de.finish(), c.dw, c.db)
 
 
-def loss_only(o: Operands) -> Tokens:
+def loss_only(o: Operands) -> Chunk:
     c = Chunk(o, "loss")
     targets(c)
     for _ in c.each():
         statistics(c, None)
-    return c.tokens
+    return c
 
 
 def late(o: Operands, lse: Tensor, upstream: Tensor) -> Gradients:
     """Gradients from recomputed logits, one range of columns at a time: three products. lse (2, N): offset and
     log_total of the tokens, in order, as `loss_only` left them."""
-    c = Chunk(o, "late")
-    tokens, vocab, z_loss = c.tokens, o.opts.vocab, o.opts.settings.z_loss
-    tokens.fields["offset"].copy_(lse[0])
-    tokens.fields["log_total"].copy_(lse[1])
-    factors = torch.stack(o.opts.factors(upstream))[:, tokens.order]
+    c = Chunk(o, "late", upstream)
+    vocab, z_loss = o.opts.vocab, o.opts.settings.z_loss
+    c.fields["offset"].copy_(lse[0])
+    c.fields["log_total"].copy_(lse[1])
     if z_loss:
-        factors[1] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * factors[0]
-    tokens.row[TOKEN.value : TOKEN.value + 4] = factors
+        c.fields["softmax"] += 2.0 * z_loss * LN2.value * (lse[0] + lse[1]) * c.fields["token"]
     de = InputGradient(c) if o.needs[0] else None
     for _ in c.each():
         for first in range(0, vocab, c.plan.columns):

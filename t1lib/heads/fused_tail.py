@@ -12,14 +12,13 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Boxes
 
 from t1lib.heads.fused import Operands
-from t1lib.heads.fused_launch import CACHED, Chunk, Tokens, boxes, sum_rows
+from t1lib.heads.fused_launch import CACHED, Chunk, boxes, sum_rows
 from t1lib.heads.fused_plan import DEFAULT_WORKSPACE, FREQUENT, SLACK, TOKEN_BYTES, Buffer, Plan, Shape
 
 from t1lib.heads.fused_plan import ceil, layout_bytes, up  # isort: skip
 from t1lib.heads.fused_run import Gradients, InputGradient, targets
 from t1lib.heads.kernels import hopper, large, logits, rows, tail
 from t1lib.heads.kernels.large import SLOTS
-from t1lib.heads.kernels.tiles import TOKEN
 from t1lib.heads.options import need_workspace
 
 SAMPLE = 128  # one of so many columns is looked at for a row's offset
@@ -99,7 +98,7 @@ class Tail(Chunk):
 
     def __init__(self, o: Operands) -> None:
         found = plan(o.shape, o.opts.settings.workspace, o.device.units)
-        super().__init__(o, "early", (found, layout(o.shape, found)))
+        super().__init__(o, "early", own=(found, layout(o.shape, found)))
         m = self.memory
         self.z = m["z"].view(torch.float8_e4m3fn)
         self.known |= dict(large=m["large"], excess=m["excess"], count=m["count"], width=m["z"].shape[1], columns=None)
@@ -157,7 +156,7 @@ class Tail(Chunk):
             )  # fmt: skip
 
     def weight_gradient(self) -> None:
-        x8, scale = self.memory["x8"], self.tokens.fields["scale"][self.start : self.start + self.size]
+        x8, scale = self.memory["x8"], self.fields["scale"][self.start : self.start + self.size]
         top = torch.linalg.vector_norm(self.x[: self.size], torch.inf, dim=1)
         gain = gain_of((top * scale).abs().amax())
         grid = ceil(self.plan.capacity, 64), ceil(len(x8), 64)
@@ -186,23 +185,18 @@ class Tail(Chunk):
     def add_bias(self) -> None:
         width = self.memory["z"].shape[1]
         out = torch.zeros(1, width, dtype=torch.float32, device=self.z.device)
-        sum_rows(out, self.z, self.tokens.number, self.start, self.size, self.tokens.fields["scale"][self.start :])
+        sum_rows(out, self.z, self.number, self.start, self.size, self.fields["scale"][self.start :])
         self.db += out.view(-1, 2, 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1)[: self.opts.vocab]
 
 
-def gradients(o: Operands) -> tuple[Tokens, Gradients]:
+def gradients(o: Operands) -> tuple[Tail, Gradients]:
     """As `fused_run.early`."""
     c = Tail(o)
-    tokens, segment_end = c.tokens, None
-    tokens.row[TOKEN.value : TOKEN.value + 4] = torch.stack(o.opts.factors(1.0))[:, tokens.order]
     targets(c)
     de = InputGradient(c) if o.needs[0] else None
     for _ in c.each(BLOCK):
         c.exponentials()
-        if segment_end is None and (o.needs[1] or o.needs[2]):
-            segment_end = torch.searchsorted(tokens.key, tokens.key, right=True, out_int32=True)
-            if o.needs[1]:
-                c.find_frequent(segment_end, None)
+        c.find_frequent()
         if de is not None:
             c.input_gradient()
         if c.dw is not None:
@@ -212,9 +206,8 @@ def gradients(o: Operands) -> tuple[Tokens, Gradients]:
         c.large_entries()
         if de is not None:
             de.add()
-    if segment_end is not None:
-        c.add_targets(segment_end)
-    return tokens, (None if de is None else de.finish(), c.dw, c.db)
+    c.add_targets()
+    return c, (None if de is None else de.finish(), c.dw, c.db)
 
 
 def gain_of(top: Tensor) -> Tensor:

@@ -66,21 +66,22 @@ class Options:
         input, w, target, _, weight, token_weight = tensors
         self.settings, self.shape, shards = settings, target.shape, settings.shards
         self.vocab = w.shape[0] if w.dim() else 0
-        first, rows = (0, [self.vocab]) if shards is None else (shards.first, shards.rows)
+        self.first, rows = (0, [self.vocab]) if shards is None else (shards.first, shards.rows)
         self.classes, self.most = sum(rows), max(rows)
         if check:
             _check_shapes(tensors, self.classes, same_dtype)
         self.target = self.tokens(target.flatten().long()).contiguous()  # kernels read it with stride 1
-        self.local_target = self.target - first if first else self.target
-        self.valid = self.target != settings.ignore_index
-        if check:
-            _check_range(self)
+        self.local_target = self.target - self.first if self.first else self.target
         self.dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
         if token_weight is not None:
             token_weight = self.tokens(token_weight.flatten()).to(self.dtype).masked_fill(~self.valid, 0.0)
         self.token_weight = token_weight
         self.class_weight = None if weight is None else weight.to(self.dtype).contiguous()
-        self.local_class_weight = None if weight is None else self.class_weight[first : first + self.vocab]
+        self.local_class_weight = None if weight is None else self.class_weight[self.first :][: self.vocab]
+
+    @functools.cached_property
+    def valid(self) -> Tensor:
+        return self.target != self.settings.ignore_index
 
     def tokens(self, mine: Tensor) -> Tensor:
         """Gather the values of all tokens, (N, …), from those of the tokens that each process was given."""
@@ -163,6 +164,7 @@ def on_flat_operands(compute: Callable) -> Callable:
             dtype = torch.get_autocast_dtype(device)
             e, w, b = (t if t is None or t.dtype not in DTYPES[:3] else t.to(dtype) for t in (e, w, b))
         opts = Options(Tensors(e, w, target, b, *rest), settings)
+        check_range(opts)
         with torch.autocast(device, enabled=False):  # operands are already cast, the rest is float32
             e = torch.where(opts.own(opts.valid)[:, None], e.reshape(-1, e.shape[-1]), 0.0)
             return compute(e, w, b, opts, **own)
@@ -246,15 +248,18 @@ def _check_shapes(tensors: Tensors, classes: int, same_dtype: bool) -> None:
             require(not value.requires_grad, f"{name} requires a gradient, but is a constant here; use {name}.detach()")
 
 
-def _check_range(opts: Options) -> None:
+def check_range(opts: Options, in_range: Tensor | None = None) -> None:
+    """Raise `T1Error` for a target out of range, on CUDA a device-side assertion. in_range: () bool, where known."""
     flat, ignored = opts.target, opts.settings.ignore_index
     while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(flat):  # values are within what vmap wraps
         flat = get_unwrapped(flat)
-    wrong = (flat != ignored) & ((flat < 0) | (flat >= opts.classes))
+    if in_range is None or not flat.is_cuda:
+        wrong = (flat != ignored) & ((flat < 0) | (flat >= opts.classes))
+        in_range = ~wrong.any()
     message = f"target must lie in [0, {opts.classes}) or be ignore_index {ignored}"
     if flat.is_cuda:  # reading a value would make the host wait for the device
-        torch._assert_async(~wrong.any(), message)
-    elif wrong.any():
+        torch._assert_async(in_range, message)
+    elif not in_range:
         raise T1Error(f"{message}; got {flat[wrong][0].item()}")
 
 

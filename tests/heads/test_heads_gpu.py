@@ -200,3 +200,13 @@ def test_unknown_numbers_of_tokens_compile():
 
     for workspace in (2**28, 2**28 + 4096, 2**28 + 8192):
         assert_compiles(loss_of, (p.e, p.w), workspace, fullgraph=True)
+
+
+@pytest.mark.parametrize("own", [{}, {"tail": "fp8"}, {"reduction": "none"}], ids=str)
+def test_a_compiled_call_without_tokens(own):
+    e, w = (torch.ones(n, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (0, 3000))
+    call = torch.compile(lambda *call: linear_cross_entropy(*call, **own), fullgraph=True)
+    loss = call(e, w, torch.zeros(0, dtype=torch.int64, device="cuda"))
+    assert loss.isnan() if loss.dim() == 0 else loss.shape == (0,)
+    de, dw = torch.autograd.grad(loss.sum(), (e, w))
+    assert de.shape == (0, 128) and not dw.any()

@@ -239,8 +239,6 @@ def test_compiled_under_autocast_and_in_a_second_backward():
     for a, b in zip(plain, torch.autograd.grad(loss, (e, w), retain_graph=True), strict=True):
         assert a.dtype == torch.float32
         assert torch.equal(a, b)
-    none = torch.autograd.grad(torch.compile(call, fullgraph=True)(e[:0], w, p.target[:0]), (w,))[0]
-    assert not none.any()
     loss = linear_cross_entropy(e.bfloat16(), w.bfloat16(), p.target, tail="fp8")
     loss.backward(retain_graph=True)
     with pytest.raises(T1Error, match="backward"):

@@ -107,11 +107,9 @@ def finish_input_gradient(
     BLOCK: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of columns): sum the parts; with SCALED apply row scale, w_y and the even share; place it, if
-    PACKED in the chunk's row of `out` instead of the token's, 0 where no token is."""
+    PACKED in the chunk's row of `out` instead of the token's; 0 for an ignored one."""
     i = tl.program_id(0)
     live = i < tiles.live_rows(number, start, size)
-    if not PACKED and not live:
-        return
     here = row + start + i
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (d < hidden) & live
