@@ -5,7 +5,6 @@ import re
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from matplotlib import rc_context
 
 from t1lib.measure import manifest
 from t1lib.measure.records import Records
@@ -86,19 +85,7 @@ def test_what_is_downstream_of_a_change_is_left_out_and_refused(checkout, kernel
     assert published(checkout)[:2] == [("head", 20.0)] * 2
 
 
-def test_an_interrupt_leaves_no_number(checkout, kernel):
-    kernel.everything()
-    whole = kernel.cells["step"]
-    kernel.cells["step"] += "    if step == 1: raise KeyboardInterrupt"
-    assert kernel.run("step").startswith("KeyboardInterrupt")
-    assert kernel.run("show").endswith("[] [5.0, 5.0]\n")
-    assert "did not finish" in kernel.run("finish")
-    kernel.cells["step"] = whole
-    assert kernel.run("step", "show", "finish") == ""
-    assert len(published(checkout)) == 5
-
-
-def test_what_was_made_or_read_before_its_records_is_refused(checkout, kernel):
+def test_what_was_made_or_read_before_its_records_or_did_not_finish_is_refused(checkout, kernel):
     del kernel.cells["finish"]
     kernel.cells |= {"table": 'run.table("main", [{"n": len(run.frame())}])', "count": "total = len(run.frame())"}
     kernel.cells |= {"number": 'run.number("demo.n", total)', "finish": CELLS["finish"]}
@@ -107,10 +94,14 @@ def test_what_was_made_or_read_before_its_records_is_refused(checkout, kernel):
     assert "run.table(" in told and "total = len(" in told and "recorded has been made again" in told
     assert "run.table(" not in kernel.run("table", "finish")
     assert kernel.run("count", "number", "finish") == ""
-    whole, kernel.cells["table"] = kernel.cells["table"], "1 / 0"
-    assert "did not finish" in kernel.run("table", "finish")
-    kernel.cells["table"] = whole
-    assert kernel.run("table", "finish") == ""
+    interrupted = kernel.cells["step"] + "    if step == 1: raise KeyboardInterrupt"
+    for name, cell in (("table", "1 / 0"), ("step", interrupted)):
+        whole, kernel.cells[name] = kernel.cells[name], cell
+        assert "did not finish" in kernel.run(name, "finish")
+        assert kernel.run("show").endswith("[5.0, 5.0]\n" if name == "table" else "[] [5.0, 5.0]\n")
+        kernel.cells[name] = whole
+        assert kernel.run(name, "table", "count", "number", "finish") == ""
+    assert len(published(checkout)) == 5
 
 
 @pytest.mark.parametrize("ids", [True, False])
@@ -137,14 +128,6 @@ def test_another_cell_that_records_the_same_says_what_it_replaces(checkout, kern
     assert kernel.run("show").endswith("[0.0] [5.0, 5.0]\n")
 
 
-def test_a_parameter_is_no_attribute_and_figures_do_not_look_as_a_matplotlibrc_says(checkout, kernel):
-    with rc_context({"figure.facecolor": "black"}):
-        kernel.cells["set"] = "p.steps = 5"
-        kernel.cells["look"] = "import matplotlib\nprint(p.steps, matplotlib.rcParams['figure.facecolor'])"
-        kernel.run("parameters", "setup")
-        assert "is set by its variable, `steps = 5`" in kernel.run("set") and kernel.run("look") == "3 white\n"
-
-
 def test_a_variable_of_a_later_cell_is_noticed(checkout, kernel):
     finish, kernel.cells["later"] = kernel.cells.pop("finish"), "factor = 1000"
     kernel.cells["finish"] = finish
@@ -165,21 +148,6 @@ def test_a_corrected_parameter_is_accepted_though_the_file_holds_the_wrong_one(c
     assert kernel.run("show").endswith("[] [5.0, 5.0]\n")  # what was measured with a right one is left out
     kernel.edit("parameters", "steps: int = -1", "steps: int = 2")
     assert kernel.run("parameters", "step") == ""
-
-
-def test_a_profile_that_is_named_is_loaded_or_refused(checkout, kernel, monkeypatch):
-    monkeypatch.setattr("t1lib.measure.environment._gpu", dict)
-    checkout.params("demo", "profile: h200\n", "h200")
-    checkout.params("demo", "profile: mine\nsteps: 1\nscale: 3\n", "mine")
-    kernel.edit("parameters", '"smoke"', '"mine"')
-    assert "params/mine/demo.yaml sets steps=1, scale=3.0" in kernel.run("parameters", "setup")
-    kernel.run("sizes", "head", "step", "finish")
-    rows = Records.load(checkout.root / "outputs/mine/demo/samples.csv").rows
-    assert [row["value"] for row in rows] == [30.0, 30.0, 0.0]
-    for name, message in (("nobody", "unknown profile 'nobody'"), ("h200", "profile 'h200' is for a GPU")):
-        kernel.cells["parameters"] = PARAMETERS.replace("smoke", name)
-        assert message in kernel.run("parameters", "step")
-    assert not (checkout.root / "outputs" / "h200").exists()
 
 
 def test_an_error_tells_cells_apart_and_names_the_one_that_comes_first(checkout, kernel):
