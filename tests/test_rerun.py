@@ -107,13 +107,19 @@ def test_what_was_made_or_read_before_its_records_or_did_not_finish_is_refused(c
 @pytest.mark.parametrize("ids", [True, False])
 def test_what_an_edited_cell_measured_or_made_before_is_gone(checkout, kernel, ids):
     """Under nbclient too, which does not say that it is the same cell."""
-    kernel.cells["step"] += 'run.number("demo.old", 1)\nrun.number("demo.kept", p.scale)'
+    kernel.cells["step"] += 'run.number("demo.old", 1)\nrun.number("demo.kept", p.scale)\nrun.table("old", [{"a": 1}])'
+    kernel.cells["own"] = '(run.outdir / "traces").mkdir()\n(run.outdir / "traces" / "a.json").touch()'
+    kernel.cells["figure"] = 'from matplotlib.figure import Figure\n_ = run.figure("kept", Figure())'
+    kernel.cells["finish"] = kernel.cells.pop("finish")
     kernel.everything(ids)
     kernel.edit("step", "range(p.steps)", "range(1)")
-    kernel.edit("step", "demo.old", "demo.new")
+    kernel.edit("step", "old", "new")
     assert kernel.run("step", "show", ids=ids).endswith("[0.0] [5.0, 5.0]\n")
     assert kernel.run("finish", ids=ids) == "" and len(published(checkout)) == 3
-    assert set(json.loads((checkout.outputs("demo") / "numbers.json").read_text())) == {"demo.new", "demo.kept"}
+    folder = checkout.outputs("demo")
+    assert set(json.loads((folder / "numbers.json").read_text())) == {"demo.new", "demo.kept"}
+    assert [path.stem for path in (folder / "tables").iterdir()] == ["new"]
+    assert (folder / "figures" / "kept.pdf").is_file() and (folder / "traces" / "a.json").is_file()
     kernel.edit("parameters", "scale: float = 0.5", "scale: float = 2.0")
     kernel.run("parameters", "sizes", "head", ids=ids)
     assert "scale was 0.5, is 2.0" in kernel.run("finish", ids=ids)  # the number's cell, too
@@ -193,17 +199,3 @@ def test_what_another_cell_uses_is_followed(checkout, kernel, maker, user):
     assert kernel.run("parameters", "maker", "finish").startswith("T1Error: cells to run again")
     kernel.run("user", "finish")
     assert published(checkout) == [("a", 2.0)]
-
-
-def test_what_a_cell_makes_no_longer_is_not_published(checkout, kernel):
-    kernel.cells["draw"] = 'run.number("demo.first", 1)\n_ = run.table("first", [{"name": "a", "value": 1}])'
-    kernel.cells["own"] = '(run.outdir / "traces").mkdir()\n(run.outdir / "traces" / "a.json").touch()'
-    kernel.cells["figure"] = 'from matplotlib.figure import Figure\n_ = run.figure("first", Figure())'
-    order = ("parameters", "setup", "sizes", "head", "step", "own", "figure", "draw", "finish")
-    assert kernel.run(*order) == ""
-    kernel.edit("draw", "first", "second")
-    assert kernel.run("draw", "finish") == ""
-    folder = checkout.outputs("demo")
-    assert [path.stem for path in (folder / "tables").iterdir()] == ["second"]
-    assert list(json.loads((folder / "numbers.json").read_text())) == ["demo.second"]
-    assert (folder / "figures" / "first.pdf").is_file() and (folder / "traces" / "a.json").is_file()
