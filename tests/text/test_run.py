@@ -114,6 +114,7 @@ def test_it_leaves_metrics_a_checkpoint_and_a_plot(tmp_path, command, monkeypatc
     assert all(float(row["tokens_per_s"]) > 0 and float(row["host_gib"]) > 0 for row in rows)
     assert float(rows[0]["lr"]) > float(rows[-1]["lr"]) > 0
     assert (tmp_path / "a" / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert names(tmp_path / "a") == [".lock", "checkpoints", "metrics.csv", "metrics.png", "run.json"]
     assert names(tmp_path / "a" / "checkpoints") == [META, "step-00000012"]
     part = torch.load(tmp_path / "a" / "checkpoints" / "step-00000012" / "rest.pt", weights_only=True)
     assert all(own["master"].dtype == own["exp_avg"].dtype == torch.float32 for own in part["optimizer"].values())
@@ -319,6 +320,9 @@ def test_folders_for_a_run(tmp_path, refused):
     for command in (SMALL, [*SMALL, "--resume"], AGAIN):
         refused(str(tmp_path / "file"), tmp_path / "file", command=command)
     assert names(tmp_path) == ["a.txt", "file"]
+    (tmp_path / "deep").mkdir()
+    refused("--device 'tpu'", tmp_path / "deep" / "a", "--device", "tpu")
+    assert names(tmp_path / "deep") == []  # which was there before
     refused("too small", tmp_path / "deep" / "a", "--steps", "1", "--workspace", "1", "--head", "fused")
     assert train(tmp_path / "deep" / "a", "--steps", "1") == 0
 
